@@ -1,0 +1,99 @@
+# `make serve` and `make test` work in a fresh clone; everything goes into .venv.
+
+PORT  ?= 8000
+MODEL ?= demo
+ARGS  ?=
+# What MLX computes with: cpu (on a Mac this is Metal), or cuda.
+EXTRA ?= cpu
+# The first of these that is new enough and works (shims of version managers may not).
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { echo $$python; break; }; done)
+
+BIN   := .venv/bin
+READY := .venv/.ready-$(EXTRA)
+LOCK  := requirements/develop.txt
+LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
+	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
+
+.PHONY: help setup serve test clients lint lint-style lint-types lint-imports format bench soak fuzz zoo compose-test lock clean
+
+help:
+	@echo "make setup         create .venv with everything for serving and testing"
+	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
+	@echo "make test          run the tests (pytest's arguments in ARGS)"
+	@echo "make clients       install real clients and try each, write docs/clients.md (20 minutes)"
+	@echo "make lint          ruff, mypy, import contracts"
+	@echo "make format        ruff format, and fix what ruff can fix"
+	@echo "make bench         compare with mlx_lm.server, in turn"
+	@echo "make soak          30 minutes of mixed load against a whole server"
+	@echo "make fuzz          10,000 requests made from /openapi.json, every answer checked"
+	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md (2 minutes)"
+	@echo "make compose-test  the three containers, with a Docker daemon"
+	@echo "make lock          bring the pinned versions up to pyproject.toml (needs uv)"
+	@echo "make clean         remove .venv and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml $(LOCK)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/it" >&2; exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+ifeq ($(EXTRA),cpu)
+	@$(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK) || { \
+	echo "The pinned versions do not install here; taking what pyproject.toml allows." >&2; \
+	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[cpu,dev]'; }
+else
+	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[$(EXTRA),dev]'
+endif
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve: setup
+	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+clients: setup
+	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)
+
+lint: lint-style lint-types lint-imports
+
+lint-style: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+lint-types: setup
+	$(BIN)/mypy
+
+lint-imports: setup
+	$(BIN)/lint-imports --no-logo
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
+
+soak: setup
+	$(BIN)/python -m tests.e2e.soak $(ARGS)
+
+fuzz: setup
+	$(BIN)/python -m tests.e2e.fuzz $(ARGS)
+
+zoo: setup
+	$(BIN)/python -m engine.zoo --write docs/models.md $(ARGS)
+
+compose-test: setup
+	COMPOSE_TEST=1 $(BIN)/python -m pytest tests/deploy $(ARGS)
+
+# PIN="-P name" raises one package; without it only what must move moves.
+lock:
+	uv pip compile pyproject.toml --extra cpu $(PIN) --output-file requirements/serve.txt $(LOCKING)
+	uv pip compile pyproject.toml --extra cpu --extra dev $(PIN) \
+		--constraints requirements/serve.txt --output-file requirements/develop.txt $(LOCKING)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Comparisons with other servers on the same machine, weights and requests, in turn."""

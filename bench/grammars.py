@@ -1,0 +1,150 @@
+"""`python -m bench.grammars`: answers of the model to JSON schemas, and what masks cost.
+
+Sends random schemas and some of clients' (`bench.schemas`) to a whole server, eight at a
+time, and tells how many answers ended by themselves and are valid; then runs eight sequences
+that a schema binds, without a server, and tells how much of a step their masks take.
+Ends with 1 where fewer than 95 % ended, one that did is not valid, or masks take over 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from engine.backend.blas import load_fast_blas
+
+load_fast_blas()  # before anything imports mlx
+
+import jsonschema  # noqa: E402
+
+from bench.client import complete  # noqa: E402
+from bench.schemas import COMMON, Schema, generate  # noqa: E402
+from bench.servers import ours  # noqa: E402
+from engine import backend  # noqa: E402
+from engine.grammar.library import Library  # noqa: E402
+from engine.grammar.replica import vocabulary_of  # noqa: E402
+from engine.model.load import load, resolve  # noqa: E402
+from engine.replica import build  # noqa: E402
+from engine.sampling.masks import Masking, Masks  # noqa: E402
+from shared.settings import Settings  # noqa: E402
+from shared.wire import Grammar, Sampling, Submit  # noqa: E402
+
+LEAST_ENDED = 0.95
+MOST_OF_A_STEP = 0.10
+PROMPT = "Here is an example of the JSON that the program wrote:\n\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.grammars", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=8)
+    options = parser.parse_args()
+    random = generate(options.schemas - len(COMMON), options.seed)
+    schemas = [*COMMON, *random][: options.schemas]
+    with ours(options.model) as port:
+        answers = asyncio.run(_answers(port, schemas, options.max_tokens, options.batch))
+    ends = Counter(finish for finish, _ in answers)
+    ended = [
+        (s, text) for s, (finish, text) in zip(schemas, answers, strict=True) if finish == "stop"
+    ]
+    wrong = [text for schema, text in ended if not _valid(schema, text)]
+    print(
+        f"{len(schemas)} schemas: {dict(ends)}; {len(ended) - len(wrong)} valid {wrong[:3] or ''}"
+    )
+    share = _share_of_a_step(options.model, options.batch)
+    return int(len(ended) < LEAST_ENDED * len(schemas) or bool(wrong) or share > MOST_OF_A_STEP)
+
+
+async def _answers(
+    port: int, schemas: Sequence[Schema], max_tokens: int, at_once: int
+) -> list[tuple[str | None, str]]:
+    places = asyncio.Semaphore(at_once)
+
+    async def ask(number: int, schema: Schema) -> tuple[str | None, str]:
+        async with places:
+            stream = await complete(
+                port,
+                PROMPT,
+                max_tokens,
+                temperature=0.8,
+                seed=number,
+                response_format={"type": "json_schema", "json_schema": {"schema": schema}},
+            )
+        return stream.error or stream.finish_reason, stream.text
+
+    return await asyncio.gather(*(ask(number, schema) for number, schema in enumerate(schemas)))
+
+
+def _valid(schema: Schema, text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+class _Timed(Masking):
+    """Notes how long masks took."""
+
+    def __init__(self, library: Library, vocab_size: int) -> None:
+        super().__init__(library, vocab_size)
+        self.seconds: list[float] = []
+
+    def _compute(self, bound: Any) -> Masks:
+        began = time.perf_counter()
+        masks = super()._compute(bound)
+        self.seconds.append(time.perf_counter() - began)
+        return masks
+
+
+def _share_of_a_step(model: str, rows: int) -> float:
+    """The time of the masks of a step, as a part of the whole time of one."""
+    backend.prepare()
+    loaded = load(resolve(model))
+    replica = build(loaded, Settings(model=model, no_ssd=True))
+    masking = _Timed(Library(vocabulary_of(loaded).load()), loaded.vocab_size)
+    replica.executor.use_grammars(masking)
+    prompt = loaded.tokenizer.encode(PROMPT)
+    for number, schema in enumerate(generate(rows, seed=1)):
+        replica.scheduler.submit(
+            Submit(
+                request_id=str(number),
+                attempt=0,
+                token_ids=prompt,
+                sampling=Sampling(seed=number, temperature=0.8),
+                max_tokens=100,
+                stop_token_ids=list(loaded.eos_token_ids),
+                grammar=Grammar(kind="json_schema", source=json.dumps(schema)),
+            )
+        )
+    steps: list[float] = []
+    full: list[float] = []
+    while not replica.scheduler.idle:
+        plan = replica.scheduler.schedule()
+        if plan is None:
+            continue
+        began, masks = time.perf_counter(), len(masking.seconds)
+        replica.scheduler.apply(replica.executor.dispatch(plan).read())
+        if len(plan.decodes) >= rows // 2 and len(masking.seconds) > masks and not plan.chunks:
+            steps.append((time.perf_counter() - began) / len(plan.decodes))
+            full.append(masking.seconds[-1] / len(plan.decodes))
+    step, mask = statistics.mean(steps), statistics.mean(full)
+    print(
+        f"a token at {rows} rows: {1000 * step:.2f} ms of a step, of which its mask takes"
+        f" {1000 * mask:.3f} ms: {mask / step:.1%}; longest mask {1000 * max(full):.2f} ms"
+    )
+    return mask / step
+
+
+if __name__ == "__main__":
+    sys.exit(main())

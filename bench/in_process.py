@@ -1,0 +1,145 @@
+"""Scheduler and executor without processes, sockets and HTTP: the engine's own speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from engine.backend.blas import load_fast_blas
+from shared.settings import Settings
+from shared.wire import Delta, Sampling, Submit
+
+
+class Driver:
+    """The replica that `services.engine` would serve with, driven by a plain loop."""
+
+    def __init__(self, model: str, kv_bits: Literal[4, 8, 16] = 16) -> None:
+        load_fast_blas()
+        from engine import backend
+        from engine.model.load import load, resolve
+        from engine.replica import build
+
+        backend.prepare()
+        self._loaded = load(resolve(model))
+        settings = dataclasses.replace(
+            Settings(),
+            model=model,
+            kv_bits=kv_bits,
+            max_batch_size=16,
+            completion_batch_size=32,
+            no_ssd=True,
+        )
+        self.replica = build(self._loaded, settings)
+        self._number = 0
+
+    @property
+    def own_type_bytes(self) -> int:
+        """Bytes of a number of the type that the model computes in."""
+        return int(self._loaded.model.model.norm.weight.dtype.size)
+
+    def rate(self, texts: list[str], max_tokens: int) -> float:
+        """Tokens a second of greedy completions of ``texts``, all started at once."""
+        encode = self._loaded.tokenizer.encode
+        started = time.perf_counter()
+        for text in texts:
+            self._submit(encode(text), max_tokens, self._loaded.eos_token_ids)
+        tokens = sum(len(delta.token_ids) for delta in self._finish())
+        return tokens / (time.perf_counter() - started)
+
+    def step_s(self, prompts: Sequence[list[int]], steps: int, warm_up_steps: int) -> float:
+        """Seconds of the median of ``steps`` in which all ``prompts`` and nothing else run. What
+        was computed for them before is found in the cache."""
+        requests = [self._submit(prompt, 100 * steps + 1000) for prompt in prompts]
+        scheduler = self.replica.scheduler
+        seconds: list[float] = []
+        while len(seconds) < steps + warm_up_steps:
+            if scheduler.idle:
+                raise RuntimeError("some ended before all had begun")
+            begun = time.perf_counter()
+            rows, _ = self._step()
+            if rows == len(prompts):
+                seconds.append(time.perf_counter() - begun)
+        for request in requests:
+            scheduler.abort(request)
+        while not scheduler.idle:
+            self._step()
+        return statistics.median(seconds[warm_up_steps:])
+
+    def answers(
+        self, questions: Sequence[str], max_tokens: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """The prompts of ``questions`` and the greedy answers, with the token that ends them."""
+        template = self._loaded.tokenizer.apply_chat_template
+        asked: list[list[int]] = []
+        for question in questions:
+            messages = [{"role": "user", "content": question}]
+            asked.append(list(template(messages, add_generation_prompt=True)))
+        stop = self._loaded.eos_token_ids
+        names = [self._submit(prompt, max_tokens, stop) for prompt in asked]
+        deltas = self._finish()
+        said = {
+            name: [t for d in deltas if d.request_id == name for t in d.token_ids] for name in names
+        }
+        return asked, [said[name] for name in names]
+
+    def expected(self, token_ids: list[int]) -> list[int]:
+        """The most likely token after each of ``token_ids`` but the last."""
+        self._submit(token_ids, 1, prompt_logprobs=1)
+        scores = [score for delta in self._finish() for score in delta.prompt_logprobs or ()]
+        return [score.top_ids[0] for score in scores]
+
+    def block(self, text: str) -> tuple[bytes | memoryview, ...]:
+        """The first block of ``text``, as it goes to the kvstore."""
+        from engine.plan import Chunk, Evict, Plan, Save, Slab, Slot
+
+        number, tokens = 1 << 30, self._loaded.tokenizer.encode(text)
+        slot = Slot(number, 0)
+        plan = Plan(
+            step=0,
+            slabs=(Slab(number, 1, len(tokens)),),
+            chunks=(Chunk(slot, 0, tuple(tokens)),),
+            saves=(Save(slot, 0, (number,)),),
+            exports=(number,),
+        )
+        result = self.replica.executor.dispatch(plan).read()
+        gone = Plan(step=0, freed_slabs=(number,), evictions=(Evict(number),))
+        self.replica.executor.dispatch(gone).read()
+        return result.exported[0].payload
+
+    def _finish(self) -> list[Delta]:
+        """Everything that comes until nothing is left to do."""
+        deltas: list[Delta] = []
+        while not self.replica.scheduler.idle:
+            deltas += self._step()[1]
+        return deltas
+
+    def _submit(
+        self,
+        token_ids: list[int],
+        max_tokens: int,
+        stop: Iterable[int] = (),
+        prompt_logprobs: int | None = None,
+    ) -> str:
+        self._number += 1
+        submit = Submit(
+            request_id=str(self._number),
+            attempt=0,
+            token_ids=token_ids,
+            sampling=Sampling(seed=0),
+            max_tokens=max_tokens,
+            stop_token_ids=list(stop),
+            prompt_logprobs=prompt_logprobs,
+        )
+        self.replica.scheduler.submit(submit)
+        return submit.request_id
+
+    def _step(self) -> tuple[int, list[Delta]]:
+        """Runs the next plan; how many rows decoded in it, and what there is for the router."""
+        plan = self.replica.scheduler.schedule()
+        if plan is not None:
+            self.replica.scheduler.apply(self.replica.executor.dispatch(plan).read())
+        deltas = self.replica.scheduler.take_outputs().deltas
+        return (len(plan.decodes) if plan and not plan.chunks else 0), deltas

@@ -1,0 +1,97 @@
+"""Starts the servers that are compared, and stops them with everything they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.backend.blas import load_fast_blas
+
+START_TIMEOUT_S = 180.0
+
+
+@contextmanager
+def ours(model: str, *flags: str, ssd: Path | None = None) -> Iterator[int]:
+    """This server, all processes, with ``ssd`` or a new directory; yields its port."""
+    command = [sys.executable, "-m", "mlx_lm_server", "--model", model, "--host", "127.0.0.1"]
+    command += ["--kv-bits", "16"]  # as mlx_lm.server
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as cache,
+        _running([*command, "--ssd-cache-dir", str(ssd or cache), *flags], "/readyz") as port,
+    ):
+        yield port
+
+
+@contextmanager
+def mlx_lm_server(model: Path) -> Iterator[int]:
+    """mlx-lm's server on the same weights, with the fast BLAS that ours finds."""
+    environment = dict(os.environ)
+    blas = load_fast_blas()
+    if blas:
+        environment["LD_PRELOAD"] = blas
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_lm",
+        "server",
+        "--model",
+        str(model),
+        "--log-level",
+        "ERROR",
+    ]
+    with _running(command, "/v1/models", environment) as port:
+        yield port
+
+
+@contextmanager
+def _running(
+    command: Sequence[str], probe: str, environment: dict[str, str] | None = None
+) -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            _wait(process, f"http://127.0.0.1:{port}{probe}")
+            yield port
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace")[-4000:])
+            raise
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with code {process.returncode}")
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"no answer at {url} within {START_TIMEOUT_S:g} s")

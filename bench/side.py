@@ -1,0 +1,216 @@
+"""One side of a comparison in a process of its own: `python -m bench.side ours|mlx-lm`.
+
+It reads calls, a line of JSON each, and answers with seconds. Both sides have the same
+weights and the same fast BLAS; what mlx-lm computes with is as it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from engine.backend import allocation
+
+WARM_UP_STEPS = 2
+SIDES = ("ours", "mlx-lm")
+
+
+class Side(ABC):
+    @abstractmethod
+    def prefill(self, start: int, tokens: int) -> float:
+        """Seconds that a chunk of ``tokens`` takes, ``start`` tokens after the beginning."""
+
+    @abstractmethod
+    def decode(self, lengths: Sequence[int], steps: int) -> float:
+        """Seconds of the median step of sequences with so many tokens."""
+
+    @abstractmethod
+    def generate(self, lengths: Sequence[int], steps: int) -> float:
+        """The same, by what a server would call: with scheduling, or `BatchGenerator`."""
+
+
+class Ours(Side):
+    def __init__(self, model: str) -> None:
+        from bench.in_process import Driver
+
+        self._driver = Driver(model)
+        self._executor = self._driver.replica.executor
+
+    def prefill(self, start: int, tokens: int) -> float:
+        from engine.plan import Chunk, Plan, Slab, Slot
+
+        chunk = Chunk(Slot(0, 0), start, tuple(_noise(start, tokens)))
+        slab = Slab(0, 1, start + tokens + 16)
+        self._executor.dispatch(Plan(step=0, slabs=(slab,))).read()
+        begun = time.perf_counter()
+        self._executor.dispatch(Plan(step=0, chunks=(chunk,))).read()
+        seconds = time.perf_counter() - begun
+        self._executor.dispatch(Plan(step=0, freed_slabs=(0,))).read()
+        return seconds
+
+    def decode(self, lengths: Sequence[int], steps: int) -> float:
+        from engine.plan import Decode, Plan, Slab, Slot
+        from shared.wire import Sampling
+
+        slab = Slab(0, len(lengths), max(lengths) + steps + 16)
+        self._executor.dispatch(Plan(step=0, slabs=(slab,))).read()
+        seconds = []
+        for index in range(steps + WARM_UP_STEPS):
+            decodes = tuple(
+                Decode(Slot(0, row), length + index, None if index else 5, index, Sampling(seed=0))
+                for row, length in enumerate(lengths)
+            )
+            begun = time.perf_counter()
+            self._executor.dispatch(Plan(step=0, decodes=decodes)).read()
+            seconds.append(time.perf_counter() - begun)
+        self._executor.dispatch(Plan(step=0, freed_slabs=(0,))).read()
+        return statistics.median(seconds[WARM_UP_STEPS:])
+
+    def generate(self, lengths: Sequence[int], steps: int) -> float:
+        given = [_noise(seed, length) for seed, length in enumerate(lengths)]
+        return self._driver.step_s(given, steps, WARM_UP_STEPS)
+
+    def rate(self, texts: list[str], max_tokens: int) -> float:
+        """Tokens a second of all ``texts`` at once, without processes in between."""
+        return self._driver.rate(texts, max_tokens)
+
+
+class MlxLm(Side):
+    def __init__(self, model: str) -> None:
+        import mlx_lm
+
+        from engine.model.load import resolve
+
+        self._model: Any = mlx_lm.load(str(resolve(model)))[0]
+
+    def _caches(self, rows: int, length: int, room: int) -> list[Any]:
+        """As they are after ``length`` tokens, of noise."""
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        caches = make_prompt_cache(self._model)
+        self._model(mx.zeros((1, 1), mx.int32), cache=caches)
+        for cache in caches:
+            heads, dim = cache.keys.shape[1], cache.keys.shape[3]
+            shape = (rows, heads, -(-(length + room) // cache.step) * cache.step, dim)
+            cache.keys, cache.values = mx.random.normal(shape), mx.random.normal(shape)
+            cache.offset = length
+        mx.eval([cache.state for cache in caches])
+        return list(caches)
+
+    def prefill(self, start: int, tokens: int) -> float:
+        import mlx.core as mx
+
+        caches = self._caches(1, start, tokens)
+        inputs = mx.array([_noise(start, tokens)])
+        begun = time.perf_counter()
+        self._model(inputs, cache=caches)
+        mx.eval([cache.state for cache in caches])
+        return time.perf_counter() - begun
+
+    def decode(self, lengths: Sequence[int], steps: int) -> float:
+        """For equal lengths."""
+        import mlx.core as mx
+
+        caches = self._caches(len(lengths), lengths[0], steps + WARM_UP_STEPS)
+        tokens, seconds = mx.full((len(lengths), 1), 5), []
+        for _ in range(steps + WARM_UP_STEPS):
+            begun = time.perf_counter()
+            logits = self._model(tokens, cache=caches)[:, -1]
+            tokens = mx.argmax(logits, axis=-1)[:, None]
+            mx.eval(tokens)
+            seconds.append(time.perf_counter() - begun)
+        return statistics.median(seconds[WARM_UP_STEPS:])
+
+    def generate(self, lengths: Sequence[int], steps: int) -> float:
+        from mlx_lm.generate import BatchGenerator
+
+        count = len(lengths)
+        generator = BatchGenerator(
+            self._model,
+            max_tokens=steps + 4 * WARM_UP_STEPS,
+            completion_batch_size=count,
+            prefill_batch_size=count,
+        )
+        generator.insert(
+            [[5] for _ in lengths], caches=[self._caches(1, n - 1, 1) for n in lengths]
+        )
+        seconds: list[float] = []
+        for _ in range(10 * (steps + WARM_UP_STEPS)):
+            begun = time.perf_counter()
+            _, answers = generator.next()
+            if len(answers) == count:
+                seconds.append(time.perf_counter() - begun)
+            if len(seconds) == steps + WARM_UP_STEPS:
+                break
+        else:
+            raise RuntimeError("the sequences do not run together")
+        generator.close()
+        return statistics.median(seconds[WARM_UP_STEPS:])
+
+
+def _noise(seed: int, tokens: int) -> list[int]:
+    """Of a small vocabulary, for tiny models."""
+    choose = random.Random(seed)
+    return [choose.randrange(10, 300) for _ in range(tokens)]
+
+
+class Remote:
+    """A side in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def call(self, name: str, *arguments: object) -> float:
+        """What its method ``name`` returns."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"a side ended with code {self._process.wait()}")
+        return float(answer)
+
+
+@contextmanager
+def side(name: str, model: str) -> Iterator[Remote]:
+    """Starts it; ours as an engine would be."""
+    environment = dict(os.environ)
+    if name == "ours":
+        environment |= allocation.environment(environment)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.side", name, model],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield Remote(process)
+        finally:
+            process.kill()
+
+
+def main(name: str, model: str) -> None:
+    from engine.backend.blas import load_fast_blas
+
+    load_fast_blas()
+    answers, sys.stdout = sys.stdout, sys.stderr
+    one: Side = Ours(model) if name == "ours" else MlxLm(model)
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        print(getattr(one, method)(*arguments), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

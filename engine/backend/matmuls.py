@@ -1,0 +1,123 @@
+"""Linear layers on the CPU: the way of multiplying that is fastest for each shape.
+
+A BLAS takes very different times for the same product of a few rows, depending on the
+order of its factors and on whether there is one row or two. Which is best depends on the
+library, the processor and the shape; so it is measured, on the model's own weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx import nn
+
+Multiply = Callable[[mx.array, mx.array], mx.array]
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 128)
+"""Numbers of rows that are measured. Others are padded to one of them, up to `DECODE_ROWS`."""
+MOST_ROWS = 256
+DECODE_ROWS = 32
+"""More rows than that do not go through a large weight (the last layer's)."""
+LARGE_BYTES = 64 << 20
+BYTES_AT_ONCE = 48 << 20
+"""Of weights that are multiplied in a row, so that they do not all stay in the cache."""
+WORTH_A_SECOND_LOOK_S = 0.01
+WORTH_IT = 0.92
+"""A way other than MLX's own has to take at most this part of its time."""
+
+
+def _plain(x: mx.array, weight: mx.array) -> mx.array:
+    return x @ weight.T
+
+
+def _turned(x: mx.array, weight: mx.array) -> mx.array:
+    return (weight @ x.T).T
+
+
+class _Choice(NamedTuple):
+    """Multiply ``rows`` rows, the last of them padding, in the way ``multiply``."""
+
+    rows: int
+    multiply: Multiply
+
+
+class Matmuls:
+    """The best way for each shape of weight (out, in) and number of rows."""
+
+    def __init__(self) -> None:
+        self._choices: dict[tuple[int, int], dict[int, _Choice]] = {}
+
+    def measure(self, model: nn.Module) -> None:
+        """Tries both ways on a few weights of each shape in ``model``: a second or two."""
+        weights: dict[tuple[int, int], list[mx.array]] = {}
+        for _, module in model.named_modules():
+            if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype == mx.float32:
+                weights.setdefault(module.weight.shape, []).append(module.weight)
+        for shape, same in weights.items():
+            some = same[: max(1, BYTES_AT_ONCE // same[0].nbytes)]
+            mx.eval(some)
+            most = DECODE_ROWS if same[0].nbytes > LARGE_BYTES else MOST_ROWS
+            self._choices[shape] = _choices(some, most)
+
+    def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
+        """x @ weight.T of (..., in) and (out, in)."""
+        rows = x.size // x.shape[-1]
+        choice = self._choices.get(weight.shape, {}).get(rows)
+        if choice is None or x.dtype != mx.float32:
+            return x @ weight.T
+        flat = x.reshape(rows, -1)
+        if choice.rows > rows:
+            flat = mx.pad(flat, [(0, choice.rows - rows), (0, 0)])
+        product = choice.multiply(flat, weight)
+        return product[:rows].reshape(*x.shape[:-1], -1)
+
+
+def _choices(weights: list[mx.array], most: int) -> dict[int, _Choice]:
+    """By number of rows, where something is better than to multiply them as they are."""
+    seconds: dict[_Choice, float] = {}
+    for rows in ROWS:
+        if rows <= most:
+            x = mx.random.normal((rows, weights[0].shape[1]), key=mx.random.key(0))
+            mx.eval(x)
+            for way in (_plain, _turned):
+                seconds[_Choice(rows, way)] = _seconds(way, x, weights)
+    choices: dict[int, _Choice] = {}
+    for rows in range(1, DECODE_ROWS + 1):
+        larger = [choice for choice in seconds if choice.rows >= rows]
+        best = min(larger, key=lambda choice: seconds[choice])
+        same = _Choice(rows, _plain)
+        if same not in seconds or seconds[best] < WORTH_IT * seconds[same]:
+            choices[rows] = best
+    many = {way: seconds.get(_Choice(ROWS[-1], way), 0.0) for way in (_plain, _turned)}
+    if many[_turned] < WORTH_IT * many[_plain]:
+        choices |= {rows: _Choice(rows, _turned) for rows in range(DECODE_ROWS + 1, MOST_ROWS + 1)}
+    return choices
+
+
+def _seconds(multiply: Multiply, x: mx.array, weights: list[mx.array]) -> float:
+    """The shortest of up to three rounds: whatever else the machine does only adds."""
+    shortest = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        mx.eval([multiply(x, weight) for weight in weights])
+        shortest = min(shortest, time.perf_counter() - started)
+        if shortest > WORTH_A_SECOND_LOOK_S:
+            break
+    return shortest
+
+
+def install(matmuls: Matmuls) -> None:
+    """Lets all linear layers, and tied embeddings as the last one, multiply this way."""
+
+    def linear(self: Any, x: mx.array) -> mx.array:
+        product = matmuls(x, self.weight)
+        return product + self.bias if "bias" in self else product
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        return matmuls(x, self.weight)
+
+    nn.Linear.__call__ = linear
+    nn.Embedding.as_linear = as_linear

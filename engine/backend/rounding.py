@@ -1,0 +1,129 @@
+"""Keys and values rounded to what quantized ones can be, in NumPy.
+
+The same numbers as `engine.cache.quantization`, operation by operation; nobody needs the
+codes while slots keep the values that these stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backend.threads import in_parallel, threads
+from engine.cache.quantization import (
+    LARGEST,
+    LARGEST_SCALE,
+    MARGIN,
+    SMALLEST_SCALE,
+    Quantization,
+)
+
+Array = NDArray[np.float32]
+Arrays = Array | Sequence[Array]
+"""One for each row of a batch."""
+Scales = NDArray[np.float16]
+
+
+WORTH_THREADS = 1_024
+"""Groups from which on threads pay."""
+
+
+class Kept(NamedTuple):
+    """What slabs keep of the keys or the values of a batch: values (kv_heads, width, dim)
+    of each row, and where they are quantized their scales, (2, kv_heads, width, groups)."""
+
+    values: Arrays
+    scales: Scales | Sequence[Scales] | None
+
+
+def keep(
+    keys: Arrays, values: Arrays, how_keys: Quantization | None, how_values: Quantization | None
+) -> tuple[Kept, Kept]:
+    """Rounds what is quantized, in a copy: keys and values in one go where they are alike,
+    since for few rows the operations take longer than the numbers."""
+    if how_keys is None or how_keys != how_values or _shape(keys) != _shape(values):
+        return _keep(keys, how_keys), _keep(values, how_values)
+    if isinstance(keys, np.ndarray):
+        both = _together(keys, cast(Array, values))
+        scales = np.moveaxis(round_in_place(both, how_keys), 0, 2)
+        return Kept(both[0], scales[0]), Kept(both[1], scales[1])
+    pairs = [_together(*pair) for pair in zip(keys, values, strict=True)]
+    marks = [np.moveaxis(round_in_place(pair, how_keys), 0, 1) for pair in pairs]
+    first, second = ([pair[i] for pair in pairs] for i in (0, 1))
+    return Kept(first, [mark[0] for mark in marks]), Kept(second, [mark[1] for mark in marks])
+
+
+def _keep(new: Arrays, how: Quantization | None) -> Kept:
+    if how is None:
+        return Kept(new, None)
+    own = [np.array(row, order="C") for row in new]
+    return Kept(own, [round_in_place(row, how) for row in own])
+
+
+def _together(keys: Array, values: Array) -> Array:
+    """(2, ...), contiguous: `np.stack` would take over the order of axes in memory."""
+    both = np.empty((2, *keys.shape), np.float32)
+    both[0], both[1] = keys, values
+    return both
+
+
+def _shape(arrays: Arrays) -> tuple[int, ...]:
+    """Of one row; rows have the same number of heads and the same dim."""
+    return arrays[0].shape
+
+
+def round_in_place(x: Array, how: Quantization) -> Scales:
+    """Rounds ``x`` (..., dim), which is contiguous; returns its scales (2, ..., groups)."""
+    _check(x)
+    groups = x.reshape(-1, how.group_size)
+    scales = np.empty((2, len(groups)), np.float16)
+    parts = threads() if len(groups) >= WORTH_THREADS else 1
+    cuts = [len(groups) * i // parts for i in range(parts + 1)]
+    in_parallel([partial(_round, groups[a:b], scales[:, a:b], how) for a, b in pairwise(cuts)])
+    return scales.reshape(2, *x.shape[:-1], -1)
+
+
+def _round(groups: Array, scales: Scales, how: Quantization) -> None:
+    wide = np.empty((2, len(groups), 1), np.float32)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    np.maximum(low, -LARGEST, out=low)
+    np.maximum(high, low, out=high)
+    low -= np.abs(low) * MARGIN
+    scales[1] = np.minimum(low, LARGEST, out=low)
+    wide[1, :, 0] = scales[1]
+    high -= wide[1, :, 0]
+    high *= (1 + MARGIN) / how.levels
+    high += SMALLEST_SCALE
+    scales[0] = np.minimum(high, LARGEST_SCALE, out=high)
+    wide[0, :, 0] = scales[0]
+    groups -= wide[1]
+    with np.errstate(over="ignore"):  # of what is cut off
+        groups /= wide[0]
+    np.rint(groups, out=groups)
+    np.maximum(groups, 0, out=groups)
+    np.minimum(groups, how.levels, out=groups)
+    groups *= wide[0]
+    groups += wide[1]
+
+
+def codes_in_place(x: Array, scales: Scales, how: Quantization) -> NDArray[np.uint8]:
+    """The codes of ``x`` (..., dim), which was rounded to ``scales`` (2, ..., groups) and
+    is contiguous, and overwritten."""
+    _check(x)
+    groups = x.reshape(*x.shape[:-1], -1, how.group_size)
+    wide = scales.astype(np.float32)[..., None]
+    groups -= wide[1]
+    with np.errstate(invalid="ignore"):  # what a model computed may be no number
+        groups /= wide[0]
+        np.rint(groups, out=groups)
+        return x.astype(np.uint8)
+
+
+def _check(x: Array) -> None:
+    if not x.flags.c_contiguous:  # groups would be copies
+        raise ValueError("not contiguous")

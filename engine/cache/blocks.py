@@ -1,0 +1,110 @@
+"""Blocks: immutable copies of stretches of KV, to start other sequences from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from engine.backend import host_blocks
+from engine.cache.layout import Layout, StorageGroup
+from engine.cache.quantization import Quantized, codes_of, pack, unpack
+from engine.cache.slabs import Kept, Slab, in_slab
+
+Payload = tuple[bytes | memoryview, ...]
+
+
+class BlockStore:
+    """The content of the pool's blocks, by the id that the scheduler gave them.
+
+    A block has the parts of each `StorageGroup`, one after the other, evaluated when they
+    are made, so that it pins nothing but itself.
+    """
+
+    def __init__(self, layout: Layout, block_size: int, in_place: bool = False) -> None:
+        """``in_place``: slabs lie in the host's memory and no graph is pending that uses
+        them, so that copying past MLX is safe, and several times as fast."""
+        self._groups = layout.groups
+        self._in_place = in_place
+        self._block_size = block_size
+        self._blocks: dict[int, tuple[mx.array, ...]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def save(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> list[mx.array]:
+        """Copies what lies in the slot from ``start`` on; returns what to evaluate."""
+        size = self._block_size
+        if self._in_place:
+            for first, block in enumerate(blocks):
+                stretch = slice(start + first * size, start + (first + 1) * size)
+                taken = (host_blocks.take(slab, group, row, stretch) for group in self._groups)
+                self._blocks[block] = tuple(part for parts in taken for part in parts)
+            return []
+        end = start + size * len(blocks)
+        saved: list[list[mx.array]] = [[] for _ in blocks]
+        for group in self._groups:
+            for whole in _take(slab, group, row, start, end):
+                for position, parts in enumerate(saved):
+                    part = whole[..., position * size : (position + 1) * size, :]
+                    parts.append(part if len(blocks) == 1 else mx.contiguous(part))
+        for block, parts in zip(blocks, saved, strict=True):
+            self._blocks[block] = tuple(parts)
+        return [part for parts in saved for part in parts]
+
+    def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> None:
+        """Copies ``blocks`` into the slot, the first of them at position ``start``."""
+        give = host_blocks.give if self._in_place else _give
+        parts = zip(*(self._blocks[block] for block in blocks), strict=True)
+        for group in self._groups:
+            give(slab, group, row, start, [next(parts) for _ in group.parts(self._block_size)])
+
+    def insert(self, block: int, payload: Payload) -> None:
+        """Makes ``block`` from bytes. Raises ValueError when they are not of its size."""
+        shapes = [part for group in self._groups for part in group.parts(self._block_size)]
+        parts = []
+        for (shape, dtype), data in zip(shapes, payload, strict=True):
+            raw = mx.array(np.frombuffer(data, np.uint8))
+            parts.append(raw.view(dtype).reshape(shape))
+        mx.eval(parts)
+        self._blocks[block] = tuple(parts)
+
+    def export(self, block: int) -> Payload:
+        """The bytes of ``block``, without a copy; they keep its memory alive."""
+        parts = self._blocks[block]
+        mx.eval(parts)
+        return tuple(np.asarray(part.view(mx.uint8)).reshape(-1).data for part in parts)
+
+    def evict(self, block: int) -> None:
+        self._blocks.pop(block, None)
+
+
+def _take(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:
+    """The parts of ``group`` in a block of positions ``start`` to ``end``."""
+    how = group.kind.quantization
+    whole = mx.stack([slab.arrays[i][row, :, start:end] for i in group.arrays])
+    if how is None:
+        return [whole]
+    scales = mx.stack([slab.scales[i][:, row, :, start:end] for i in group.arrays], axis=1)
+    if not group.kind.unpacked:
+        return [whole.view(mx.uint8), scales]
+    return [pack(codes_of(whole, scales, how), how.bits), scales]
+
+
+def _give(
+    slab: Slab,
+    group: StorageGroup,
+    row: int,
+    start: int,
+    parts: Sequence[Sequence[mx.array]],
+) -> None:
+    """Writes the ``parts`` of ``group``, of blocks that follow each other, into a slot."""
+    how, scales = group.kind.quantization, None
+    whole, *others = (mx.concatenate(list(part), axis=-2) for part in parts)
+    if how is not None:
+        (scales,) = others
+        whole = in_slab(Quantized(unpack(whole, how.bits), scales), group.kind)
+    for position, number in enumerate(group.arrays):
+        its = None if scales is None else scales[:, position]
+        slab.put(number, row, start, Kept(whole[position], its))

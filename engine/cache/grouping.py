@@ -1,0 +1,46 @@
+"""Which rows of a slab attend together.
+
+One attention call over a run of neighbouring rows costs (rows x longest row); a
+call has a fixed cost too. This finds the split into runs that costs least, so that
+short rows do not pay for long ones, and rows of equal length share a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """Rows ``first`` to ``last`` (inclusive) of a slab; ``length`` is the longest."""
+
+    first: int
+    last: int
+    length: int
+
+
+def runs(rows: Sequence[int], lengths: Sequence[int], call_cost_tokens: int) -> list[Run]:
+    """Splits the ascending ``rows`` with their ``lengths`` (tokens) into runs.
+
+    ``call_cost_tokens`` is the fixed cost of a call, in positions of one row that could
+    be attended to in the same time. Dynamic programming over the last run's start.
+    """
+    count = len(rows)
+    best = [0.0] + [float("inf")] * count
+    start_of_last = [0] * (count + 1)
+    for end in range(1, count + 1):
+        longest = 0
+        for start in range(end - 1, -1, -1):
+            longest = max(longest, lengths[start])
+            span = rows[end - 1] - rows[start] + 1
+            cost = best[start] + call_cost_tokens + span * longest
+            if cost < best[end]:
+                best[end] = cost
+                start_of_last[end] = start
+    result: list[Run] = []
+    end = count
+    while end:
+        start = start_of_last[end]
+        result.append(Run(rows[start], rows[end - 1], max(lengths[start:end])))
+        end = start
+    return result[::-1]

@@ -1,0 +1,144 @@
+"""Slabs: the arrays in which running sequences keep their keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from engine.cache.layout import ArrayLayout, Layout
+from engine.cache.quantization import FUSED_GROUPS, Quantized, dequantize, pack, quantize, unpack
+from engine.cache.states import StateStore
+from engine.plan import Slot
+
+
+class Kept(NamedTuple):
+    """What a slab keeps of new keys or values: (batch, kv_heads, width, ...), and their
+    scales (2, batch, kv_heads, width, groups), None where nothing is quantized."""
+
+    array: mx.array
+    scales: mx.array | None
+
+    @classmethod
+    def of(cls, new: mx.array, kind: ArrayLayout) -> Kept:
+        """Of ``new`` (batch, kv_heads, width, dim), which is rounded here and never again."""
+        if kind.quantization is None:
+            return cls(new, None)
+        return cls(in_slab(quantized := quantize(new, kind.quantization), kind), quantized.scales)
+
+    def row(self, number: int, width: int) -> Kept:
+        """The first ``width`` positions of one row, without its axis."""
+        scales = None if self.scales is None else self.scales[:, number, :, :width]
+        return Kept(self.array[number, :, :width], scales)
+
+    def batch(self, first: int, end: int) -> Kept:
+        scales = None if self.scales is None else self.scales[:, first:end]
+        return Kept(self.array[first:end], scales)
+
+
+def in_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
+    """How a slab has ``quantized``: as values, or as codes packed in uint32."""
+    how = kind.quantization
+    assert how is not None
+    if kind.unpacked:
+        return dequantize(quantized, how)
+    return pack(quantized.codes, how.bits).view(mx.uint32)
+
+
+class Slab:
+    """``rows`` slots of ``capacity`` tokens.
+
+    ``arrays`` is the flat list keys of layer 0, values of layer 0, keys of layer 1, ...,
+    each of shape (rows, kv_heads, capacity, dim), or, where it is quantized and not
+    unpacked, codes in uint32. ``scales`` (2, rows, kv_heads, capacity, groups) are those
+    of what is quantized. They are written in place, which MLX does only while nothing
+    else holds a reference: take slices, use them in a graph that is dispatched before the
+    next write, and never keep them.
+
+    ``last`` (rows,) is the token each row sampled last, on the device.
+    """
+
+    def __init__(self, layout: Layout, rows: int, capacity: int) -> None:
+        self.rows = rows
+        self.capacity = capacity
+        self._kinds = layout.arrays
+        self.arrays: list[mx.array] = []
+        self.scales: dict[int, mx.array] = {}
+        for number, kind in enumerate(layout.arrays):
+            shape, dtype = (rows, kind.kv_heads, capacity), kind.dtype
+            dim, how = kind.dim, kind.quantization
+            if how is not None:
+                self.scales[number] = mx.zeros((2, *shape, dim // how.group_size), mx.float16)
+                if not kind.unpacked:
+                    dim, dtype = how.code_bytes(dim) // mx.uint32.size, mx.uint32
+            self.arrays.append(mx.zeros((*shape, dim), dtype))
+        self.last = mx.zeros((rows,), mx.int32)
+        mx.eval(self.contents)
+
+    @property
+    def contents(self) -> list[mx.array]:
+        """All that steps write, to be evaluated."""
+        return [*self.arrays, *self.scales.values(), self.last]
+
+    def put(self, number: int, row: int, start: int, kept: Kept) -> None:
+        """Writes ``kept``, of one row without its axis, at positions from ``start`` on."""
+        end = start + kept.array.shape[-2]
+        self.arrays[number][row, :, start:end] = kept.array
+        if kept.scales is not None:
+            self.scales[number][:, row, :, start:end] = kept.scales
+
+    def put_each(self, number: int, rows: mx.array, positions: mx.array, kept: Kept) -> None:
+        """Writes ``kept`` of one position each into ``rows``."""
+        self.arrays[number][rows, :, positions] = kept.array[:, :, 0]
+        if kept.scales is not None:
+            scales = kept.scales[:, :, :, 0].swapaxes(0, 1)
+            self.scales[number][:, rows, :, positions] = scales
+
+    def values(self, number: int, rows: slice | mx.array, length: int) -> mx.array:
+        """(rows, kv_heads, length, dim) of array ``number`` as attention reads it."""
+        kind = self._kinds[number]
+        array = self.arrays[number][:, :, :length][rows]
+        if kind.quantization is None or kind.unpacked:
+            return array
+        bits, size = kind.quantization
+        scales = self.scales[number][:, :, :, :length][:, rows]
+        if size in FUSED_GROUPS:
+            wide = scales.astype(mx.float32)
+            found = mx.dequantize(array, wide[0], wide[1], group_size=size, bits=bits)
+        else:
+            codes = unpack(array.view(mx.uint8), bits)
+            found = dequantize(Quantized(codes, scales), kind.quantization)
+        return found.astype(kind.dtype)
+
+    def any_number(self) -> mx.array:
+        """A number that is there when the keys and values written last are. It is an array
+        of its own."""
+        written = next((array for array in reversed(self.arrays) if array.size), self.last)
+        return written[(0,) * written.ndim] + 0
+
+    def copy_row(self, row: int, source: Slab, source_row: int, length: int) -> None:
+        """Copies the first ``length`` positions of ``source_row`` of ``source``."""
+        for ours, theirs in zip(self.arrays, source.arrays, strict=True):
+            ours[row, :, :length] = theirs[source_row, :, :length]
+        for number, scales in self.scales.items():
+            scales[:, row, :, :length] = source.scales[number][:, source_row, :, :length]
+        self.last[row] = source.last[source_row]
+        mx.eval(self.contents)
+
+
+class Slabs(dict[int, Slab]):
+    """All slabs by their number, and the recurrent state of their slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = StateStore()
+
+    def free(self, number: int) -> None:
+        del self[number]
+        self.states.free(number)
+
+    def copy_row(self, source: Slot, target: Slot, length: int) -> None:
+        """Copies the first ``length`` positions of ``source``, and its state, to ``target``."""
+        slab = self[target.slab]
+        slab.copy_row(target.row, self[source.slab], source.row, length)
+        mx.async_eval(self.states.copy(source, target))

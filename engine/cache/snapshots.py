@@ -1,0 +1,59 @@
+"""Snapshots: immutable copies of recurrent state, to start other sequences from."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from engine.cache.blocks import Payload
+from engine.cache.layout import Layout
+from engine.cache.states import StateStore
+from engine.plan import Slot
+
+
+class SnapshotStore:
+    """The content of the snapshots, by the id that the scheduler gave them: arrays of
+    (1, ...) in the layout's order."""
+
+    def __init__(self, layout: Layout, states: StateStore) -> None:
+        self._layout = layout
+        self._states = states
+        self._snapshots: dict[int, tuple[mx.array, ...]] = {}
+
+    def __contains__(self, snapshot: int) -> bool:
+        return snapshot in self._snapshots
+
+    def save(self, slot: Slot, snapshot: int) -> list[mx.array]:
+        """Copies the state of ``slot``, so that it pins nothing else; returns what to
+        evaluate."""
+        arrays = self._states.own(slot)
+        self._snapshots[snapshot] = tuple(arrays)
+        return arrays
+
+    def restore(self, slot: Slot, snapshot: int) -> list[mx.array]:
+        """Makes ``snapshot`` the state of ``slot``. Nothing is copied, since state is
+        replaced and never changed; returns what to evaluate."""
+        return self._states.put([slot], self._snapshots[snapshot])
+
+    def reset(self, slot: Slot) -> list[mx.array]:
+        """Gives ``slot`` state that means nothing; returns what to evaluate."""
+        arrays = [mx.zeros((1, *state.shape), state.dtype) for state in self._layout.states]
+        return self._states.put([slot], arrays)
+
+    def insert(self, snapshot: int, payload: Payload) -> None:
+        """Makes ``snapshot`` from bytes. Raises ValueError when they are not of its size."""
+        arrays = []
+        for state, data in zip(self._layout.states, payload, strict=True):
+            raw = mx.array(np.frombuffer(data, np.uint8))
+            arrays.append(raw.view(state.dtype).reshape(1, *state.shape))
+        mx.eval(arrays)
+        self._snapshots[snapshot] = tuple(arrays)
+
+    def export(self, snapshot: int) -> Payload:
+        """The bytes of ``snapshot``, without a copy; they keep its memory alive."""
+        arrays = self._snapshots[snapshot]
+        mx.eval(arrays)
+        return tuple(np.asarray(array.reshape(-1).view(mx.uint8)).data for array in arrays)
+
+    def evict(self, snapshot: int) -> None:
+        self._snapshots.pop(snapshot, None)

@@ -1,0 +1,72 @@
+"""Recurrent state of the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from engine.plan import Slot
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """State that was computed together: arrays of (slots, ...)."""
+
+    slots: tuple[Slot, ...]
+    arrays: tuple[mx.array, ...]
+
+
+class StateStore:
+    """The state that each slot's sequence has now, as arrays in the layout's order.
+
+    State is replaced as a whole with every token, so arrays are never written in place.
+    What a batch computed stays together, and the next batch of the same slots takes it
+    as it is. Where another batch comes, the slots left behind get copies of their own,
+    so that nobody keeps more alive than its own row.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Slot, tuple[_Batch, int]] = {}
+
+    def get(self, number: int, slots: Sequence[Slot]) -> mx.array:
+        """Array ``number`` of ``slots``: (slots, ...)."""
+        held = [self._held[slot] for slot in slots]
+        first = held[0][0]
+        if first.slots == tuple(slots) and all(batch is first for batch, _ in held):
+            return first.arrays[number]
+        parts = [batch.arrays[number][mx.array([row])] for batch, row in held]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def put(self, slots: Sequence[Slot], arrays: Sequence[mx.array]) -> list[mx.array]:
+        """Replaces the state of ``slots``; returns what to evaluate."""
+        # Many models keep the end of a longer array, which would stay in memory with it.
+        arrays = [mx.contiguous(array) for array in arrays]
+        new = _Batch(tuple(slots), tuple(arrays))
+        left = {self._held[slot][0] for slot in slots if slot in self._held}
+        for row, slot in enumerate(slots):
+            self._held[slot] = (new, row)
+        touched = list(arrays)
+        for batch in left:
+            for row, slot in enumerate(batch.slots):
+                if self._held.get(slot) == (batch, row):
+                    own = self.own(slot)
+                    self._held[slot] = (_Batch((slot,), tuple(own)), 0)
+                    touched += own
+        return touched
+
+    def own(self, slot: Slot) -> list[mx.array]:
+        """A copy of the state of ``slot``, arrays of (1, ...), that refers to nothing else."""
+        batch, row = self._held[slot]
+        return [array[mx.array([row])] for array in batch.arrays]
+
+    def copy(self, source: Slot, target: Slot) -> list[mx.array]:
+        """Gives ``target`` the state of ``source``; returns what to evaluate."""
+        if source not in self._held:
+            return []
+        return self.put([target], self.own(source))
+
+    def free(self, slab: int) -> None:
+        """Forgets the state of all slots of ``slab``."""
+        self._held = {slot: held for slot, held in self._held.items() if slot.slab != slab}

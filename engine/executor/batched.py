@@ -1,0 +1,346 @@
+"""The executor for models whose KV and state slots can hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from engine.cache.blocks import BlockStore
+from engine.cache.layout import Layout
+from engine.cache.slabs import Slab, Slabs
+from engine.cache.snapshots import SnapshotStore
+from engine.executor.base import Executor, PendingStep, is_allocation_failure
+from engine.executor.ragged import RaggedBatch, Row
+from engine.executor.stopwatch import Stopwatch
+from engine.plan import (
+    Chunk,
+    Decode,
+    Exported,
+    Plan,
+    Restore,
+    RestoreState,
+    Scored,
+    Slot,
+    StepResult,
+)
+from engine.sampling.logprobs import Scores, score_followers
+from engine.sampling.masks import Masking
+from engine.sampling.sampler import Sampled, Sampler
+from shared.wire import TokenLogprobs
+
+
+class BatchedExecutor(Executor):
+    """Runs decodes as one batch, chunks as another padded to the longest of them; or chunks
+    or even decodes one by one, where the model needs it.
+
+    Logits of chunks are computed only where somebody asks for log-probabilities of the
+    prompt: MLX is lazy, and of the others only the slabs are evaluated.
+    """
+
+    max_sequences = None
+
+    def __init__(
+        self, model: Any, layout: Layout, block_size: int, batch_class: type[RaggedBatch]
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._block_size = block_size
+        self._batch_class = batch_class
+        self._sampler = Sampler()
+        self.reset()
+        # State is not there for every position, and changes with every token, also padding.
+        self._chunks_together = batch_class.pads and not layout.states
+        self.prefix_cache = True
+        self.keeps_kv = bool(layout.layers) or not layout.states
+        self.batches = not batch_class.one_row
+        self.how = batch_class.how
+        self.block_token_bytes = max(1, layout.block_token_bytes)
+        self.slot_token_bytes = max(1, layout.slot_token_bytes)
+        self.kv_bits = layout.kv_bits
+        self.row_bytes = layout.row_bytes
+        # On the CPU MLX lets few operations wait: dispatching a step takes as long as the
+        # one before it runs, and its tokens would be a step late for nothing.
+        self.look_ahead = mx.default_device() == mx.gpu
+        self._watch = Stopwatch(asynchronous=self.look_ahead)
+
+    def reset(self) -> None:
+        self._slabs = Slabs()
+        self._blocks = BlockStore(self._layout, self._block_size, self._batch_class.writes_in_place)
+        self._snapshots = SnapshotStore(self._layout, self._slabs.states)
+        self._sampler.reset()
+        mx.clear_cache()
+
+    def use_grammars(self, masking: Masking) -> None:
+        self._sampler.masking = masking
+
+    def dispatch(self, plan: Plan) -> PendingStep:
+        started = time.perf_counter()
+        self._watch.start()
+        exported = self._export(evict.block for evict in plan.evictions if evict.export)
+        for evict in plan.evictions:
+            self._blocks.evict(evict.block)
+            self._snapshots.evict(evict.block)
+        for number in plan.freed_slabs:
+            self._slabs.free(number)
+        self._sampler.forget(plan.freed_slabs)
+        for new in plan.slabs:
+            self._slabs[new.slab] = Slab(self._layout, new.rows, new.capacity)
+        for insert in plan.inserts:
+            store = self._snapshots if insert.state else self._blocks
+            store.insert(insert.block, insert.payload)
+        with self._watch.computing():
+            failed = self._restore(plan.restores)
+            failed += self._restore_states(plan.state_restores)
+            for move in plan.moves:
+                self._slabs.copy_row(move.source, move.target, move.length)
+                self._sampler.move(move.source, move.target)
+        decoded = self._decode(plan.decodes) if plan.decodes else None
+        failed += decoded.failed if decoded else ()
+        finished: list[mx.array] = []
+        scores: list[tuple[Chunk, Scores]] = []
+        for group in _groups(plan.chunks):
+            with self._watch.computing():
+                not_computed, done = self._prefill(group, scores)
+            failed += not_computed
+            finished += done
+        broken = {slot for slot, _ in failed}
+        for save in plan.saves:
+            if save.slot not in broken:
+                slab = self._slabs[save.slot.slab]
+                with self._watch.computing():
+                    mx.async_eval(self._blocks.save(slab, save.slot.row, save.start, save.blocks))
+        for keep in plan.state_saves:
+            if keep.slot not in broken:
+                with self._watch.computing():
+                    mx.async_eval(self._snapshots.save(keep.slot, keep.snapshot))
+        exported += self._export(plan.exports)
+        spent_s = self._watch.stop()
+        return _Pending(plan, decoded, finished, scores, failed, exported, started, spent_s)
+
+    def _export(self, blocks: Iterable[int]) -> list[Exported]:
+        """The bytes of ``blocks`` and snapshots, but not of those whose sequence has failed."""
+        return [
+            Exported(block, store.export(block))
+            for block in blocks
+            for store in (self._blocks, self._snapshots)
+            if block in store
+        ]
+
+    def _restore(self, restores: Sequence[Restore]) -> list[tuple[Slot, str]]:
+        """Runs ``restores``; returns those whose blocks were never saved, since with
+        look-ahead the scheduler learns of a failed save one plan late."""
+        failed = []
+        for restore in restores:
+            slot = restore.slot
+            if not all(block in self._blocks for block in restore.blocks):
+                failed.append((slot, "the blocks of its prefix could not be computed"))
+                continue
+            self._blocks.restore(self._slabs[slot.slab], slot.row, restore.start, restore.blocks)
+            mx.async_eval(self._slabs[slot.slab].contents)
+        return failed
+
+    def _restore_states(self, restores: Sequence[RestoreState]) -> list[tuple[Slot, str]]:
+        """The same for state."""
+        failed = []
+        for restore in restores:
+            if restore.snapshot in self._snapshots:
+                state = self._snapshots.restore(restore.slot, restore.snapshot)
+            else:
+                failed.append((restore.slot, "the state of its prefix could not be computed"))
+                state = self._snapshots.reset(restore.slot)  # its decode may be in this plan
+            mx.async_eval(state)
+        return failed
+
+    def _decode(self, decodes: Sequence[Decode]) -> _Decoded:
+        order = sorted(range(len(decodes)), key=lambda i: decodes[i].slot)
+        ordered = [decodes[i] for i in order]
+        inputs = self._inputs(ordered)
+        unseen = any(d.constrained and d.token is None for d in ordered)
+        if unseen:
+            mx.async_eval(inputs)  # apart from what follows, or reading them would wait for that
+            masks = None
+        else:
+            masks = self._sampler.start_masks(ordered, [d.token for d in ordered])
+        with self._watch.computing():
+            logits = self._logits(ordered, inputs)
+            if not self.look_ahead:
+                mx.eval(logits)
+        if unseen:
+            slabs = {d.slot.slab for d in ordered}
+            mx.async_eval(logits, [self._slabs[number].contents for number in slabs])
+            masks = self._sampler.start_masks(ordered, inputs.tolist())
+        if self.observer is not None:
+            self.observer(ordered, logits)
+        with self._watch.sampling():
+            sampled = self._sampler.sample(logits, ordered, inputs, masks)
+            if not self.look_ahead:
+                mx.eval(sampled.arrays)
+        touched = sampled.arrays
+        for number in {d.slot.slab for d in ordered}:
+            slab = self._slabs[number]
+            members = [i for i, d in enumerate(ordered) if d.slot.slab == number]
+            rows = mx.array([ordered[i].slot.row for i in members])
+            slab.last[rows] = sampled.tokens[members[0] : members[-1] + 1]
+            touched += slab.contents
+        mx.async_eval(touched)
+        return _Decoded(sampled, order, [(ordered[row].slot, why) for row, why in sampled.failed])
+
+    def _logits(self, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
+        """(rows, vocab) for ``decodes``, which are ordered by slot, and their ``inputs``."""
+        inputs = inputs[:, None]
+        passes = self._passes(decodes)
+        logits = []
+        for places in passes:
+            rows = [Row(d.slot, d.position, d.position + 1) for d in (decodes[i] for i in places)]
+            part = inputs if len(passes) == 1 else inputs[mx.array(places)]
+            batch = self._batch(rows)
+            logits.append(batch.logits(self._model, part)[:, -1])
+            states = batch.keep_states()
+            if states or len(passes) > 1:
+                slabs = {row.slot.slab for row in rows}
+                mx.async_eval(logits[-1], states, [self._slabs[s].contents for s in slabs])
+        if len(passes) == 1:
+            return logits[0]
+        places = [place for places in passes for place in places]
+        return mx.concatenate(logits)[mx.array(sorted(range(len(places)), key=places.__getitem__))]
+
+    def _passes(self, decodes: Sequence[Decode]) -> list[list[int]]:
+        """Which of ``decodes`` are computed together: all, where the model allows it; but
+        recurrent layers begin in a way of their own."""
+        everything = list(range(len(decodes)))
+        if self._batch_class.one_row:
+            return [[i] for i in everything]
+        if not self._layout.states:
+            return [everything]
+        begin = [i for i in everything if decodes[i].position == 0]
+        others = [i for i in everything if decodes[i].position > 0]
+        return [*([i] for i in begin), *([others] if others else [])]
+
+    def _inputs(self, decodes: Sequence[Decode]) -> mx.array:
+        """The input tokens (rows,): given ones, or what each slot sampled last."""
+        given = mx.array([0 if d.token is None else d.token for d in decodes], mx.int32)
+        if all(d.token is not None for d in decodes):
+            return given
+        last = []
+        for number in sorted({d.slot.slab for d in decodes}):
+            rows = [d.slot.row for d in decodes if d.slot.slab == number]
+            last.append(self._slabs[number].last[mx.array(rows)])
+        unknown = mx.array([d.token is None for d in decodes])
+        return mx.where(unknown, mx.concatenate(last), given)
+
+    def _prefill(
+        self, chunks: Sequence[Chunk], scores: list[tuple[Chunk, Scores]]
+    ) -> tuple[list[tuple[Slot, str]], list[mx.array]]:
+        """Runs ``chunks``; returns those that failed, and what is there when all are done.
+        What they ask to know is added to ``scores``."""
+        if not chunks:
+            return [], []
+        if self._chunks_together or len(chunks) == 1:
+            try:
+                return [], [self._forward(sorted(chunks, key=lambda chunk: chunk.slot), scores)]
+            except Exception as error:
+                if is_allocation_failure(error):
+                    raise
+                if len(chunks) == 1:
+                    return [(chunks[0].slot, f"{type(error).__name__}: {error}")], []
+        # One by one. Where that is because somebody's chunk is bad, what was written already
+        # is written again.
+        alone = [self._prefill([chunk], scores) for chunk in chunks]
+        return [f for failed, _ in alone for f in failed], [d for _, done in alone for d in done]
+
+    def _forward(self, chunks: Sequence[Chunk], scores: list[tuple[Chunk, Scores]]) -> mx.array:
+        width = max(len(chunk.token_ids) for chunk in chunks)
+        tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in chunks]
+        batch = self._batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in chunks])
+        silent = not any(chunk.followers for chunk in chunks)
+        logits = batch.logits(self._model, mx.array(tokens, mx.int32), silent=silent)
+        asked = [
+            (chunk, score_followers(logits[row], chunk.followers, chunk.logprobs))
+            for row, chunk in enumerate(chunks)
+            if chunk.followers
+        ]
+        slabs = [self._slabs[number] for number in {chunk.slot.slab for chunk in chunks}]
+        states = batch.keep_states()
+        # A number of its own, not a slice, which would keep the slab from being written in place.
+        done: mx.array = sum((slab.any_number() for slab in slabs), mx.array(0))
+        mx.async_eval(
+            done, states, [found.arrays for _, found in asked], [slab.contents for slab in slabs]
+        )
+        scores += asked
+        return done
+
+    def _batch(self, rows: Sequence[Row]) -> RaggedBatch:
+        return self._batch_class(self._layout, self._slabs, rows)
+
+
+def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """What is computed together. Logits of a whole chunk are large: they come one by one."""
+    silent = [chunk for chunk in chunks if not chunk.followers]
+    return [silent, *([chunk] for chunk in chunks if chunk.followers)]
+
+
+class _Decoded(NamedTuple):
+    """``order`` says of each sampled row which of the plan's decodes it is. ``failed`` are
+    slots whose tokens mean nothing."""
+
+    sampled: Sampled
+    order: list[int]
+    failed: list[tuple[Slot, str]]
+
+    def read(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        """Tokens and log-probabilities in the plan's order."""
+        read = zip(self.order, self.sampled.tokens.tolist(), strict=True)
+        tokens = tuple(token for _, token in sorted(read))
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if self.sampled.scores is not None:
+            rows = zip(self.sampled.scored, self.sampled.scores.read(), strict=True)
+            for row, scores in rows:
+                logprobs[self.order[row]] = scores
+        return tokens, tuple(logprobs)
+
+
+class _Pending(PendingStep):
+    last_read = 0.0
+
+    def __init__(
+        self,
+        plan: Plan,
+        decoded: _Decoded | None,
+        chunks_done: list[mx.array],
+        scores: list[tuple[Chunk, Scores]],
+        failed: list[tuple[Slot, str]],
+        exported: list[Exported],
+        started: float,
+        spent_s: tuple[float, float],
+    ) -> None:
+        self._plan = plan
+        self._decoded = decoded
+        self._chunks_done = chunks_done
+        self._scores = scores
+        self._failed = failed
+        self._exported = exported
+        self._started = started
+        self._build_s, self._sample_s = spent_s
+
+    def read(self) -> StepResult:
+        tokens, logprobs = self._decoded.read() if self._decoded else ((), ())
+        if self._decoded is None:
+            mx.eval(self._chunks_done)
+        scored = tuple(Scored(chunk.slot, chunk.start, s.read()) for chunk, s in self._scores)
+        now = time.perf_counter()
+        elapsed = now - max(self._started, _Pending.last_read)
+        _Pending.last_read = now
+        return StepResult(
+            step=self._plan.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            scored=scored,
+            exported=tuple(self._exported),
+            failed=tuple(self._failed),
+            elapsed_s=elapsed,
+            build_s=self._build_s,
+            sample_s=self._sample_s,
+        )

@@ -1,0 +1,121 @@
+"""What mlx-lm's own caches give for a sequence, and how far from that something is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, rounded
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A made-up sequence: a prompt of at least one token, and what follows it.
+
+    ``expected`` holds, for each way in which mlx-lm computes them, the logits (steps,
+    vocab) after the prompt's last token and after each that follows. Most models
+    differ between those ways by rounding only.
+    """
+
+    prompt: tuple[int, ...]
+    follow: tuple[int, ...]
+    expected: tuple[mx.array, ...]
+
+    def token(self, step: int) -> int:
+        """The input token of decode ``step``."""
+        return self.follow[step - 1] if step else self.prompt[-1]
+
+    def position(self, step: int) -> int:
+        return len(self.prompt) - 1 + step
+
+    @property
+    def steps(self) -> int:
+        return len(self.follow) + 1
+
+    def difference(self, step: int, logits: mx.array) -> float:
+        """Largest distance of ``logits`` from the nearest of the expected ones, in
+        standard deviations of these."""
+        return min(distance(logits, way[step]) for way in self.expected)
+
+
+def distance(ours: mx.array, theirs: mx.array) -> float:
+    """Largest difference of two rows of logits in standard deviations of ``theirs``.
+    Some models set the logits of some tokens to minus infinity; so must we."""
+    ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+    finite = mx.isfinite(theirs)
+    if not mx.all(mx.isfinite(ours) == finite).item():
+        return float("inf")
+    ours, theirs = mx.where(finite, ours, 0), mx.where(finite, theirs, 0)
+    spread = mx.maximum(mx.std(theirs), 1e-6)
+    return float((mx.max(mx.abs(ours - theirs)) / spread).item())
+
+
+def sample(
+    model: Any,
+    length: int,
+    steps: int,
+    vocab_size: int,
+    seed: int,
+    ways: int = 2,
+    precision: Precision = UNQUANTIZED,
+) -> Sample:
+    """A random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
+
+    The prompt is computed in one pass, and with two ``ways`` also token by token.
+    """
+    choose = random.Random(seed)
+    tokens = tuple(choose.randrange(vocab_size) for _ in range(length + steps - 1))
+    expected = [
+        _logits(model, tokens, length, at_once, precision) for at_once in (length, 1)[:ways]
+    ]
+    return Sample(tokens[:length], tokens[length:], tuple(expected))
+
+
+def make_cache(model: Any, precision: Precision) -> list[Any]:
+    """mlx-lm's own caches for ``model``, that round keys and values as slots do: before
+    anybody attends to them."""
+    caches: list[Any] = make_prompt_cache(model)
+    for cache in caches:
+        for part in cache.caches if isinstance(cache, CacheList) else (cache,):
+            if isinstance(part, (KVCache, ChunkedKVCache, RotatingKVCache)):
+                part.update_and_fetch = partial(_update, part.update_and_fetch, precision)
+    return caches
+
+
+def _update(stock: Any, precision: Precision, *parts: mx.array) -> Any:
+    return stock(*(_rounded(part, precision.of(part.shape[-1])) for part in parts))
+
+
+def _rounded(part: mx.array, how: Quantization | None) -> mx.array:
+    return part if how is None else rounded(part, how)
+
+
+def _logits(
+    model: Any, tokens: tuple[int, ...], length: int, at_once: int, precision: Precision
+) -> mx.array:
+    cache = make_cache(model, precision)
+    for piece in _pieces(tokens[: length - 1], at_once):
+        model(mx.array([piece]), cache=cache)
+        mx.eval([entry.state for entry in cache])
+    rows = []
+    for token in tokens[length - 1 :]:
+        rows.append(model(mx.array([[token]]), cache=cache)[0, -1])
+        mx.eval(rows)
+    return mx.stack(rows)
+
+
+def _pieces(tokens: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
+    for start in range(0, len(tokens), max(size, 1)):
+        yield tokens[start : start + size]

@@ -1,0 +1,1 @@
+"""Structured output: grammars, compiled by llguidance, and sequences' places in them."""

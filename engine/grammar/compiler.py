@@ -1,0 +1,78 @@
+"""Compiles grammars on threads of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from llguidance import LLTokenizer
+
+from engine.grammar.checker import Checker, CheckerUnavailable
+from engine.grammar.compiled import (
+    STACK_BYTES,
+    CompiledGrammar,
+    GrammarError,
+    Vocabulary,
+    compile_grammar,
+)
+from shared.wire import Grammar
+
+logger = logging.getLogger(__name__)
+
+THREADS = 2
+
+Outcome = CompiledGrammar | GrammarError | CheckerUnavailable
+
+
+class Compiler:
+    """``on_done`` is called with each grammar and what became of it, by one of the threads.
+
+    Each has a `Checker`, so that what takes too long holds up one half at most."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        tokenizer: LLTokenizer,
+        on_done: Callable[[Grammar, Outcome], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._on_done = on_done
+        self._work: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+        self._checkers = [Checker(vocabulary) for _ in range(THREADS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(c,), name="grammars", daemon=True)
+            for c in self._checkers
+        ]
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            for thread in self._threads:
+                thread.start()
+        finally:
+            threading.stack_size(usual)
+
+    def compile(self, grammar: Grammar) -> None:
+        self._work.put(grammar)
+
+    def close(self) -> None:
+        """Ends the processes. What is being compiled is not told of any more."""
+        self._on_done = lambda grammar, outcome: None
+        for _ in self._threads:
+            self._work.put(None)
+        for checker in self._checkers:
+            checker.close()
+
+    def _run(self, checker: Checker) -> None:
+        while (grammar := self._work.get()) is not None:
+            self._on_done(grammar, self._outcome(checker, grammar))
+
+    def _outcome(self, checker: Checker, grammar: Grammar) -> Outcome:
+        try:
+            checker.check(grammar)
+            return compile_grammar(self._tokenizer, grammar)
+        except (GrammarError, CheckerUnavailable) as error:
+            return error
+        except Exception as error:
+            logger.exception("a grammar could not be compiled")
+            return GrammarError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,68 @@
+"""Where in a JSON schema the fault is, since llguidance does not always say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from engine.grammar.compiled import GrammarError, compile_grammar
+from shared.wire import Grammar
+
+MAX_TRIES = 300
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "not")
+
+
+def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
+    """The JSON pointer of the innermost part of the schema ``source`` that by itself gives
+    ``message``; empty for the schema as a whole, and for what is no JSON."""
+    try:
+        root = json.loads(source)
+    except (ValueError, RecursionError):
+        return ""
+    definitions: dict[str, Any] = {}
+    if isinstance(root, dict):
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    path, part, tries = "", root, 0
+    while True:
+        # Alone first: with the definitions, whatever refers to a bad one is bad as well.
+        for around, (step, inner) in product(({}, definitions), _parts(part)):
+            if tries == MAX_TRIES:
+                return path
+            tries += 1
+            tried = {**around, **inner} if isinstance(inner, dict) else inner
+            if _message(tokenizer, tried) == message:
+                path, part = path + step, inner
+                break
+        else:
+            return path
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            yield from ((f"/{key}/{_escaped(name)}", inner) for name, inner in value.items())
+        elif key in _LISTS and isinstance(value, list):
+            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
+        elif key in _SINGLE:
+            yield f"/{key}", value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _message(tokenizer: LLTokenizer, schema: Any) -> str:
+    try:
+        compile_grammar(tokenizer, Grammar(kind="json_schema", source=json.dumps(schema)))
+    except GrammarError as error:
+        return str(error)
+    return ""

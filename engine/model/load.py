@@ -1,0 +1,169 @@
+"""Finds a model by name and loads it, through mlx-lm."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.model import adapter
+from engine.model.context import context_length, number, served_context
+from engine.model.demo import demo_model_path
+from engine.model.errors import ModelNotFound
+from engine.model.fingerprint import digest
+from shared.wire import TOKENIZER_FILES
+
+if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+DEMO = "demo"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
+    """What the user sets of the tokenizer; None leaves it as the model has it."""
+
+    eos_token: str | None = None
+    bos_token: str | None = None
+    pad_token: str | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in memory and what the rest needs to know of it.
+
+    ``fingerprint`` names config and weights (see `fingerprint`), ``adapter`` those of the
+    adapter, empty where there is none. ``vocab_size`` is the width of the logits, which may
+    exceed the tokenizer's. ``tokenizer_files`` has those of `shared.wire.TOKENIZER_FILES`
+    that the model has.
+    """
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    path: Path
+    fingerprint: str
+    adapter: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_files: dict[str, Path]
+
+
+def resolve(model: str) -> Path:
+    """The directory of ``model``: ``demo``, a local path, or an id of the hub.
+
+    What is not here yet is downloaded. Raises `ModelNotFound`, whose text is one line,
+    when there is no such model or it cannot be had.
+    """
+    if model == DEMO:
+        return demo_model_path()
+    path = Path(model).expanduser()
+    if path.exists():
+        return _checked(path)
+    if not HUB_ID.fullmatch(model) or model.startswith("."):
+        raise ModelNotFound(f"there is no model at {model}: no such directory")
+    return _checked(_from_hub(model))
+
+
+def load(
+    path: Path,
+    *,
+    adapter_path: Path | None = None,
+    max_kv_size: int | None = None,
+    tokenizer_options: TokenizerOptions | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Loads the model directory ``path`` (see `resolve`), with the adapter in ``adapter_path``
+    over it; its weights are in memory after. ``max_kv_size`` as in `served_context`.
+
+    Raises `ModelNotFound` when mlx-lm cannot load it: files missing, an architecture it
+    does not know, or one that brings code of its own without ``trust_remote_code``; and
+    `AdapterUnusable`.
+    """
+    import mlx_lm
+
+    if adapter_path is not None:
+        adapter.check(adapter_path)
+    options = tokenizer_options or TokenizerOptions()
+    names = {"eos_token": options.eos_token, "bos_token": options.bos_token}
+    names["pad_token"] = options.pad_token
+    tokenizer_config: dict[str, Any] = {key: value for key, value in names.items() if value}
+    if trust_remote_code:
+        tokenizer_config["trust_remote_code"] = True
+    try:
+        model, tokenizer, config = mlx_lm.load(
+            str(path),
+            tokenizer_config=tokenizer_config,
+            return_config=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        ImportError,
+        SystemExit,
+    ) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelNotFound(f"the model in {path} cannot be loaded: {reason}") from error
+    if adapter_path is not None:
+        adapter.apply(model, adapter_path)
+    if options.chat_template is not None:
+        tokenizer.chat_template = options.chat_template
+    if options.eos_token is not None:
+        tokenizer.add_eos_token(options.eos_token)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        path=path,
+        fingerprint=fingerprint(path),
+        adapter="" if adapter_path is None else adapter.fingerprint(adapter_path),
+        context_length=served_context(model, context_length(config), max_kv_size),
+        vocab_size=number(config, "vocab_size") or len(tokenizer.vocab),
+        eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        tokenizer_files={name: path / name for name in TOKENIZER_FILES if (path / name).is_file()},
+    )
+
+
+def fingerprint(path: Path) -> str:
+    """A hex name for config and weights of the model in ``path``, the same on every machine."""
+    return digest(path / "config.json", sorted(path.glob("model*.safetensors")))
+
+
+def _checked(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{path} is not a model directory: it has no config.json")
+    if not any(path.glob("model*.safetensors")):
+        raise ModelNotFound(f"{path} is not a model directory: it has no model*.safetensors")
+    return path
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+    from mlx_lm.utils import _download
+
+    try:
+        return Path(_download(model))
+    except GatedRepoError as error:
+        raise ModelNotFound(f"{model} is gated: ask for access and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(f"there is no model {model}, neither here nor on the hub") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFound(
+            f"{model} is not on this machine and the hub cannot be reached"
+        ) from error
+    except Exception as error:  # whatever the hub's HTTP client raises, which changes
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelNotFound(f"{model} could not be downloaded: {reason}") from error

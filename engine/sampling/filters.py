@@ -1,0 +1,164 @@
+"""Which tokens may be drawn: top-p, min-p, XTC and top-k, as mlx-lm has them.
+
+mlx-lm's `make_sampler` applies them in this order and before the temperature. Each keeps a
+stretch of the tokens in the order of their likelihood, so together they come
+down to two logits for each row, a floor and a ceiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy
+
+
+class Filter(NamedTuple):
+    """One row's filters; the defaults let everything pass.
+
+    ``top_p`` and ``min_p`` outside (0, 1] and ``top_k`` below 1 are off, as is
+    ``xtc_threshold`` None. ``spared`` are tokens that XTC leaves alone.
+    """
+
+    top_p: float = 1.0
+    min_p: float = 0.0
+    xtc_threshold: float | None = None
+    spared: tuple[int, ...] = ()
+    top_k: int = 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it has a floor that does not depend on how many tokens are above it."""
+        return 0 < self.top_p < 1 or self.min_p > 0
+
+    @property
+    def passes(self) -> bool:
+        return not (self.cuts or self.xtc_threshold is not None or self.top_k > 0)
+
+
+@numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
+def kept(xp: Any, logits: Any, filters: Sequence[Filter]) -> Any:
+    """Which tokens stay, bool, of ``logits`` (rows, vocab), float32, arrays of ``xp``; of
+    numpy one row at a time."""
+    best = xp.max(logits, axis=-1, keepdims=True)
+    total = xp.sum(xp.exp(logits - best), axis=-1, keepdims=True)
+    ranked = _ranked(xp, logits, filters, best, total)
+    mass = xp.exp(ranked - best)
+    floor = xp.maximum(
+        _top_p_floor(xp, ranked, mass, total, [f.top_p for f in filters]),
+        best + _column(xp, [math.log(f.min_p) if f.min_p > 0 else -math.inf for f in filters]),
+    )
+    excluding = [row for row, f in enumerate(filters) if f.xtc_threshold is not None]
+    ceiling = _xtc_ceiling(xp, ranked, mass, total, floor, filters) if excluding else None
+    if any(f.top_k > 0 for f in filters):
+        top_k = _top_k_floor(xp, logits, ranked, floor, ceiling, filters)
+        floor = xp.maximum(floor, top_k)
+    stays = logits >= floor
+    if ceiling is not None:
+        stays = stays & (logits <= ceiling)
+        for row in (row for row in excluding if filters[row].spared):
+            spared = xp.array(filters[row].spared, dtype=xp.int32)
+            stays[row, spared] = logits[row, spared] >= floor[row]
+    return stays
+
+
+def _top_p_floor(xp: Any, ranked: Any, mass: Any, total: Any, top_p: Sequence[float]) -> Any:
+    """The last of the fewest most likely tokens whose mass reaches each row's value."""
+    on = _column(xp, [0 < p < 1 for p in top_p])
+    above = xp.cumsum(mass, axis=-1) - mass
+    needed = (above < _column(xp, top_p) * total) & (ranked > -math.inf)
+    last = xp.maximum(needed.sum(axis=-1, keepdims=True), 1) - 1
+    return xp.where(on, xp.take_along_axis(ranked, last, axis=-1), -math.inf)
+
+
+def _xtc_ceiling(
+    xp: Any, ranked: Any, mass: Any, total: Any, floor: Any, filters: Sequence[Filter]
+) -> Any:
+    """The least likely of the tokens over each row's threshold, where there are any."""
+    thresholds = [math.inf if f.xtc_threshold is None else f.xtc_threshold for f in filters]
+    mass = xp.where(ranked >= floor, mass, 0.0)
+    left = xp.sum(mass, axis=-1, keepdims=True)
+    total = xp.where(_column(xp, [f.cuts for f in filters]), left, total)
+    over = mass > _column(xp, thresholds) * total
+    count = over.sum(axis=-1, keepdims=True)
+    last = xp.take_along_axis(ranked, xp.maximum(count, 1) - 1, axis=-1)
+    return xp.where(count > 0, last, math.inf)
+
+
+def _top_k_floor(
+    xp: Any, logits: Any, ranked: Any, floor: Any, ceiling: Any, filters: Sequence[Filter]
+) -> Any:
+    """The k-th most likely of the tokens that are left."""
+    top_k = _column(xp, [f.top_k for f in filters])
+    index = top_k - 1
+    spared = None
+    if ceiling is not None:
+        index = index + (ranked > ceiling).sum(axis=-1, keepdims=True)
+        width = max(len(f.spared) for f in filters)
+        if width:
+            spared, count = _spared_above(xp, logits, floor, ceiling, filters, width)
+            index = index - count
+    last = ranked.shape[-1] - 1
+    kth = xp.take_along_axis(ranked, xp.clip(index, 0, last), axis=-1)
+    if spared is not None:
+        # Tokens that XTC spares may fill all of the k places by themselves.
+        among = xp.take_along_axis(spared, xp.clip(top_k - 1, 0, width - 1), axis=-1)
+        kth = xp.where(count >= top_k, among, kth)
+    return xp.where(top_k > 0, kth, -math.inf)
+
+
+def _spared_above(
+    xp: Any, logits: Any, floor: Any, ceiling: Any, filters: Sequence[Filter], width: int
+) -> tuple[Any, Any]:
+    """Logits of the tokens that stay though they are over the ceiling, largest first,
+    (rows, width), and how many there are (rows, 1)."""
+    ids = xp.array([[*f.spared, *[0] * (width - len(f.spared))] for f in filters])
+    real = xp.array([[i < len(f.spared) for i in range(width)] for f in filters])
+    found = xp.take_along_axis(logits, ids, axis=-1)
+    above = real & (found > ceiling) & (found >= floor)
+    ordered = -xp.sort(-xp.where(above, found, -math.inf), axis=-1)
+    return ordered, above.sum(axis=-1, keepdims=True)
+
+
+def _column(xp: Any, values: Sequence[float]) -> Any:
+    array = xp.array(values)[:, None]
+    return array.astype(xp.float32) if isinstance(values[0], float) else array
+
+
+def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: Any) -> Any:
+    """Each row's logits, largest first. On the host, where rows come one by one, only
+    those that may matter: sorting all of them takes half a decode step."""
+    if xp is mx:
+        return -mx.sort(-logits, axis=-1)
+    (row,), (f,) = logits, filters
+    return numpy.sort(_candidates(row, f, float(best[0, 0]), float(total[0, 0])))[None, ::-1]
+
+
+_SLACK = 1e-3
+"""Of a logit: what rounding may do to a cut."""
+_LIKELY = 2e-5
+"""Tokens over this probability mostly hold what top-p wants, and are few."""
+
+
+def _candidates(row: Any, f: Filter, best: float, total: float) -> Any:
+    """The logits of ``row`` out of which the floor and the ceiling come. ``total`` is its
+    mass, where the ``best`` one's is 1."""
+    count = len(row)
+    if f.cuts:
+        cut = best + math.log(f.min_p) - _SLACK if f.min_p > 0 else -math.inf
+        if 0 < f.top_p < 1:
+            likely = row[row >= max(cut, best + math.log(_LIKELY * total))]
+            if numpy.exp(likely - best).sum() > (f.top_p + _SLACK) * total:
+                return likely
+            # Tokens below this have less mass than top-p leaves out, all of them together.
+            cut = max(cut, best + math.log((1 - f.top_p) * total / count) - _SLACK)
+        likely = row[row >= cut]
+        return likely if len(likely) else row[:1]  # there is one, unless logits are no numbers
+    needed = max(f.top_k, 1)
+    if f.xtc_threshold is not None:
+        threshold = f.xtc_threshold * total
+        lowest = best + math.log(threshold) - _SLACK if threshold > 0 else -math.inf
+        needed += int((row >= lowest).sum())
+    return numpy.partition(row, count - needed)[count - needed :] if needed < count else row

@@ -1,0 +1,79 @@
+"""Log-probabilities of tokens, and of the likeliest ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy
+
+from engine.backend import arrays
+from shared.wire import TokenLogprobs
+
+_BLOCK = 64
+
+
+class Scores:
+    """Log-probabilities that the device may still be computing.
+
+    ``arrays`` are what there is to evaluate. ``counts`` says how many alternatives each
+    row asks for.
+    """
+
+    def __init__(self, chosen: Any, ids: Any, values: Any, counts: Sequence[int]) -> None:
+        self._chosen = chosen
+        self._ids = ids
+        self._values = values
+        self._counts = counts
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        parts = (self._chosen, self._ids, self._values)
+        return [part for part in parts if isinstance(part, mx.array)]
+
+    def read(self) -> tuple[TokenLogprobs, ...]:
+        """One for each row, in order. Waits for the device."""
+        columns = (part.tolist() for part in (self._chosen, self._ids, self._values))
+        return tuple(
+            TokenLogprobs(chosen=chosen, top_ids=ids[:count], top=values[:count])
+            for chosen, ids, values, count in zip(*columns, self._counts, strict=True)
+        )
+
+
+@numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
+def score(logits: mx.array, chosen: Any, counts: Sequence[int]) -> Scores:
+    """Of the softmax of ``logits`` (rows, vocab), as the model gave them: the
+    log-probability of the tokens ``chosen`` (rows,), and of each row's ``counts``
+    most likely ones."""
+    xp = arrays.library()
+    x = arrays.given(xp, logits.astype(mx.float32))
+    best = xp.max(x, axis=-1, keepdims=True)
+    total = best + xp.log(xp.sum(xp.exp(x - best), axis=-1, keepdims=True))
+    own = xp.take_along_axis(x, xp.array(chosen)[:, None], axis=-1)
+    ids = _largest(xp, x, min(max(counts), x.shape[-1]))
+    top = xp.take_along_axis(x, ids, axis=-1)
+    return Scores((own - total)[:, 0], ids, top - total, counts)
+
+
+def score_followers(logits: mx.array, followers: Sequence[int], count: int) -> Scores:
+    """Of the tokens that came after the first positions of ``logits`` (positions, vocab)."""
+    positions = len(followers)
+    return score(logits[:positions], mx.array(followers), [count] * positions)
+
+
+def _largest(xp: Any, x: Any, count: int) -> Any:
+    """Indices (rows, count) of each row's largest values, in descending order. They lie
+    in the ``count`` blocks with the largest maxima, so only these are sorted."""
+    rows, width = x.shape
+    if count == 0:
+        return xp.zeros((rows, 0), dtype=xp.int32)
+    blocks = -(-width // _BLOCK)
+    if width % _BLOCK:
+        x = xp.pad(x, [(0, 0), (0, blocks * _BLOCK - width)], constant_values=-xp.inf)
+    x = x.reshape(rows, blocks, _BLOCK)
+    best = xp.argsort(-xp.max(x, axis=-1), axis=-1)[:, :count]
+    near = xp.take_along_axis(x, best[:, :, None], axis=1).reshape(rows, -1)
+    order = xp.argsort(-near, axis=-1)[:, :count]
+    ids = (best[:, :, None] * _BLOCK + xp.arange(_BLOCK)).reshape(rows, -1)
+    return xp.take_along_axis(ids, order, axis=-1)

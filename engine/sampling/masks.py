@@ -1,0 +1,189 @@
+"""Which tokens the grammars of a batch's rows allow, and logits without the others.
+
+A mask depends on the token before it, so it is computed between two samplings: on a thread
+of its own, while the device computes the logits that it is for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from engine.backend import arrays
+from engine.grammar.compiled import GrammarError, raise_error_of
+from engine.grammar.library import Library
+from engine.grammar.matcher import Matcher
+from engine.plan import Decode, Slot
+
+MAX_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What may be chosen in ``rows`` of a batch: ``bits`` (rows, words), int32, one for each
+    token from the lowest of the first word on. ``allowed`` (rows, vocab) is the same as
+    bools where the host applies it. ``failed`` rows have no mask but a reason.
+    """
+
+    rows: list[int]
+    bits: Any
+    allowed: Any
+    failed: list[tuple[int, str]]
+
+    def apply(self, logits: mx.array) -> mx.array:
+        """``logits`` (rows, vocab) with what must not be chosen at -inf."""
+        if not self.rows:
+            return logits
+        allowed = (
+            _allowed(mx, self.bits, logits.shape[-1])
+            if self.allowed is None
+            else mx.array(self.allowed)
+        )
+        if len(self.rows) == logits.shape[0]:
+            return mx.where(allowed, logits, -math.inf)
+        rows = mx.array(self.rows)
+        bound = mx.where(allowed, logits[rows], -math.inf)
+        logits = mx.array(logits)
+        logits[rows] = bound
+        return logits
+
+
+class Masking:
+    """The matchers of the slots whose sequences are bound by a grammar. Slots are moved and
+    slabs freed here as they are in the executor. ``vocab_size`` is the width of the logits.
+    """
+
+    def __init__(self, library: Library, vocab_size: int) -> None:
+        self._library = library
+        self._vocab_size = vocab_size
+        self._words = -(-library.vocab_size // 32)
+        self._matchers: dict[Slot, Matcher] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+
+    def start(
+        self, decodes: Sequence[Decode], inputs: Sequence[int | None]
+    ) -> Future[Masks] | None:
+        """Begins with the masks for what comes after the tokens ``inputs``, one for each of
+        ``decodes``; None where no row is bound. Called in the order of the steps."""
+        bound = [
+            _Bound(row, decode, inputs[row], self._matcher(decode))
+            for row, decode in enumerate(decodes)
+            if decode.constrained
+        ]
+        return self._thread.submit(self._compute, bound) if bound else None
+
+    def reset(self) -> None:
+        self._matchers.clear()
+
+    def move(self, source: Slot, target: Slot) -> None:
+        self._matchers.pop(target, None)
+        if source in self._matchers:
+            self._matchers[target] = self._matchers.pop(source)
+
+    def forget(self, slabs: Iterable[int]) -> None:
+        """Drops what belongs to slots of freed ``slabs``."""
+        gone = set(slabs)
+        for slot in [slot for slot in self._matchers if slot.slab in gone]:
+            del self._matchers[slot]
+
+    def _matcher(self, decode: Decode) -> Matcher | None:
+        """None where there is none, and none can be made."""
+        if decode.grammar is not None:
+            self._matchers.pop(decode.slot, None)
+            with suppress(GrammarError):
+                grammar = self._library.get(decode.grammar)
+                self._matchers[decode.slot] = Matcher(grammar, decode.grammar.after)
+        return self._matchers.get(decode.slot)
+
+    # -- the thread ------------------------------------------------------------
+
+    def _compute(self, bound: Sequence[_Bound]) -> Masks:
+        bits = numpy.full((len(bound), self._words), -1, numpy.int32)
+        failed: dict[int, str] = {}
+        awake: list[tuple[LLMatcher, int]] = []
+        for place, each in enumerate(bound):
+            try:
+                inner = each.follow()
+            except GrammarError as error:
+                failed[place] = str(error)
+                continue
+            if inner is not None:
+                awake.append((inner, place))
+            else:
+                _clear(bits[place], self._library.eos_token_ids)
+        if awake:
+            fill_next_token_bitmask_par(self._executor, awake, bits)
+        for inner, place in awake:
+            try:
+                raise_error_of(inner)
+            except GrammarError as error:
+                failed[place] = str(error)
+        for place, each in enumerate(bound):
+            before = bits[place].copy()
+            _clear(bits[place], each.decode.forbidden)
+            if not bits[place].any():  # what the grammar wants has to come
+                bits[place] = before
+        places = [place for place in range(len(bound)) if place not in failed]
+        bits = bits[places]
+        on_host = arrays.library() is numpy
+        return Masks(
+            rows=[bound[place].row for place in places],
+            bits=bits,
+            allowed=_allowed(numpy, bits, self._vocab_size) if on_host else None,
+            failed=[(bound[place].row, why) for place, why in failed.items()],
+        )
+
+
+class _Bound(NamedTuple):
+    """A row that a grammar binds, and its input token."""
+
+    row: int
+    decode: Decode
+    token: int | None
+    matcher: Matcher | None
+
+    def follow(self) -> LLMatcher | None:
+        """Brings the matcher up to the input token. None while it sleeps. Raises `GrammarError`."""
+        matcher, known = self.matcher, self.decode.output_index
+        if matcher is None or self.token is None:
+            raise GrammarError("the executor does not know the grammar")
+        if self.decode.grammar is not None:
+            tokens = (*(self.decode.history or ()), self.token)
+            matcher.advance(tokens[len(tokens) - known :])
+        else:
+            matcher.rollback(max(0, matcher.outputs - (known - 1)))
+            matcher.advance([self.token])
+        if matcher.outputs != known:
+            raise GrammarError("the executor has lost some of the answer")
+        return matcher.inner
+
+
+def _clear(bits: Any, tokens: Iterable[int]) -> None:
+    """Takes ``tokens`` out of a mask (words,), int32."""
+    words = bits.view(numpy.uint32)
+    for token in tokens:
+        if token // 32 < len(words):
+            words[token // 32] &= ~numpy.uint32(1 << token % 32)
+
+
+def _allowed(xp: Any, bits: Any, vocab_size: int) -> Any:
+    """``bits`` (rows, words) as bools (rows, vocab); what has no bit is not allowed."""
+    missing = max(0, vocab_size - 32 * bits.shape[-1])
+    if xp is numpy:
+        unpacked = numpy.unpackbits(bits.view(numpy.uint8), axis=1, bitorder="little")
+    else:
+        unpacked = (mx.array(bits)[:, :, None] >> mx.arange(32)) & 1
+        unpacked = unpacked.reshape(len(bits), -1)
+    unpacked = unpacked[:, :vocab_size].astype(xp.bool_)
+    return xp.pad(unpacked, [(0, 0), (0, missing)]) if missing else unpacked

@@ -1,0 +1,151 @@
+"""One token per row from a batch of logits, each row with its own controls.
+
+First biases and penalties, then grammars, then the filters, then one token is drawn at the
+temperature, all but the grammars as mlx-lm does it. Temperature 0 takes the most likely token.
+What a row gets does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy
+
+from engine.backend import arrays
+from engine.plan import Decode, Slot
+from engine.sampling import noise
+from engine.sampling.filters import Filter, kept
+from engine.sampling.history import History
+from engine.sampling.logprobs import Scores, score
+from engine.sampling.masks import Masking, Masks
+from engine.sampling.penalties import adjust
+
+MIN_TEMPERATURE = 1e-6
+"""Below this a logit divided by it may not be a number."""
+
+
+class Sampled(NamedTuple):
+    """``tokens`` (rows,), int32. ``scores`` has a row for each of ``scored``, the rows
+    that asked for log-probabilities. The tokens of ``failed`` rows mean nothing: their
+    grammars gave no mask, for the reason there."""
+
+    tokens: mx.array
+    scores: Scores | None = None
+    scored: tuple[int, ...] = ()
+    failed: Sequence[tuple[int, str]] = ()
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What there is to evaluate."""
+        return [self.tokens, *(self.scores.arrays if self.scores else ())]
+
+
+class Sampler:
+    """Chooses tokens, and knows what it has to of the tokens before them. Slots are
+    moved and slabs freed here as they are in the executor."""
+
+    def __init__(self) -> None:
+        self._history = History()
+        self.masking: Masking | None = None
+        """None where no sequence is bound by a grammar."""
+
+    def start_masks(
+        self, decodes: Sequence[Decode], inputs: Sequence[int | None]
+    ) -> Future[Masks] | None:
+        """Begins with the masks of rows that a grammar binds, for what comes after ``inputs``."""
+        return None if self.masking is None else self.masking.start(decodes, inputs)
+
+    def sample(
+        self,
+        logits: mx.array,
+        decodes: Sequence[Decode],
+        inputs: mx.array,
+        masks: Future[Masks] | None = None,
+    ) -> Sampled:
+        """One token for each of ``decodes``, from its row of ``logits`` (rows, vocab), which
+        the model gave for the tokens ``inputs`` (rows,)."""
+        self._history.record(decodes, inputs)
+        adjusted = adjust(logits, decodes, self._history)
+        failed: list[tuple[int, str]] = []
+        if masks is not None:
+            found = masks.result()
+            adjusted, failed = found.apply(adjusted), found.failed
+        tokens = choose(adjusted, decodes)
+        scored = tuple(row for row, d in enumerate(decodes) if d.logprobs is not None)
+        if not scored:
+            return Sampled(tokens, failed=failed)
+        if len(scored) < len(decodes):
+            rows = mx.array(scored)
+            logits, chosen = logits[rows], tokens[rows]
+        else:
+            chosen = tokens
+        counts = [decodes[row].logprobs or 0 for row in scored]
+        return Sampled(tokens, score(logits, chosen, counts), scored, failed)
+
+    def reset(self) -> None:
+        """Forgets all slots."""
+        self._history = History()
+        if self.masking is not None:
+            self.masking.reset()
+
+    def move(self, source: Slot, target: Slot) -> None:
+        self._history.move(source, target)
+        if self.masking is not None:
+            self.masking.move(source, target)
+
+    def forget(self, slabs: Sequence[int]) -> None:
+        self._history.forget(slabs)
+        if self.masking is not None:
+            self.masking.forget(slabs)
+
+
+def choose(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
+    """The tokens (rows,), int32, that ``logits`` (rows, vocab) and each row's noise give."""
+    drawn = [row for row, decode in enumerate(decodes) if decode.sampling.temperature > 0]
+    if not drawn:
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+    xp = arrays.library()
+    x = arrays.given(xp, logits.astype(mx.float32))
+    keys = [noise.key(decodes[i].sampling.seed, decodes[i].output_index) for i in drawn]
+    uniform = arrays.given(xp, noise.uniform(keys, x.shape[-1]))
+    tokens = xp.argmax(x, axis=-1)
+    if xp is mx:
+        rows = mx.array(drawn)
+        tokens[rows] = _draw(xp, x[rows], uniform, [decodes[row] for row in drawn])
+        return tokens.astype(mx.int32)
+    # A row at a time: what is computed with stays in the processor's cache.
+    for i, row in enumerate(drawn):
+        alone = slice(row, row + 1)
+        tokens[row] = _draw(xp, x[alone], uniform[i : i + 1], decodes[alone])[0]
+    return mx.array(tokens).astype(mx.int32)
+
+
+@numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
+def _draw(xp: Any, logits: Any, uniform: Any, decodes: Sequence[Decode]) -> Any:
+    """Samples every row; all have a temperature above 0."""
+    temperatures = [max(d.sampling.temperature, MIN_TEMPERATURE) for d in decodes]
+    scores = logits - xp.max(logits, axis=-1, keepdims=True)
+    scores = scores * xp.array([1 / t for t in temperatures], dtype=xp.float32)[:, None]
+    scores = scores + noise.gumbel(xp, uniform)
+    filters = [_filter(decode, logits.shape[-1]) for decode in decodes]
+    if not all(f.passes for f in filters):
+        scores = xp.where(kept(xp, logits, filters), scores, -math.inf)
+    return xp.argmax(scores, axis=-1)
+
+
+def _filter(decode: Decode, vocab_size: int) -> Filter:
+    s = decode.sampling
+    excludes = s.xtc_probability > 0 and (
+        noise.coin(s.seed, decode.output_index) < s.xtc_probability
+    )
+    return Filter(
+        top_p=s.top_p,
+        min_p=min(s.min_p, 1.0),
+        xtc_threshold=s.xtc_threshold if excludes else None,
+        spared=tuple(sorted({t for t in s.xtc_special_ids if 0 <= t < vocab_size})),
+        top_k=s.top_k if s.top_k < vocab_size else 0,
+    )

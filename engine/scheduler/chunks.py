@@ -1,0 +1,135 @@
+"""How long a prefill chunk may be: by predicted time, not by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STREAMING_TARGET_S = 0.4
+"""What chunks may add to a step while others wait for their next token."""
+ALONE_TARGET_S = 0.75
+"""The same when nobody does: how long somebody who joins now would wait at most."""
+_FORGETTING = 1.02
+"""By how much the shortest decode is forgotten with each step."""
+MAX_TOKENS = 512
+MIN_TOKENS = 64
+
+
+class ChunkPolicy:
+    """Sizes chunks so that a step takes about as long as is bearable.
+
+    The chunks of a plan cost one pass over the weights, about what the shortest decode
+    took, however few their tokens are. Then a token costs ``base`` seconds, for the
+    matmuls, and ``slope`` more for each token before it, for the attention: a line, fitted
+    to what steps were measured to take (least squares over chunks, weighted by their
+    tokens, the older ones fading). It begins as what a slow CPU needs. As long as all
+    chunks were at about the same position, the slope is taken to be to the base as it was
+    at first.
+    """
+
+    _FADING = 0.9
+    _SLOPE_OF_BASE = 1 / 600
+    _TRUSTED_SPREAD_TOKENS = 100.0
+
+    def __init__(self, block_size: int, fixed_tokens: int | None = None) -> None:
+        self._block_size = block_size
+        self._fixed_tokens = fixed_tokens
+        self._base_s = 3e-3
+        self._slope_s = self._base_s * self._SLOPE_OF_BASE
+        self._decode_s = 0.0
+        self.pass_s = 0.0
+        # Weighted sums over chunks: of 1, position, position^2, cost, cost * position.
+        self._sums = [float(MIN_TOKENS), 0.0, 0.0, MIN_TOKENS * self._base_s, 0.0]
+
+    def budget(self, *, streaming: bool) -> ChunkBudget:
+        """What the chunks of the next plan may use together."""
+        if self._fixed_tokens is not None:
+            return ChunkBudget(self, float("inf"), self._fixed_tokens, self._block_size)
+        target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
+        return ChunkBudget(self, target_s, MAX_TOKENS, self._block_size)
+
+    def predict_s(self, start: int, tokens: int) -> float:
+        """What ``tokens`` from ``start`` on add to a pass over the weights."""
+        return tokens * (self._base_s + self._slope_s * (start + tokens / 2))
+
+    def observe(
+        self, *, decode_rows: int, chunks: Sequence[tuple[int, int]], elapsed_s: float
+    ) -> None:
+        """Learns from a step with these ``chunks`` (start, tokens), padded to the longest."""
+        if elapsed_s <= 0:
+            return
+        if not chunks:
+            if decode_rows:
+                self._decode_s += 0.2 * (elapsed_s - self._decode_s)
+                self.pass_s = min(elapsed_s, self.pass_s * _FORGETTING or elapsed_s)
+            return
+        known_s = self.pass_s + (self._decode_s if decode_rows else 0.0)
+        spent_s = elapsed_s - min(known_s, 0.9 * elapsed_s)
+        width = max(n for _, n in chunks)
+        tokens = width * len(chunks)
+        position = sum(start + width / 2 for start, _ in chunks) / len(chunks)
+        seen = (tokens, tokens * position, tokens * position**2, spent_s, spent_s * position)
+        self._sums = [self._FADING * old + new for old, new in zip(self._sums, seen, strict=True)]
+        self._fit()
+
+    def _fit(self) -> None:
+        weight, *sums = self._sums
+        position, square, cost_s, product = (value / weight for value in sums)
+        assumed_s = cost_s * self._SLOPE_OF_BASE / (1 + position * self._SLOPE_OF_BASE)
+        trust = self._TRUSTED_SPREAD_TOKENS**2
+        covariance, variance = product - cost_s * position, square - position**2
+        self._slope_s = max(0.0, (covariance + trust * assumed_s) / (variance + trust))
+        self._base_s = max(1e-7, cost_s - self._slope_s * position)
+
+
+class ChunkBudget:
+    """The seconds and tokens that are left for the chunks of one plan. They run as one
+    batch, padded to the longest, so that only chunks of about the same length go together."""
+
+    def __init__(self, policy: ChunkPolicy, seconds: float, tokens: int, block_size: int) -> None:
+        self._policy = policy
+        self._seconds = max(seconds - policy.pass_s, seconds / 2)
+        self._spare_s = self._seconds / 2
+        self._tokens = tokens
+        self._block_size = block_size
+        self._least = -(-min(MIN_TOKENS, tokens) // block_size) * block_size
+        self._width = 0
+        self._longest = 0
+
+    def take(self, start: int, remaining: int) -> int:
+        """How many of the ``remaining`` tokens from ``start`` on (a multiple of the block
+        size) are computed now: all, or up to the end of a block, so that it can be
+        published. The first one always gets something."""
+        if not self._width:
+            tokens = self._fitting(start, min(remaining, max(self._tokens, self._least)))
+            tokens = self._ending_well(tokens, remaining)
+            self._width = max(tokens, MIN_TOKENS)
+            self._longest = tokens
+            self._seconds -= self._policy.predict_s(start, tokens)
+        else:
+            tokens = self._fitting(start, min(remaining, self._tokens))
+            if tokens > 2 * self._width:
+                return 0
+            tokens = self._ending_well(min(tokens, self._width), remaining)
+            padded_s = self._policy.predict_s(start, max(tokens, self._longest))
+            too_short = tokens < min(self._least, remaining)
+            if too_short or self._width - tokens > max(tokens, MIN_TOKENS):
+                return 0
+            # Another pass for the little that is left of a prompt costs more than it spares.
+            if padded_s > self._seconds + (self._spare_s if tokens == remaining else 0.0):
+                return 0
+            self._seconds -= padded_s
+            self._longest = max(tokens, self._longest)
+        self._tokens -= tokens
+        return tokens
+
+    def _fitting(self, start: int, tokens: int) -> int:
+        """As many of ``tokens`` as there is time for, but not less than is worth a chunk. All
+        where little would be left: another pass over the weights costs more."""
+        if self._policy.predict_s(start, tokens) <= self._seconds + self._spare_s / 2:
+            return tokens
+        while tokens > self._least and self._policy.predict_s(start, tokens) > self._seconds:
+            tokens = max(self._least, tokens - max(self._block_size, tokens // 8))
+        return tokens
+
+    def _ending_well(self, tokens: int, remaining: int) -> int:
+        return tokens if tokens == remaining else tokens - tokens % self._block_size

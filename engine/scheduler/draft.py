@@ -1,0 +1,133 @@
+"""A plan in the making, and what is remembered of it until its result is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.plan import (
+    Chunk,
+    Decode,
+    Insert,
+    Move,
+    Plan,
+    Restore,
+    RestoreState,
+    Save,
+    SaveState,
+    Slot,
+)
+from engine.scheduler.memory import Memory
+from engine.scheduler.pool import Block
+from engine.scheduler.sequence import Sequence
+
+_PARTS = tuple(name for name in Plan.__struct_fields__ if name != "step")
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A plan in flight: who is in it, and what its result will settle.
+
+    ``saved`` blocks and snapshots stay pinned until then. ``exports`` maps ids of those whose
+    bytes come back to their hashes. What concerns ``discarded`` sequences no longer counts.
+    ``condemned`` are blocks that must go, of sequences whose slot held something wrong.
+    """
+
+    number: int
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    members: dict[Slot, Sequence] = field(default_factory=dict)
+    restored: dict[Sequence, list[Block]] = field(default_factory=dict)
+    saved: dict[Sequence, list[Block]] = field(default_factory=dict)
+    exports: dict[int, bytes] = field(default_factory=dict)
+    discarded: set[Sequence] = field(default_factory=set)
+    condemned: list[tuple[Sequence, Block]] = field(default_factory=list)
+
+
+class Draft:
+    """Collects the parts of one plan. ``changed`` says that something moved though
+    nothing may have been planned, so that another try could find more to do."""
+
+    def __init__(self, number: int) -> None:
+        self.step = Step(number)
+        self.inserts: list[Insert] = []
+        self.restores: list[Restore] = []
+        self.state_restores: list[RestoreState] = []
+        self.moves: list[Move] = []
+        self.decodes: list[Decode] = []
+        self.chunks: list[Chunk] = []
+        self.saves: list[Save] = []
+        self.state_saves: list[SaveState] = []
+        self.exports: list[int] = []
+        self.preempted: list[Sequence] = []
+        self.changed = False
+
+    def restore(self, seq: Sequence, blocks: list[Block]) -> None:
+        """``blocks``, pinned for this, go into the slot from ``seq.computed`` on."""
+        slot = seq.holder
+        self.restores.append(Restore(slot, seq.computed, tuple(block.id for block in blocks)))
+        self.step.restored.setdefault(seq, []).extend(blocks)
+        self.step.members[slot] = seq
+
+    def hold(self, seq: Sequence, blocks: list[Block]) -> None:
+        """``blocks``, pinned, stay until the plan is done: it inserts some of them."""
+        if blocks:
+            self.step.restored.setdefault(seq, []).extend(blocks)
+
+    def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
+        """``snapshot``, pinned for this, becomes the state of the slot."""
+        slot = seq.holder
+        self.state_restores.append(RestoreState(slot, position, snapshot.id))
+        self.step.restored.setdefault(seq, []).append(snapshot)
+        self.step.members[slot] = seq
+
+    def decode(self, seq: Sequence, part: Decode) -> None:
+        self.decodes.append(part)
+        self.step.decodes.append(seq)
+        self.step.members[part.slot] = seq
+
+    def chunk(self, seq: Sequence, part: Chunk) -> None:
+        self.chunks.append(part)
+        self.step.chunks.append((seq, part.start, len(part.token_ids)))
+        self.step.members[part.slot] = seq
+
+    def save(self, seq: Sequence, first: int, blocks: list[Block], *, export: bool) -> None:
+        """The slot's blocks from number ``first`` on become ``blocks``."""
+        ids = tuple(block.id for block in blocks)
+        self.saves.append(Save(seq.holder, first * seq.block_size, ids))
+        self.step.saved.setdefault(seq, []).extend(blocks)
+        self.step.members[seq.holder] = seq
+        if export:
+            self.exports.extend(ids)
+            self.step.exports.update((block.id, block.hash) for block in blocks)
+
+    def save_state(self, seq: Sequence, snapshot: Block) -> None:
+        """The slot's state becomes ``snapshot``."""
+        self.state_saves.append(SaveState(seq.holder, seq.computed, snapshot.id))
+        self.step.saved.setdefault(seq, []).append(snapshot)
+        self.step.members[seq.holder] = seq
+
+    def emit(self, memory: Memory) -> tuple[Plan, Step] | None:
+        """The plan, with what ``memory`` had to do for it; None when it is empty. What was
+        pinned to be restored is free again: plans run in order."""
+        for blocks in reversed(self.step.restored.values()):
+            for block in reversed(blocks):
+                memory.unpin(block)
+        self.step.exports.update(memory.exported)
+        plan = Plan(
+            step=self.step.number,
+            evictions=tuple(memory.evictions),
+            freed_slabs=tuple(memory.freed_slabs),
+            slabs=tuple(memory.new_slabs),
+            inserts=tuple(self.inserts),
+            restores=tuple(self.restores),
+            state_restores=tuple(self.state_restores),
+            moves=tuple(self.moves),
+            decodes=tuple(self.decodes),
+            chunks=tuple(self.chunks),
+            saves=tuple(self.saves),
+            state_saves=tuple(self.state_saves),
+            exports=tuple(self.exports),
+        )
+        memory.forget_changes()
+        empty = not any(getattr(plan, name) for name in _PARTS)
+        return None if empty else (plan, self.step)

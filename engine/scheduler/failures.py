@@ -1,0 +1,34 @@
+"""What a failed chunk takes with it when a later plan is in flight already."""
+
+from __future__ import annotations
+
+from engine.scheduler.draft import Step
+from engine.scheduler.memory import Memory
+from engine.scheduler.pool import Block
+from engine.scheduler.sequence import Sequence
+
+
+def take_back(
+    failed: set[Sequence], step: Step, later: Step | None, memory: Memory
+) -> set[Sequence]:
+    """Takes the blocks that ``failed`` sequences were to save in ``step`` out of the pool.
+
+    They were findable since ``step`` was planned, so ``later``, which was planned since,
+    may have restored them, and saved on. Those blocks go too, and the sequences that have
+    wrong KV in their slots through no fault of their own are returned: they must begin again.
+    """
+    bad: set[Block] = set()
+    for seq in failed:
+        for block in step.saved.pop(seq, ()):
+            if memory.withdraw(block):
+                memory.settle(block, exists=False)
+            bad.add(block)
+    if later is None:
+        return set()
+    innocent = {seq for seq, blocks in later.restored.items() if not bad.isdisjoint(blocks)}
+    later.discarded |= failed | innocent
+    for seq in later.discarded:
+        for block in later.saved.pop(seq, ()):
+            if memory.withdraw(block):
+                later.condemned.append((seq, block))
+    return innocent - failed

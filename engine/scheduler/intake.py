@@ -1,0 +1,79 @@
+"""What is taken in: a `Submit` becomes a sequence, or is refused with a reason."""
+
+from __future__ import annotations
+
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.sequence import Sequence
+from shared import wire
+from shared.hashing import salted
+
+
+class Refusal(Exception):
+    """A request that is not taken; ``param`` names the field that is at fault."""
+
+    def __init__(self, reason: wire.RefusalReason, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.param = param
+
+
+def take_in(
+    request: wire.Submit,
+    config: SchedulerConfig,
+    *,
+    largest_capacity: int,
+    arrival: int,
+    now_s: float,
+    grammar: object = None,
+) -> Sequence:
+    """The sequence for ``request``, its max_tokens cut to what the context leaves.
+    ``largest_capacity`` is how many tokens a slot can have when it is alone in memory.
+    Raises `Refusal`."""
+    _check_tokens(request, config.vocab_size)
+    if request.max_tokens < 1:
+        raise Refusal("invalid", f"max_tokens is {request.max_tokens}", "max_tokens")
+    prompt_length = len(request.token_ids)
+    room = config.context_length - prompt_length
+    if room < 1:
+        raise Refusal(
+            "too_large",
+            f"the prompt has {prompt_length} tokens, which leaves no room for an answer "
+            f"in a context of {config.context_length}",
+            "prompt",
+        )
+    max_tokens = min(request.max_tokens, room)
+    if prompt_length + max_tokens - 1 > largest_capacity:
+        raise Refusal(
+            "too_large",
+            f"a prompt of {prompt_length} and an answer of {max_tokens} tokens do not fit in "
+            f"this engine's memory, which holds {largest_capacity}",
+            "max_tokens",
+        )
+    seq = Sequence(
+        request=request,
+        arrival=arrival,
+        parent=salted(config.namespace, request.cache_salt),
+        block_size=config.block_size,
+        tokens=[*request.token_ids, *request.generated],
+        max_tokens=max_tokens,
+        submitted_s=now_s,
+        grammar=grammar,
+    )
+    if config.prefix_cache:
+        seq.extend_hashes()
+    return seq
+
+
+def _check_tokens(request: wire.Submit, vocab_size: int) -> None:
+    if not request.token_ids:
+        raise Refusal("invalid", "the prompt is empty", "prompt")
+    for param, ids in (
+        ("prompt", request.token_ids),
+        ("generated", request.generated),
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
+        ("xtc_special_ids", request.sampling.xtc_special_ids),
+        ("grammar", request.grammar.after if request.grammar else []),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            raise Refusal("invalid", f"a token id is not in 0..{vocab_size - 1}", param)

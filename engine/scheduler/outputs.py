@@ -1,0 +1,83 @@
+"""What the scheduler has to say to others, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.scheduler.sequence import Sequence
+from shared import wire
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Everything since the last time it was taken.
+
+    ``fetches`` are asked of the kvstore (ticket, hashes in order), ``stores`` are blocks
+    for it, ``touches`` hashes that were used. ``cached`` and ``uncached`` are net
+    changes of the set of hashes that others may start from.
+    """
+
+    messages: list[wire.Accepted | wire.Refused] = field(default_factory=list)
+    deltas: list[wire.Delta] = field(default_factory=list)
+    fetches: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    stores: list[tuple[bytes, tuple[bytes | memoryview, ...]]] = field(default_factory=list)
+    touches: list[bytes] = field(default_factory=list)
+    cached: list[bytes] = field(default_factory=list)
+    uncached: list[bytes] = field(default_factory=list)
+
+    def tell(
+        self,
+        seq: Sequence,
+        new: list[int],
+        now_s: float,
+        *,
+        logprob: wire.TokenLogprobs | None = None,
+        prompt_logprobs: list[wire.TokenLogprobs] | None = None,
+        finish: wire.FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        """A delta with the ``new`` last outputs of ``seq``, or with what is new of its prompt,
+        and how it ended, if it did.
+
+        The first one with outputs and the last one have the usage: a router that cuts a
+        text short never sees the last.
+        """
+        first = bool(new) and seq.outputs == len(seq.request.generated) + len(new)
+        self.deltas.append(
+            wire.Delta(
+                request_id=seq.request.request_id,
+                attempt=seq.request.attempt,
+                index=seq.outputs - len(new),
+                token_ids=new,
+                logprobs=None if logprob is None else [logprob],
+                prompt_logprobs=prompt_logprobs,
+                finish=finish,
+                stop_token=seq.tokens[-1] if finish == "stop" else None,
+                error=error,
+                usage=seq.usage(now_s) if finish or first else None,
+            )
+        )
+
+    def take(self, cached: list[bytes], uncached: list[bytes]) -> Outputs:
+        """Everything so far, with these cache events; nothing is left here."""
+        taken = Outputs(
+            self.messages, self.deltas, self.fetches, self.stores, self.touches, cached, uncached
+        )
+        self.messages, self.deltas, self.fetches, self.stores, self.touches = [], [], [], [], []
+        return taken
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, by the names that `wire.EngineStats` has for them."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    batch_rows: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_ram_tokens: int = 0
+    cached_ssd_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    aborts: int = 0

@@ -1,0 +1,143 @@
+"""The pool of cached blocks: which exist, and which may go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """``pins`` counts what is in flight with it; ``stored`` says that the kvstore has it.
+    ``used`` grows with every use of any block. ``state`` says that it is a snapshot: what it
+    holds is not KV, but the recurrent state at the end of the prefix of that hash."""
+
+    id: int
+    hash: bytes
+    pins: int = 1
+    stored: bool = False
+    used: int = 0
+    state: bool = False
+
+
+class BlockPool:
+    """Blocks by hash. A block that nothing in flight refers to is evictable, the one
+    that was used longest ago first. Ids are never used twice. Every operation is O(1)
+    per block it is about. Pools with one ``clock`` have no id in common, and their
+    blocks can be compared by when they were used."""
+
+    _holds_state = False
+
+    def __init__(self, clock: count[int] | None = None) -> None:
+        self._index: dict[bytes, Block] = {}
+        self._evictable: OrderedDict[bytes, Block] = OrderedDict()
+        self._changes: dict[bytes, bool] = {}
+        self._clock = count() if clock is None else clock
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._index.values())
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._index
+
+    @property
+    def evictable(self) -> int:
+        return len(self._evictable)
+
+    def get(self, block_hash: bytes) -> Block | None:
+        return self._index.get(block_hash)
+
+    def add(self, block_hash: bytes, *, stored: bool = False) -> Block:
+        """A new block, pinned once. Its hash must not be in the pool."""
+        if block_hash in self._index:
+            raise ValueError("this block is in the pool already")
+        block = Block(next(self._clock), block_hash, stored=stored, state=self._holds_state)
+        self._put(block)
+        return block
+
+    def pin(self, block: Block) -> None:
+        block.pins += 1
+        self._evictable.pop(block.hash, None)
+
+    def unpin(self, block: Block) -> None:
+        """The last one makes it evictable, as the most recently used."""
+        block.pins -= 1
+        if not block.pins and self._index.get(block.hash) is block:
+            self._evictable[block.hash] = block
+            block.used = next(self._clock)
+
+    @property
+    def oldest_use(self) -> float:
+        """When the block that `pop_oldest` takes was used, infinity if there is none."""
+        return next(iter(self._evictable.values())).used if self._evictable else float("inf")
+
+    def pop_oldest(self) -> Block:
+        """Takes the evictable block used longest ago out of the pool. KeyError if none."""
+        block_hash, block = self._evictable.popitem(last=False)
+        del self._index[block_hash]
+        self._note(block_hash, added=False)
+        return block
+
+    def remove(self, block: Block) -> None:
+        """Takes ``block`` out, pinned or not: what it was said to hold is not there."""
+        if self._index.get(block.hash) is block:
+            del self._index[block.hash]
+            self._evictable.pop(block.hash, None)
+            self._note(block.hash, added=False)
+
+    def clear(self) -> None:
+        """Takes all blocks out, pinned or not."""
+        for block in list(self):
+            self.remove(block)
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many of ``hashes``, from the first without a gap, are in the pool."""
+        for number, block_hash in enumerate(hashes):
+            if block_hash not in self._index:
+                return number
+        return len(hashes)
+
+    def refresh(self, hashes: Sequence[bytes]) -> int:
+        """Makes ``hashes`` the most recently used, the first of them last of all, since
+        a chain is worth nothing without its head. Returns what `match` would."""
+        leading = len(hashes)
+        for number in range(len(hashes) - 1, -1, -1):
+            if hashes[number] in self._evictable:
+                self._evictable.move_to_end(hashes[number])
+                self._evictable[hashes[number]].used = next(self._clock)
+            elif hashes[number] not in self._index:
+                leading = number
+        return leading
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """The hashes that came and those that went since the last call, net."""
+        added = [block_hash for block_hash, there in self._changes.items() if there]
+        removed = [block_hash for block_hash, there in self._changes.items() if not there]
+        self._changes.clear()
+        return added, removed
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the pool, for `check_integrity`."""
+        for block_hash, block in self._index.items():
+            if block.pins < 0:
+                yield f"block {block.id} has {block.pins} pins"
+            if (block.pins == 0) != (self._evictable.get(block_hash) is block):
+                yield f"block {block.id} with {block.pins} pins is in the wrong list"
+        for block_hash in self._evictable:
+            if block_hash not in self._index:
+                yield f"block {block_hash.hex()} is evictable but not in the pool"
+
+    def _put(self, block: Block) -> None:
+        self._index[block.hash] = block
+        self._note(block.hash, added=True)
+
+    def _note(self, block_hash: bytes, *, added: bool) -> None:
+        if self._changes.get(block_hash, added) != added:
+            del self._changes[block_hash]
+        else:
+            self._changes[block_hash] = added

@@ -1,0 +1,83 @@
+"""Slots: rows of slabs, which hold the KV of running sequences."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.plan import Slab, Slot
+
+
+@dataclass(eq=False, slots=True)
+class _Rows:
+    slab: Slab
+    free: list[int]
+
+
+class SlotTable:
+    """Which rows of which slab are taken. A slab is freed only as a whole and only by
+    `pop_empty`, so that one that empties and fills again costs nothing."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[int, _Rows] = {}
+        self._empty: dict[int, Slab] = {}
+        self._next_id = 0
+        self.used_rows = 0
+
+    def slabs(self) -> Iterator[Slab]:
+        return (rows.slab for rows in self._slabs.values())
+
+    def empty(self) -> Iterator[Slab]:
+        return iter(self._empty.values())
+
+    def used(self) -> Iterator[tuple[int, int]]:
+        """Of each slab the number of rows that are taken, and their capacity."""
+        return ((one.slab.rows - len(one.free), one.slab.capacity) for one in self._slabs.values())
+
+    def add(self, rows: int, capacity: int) -> Slab:
+        """A new slab, all of its rows free."""
+        slab = Slab(self._next_id, rows, capacity)
+        self._next_id += 1
+        self._slabs[slab.slab] = _Rows(slab, list(range(rows)))
+        self._empty[slab.slab] = slab
+        return slab
+
+    def take(self, capacity: int) -> Slot | None:
+        """A free row of exactly ``capacity`` tokens: the oldest slab's lowest, so that
+        the rows in use stay together. O(slabs)."""
+        for rows in self._slabs.values():
+            if rows.slab.capacity == capacity and rows.free:
+                self._empty.pop(rows.slab.slab, None)
+                self.used_rows += 1
+                return Slot(rows.slab.slab, heapq.heappop(rows.free))
+        return None
+
+    def release(self, slot: Slot) -> None:
+        rows = self._slabs[slot.slab]
+        if slot.row in rows.free:
+            raise ValueError(f"{slot} is free already")
+        heapq.heappush(rows.free, slot.row)
+        self.used_rows -= 1
+        if len(rows.free) == rows.slab.rows:
+            self._empty[slot.slab] = rows.slab
+
+    def clear(self) -> None:
+        """Gives up all slabs, in use or not."""
+        self._slabs.clear()
+        self._empty.clear()
+        self.used_rows = 0
+
+    def pop_empty(self) -> Slab:
+        """Gives up the slab that has been empty the longest. StopIteration if none is."""
+        slab = self._empty.pop(next(iter(self._empty)))
+        del self._slabs[slab.slab]
+        return slab
+
+    def taken(self) -> set[Slot]:
+        return {
+            Slot(number, row)
+            for number, rows in self._slabs.items()
+            for row in range(rows.slab.rows)
+            if row not in rows.free
+        }

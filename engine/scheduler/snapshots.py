@@ -1,0 +1,64 @@
+"""The pool of snapshots: recurrent state at block boundaries, to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from engine.scheduler.pool import Block, BlockPool
+from shared.hashing import HASH_BYTES
+
+
+class SnapshotPool(BlockPool):
+    """At most ``limit`` snapshots, by the hash of the last block of the prefix they end.
+
+    One that is not published yet has a private name, under which nobody looks for it; it
+    may be evicted like the others.
+    """
+
+    _holds_state = True
+
+    def __init__(self, limit: int, clock: count[int] | None = None) -> None:
+        super().__init__(clock)
+        self._limit = limit
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= self._limit
+
+    def add_private(self) -> Block:
+        """A new snapshot, pinned once, that `publish` gives its name."""
+        return self.add(b"private snapshot %d" % next(self._clock))
+
+    def holds(self, snapshot: Block) -> bool:
+        return self.get(snapshot.hash) is snapshot
+
+    def publish(self, snapshot: Block, block_hash: bytes) -> bool:
+        """Lets others find ``snapshot`` by ``block_hash``. False where there is one already."""
+        if block_hash in self:
+            return False
+        self.pin(snapshot)
+        self.remove(snapshot)
+        snapshot.hash = block_hash
+        self._put(snapshot)
+        self.unpin(snapshot)
+        return True
+
+    def published(self) -> list[bytes]:
+        return [snapshot.hash for snapshot in self if _is_name(snapshot.hash)]
+
+    def longest(self, hashes: Sequence[bytes], first: int, end: int) -> int:
+        """The largest number of blocks, over ``first`` and up to ``end``, after which there
+        is a snapshot; ``first`` if there is none."""
+        for number in range(end, first, -1):
+            if hashes[number - 1] in self:
+                return number
+        return first
+
+    def _note(self, block_hash: bytes, *, added: bool) -> None:
+        if _is_name(block_hash):
+            super()._note(block_hash, added=added)
+
+
+def _is_name(key: bytes) -> bool:
+    return len(key) == HASH_BYTES

@@ -1,0 +1,445 @@
+"""The engine's way to the kvstore: blocks by hash, or a miss, but never a wait without end.
+
+The IO thread owns the socket and calls `on_readable` and `tick`. Files and checksums are
+the pool's. Everything else may be called from any thread: it leaves a note for the IO
+thread and wakes it.
+
+A kvstore that is not there costs nothing: its lost connection turns everything asked of
+it into misses. One that hangs costs one time-out; until it answers again, fetches are
+misses at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shared import wire
+from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode, encode
+
+Payload = tuple[memoryview, ...]
+
+MAX_STORES = 256
+MAX_STORE_BYTES = 256 * 1024 * 1024
+"""What may be on its way to the kvstore at once; a block beyond is dropped."""
+STORE_TIMEOUT_S = 30.0
+PROBE_EVERY_S = 1.0
+
+_LOG_EVERY_S = 60.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ClientStats:
+    """Blocks and bytes since the start. ``drops``: blocks that were not stored, here or
+    there. ``store`` is what the kvstore last said of itself, None while it is away."""
+
+    reads: int = 0
+    writes: int = 0
+    drops: int = 0
+    corrupt: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    store: wire.StoreStats | None = None
+
+
+class StoreClient:
+    """``on_fetched(ticket, payloads)`` is called once per `fetch`, on the IO thread.
+    ``wake`` makes the IO thread call `tick` soon; it calls it at least twice a
+    second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        namespace: str,
+        pool: ThreadPoolExecutor,
+        on_fetched: Callable[[int, list[Payload]], None],
+        wake: Callable[[], None],
+        timeout_s: float = 2.0,
+    ) -> None:
+        self._namespace = namespace
+        self._pool = pool
+        self._on_fetched = on_fetched
+        self._wake = wake
+        self._timeout_s = timeout_s
+        self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._numbers = count(1)
+        self._session: Literal["away", "connected", "locating", "ready"] = "away"
+        self._connected_at = 0.0
+        self._silent = False
+        self._probed_at: float | None = None
+        self._next_probe = 0.0
+        self._asked: dict[int, _Fetch] = {}
+        self._reading: set[_Fetch] = set()
+        self._waiting: list[_Fetch] = []
+        self._putting: dict[int, _Store] = {}
+        self._lock = threading.Lock()
+        self._stores = 0
+        self._store_bytes = 0
+        self._stats = ClientStats()
+        self._next_log = float("-inf")
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a kvstore that is away
+        self.socket.set(zmq.RECONNECT_IVL, 100)
+        self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a machine that vanished closes nothing
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
+        self._monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self.socket.connect(endpoint)
+
+    @property
+    def stats(self) -> ClientStats:
+        with self._lock:
+            return self._stats
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the kvstore is there and answers: if not, nothing is worth exporting."""
+        return self._session == "ready" and not self._silent
+
+    def fetch(self, ticket: int, hashes: Sequence[bytes]) -> None:
+        """Calls ``on_fetched`` with the payloads of the longest run of verified blocks
+        from the first hash on: none of them when the kvstore is of no help."""
+        fetch = _Fetch(ticket, tuple(hashes), time.monotonic() + self._timeout_s)
+        self._note(lambda: self._ask(fetch))
+
+    def store(self, hash: bytes, payload: Sequence[bytes | memoryview]) -> bool:
+        """Sends the block to the kvstore, if it is there and there is room on the way.
+
+        False: dropped at once. True is no promise either. The buffers are read on the
+        pool, so they must not change.
+        """
+        size = sum(memoryview(buffer).nbytes for buffer in payload)
+        with self._lock:
+            if (
+                not self.is_ready
+                or self._stores >= MAX_STORES
+                or self._store_bytes + size > MAX_STORE_BYTES
+            ):
+                self._stats = replace(self._stats, drops=self._stats.drops + 1)
+                return False
+            self._stores += 1
+            self._store_bytes += size
+        try:
+            self._pool.submit(self._encode, hash, payload, size)
+        except RuntimeError:  # the engine is about to end, and with it the pool
+            return False
+        return True
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Tells the kvstore that this chain of blocks, given from its start, is in use."""
+        message = wire.Touch(namespace=self._namespace, hashes=list(hashes))
+        self._note(lambda: self._send_if_ready(message))
+
+    def tick(self, now: float) -> None:
+        """Does what other threads noted, time-outs and probes. ``now``: time.monotonic()."""
+        self._follow_connection()
+        with suppress(Empty):
+            while True:
+                self._notes.get_nowait()()
+        for fetch in [*self._waiting, *self._asked.values(), *self._reading]:
+            if now >= fetch.deadline:
+                self._silent = self._silent or fetch not in self._reading
+                self._give_up(fetch)
+        for ticket, store in list(self._putting.items()):
+            if now >= store.deadline:
+                self._end_store(ticket, stored=False)
+        self._probe(now)
+
+    def on_readable(self) -> None:
+        """Takes in what the kvstore sent."""
+        self._follow_connection()
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._silent = False
+            try:
+                message, payload = wire.decode(frames, wire.FromStore)
+            except wire.WireError as error:
+                self._log(f"dropped a message of the kvstore: {error}")
+                continue
+            match message:
+                case wire.Nonce(path=path):
+                    self._pool.submit(self._read_nonce, path)
+                case wire.GetReply():
+                    self._take_blocks(message, payload)
+                case wire.PutReply(ticket=ticket, stored=stored):
+                    self._end_store(ticket, stored)
+                case wire.StoreStatsReply(stats=stats):
+                    self._probed_at = None
+                    with self._lock:
+                        self._stats = replace(self._stats, store=stats)
+
+    def close(self) -> None:
+        """Answers what is open with what is there of it. On the IO thread."""
+        self._lose_connection()
+        self.tick(time.monotonic())
+        for fetch in list(self._reading):
+            self._give_up(fetch)
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
+
+    # -- the connection, on the IO thread --------------------------------------
+
+    def _follow_connection(self) -> None:
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                self._lose_connection()
+            else:
+                self._session = "connected"
+                self._connected_at = time.monotonic()
+        if self._session == "connected" and self._send(wire.Locate()):
+            self._session = "locating"
+
+    def _lose_connection(self) -> None:
+        if self._session == "ready":
+            _logger.info("the kvstore is gone; its blocks are misses until it is back")
+        self._session = "away"
+        self._silent = False
+        self._probed_at = None
+        with self._lock:
+            self._stats = replace(self._stats, store=None)
+        for fetch in [*self._waiting, *self._asked.values()]:
+            self._give_up(fetch)
+        for ticket in list(self._putting):
+            self._end_store(ticket, stored=False)
+
+    def _read_nonce(self, path: str) -> None:
+        """On the pool: what the kvstore wrote there, if that is a file of this machine."""
+        nonce = ""
+        with suppress(OSError, UnicodeDecodeError):
+            nonce = _read(path, 1024).decode()
+        self._note(lambda: self._begin(nonce))
+
+    def _begin(self, nonce: str) -> None:
+        if self._session in ("locating", "ready") and self._send(wire.Located(nonce=nonce)):
+            if self._session != "ready":
+                how = "its files are read directly" if nonce else "its blocks come over the wire"
+                _logger.info("the kvstore is there; %s", how)
+            self._session = "ready"
+            waiting, self._waiting = self._waiting, []
+            for fetch in waiting:
+                self._ask(fetch)
+
+    def _probe(self, now: float) -> None:
+        if self._probed_at is not None and now - self._probed_at > self._timeout_s:
+            if not self._silent:
+                self._log("the kvstore does not answer; its blocks are misses until it does")
+            self._silent = True
+        if self._session != "away" and self._probed_at is None and now >= self._next_probe:
+            self._next_probe = now + PROBE_EVERY_S
+            if self._send(wire.StoreStatsWanted()):
+                self._probed_at = now
+
+    def _send(self, message: wire.Message, *payload: bytes) -> bool:
+        try:
+            self.socket.send_multipart(wire.encode(message, *payload), zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # EAGAIN: away, or it takes nothing more
+            return False
+        return True
+
+    def _send_if_ready(self, message: wire.Message) -> None:
+        if self.is_ready:
+            self._send(message)
+
+    def _note(self, action: Callable[[], None]) -> None:
+        self._notes.put(action)
+        self._wake()
+
+    # -- fetches ---------------------------------------------------------------
+
+    def _ask(self, fetch: _Fetch) -> None:
+        """On the IO thread: for all blocks it has not got yet."""
+        rest = list(fetch.hashes[len(fetch.payloads) :])
+        if not rest or self._silent or self._session == "away":
+            self._finish(fetch)
+        elif self._session != "ready":
+            if time.monotonic() - self._connected_at < self._timeout_s:
+                self._waiting.append(fetch)
+            else:
+                self._finish(fetch)  # it does not understand us
+        else:
+            number = next(self._numbers)
+            self._asked[number] = fetch
+            fetch.number = number
+            fetch.deadline = time.monotonic() + self._timeout_s
+            if not self._send(wire.Get(ticket=number, namespace=self._namespace, hashes=rest)):
+                self._give_up(fetch)
+
+    def _take_blocks(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
+        fetch = self._asked.pop(message.ticket, None)
+        if fetch is None:
+            return  # given up
+        sources: Sequence[str | bytes] = frames if message.paths is None else message.paths
+        sources = sources[: len(fetch.hashes) - len(fetch.payloads)]
+        if not sources:
+            self._finish(fetch)
+            return
+        self._reading.add(fetch)
+        fetch.deadline = time.monotonic() + self._timeout_s
+        part = _Part(fetch, len(sources), more=message.paths is None)
+        for index, source in enumerate(sources):
+            self._pool.submit(self._read_block, part, index, source)
+
+    def _read_block(self, part: _Part, index: int, source: str | bytes) -> None:
+        """On the pool."""
+        fetch = part.fetch
+        hash = fetch.hashes[part.first + index]
+        payload: Payload | None = None
+        if not fetch.is_done and index < part.first_bad:
+            try:
+                data = _read(source, MAX_FILE_BYTES) if isinstance(source, str) else source
+                payload = decode(data, hash, self._namespace)
+            except FileNotFoundError:
+                pass  # evicted meanwhile
+            except (OSError, BlockFileError) as error:
+                self._log(f"a bad block: {error}")
+                corrupt = wire.Corrupt(namespace=self._namespace, hash=hash)
+                self._note(lambda: self._send_if_ready(corrupt))
+                with self._lock:
+                    self._stats = replace(self._stats, corrupt=self._stats.corrupt + 1)
+        with self._lock:
+            part.payloads[index] = payload
+            if payload is None:
+                part.first_bad = min(part.first_bad, index)
+            part.missing -= 1
+            fetch.deadline = time.monotonic() + self._timeout_s
+            if part.missing:
+                return
+        self._note(lambda: self._take_part(part))
+
+    def _take_part(self, part: _Part) -> None:
+        """On the IO thread."""
+        fetch = part.fetch
+        self._reading.discard(fetch)
+        if fetch.is_done:
+            return
+        fetch.payloads += [payload for payload in part.payloads[: part.first_bad] if payload]
+        if part.more and part.first_bad == len(part.payloads):
+            self._ask(fetch)
+        else:
+            self._finish(fetch)
+
+    def _give_up(self, fetch: _Fetch) -> None:
+        self._asked.pop(fetch.number, None)
+        self._reading.discard(fetch)
+        if fetch in self._waiting:
+            self._waiting.remove(fetch)
+        self._finish(fetch)
+
+    def _finish(self, fetch: _Fetch) -> None:
+        if fetch.is_done:
+            return
+        fetch.is_done = True
+        size = sum(buffer.nbytes for payload in fetch.payloads for buffer in payload)
+        with self._lock:
+            self._stats = replace(
+                self._stats,
+                reads=self._stats.reads + len(fetch.payloads),
+                read_bytes=self._stats.read_bytes + size,
+            )
+        self._on_fetched(fetch.ticket, fetch.payloads)
+
+    # -- stores ----------------------------------------------------------------
+
+    def _encode(self, hash: bytes, payload: Sequence[bytes | memoryview], size: int) -> None:
+        """On the pool."""
+        try:
+            data = encode(hash, self._namespace, payload)
+        except Exception:
+            _logger.exception("a block cannot be encoded")
+            data = b""
+        self._note(lambda: self._put(hash, data, size))
+
+    def _put(self, hash: bytes, data: bytes, size: int) -> None:
+        """On the IO thread."""
+        number = next(self._numbers)
+        self._putting[number] = _Store(size, len(data), time.monotonic() + STORE_TIMEOUT_S)
+        message = wire.Put(ticket=number, namespace=self._namespace, hash=hash)
+        if not data or self._session != "ready" or not self._send(message, data):
+            self._end_store(number, stored=False)
+
+    def _end_store(self, ticket: int, stored: bool) -> None:
+        store = self._putting.pop(ticket, None)
+        if store is None:
+            return
+        with self._lock:
+            self._stores -= 1
+            self._store_bytes -= store.payload_bytes
+            self._stats = replace(
+                self._stats,
+                writes=self._stats.writes + stored,
+                drops=self._stats.drops + (not stored),
+                written_bytes=self._stats.written_bytes + (store.file_bytes if stored else 0),
+            )
+
+    def _log(self, what: str) -> None:
+        with self._lock:
+            if time.monotonic() < self._next_log:
+                return
+            self._next_log = time.monotonic() + _LOG_EVERY_S
+        _logger.warning("%s", what)
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """``payloads`` and ``is_done`` are written by the IO thread only."""
+
+    ticket: int
+    hashes: tuple[bytes, ...]
+    deadline: float
+    number: int = 0
+    payloads: list[Payload] = field(default_factory=list)
+    is_done: bool = False
+
+
+class _Part:
+    """One answer's blocks, read in parallel. With ``more`` the answer may have been cut."""
+
+    def __init__(self, fetch: _Fetch, size: int, more: bool) -> None:
+        self.fetch = fetch
+        self.more = more
+        self.first = len(fetch.payloads)
+        self.payloads: list[Payload | None] = [None] * size
+        self.first_bad = size
+        self.missing = size
+
+
+@dataclass(frozen=True)
+class _Store:
+    payload_bytes: int
+    file_bytes: int
+    deadline: float
+
+
+def _read(path: str, limit: int) -> bytes:
+    """A whole file in one piece; a mapped one could end the engine with SIGBUS."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise BlockFileError(f"{path} has {size} bytes")
+        return os.pread(fd, size, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,44 @@
+"""Builds tiny random models from mlx-lm's own classes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+from mlx.utils import tree_map
+
+from engine.zoo.configs import MODULES, config
+
+
+def architectures() -> list[str]:
+    """All names, sorted: mlx-lm's modules, which are not all models, and those of `MODULES`.
+
+    Nothing is imported, since there are modules that end the process that imports them."""
+    names = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
+    return sorted(names | MODULES.keys(), key=str.lower)
+
+
+def build(name: str, seed: int = 0) -> Any:
+    """A model of architecture ``name``, about 200,000 parameters in float32; None where
+    its module has no model. The same ``seed`` gives the same weights. Raises whatever
+    the module does."""
+    module = importlib.import_module(f"mlx_lm.models.{MODULES.get(name, name)}")
+    if not (hasattr(module, "Model") and hasattr(module, "ModelArgs")):
+        return None
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config(name)))
+    model.update(tree_map(_shaken, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def _shaken(weight: mx.array) -> mx.array:
+    """Norms, biases, sinks and some routers start as ones and zeros, which hides mistakes."""
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        return weight
+    if weight.ndim > 1 and mx.any(weight != 0).item():
+        return weight
+    return weight + (0.1 * mx.random.normal(weight.shape)).astype(weight.dtype)

@@ -1,0 +1,154 @@
+"""Examines one architecture: what it gets here, and whether what it then says is right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import msgspec
+from mlx_lm.generate import generate_step
+
+from engine import backend
+from engine.cache.quantization import Precision
+from engine.executor.base import Executor
+from engine.executor.choose import choose
+from engine.executor.oracle import sample
+from engine.executor.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
+from engine.plan import Chunk, Decode, Plan, Slab, Slot
+from engine.zoo.build import build
+from engine.zoo.configs import VOCAB_SIZE, config
+
+INT8 = Precision(8)
+
+LENGTHS = (49, 3, 17, 1, 38)
+STEPS = 5
+TOLERANCE = 1e-4
+"""Of the spread of the logits; float32 rounds to about 1e-5 of it in these models."""
+QUANTIZED_TOLERANCE = 5e-3
+"""Where keys and values are rounded to 8 bits, rounding in another order gives another code
+here and there. To attend to keys before they are rounded makes ten times as much."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """``error`` says why it could not be built or run, or what was wrong; ``difference``
+    is the largest one from mlx-lm's logits, in standard deviations of these. ``how`` names
+    the way in which sequences are computed together, and ``batched`` says whether in one
+    pass. ``int8`` says that keys and values are right in 8 bits, ``int8_difference`` how far
+    that is from mlx-lm's logits with the same rounding, ``whole`` where and why not."""
+
+    name: str
+    loads: bool = False
+    batched: bool = False
+    how: str = ""
+    prefix_cache: bool = False
+    reason: str = ""
+    difference: float = 0.0
+    int8: bool = False
+    int8_difference: float = 0.0
+    whole: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        return self.loads and not self.error
+
+
+def examine(name: str, built: Callable[[str], Any] = build) -> Finding | None:
+    """Builds architecture ``name`` and tries it; None where mlx-lm's module is no model."""
+    started = time.perf_counter()
+    backend.prepare()
+    try:
+        model = built(name)
+        if model is None:
+            return None
+        vocab_size = config(name).get("vocab_size", VOCAB_SIZE)
+        samples = [sample(model, n, STEPS, VOCAB_SIZE, seed) for seed, n in enumerate(LENGTHS)]
+    except (Exception, SystemExit) as raised:
+        return Finding(name=name, error=_line(raised))
+    executor, reason, _ = choose(model, vocab_size, BLOCK_SIZE)
+    trial = Trial(executor)
+    error = ""
+    try:
+        trial.run_all(samples)
+        if not trial.worst <= TOLERANCE:
+            error = f"{trial.where}: logits differ by {trial.worst:.2g}"
+        elif executor.max_sequences == 1 and not _same_tokens(model, executor, samples[0].prompt):
+            error = "other tokens than mlx-lm's"
+    except Exception as raised:
+        error = _line(raised)
+    quantized = _quantized(model, vocab_size)
+    return Finding(
+        name=name,
+        loads=True,
+        batched=executor.batches,
+        how=executor.how,
+        prefix_cache=executor.prefix_cache,
+        reason=_one_line(reason),
+        difference=trial.worst,
+        int8=not quantized.error and not quantized.whole,
+        int8_difference=quantized.difference,
+        whole=quantized.whole,
+        error=error or quantized.error,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Quantized(NamedTuple):
+    """``difference``, ``whole`` and ``error`` of a `Finding`, in 8 bits."""
+
+    difference: float = 0.0
+    whole: str = ""
+    error: str = ""
+
+
+def _quantized(model: Any, vocab_size: int) -> _Quantized:
+    """Tries ``model`` with keys and values in 8 bits, against mlx-lm's caches that round them
+    in the same way."""
+    try:
+        executor, _, whole = choose(model, vocab_size, BLOCK_SIZE, INT8)
+        if executor.kv_bits == 16:
+            return _Quantized(whole=_one_line(whole) or "it keeps no keys and values")
+        samples = [
+            sample(model, n, STEPS, VOCAB_SIZE, seed, precision=INT8)
+            for seed, n in enumerate(LENGTHS)
+        ]
+        trial = Trial(executor)
+        trial.run_all(samples)
+    except Exception as raised:
+        return _Quantized(error=f"INT8: {_line(raised)}")
+    error = ""
+    if not trial.worst <= QUANTIZED_TOLERANCE:
+        error = f"INT8: {trial.where}: logits differ by {trial.worst:.2g}"
+    return _Quantized(trial.worst, _one_line(whole), error)
+
+
+def _line(error: BaseException) -> str:
+    return _one_line(f"{type(error).__name__}: {error}")
+
+
+def _one_line(text: str) -> str:
+    """The first line; MLX's type errors go on for several."""
+    return text.strip().partition("\n")[0]
+
+
+def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: int = 8) -> bool:
+    """Whether ``executor``, alone, says to ``prompt`` what mlx-lm's generation says."""
+    theirs = generate_step(mx.array(prompt), model, max_tokens=count)
+    expected = [int(token) for token, _ in theirs]
+    slot = Slot(0, 0)
+    executor.dispatch(
+        Plan(
+            step=1,
+            slabs=(Slab(0, 1, CAPACITY),),
+            chunks=(Chunk(slot, 0, tuple(prompt[:-1])),),
+        )
+    ).read()
+    said: list[int] = []
+    for index in range(count):
+        token = said[-1] if said else prompt[-1]
+        decode = Decode(slot, len(prompt) - 1 + index, token, index, GREEDY)
+        said += executor.dispatch(Plan(step=2 + index, decodes=(decode,))).read().tokens
+    return said == expected

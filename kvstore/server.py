@@ -1,0 +1,237 @@
+"""The kvstore's socket: answers engines, and what it cannot answer it counts and drops."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+import msgspec
+import zmq
+
+from kvstore.directory import BadKey, BlockKey, Directory
+from kvstore.store import BlockStore
+from kvstore.writer import Put, Writer
+from shared import wire
+from shared.blockfile import MAX_FILE_BYTES
+
+REPLY_BYTES = 16 * 1024 * 1024
+"""Where the blocks of one answer end (after at least one): the engine asks for the rest."""
+UNSENT_BYTES = 64 * 1024 * 1024
+"""An engine for which more than this waits to be sent is told of no further blocks."""
+MAX_HASHES = 32768
+MAX_PEERS = 1024
+
+_WAITING_MESSAGES = 32
+_WAITING_ANSWERS = 4096
+_QUEUED_READS = 16
+_LONGEST_TURN_S = 0.2
+_PERSISTENT_WAIT_S = 1.0
+_LOG_EVERY_S = 60.0
+_logger = logging.getLogger(__name__)
+
+
+class Server:
+    """Binds ``endpoint`` (raises `zmq.ZMQError` when it cannot) and serves one thread's
+    calls of `serve`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        directory: Directory,
+        store: BlockStore,
+        writer: Writer,
+        reply_bytes: int = REPLY_BYTES,
+    ) -> None:
+        self._directory = directory
+        self._store = store
+        self._writer = writer
+        self._reply_bytes = reply_bytes
+        self._local: OrderedDict[bytes, None] = OrderedDict()
+        self._dropped = 0
+        self._next_log = float("-inf")
+        self._answers: SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = SimpleQueue()
+        self._unsent: dict[bytes, list[tuple[zmq.MessageTracker, int]]] = {}
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
+        self._reads_allowed = threading.BoundedSemaphore(_QUEUED_READS)
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, _WAITING_ANSWERS)
+        self._socket.set(zmq.RCVHWM, _WAITING_MESSAGES)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
+        self._socket.bind(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+
+    def serve(self, timeout_s: float) -> None:
+        """Waits for messages up to ``timeout_s``, and answers those that came."""
+        self._poller.poll(round(timeout_s * 1000))
+        with suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        self.send_answers()
+        until = time.monotonic() + _LONGEST_TURN_S
+        while time.monotonic() < until:
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                self._handle(peer, frames)
+            except (wire.WireError, BadKey) as error:
+                self._drop(f"a message that makes no sense: {error}")
+            except Exception:
+                self._dropped += 1
+                _logger.exception("a bug in answering an engine; its message is dropped")
+        self.send_answers()
+
+    def send_answers(self) -> None:
+        with suppress(Empty):
+            while True:
+                peer, message, payload = self._answers.get_nowait()
+                blocks = [zmq.Frame(block, track=True, copy=False) for block in payload]
+                try:
+                    self._socket.send_multipart(
+                        [peer, *wire.encode(message), *blocks], zmq.NOBLOCK, copy=False
+                    )
+                    self._watch(peer, blocks)
+                except zmq.ZMQError as error:  # EHOSTUNREACH, EAGAIN: gone, or does not read
+                    self._drop(f"an answer that nobody takes: {error}")
+
+    def stats(self) -> wire.StoreStats:
+        return msgspec.structs.replace(
+            self._store.stats(),
+            drops_total=self._writer.drops,
+            dropped_messages_total=self._dropped,
+        )
+
+    def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
+        self._socket.close(linger=500)
+        self._woken.close()
+        self._wake.close()
+
+    def _handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        message, payload = wire.decode(frames, wire.ToStore)
+        match message:
+            case wire.Locate():
+                if message.protocol not in wire.SPOKEN_VERSIONS:
+                    raise wire.WireError(f"an engine that speaks version {message.protocol}")
+                self._answer(peer, wire.Nonce(path=str(self._directory.nonce_path)))
+            case wire.Located(nonce=nonce):
+                self._locate(peer, nonce == self._directory.nonce)
+            case wire.Has():
+                count = self._store.has(_keys(message))
+                self._answer(peer, wire.HasReply(ticket=message.ticket, count=count))
+            case wire.Get():
+                self._get(peer, message)
+            case wire.Put():
+                self._put(peer, message, payload)
+            case wire.Touch():
+                self._store.touch(_keys(message))
+            case wire.Corrupt():
+                self._writer.check(BlockKey.checked(message.namespace, message.hash))
+            case wire.StoreStatsWanted():
+                self._answer(peer, wire.StoreStatsReply(stats=self.stats()))
+
+    def _locate(self, peer: bytes, proven: bool) -> None:
+        self._local.pop(peer, None)
+        if proven:
+            self._local[peer] = None
+            if len(self._local) > MAX_PEERS:
+                self._local.popitem(last=False)
+
+    def _get(self, peer: bytes, message: wire.Get) -> None:
+        keys = _keys(message)
+        if peer in self._local:
+            paths = self._store.get(keys)
+            self._answer(peer, wire.GetReply(ticket=message.ticket, count=len(paths), paths=paths))
+        elif self._may_read(peer) and self._reads_allowed.acquire(blocking=False):
+            self._readers.submit(self._read, peer, message.ticket, keys)
+        else:
+            self._answer(peer, wire.GetReply(ticket=message.ticket, count=0))
+
+    def _may_read(self, peer: bytes) -> bool:
+        """Whether ``peer`` takes what it is sent. ZeroMQ itself counts messages, not bytes."""
+        for name, blocks in list(self._unsent.items()):
+            waiting = [(sent, size) for sent, size in blocks if not sent.done]
+            if waiting:
+                self._unsent[name] = waiting
+            else:
+                del self._unsent[name]
+        return sum(size for _, size in self._unsent.get(peer, ())) < UNSENT_BYTES
+
+    def _watch(self, peer: bytes, blocks: Sequence[zmq.Frame]) -> None:
+        for block in blocks:
+            if block.tracker is not None:
+                self._unsent.setdefault(peer, []).append((block.tracker, len(block)))
+
+    def _read(self, peer: bytes, ticket: int, keys: Sequence[BlockKey]) -> None:
+        """On a reader's thread: one answer's worth of blocks."""
+        blocks: list[bytes] = []
+        size = asked = 0
+        try:
+            for key in keys[: wire.MAX_FRAMES - 1]:
+                block = self._store.read(key) if self._store.has([key]) else None
+                if block and blocks and size + len(block) > self._reply_bytes:
+                    break
+                asked += 1
+                if block is None:
+                    break
+                blocks.append(block)
+                size += len(block)
+            self._store.get(keys[:asked])  # counts, and refreshes their age
+        finally:
+            self._reads_allowed.release()
+            self._answer(peer, wire.GetReply(ticket=ticket, count=len(blocks)), blocks)
+
+    def _put(self, peer: bytes, message: wire.Put, payload: Sequence[bytes]) -> None:
+        if len(payload) != 1:
+            raise wire.WireError(f"a put with {len(payload)} files")
+
+        def done(reason: str) -> None:
+            self._answer(
+                peer, wire.PutReply(ticket=message.ticket, stored=not reason, reason=reason)
+            )
+
+        at_once = self._writer.behind and not self._writer.persistent
+        put = Put(
+            BlockKey.checked(message.namespace, message.hash),
+            payload[0],
+            _nobody if at_once else done,
+        )
+        refused = self._writer.offer(put, _PERSISTENT_WAIT_S if self._writer.persistent else 0.0)
+        if refused or at_once:
+            done(refused)
+
+    def _answer(self, peer: bytes, message: wire.Message, payload: Sequence[bytes] = ()) -> None:
+        """From any thread; `serve` sends it."""
+        self._answers.put((peer, message, list(payload)))
+        with suppress(OSError):  # full: it is awake already
+            self._wake.send(b"\0")
+
+    def _drop(self, what: str) -> None:
+        self._dropped += 1
+        if time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_EVERY_S
+            _logger.warning("dropped %s (%d so far)", what, self._dropped)
+
+
+def _nobody(_: str) -> None:
+    """The engine has had its answer when the block was queued."""
+
+
+def _keys(message: wire.Has | wire.Get | wire.Touch) -> list[BlockKey]:
+    return [BlockKey.checked(message.namespace, hash) for hash in message.hashes[:MAX_HASHES]]

@@ -1,0 +1,189 @@
+"""The blocks: what is there, who goes first. The index and the files, kept in step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore.directory import BlockKey, Directory
+from kvstore.index import Index
+from shared.blockfile import BlockFileError, decode
+from shared.wire import StoreStats
+
+_POSITION_S = 1e-6
+"""How much older the next block of a chain counts: without its first blocks the
+rest of a chain is useless, so these are evicted last."""
+
+_logger = logging.getLogger(__name__)
+
+
+class BlockStore:
+    """Safe to use from several threads; file operations happen outside of the lock.
+
+    ``max_bytes`` and ``ttl_s`` 0 mean no limit. Both are enforced by `flush`, the size
+    after each `put` as well. Until `load` has run, blocks are looked up on the disk and
+    nothing is evicted.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        *,
+        max_bytes: int = 0,
+        ttl_s: float = 0.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._index = Index()
+        self._unsaved_uses: dict[BlockKey, float] = {}
+        self._reads = self._misses = self._writes = 0
+        self._corrupt = self._evicted = self._expired = 0
+
+    def load(self) -> None:
+        """Rebuilds the index from the directory; may run beside everything else."""
+        scanned = list(self._directory.scan())
+        with self._lock:
+            self._index.complete(scanned, self._clock())
+        self.flush()
+
+    def has(self, keys: Sequence[BlockKey]) -> int:
+        """How many of ``keys`` are there, counted up to the first that is not."""
+        for count, key in enumerate(keys):
+            if self._find(key) is None:
+                return count
+        return len(keys)
+
+    def get(self, keys: Sequence[BlockKey]) -> list[str]:
+        """The paths of the blocks up to the first that is missing; this uses them.
+
+        What lies there is not verified: that is for whoever reads it, and `check`.
+        """
+        found = self.has(keys)
+        self.touch(keys[:found])
+        with self._lock:
+            self._reads += found
+            self._misses += found < len(keys)
+        return [str(self._directory.path(key)) for key in keys[:found]]
+
+    def read(self, key: BlockKey) -> bytes | None:
+        """The file as it is; None when it cannot be read."""
+        try:
+            return self._directory.read(key)
+        except OSError:
+            return None
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Makes the blocks of a chain, which are named from its start, the last used."""
+        now = self._clock()
+        for position in reversed(range(len(keys))):
+            size = self._find(keys[position])
+            if size is not None:
+                at = now - position * _POSITION_S
+                with self._lock:
+                    self._index.use(keys[position], size, at)
+                    self._unsaved_uses[keys[position]] = at
+
+    def put(self, key: BlockKey, data: bytes, durable: bool) -> None:
+        """Stores a block file. The first one stored stays: a second is only a use.
+
+        Raises `BlockFileError` when ``data`` is not that block, OSError when the disk
+        does not take it.
+        """
+        if self._find(key) is None:
+            decode(data, key.hash, key.namespace)
+            self._directory.write(key, data, durable)
+            with self._lock:
+                self._writes += 1
+                self._index.use(key, len(data), self._clock())
+        else:
+            self.touch([key])
+        self._make_room()
+
+    def check(self, key: BlockKey) -> None:
+        """Somebody found the block to be bad: put aside if it is, kept if not."""
+        data = self.read(key)
+        if data is not None:
+            try:
+                decode(data, key.hash, key.namespace)
+                return
+            except BlockFileError as error:
+                _logger.warning("block %s is corrupt: %s", self._directory.path(key), error)
+            self._directory.quarantine(key)
+        elif self._find(key) is not None:
+            _logger.warning("block %s cannot be read", self._directory.path(key))
+            self._directory.remove(key)
+        else:
+            return
+        with self._lock:
+            self._corrupt += 1
+            self._forget(key)
+
+    def flush(self) -> None:
+        """Brings the times of use to the disk, and removes what is too old or too much."""
+        with self._lock:
+            uses, self._unsaved_uses = self._unsaved_uses, {}
+        for key, at in uses.items():
+            self._directory.set_last_used(key, at)
+        self._make_room()
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(
+                blocks=len(self._index),
+                bytes=self._index.bytes,
+                limit_bytes=self._max_bytes,
+                indexing=not self._index.is_complete,
+                reads_total=self._reads,
+                writes_total=self._writes,
+                misses_total=self._misses,
+                corrupt_total=self._corrupt,
+                evicted_total=self._evicted,
+                expired_total=self._expired,
+            )
+
+    def _find(self, key: BlockKey) -> int | None:
+        """The block's size. The disk decides, the index only spares looking for what
+        it knows is not there."""
+        with self._lock:
+            known = key in self._index
+            if not known and self._index.is_complete:
+                return None
+        info = self._directory.info(key)
+        if info is None and known:
+            with self._lock:
+                self._forget(key)
+        if info is None or (not known and self._is_expired(info.last_used)):
+            return None
+        return info.size
+
+    def _make_room(self) -> None:
+        """Removes the blocks used least recently while they are too old, or too much."""
+        while True:
+            with self._lock:
+                oldest = self._index.oldest()
+                if oldest is None or not self._index.is_complete:
+                    return
+                if self._is_expired(oldest.last_used):
+                    self._expired += 1
+                elif 0 < self._max_bytes < self._index.bytes:
+                    self._evicted += 1
+                else:
+                    return
+                self._forget(oldest.key)
+            try:
+                self._directory.remove(oldest.key)
+            except OSError as error:
+                _logger.warning("cannot remove %s: %s", self._directory.path(oldest.key), error)
+
+    def _forget(self, key: BlockKey) -> None:
+        self._index.remove(key)
+        self._unsaved_uses.pop(key, None)
+
+    def _is_expired(self, last_used: float) -> bool:
+        return 0 < self._ttl_s < self._clock() - last_used

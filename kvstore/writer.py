@@ -1,0 +1,166 @@
+"""Writes blocks behind the back of whoever answers engines, from a bounded queue."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.directory import DISK_FULL, BlockKey
+from kvstore.store import BlockStore
+from shared.blockfile import BlockFileError
+
+MAX_QUEUED_BYTES = 512 * 1024 * 1024
+FULL_DISK_PAUSE_S = 1.0
+"""After a full disk was met, puts are dropped for this long; the next one tries again."""
+
+_RETRY_PAUSE_S = 0.1
+_LOG_EVERY_S = 60.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Put:
+    """``done`` is told why the block was not stored, or "" once it is on the disk; it is
+    called on the writer's thread."""
+
+    key: BlockKey
+    data: bytes
+    done: Callable[[str], None]
+
+
+class Writer:
+    """``persistent``: written through to the device, retried ``max_retries`` times, and
+    `offer` waits for room. Otherwise best effort: a full queue or an error drops the block.
+    Without ``behind`` puts are written while `offer` waits.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        persistent: bool = False,
+        behind: bool = True,
+        queue_size: int = 512,
+        max_retries: int = 3,
+        flush_interval_s: float = 1.0,
+    ) -> None:
+        self.persistent = persistent
+        self.behind = behind
+        self._store = store
+        self._queue_size = queue_size
+        self._retries = max_retries if persistent else 0
+        self._flush_interval_s = max(flush_interval_s, 0.05)
+        self._changed = threading.Condition()
+        self._puts: deque[Put] = deque()
+        self._checks: deque[BlockKey] = deque(maxlen=queue_size)
+        self._queued_bytes = 0
+        self._drops = 0
+        self._stopping = False
+        self._give_up_at = float("inf")
+        self._full_until = float("-inf")
+        self._next_log = float("-inf")
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def drops(self) -> int:
+        with self._changed:
+            return self._drops
+
+    def offer(self, put: Put, wait_s: float = 0.0) -> str:
+        """Takes a block to write, or says why not: the queue has no room within
+        ``wait_s``, or the disk is full. ``put.done`` is called only if it is taken."""
+        with self._changed:
+            if time.monotonic() < self._full_until:
+                return self._drop("the disk is full")
+            if self.behind:
+                if not self._changed.wait_for(self._has_room, wait_s):
+                    return self._drop("the writer is behind")
+                self._puts.append(put)
+                self._queued_bytes += len(put.data)
+                self._changed.notify_all()
+                return ""
+        put.done(self._write(put))
+        return ""
+
+    def check(self, key: BlockKey) -> None:
+        """Looks at a block that was reported to be bad. With too many, the oldest report
+        is forgotten: the next reader of the block makes it again."""
+        with self._changed:
+            self._checks.append(key)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what is queued, for at most about ``timeout_s``, and stops."""
+        with self._changed:
+            self._stopping = True
+            self._give_up_at = time.monotonic() + timeout_s
+            self._changed.notify_all()
+        self._thread.join(timeout_s + 1.0)
+
+    def _has_room(self) -> bool:
+        return len(self._puts) < self._queue_size and self._queued_bytes < MAX_QUEUED_BYTES
+
+    def _run(self) -> None:
+        next_flush = time.monotonic()
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work, max(0.0, next_flush - time.monotonic()))
+                put = self._puts.popleft() if self._puts else None
+                check = self._checks.popleft() if self._checks else None
+                stopping = self._stopping
+                late = time.monotonic() >= self._give_up_at
+            idle = not (put or check)
+            try:
+                if put:
+                    put.done(self._drop("shutting down") if late else self._write(put))
+                if check and not late:
+                    self._store.check(check)
+                if (stopping and idle) or time.monotonic() >= next_flush:
+                    self._store.flush()
+                    next_flush = time.monotonic() + self._flush_interval_s
+            except Exception:
+                _logger.exception("the writer met a bug and goes on")
+                next_flush = time.monotonic() + self._flush_interval_s
+            if put:
+                with self._changed:
+                    self._queued_bytes -= len(put.data)
+                    self._changed.notify_all()
+            elif stopping and idle:
+                return
+
+    def _has_work(self) -> bool:
+        return bool(self._puts or self._checks or self._stopping)
+
+    def _write(self, put: Put) -> str:
+        """Why the block could not be written; "" if it is there."""
+        for attempt in range(self._retries + 1):
+            try:
+                self._store.put(put.key, put.data, durable=self.persistent)
+                return ""
+            except BlockFileError as error:
+                return self._drop(f"not a block file: {error}")
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    with self._changed:
+                        self._full_until = time.monotonic() + FULL_DISK_PAUSE_S
+                    return self._drop("the disk is full")
+                reason = f"cannot write: {errno.errorcode.get(error.errno or 0, error)}"
+            if attempt < self._retries:
+                time.sleep(_RETRY_PAUSE_S * 2**attempt)
+        return self._drop(reason)
+
+    def _drop(self, reason: str) -> str:
+        with self._changed:
+            self._drops += 1
+            drops = self._drops
+            if time.monotonic() < self._next_log:
+                return reason
+            self._next_log = time.monotonic() + _LOG_EVERY_S
+        _logger.warning("a block was not stored, %s (%d so far)", reason, drops)
+        return reason

@@ -1,0 +1,47 @@
+"""Errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, json
+
+from router.errors import ApiError, ContextExceeded
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ErrorDetails(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    error: ErrorDetails
+    request_id: str | None = None
+    type: Literal["error"] = "error"
+
+
+def error_body(error: ApiError, request_id: str | None = None) -> bytes:
+    kind = _TYPES.get(error.status)
+    if kind is None:
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    message = error.message
+    if isinstance(error, ContextExceeded):
+        # Agents look for these words, and then make their conversation shorter.
+        message = f"prompt is too long: {message}"
+    return json.encode(ErrorBody(error=ErrorDetails(kind, message), request_id=request_id))
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether those who call ``path`` expect errors in this shape."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -1,0 +1,223 @@
+"""What a Messages request asks for, as a `ChatRequest`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from router.anthropic.schemas import (
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    OutputFormat,
+    Thinking,
+    ToolDefinition,
+    ToolUseChoice,
+    Turn,
+)
+from router.conversation import (
+    ChatMessage,
+    Function,
+    FunctionCall,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+from router.errors import InvalidRequest, NotSupported
+from router.schemas import ChatRequest, sampling_fields, translated
+from router.structured import JsonSchemaFormat, ResponseFormat
+
+_PARAGRAPH = "\n\n"
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """Raises `InvalidRequest` that names what is wrong, or not supported, by its place."""
+    own = body if isinstance(body, MessagesRequest) else None
+    choice = body.tool_choice
+    config = body.output_config
+    fields = sampling_fields(body)
+    asked = body.output_format or (config.format if config else None)
+    if asked is not None:
+        fields["response_format"] = _response_format(asked)
+    return translated(
+        ChatRequest(
+            **fields,
+            messages=_messages(body),
+            max_tokens=own.max_tokens if own else None,
+            stop=own.stop_sequences if own else None,
+            tools=[_tool(tool, index) for index, tool in enumerate(body.tools or ())],
+            tool_choice=_tool_choice(choice) if choice else None,
+            parallel_tool_calls=(False if choice and choice.disable_parallel_tool_use else None),
+            reasoning_effort=config.effort if config else None,
+            chat_template_kwargs={
+                **(_template_args(body.thinking) if body.thinking else {}),
+                **(body.chat_template_kwargs or {}),
+            },
+        )
+    )
+
+
+def _template_args(thinking: Thinking) -> dict[str, Any]:
+    args: dict[str, Any] = {"enable_thinking": thinking.type != "disabled"}
+    if thinking.budget_tokens is not None:
+        args["thinking_budget"] = thinking.budget_tokens
+    return args
+
+
+def _tool(tool: ToolDefinition, index: int) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise NotSupported(
+            f"'tools[{index}]': tools of type '{tool.type}' are Anthropic's own and not supported"
+            " here; give a name and an 'input_schema'.",
+            param=f"tools[{index}].type",
+        )
+    if tool.input_schema is None:
+        where = f"tools[{index}].input_schema"
+        raise InvalidRequest(f"'{where}' is missing.", param=where)
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(function=function)
+
+
+def _tool_choice(choice: ToolUseChoice) -> ToolMode | ToolChoice:
+    match choice.type:
+        case "auto":
+            return "auto"
+        case "none":
+            return "none"
+        case "any":
+            return "required"
+        case "tool":
+            if choice.name is None:
+                raise InvalidRequest(
+                    "'tool_choice' of type 'tool' needs a 'name'.", param="tool_choice.name"
+                )
+            return ToolChoice(type="function", function=FunctionName(choice.name))
+
+
+def _response_format(asked: OutputFormat) -> ResponseFormat:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=asked.schema))
+
+
+# -- messages ------------------------------------------------------------------
+
+
+def _messages(body: CountTokensRequest) -> list[ChatMessage]:
+    found: list[ChatMessage] = []
+    if body.system:
+        found.append(ChatMessage("system", _text(body.system, "system", _PARAGRAPH)))
+    names: dict[str, str] = {}
+    for index, turn in enumerate(body.messages):
+        where = f"messages[{index}]"
+        match turn.role:
+            case "assistant":
+                message = _assistant(turn, where)
+                names |= {call.id or "": call.function.name for call in message.tool_calls or ()}
+                found.append(message)
+            case "user":
+                found += _user(turn, where, names)
+            case "system":
+                found.append(ChatMessage("system", _text(turn.content, where, _PARAGRAPH)))
+    if found[-1].role == "assistant":
+        raise NotSupported(
+            "A last message of the assistant's, for the answer to go on from, is not supported.",
+            param="messages",
+        )
+    return found
+
+
+def _assistant(turn: Turn, where: str) -> ChatMessage:
+    if isinstance(turn.content, str):
+        return ChatMessage("assistant", turn.content)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for place, block in _placed(turn.content, f"{where}.content"):
+        match block.type:
+            case "text":
+                texts.append(_given(block.text, place, "text"))
+            case "thinking":
+                thoughts.append(_given(block.thinking, place, "thinking"))
+            case "redacted_thinking":
+                pass  # only its author could read it
+            case "tool_use":
+                name = _given(block.name, place, "name")
+                call = FunctionCall(name, block.input or {})
+                calls.append(ToolCall(call, id=_given(block.id, place, "id")))
+            case _:
+                raise _unsupported(block, place)
+    return ChatMessage(
+        "assistant",
+        "".join(texts),
+        tool_calls=calls or None,
+        reasoning_content=_PARAGRAPH.join(filter(None, thoughts)) or None,
+    )
+
+
+def _user(turn: Turn, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
+    """Results of tools are messages of their own."""
+    if isinstance(turn.content, str):
+        yield ChatMessage("user", turn.content)
+        return
+    texts: list[str] = []
+    for place, block in _placed(turn.content, f"{where}.content"):
+        if block.type != "tool_result":
+            texts.append(_text_of(block, place))
+            continue
+        if texts:
+            yield ChatMessage("user", _PARAGRAPH.join(texts))
+            texts = []
+        tool_use_id = _given(block.tool_use_id, place, "tool_use_id")
+        yield ChatMessage(
+            "tool",
+            _result(block, f"{place}.content"),
+            name=names.get(tool_use_id),
+            tool_call_id=tool_use_id,
+        )
+    if texts or not turn.content:
+        yield ChatMessage("user", _PARAGRAPH.join(texts))
+
+
+def _result(block: Block, where: str) -> str:
+    content = block.content
+    if isinstance(content, dict):
+        raise InvalidRequest(f"'{where}' must be text or a list of blocks.", param=where)
+    text = _text(content, where, "\n") if content else ""
+    return f"Error: {text}" if block.is_error else text
+
+
+def _text(content: str | Sequence[Block], where: str, between: str) -> str:
+    if isinstance(content, str):
+        return content
+    return between.join(_text_of(block, place) for place, block in _placed(content, where))
+
+
+def _text_of(block: Block, place: str) -> str:
+    if block.type != "text":
+        raise _unsupported(block, place)
+    return _given(block.text, place, "text")
+
+
+def _placed(blocks: Sequence[Block], where: str) -> Iterator[tuple[str, Block]]:
+    for index, block in enumerate(blocks):
+        yield f"{where}[{index}]", block
+
+
+def _given(value: str | None, place: str, name: str) -> str:
+    if value is None:
+        raise InvalidRequest(f"'{place}.{name}' is missing.", param=f"{place}.{name}")
+    return value
+
+
+def _unsupported(block: Block, place: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"'{place}': content of type '{block.type}' is not supported here; this server takes text.",
+        param=f"{place}.type",
+        code="unsupported_content",
+    )

@@ -1,0 +1,82 @@
+"""Reads the body of a request: bounded in size and time, also when it is chunked or compressed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+
+from starlette.requests import ClientDisconnect, Request
+
+from router.errors import BodyTooLarge, BodyTooSlow, ClientGone, InvalidRequest, NotJson
+
+BODY_TIMEOUT_S = 30.0
+_DISCARD_S = 2.0
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+
+
+async def read_json_body(
+    request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
+    """At most ``max_bytes`` of JSON text, decompressed.
+
+    Raises `NotJson` for another media type or an unknown compression,
+    `BodyTooLarge`, `BodyTooSlow`, and `ClientGone`.
+    """
+    _check_media_type(request.headers.get("content-type"))
+    encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
+    if encoding != "identity" and encoding not in _WINDOW_BITS:
+        raise NotJson(f"Content-Encoding '{encoding}' is not supported; use gzip, deflate or none.")
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await _read(request, max_bytes)
+    except TimeoutError:
+        raise BodyTooSlow(f"The body did not arrive within {timeout_s:g} s.") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return raw if encoding == "identity" else _decompress(raw, _WINDOW_BITS[encoding], max_bytes)
+
+
+def _check_media_type(content_type: str | None) -> None:
+    if content_type is None:
+        return
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise NotJson(f"The body must be application/json, not '{media_type}'.")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    too_large_since: float | None = None
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= max_bytes:
+            chunks.append(chunk)
+        elif too_large_since is None:
+            chunks.clear()
+            too_large_since = time.monotonic()
+        # Reading on for a moment: closing on a client that still sends resets the
+        # connection, and it would never see the answer.
+        elif time.monotonic() - too_large_since > _DISCARD_S or size > 16 * max_bytes:
+            break
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(chunks)
+
+
+def _decompress(raw: bytes, window_bits: int, max_bytes: int) -> bytes:
+    inflate = zlib.decompressobj(window_bits)
+    try:
+        body = inflate.decompress(raw, max_bytes + 1)
+    except zlib.error:
+        raise InvalidRequest("The compressed body is damaged.", code="invalid_json") from None
+    if len(body) > max_bytes:
+        raise _too_large(max_bytes)
+    if not inflate.eof:
+        raise InvalidRequest("The compressed body is cut short.", code="invalid_json")
+    return body
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than {max_bytes} bytes.")

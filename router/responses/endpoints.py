@@ -1,0 +1,192 @@
+"""`/v1/responses`, and what was stored there."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.core import Router
+from router.endpoints import ChatEndpoint
+from router.engines import Model
+from router.errors import InvalidRequest, NotFound, NotSupported
+from router.operations import Operation, generation
+from router.responses.answers import ResponseWriter
+from router.responses.objects import Deletion, ItemList, ResponseObject, StreamEvent
+from router.responses.schemas import InputItem, ResponsesRequest
+from router.responses.store import ResponseStore, Turn
+from router.responses.translation import chat_request, read_input
+from router.responses.truncation import fit
+from router.schemas import ChatRequest
+
+_MB = 1_000_000
+_MOST_ITEMS = 100
+_TAG = "OpenAI Responses"
+_PATH = "/v1/responses/{response_id}"
+
+
+class Responses:
+    """All routes of the API, with what they share."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._store = ResponseStore(router.settings.response_store_mb * _MB)
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [
+            generation("/v1/responses", self, "Answer a conversation", _TAG, _Creation),
+            Operation(
+                path=_PATH,
+                endpoint=self.show,
+                summary="An earlier response",
+                tag=_TAG,
+                query={"stream": {"enum": ["false"]}},
+                answer=ResponseObject,
+                errors=(InvalidRequest, NotFound),
+            ),
+            Operation(
+                path=_PATH,
+                endpoint=self.delete,
+                summary="Forget an earlier response",
+                tag=_TAG,
+                method="DELETE",
+                answer=Deletion,
+                errors=(NotFound,),
+            ),
+            Operation(
+                path=_PATH + "/cancel",
+                endpoint=self.cancel,
+                summary="Refused: no response runs in the background",
+                tag=_TAG,
+                method="POST",
+                statuses=(),
+                errors=(InvalidRequest, NotFound),
+            ),
+            Operation(
+                path=_PATH + "/input_items",
+                endpoint=self.list_input,
+                summary="What an earlier response answers",
+                tag=_TAG,
+                query={
+                    "order": {"enum": ["asc", "desc"]},
+                    "after": {"type": "string"},
+                    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS},
+                },
+                answer=ItemList,
+                errors=(InvalidRequest, NotFound),
+            ),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = scope["state"].get("api_key", "")
+        await _Creation(self._router, self._store, key)(scope, receive, send)
+
+    async def show(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise NotSupported("A stored response cannot be streamed.", param="stream")
+        return _json(self._find(request).answer)
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        self._store.delete(request.state.api_key, response_id)
+        return _json(msgspec.json.encode(Deletion(id=response_id)))
+
+    async def cancel(self, request: Request) -> Response:
+        self._find(request)
+        raise InvalidRequest(
+            "Only responses that run in the background can be cancelled, and this one did not."
+            " Whoever closes the connection of a running one ends it."
+        )
+
+    async def list_input(self, request: Request) -> Response:
+        items = [msgspec.json.decode(item) for item in self._find(request).input()]
+        query = request.query_params
+        if query.get("order", "desc") not in ("asc", "desc"):
+            raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
+        if query.get("order", "desc") == "desc":
+            items.reverse()
+        if (after := query.get("after")) is not None:
+            places = [index for index, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise InvalidRequest(f"There is no item '{after}' here.", param="after")
+            items = items[places[0] + 1 :]
+        limit = query.get("limit", "20")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_ITEMS:
+            raise InvalidRequest(f"'limit' must be 1 to {_MOST_ITEMS}.", param="limit")
+        page = items[: int(limit)]
+        return _json(
+            msgspec.json.encode(
+                ItemList(
+                    data=page,
+                    first_id=page[0]["id"] if page else None,
+                    last_id=page[-1]["id"] if page else None,
+                    has_more=len(page) < len(items),
+                )
+            )
+        )
+
+    def _find(self, request: Request) -> Turn:
+        response_id = request.path_params["response_id"]
+        return self._store.find(request.state.api_key, response_id)
+
+
+class _Creation(ChatEndpoint[ResponsesRequest]):
+    """One request of one key's."""
+
+    kind = ResponsesRequest
+    answer = ResponseObject
+    event = StreamEvent
+    example: ClassVar = {"input": "Say hello.", "max_output_tokens": 32}
+    prompt_field = "input"
+    field_names: ClassVar = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+    }
+
+    def __init__(self, router: Router, store: ResponseStore, key: str) -> None:
+        super().__init__(router)
+        self._store = store
+        self._key = key
+        self._before: Turn | None = None
+        self._items: list[InputItem] = []
+        self._truncated = False
+
+    def request(self, body: ResponsesRequest) -> ChatRequest:
+        earlier: list[InputItem] = []
+        if body.previous_response_id is not None:
+            self._before = self._store.find(
+                self._key, body.previous_response_id, "previous_response_id"
+            )
+            earlier = self._before.conversation()
+        self._items = read_input(body.input, lambda item_id: self._store.item(self._key, item_id))
+        self._truncated = body.truncation == "auto"
+        return chat_request(body, [*earlier, *self._items])
+
+    def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
+        def keep(response_id: str, answer: bytes) -> None:
+            if body.store is not False:
+                items = msgspec.json.encode(self._items)
+                self._store.keep(response_id, Turn(self._key, self._before, items, answer))
+
+        return ResponseWriter(body, body.model or model.names[0], keep)
+
+    async def prompts(
+        self, request: ChatRequest, model: Model, scope: str | None = None
+    ) -> list[list[int]]:
+        prompts = await super().prompts(request, model, scope)
+        if not self._truncated:
+            return prompts
+        settings, context = self._router.settings, model.hello.context_length
+        room = min(self.max_tokens(request) or settings.default_max_tokens, context // 2)
+        limit = min(context - room, settings.max_prompt_tokens)
+        render = super().prompts
+        return await fit(prompts, request, limit, lambda shorter: render(shorter, model, scope))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

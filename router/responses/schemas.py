@@ -1,0 +1,119 @@
+"""The bodies of requests, as OpenAI's Responses API has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from router.conversation import MAX_TOOLS, ToolName
+from router.errors import InvalidRequest
+from router.schemas import Alternatives, Count, SamplingRequest
+
+MAX_ITEMS = 10_000
+
+
+class Part(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of an item's content, of any type; only text is taken."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An item of any type; which fields it has to have depends on that. Without a type
+    it is a message, or a reference where there is nothing but an ``id``."""
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    status: str | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    output: str | list[Part] | dict[str, Any] | None = None
+
+
+class FunctionTool(Struct, frozen=True, kw_only=True):
+    """A function of the client's; other types are tools that OpenAI runs."""
+
+    type: str
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSelection(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    type: str
+    name: ToolName | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ToolSelection], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Struct, frozen=True, kw_only=True):
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
+    """Beside OpenAI's own fields those of `SamplingRequest`."""
+
+    neutral: ClassVar = {
+        "background": (False,),
+        "context_management": ([],),
+    }
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ITEMS)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
+    store: bool | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: Alternatives | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    moderation: Any = None
+    prompt: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    def check(self) -> None:
+        asked = self.text.format if self.text else None
+        if asked and asked.type == "json_schema" and asked.schema is None:
+            raise InvalidRequest(
+                "'text.format' of type 'json_schema' needs a 'schema'.", param="text.format.schema"
+            )

@@ -1,0 +1,170 @@
+"""Fields that bind an answer to a grammar: OpenAI's `response_format`, vLLM's
+`structured_outputs`, and its older `guided_*`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from router.errors import InvalidRequest, NotSupported
+from shared.wire import MAX_GRAMMAR_BYTES, Grammar
+
+MAX_CHOICES = 4096
+
+Schema = dict[str, Any]
+SchemaOrText = Schema | str
+"""A JSON schema, or its JSON in a string."""
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(Struct, frozen=True, kw_only=True):
+    """The schema always binds, whatever ``strict`` says."""
+
+    schema: Schema
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Raises `InvalidRequest`."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return any_object("response_format")
+        if self.json_schema is None:
+            raise InvalidRequest(
+                "'response_format' of type 'json_schema' needs 'json_schema'.",
+                param="response_format.json_schema",
+            )
+        return json_schema(self.json_schema.schema, "response_format.json_schema.schema")
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True):
+    json: SchemaOrText | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    def grammars(self) -> list[Grammar]:
+        """Raises `InvalidRequest`."""
+        if self.structural_tag is not None:
+            name = "structured_outputs.structural_tag"
+            raise NotSupported(f"'{name}' is not supported.", param=name)
+        found = _given("structured_outputs.", self.json, self.regex, self.choice, self.grammar)
+        if self.json_object:
+            found.append(any_object("structured_outputs.json_object"))
+        if not found:
+            raise InvalidRequest(
+                "'structured_outputs' needs one of 'json', 'regex', 'choice', 'grammar' and"
+                " 'json_object'.",
+                param="structured_outputs",
+            )
+        return found
+
+
+class Bound(Struct, frozen=True, kw_only=True):
+    """The fields of a request that may bind its answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer is bound to. Raises `InvalidRequest` where a field is wrong, or more
+        than one is given."""
+        found = _given(
+            "guided_",
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        )
+        if self.structured_outputs is not None:
+            found = [*self.structured_outputs.grammars(), *found]
+        if self.response_format is not None:
+            asked = self.response_format.grammar()
+            found = [asked, *found] if asked is not None else found
+        if len(found) > 1:
+            names = " and ".join(f"'{grammar.param}'" for grammar in found)
+            raise InvalidRequest(
+                f"{names} each bind the answer: give one of them.", param=found[1].param
+            )
+        return found[0] if found else None
+
+
+def json_schema(schema: SchemaOrText, param: str) -> Grammar:
+    """Answers that are JSON and valid by ``schema``; ``param`` is named where it is wrong.
+    Raises `InvalidRequest`."""
+    if isinstance(schema, str):
+        try:
+            msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"'{param}' is not valid JSON: {error}", param=param) from None
+        return _bounded("json_schema", schema, param)
+    return _bounded("json_schema", msgspec.json.encode(schema).decode(), param)
+
+
+def any_object(param: str) -> Grammar:
+    """Answers that are a JSON object."""
+    return json_schema({"type": "object"}, param)
+
+
+def regex(pattern: str, param: str) -> Grammar:
+    """Answers that ``pattern`` matches as a whole. Raises `InvalidRequest`."""
+    return _bounded("regex", pattern, param)
+
+
+def lark(text: str, param: str) -> Grammar:
+    """Answers of the Lark grammar ``text``, in llguidance's dialect. Raises `InvalidRequest`."""
+    return _bounded("lark", text, param)
+
+
+def choice(texts: list[str], param: str) -> Grammar:
+    """Answers that are one of ``texts``. Raises `InvalidRequest`."""
+    # Lark's strings are JSON's.
+    quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+    return lark("start: " + " | ".join(quoted), param)
+
+
+def _given(
+    prefix: str,
+    schema: SchemaOrText | None,
+    pattern: str | None,
+    texts: list[str] | None,
+    text: str | None,
+) -> list[Grammar]:
+    found = []
+    if schema is not None:
+        found.append(json_schema(schema, f"{prefix}json"))
+    if pattern is not None:
+        found.append(regex(pattern, f"{prefix}regex"))
+    if texts is not None:
+        found.append(choice(texts, f"{prefix}choice"))
+    if text is not None:
+        found.append(lark(text, f"{prefix}grammar"))
+    return found
+
+
+def _bounded(kind: Literal["json_schema", "regex", "lark"], source: str, param: str) -> Grammar:
+    size = len(source.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"'{param}' has {size} bytes, over the limit of {MAX_GRAMMAR_BYTES}.",
+            param=param,
+            code="request_too_large",
+        )
+    return Grammar(kind=kind, source=source, param=param)

@@ -1,0 +1,60 @@
+"""Paths that clients know from other servers and that nothing here answers.
+
+A word about what is missing helps more than "no such path": some clients try every endpoint
+of OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from router.errors import NotServed
+
+_MISSING = {
+    "embeddings": "Embeddings",
+    "audio": "Recordings",
+    "images": "Images",
+    "videos": "Videos",
+    "moderations": "Moderations",
+    "files": "Files",
+    "uploads": "Uploads",
+    "batches": "Batches",
+    "fine_tuning": "Fine-tuning jobs",
+    "fine-tunes": "Fine-tuning jobs",
+    "vector_stores": "Vector stores",
+    "assistants": "Assistants",
+    "threads": "Assistants",
+    "conversations": "Conversations",
+    "containers": "Containers",
+    "evals": "Evaluations",
+    "organization": "Organizations",
+    "realtime": "Realtime sessions",
+    "edits": "Edits",
+    "complete": "Anthropic's older completions",
+    "rerank": "Rankings",
+    "score": "Scores",
+    "pooling": "Pooled states",
+    "classify": "Classes",
+}
+_WITHOUT_VERSION = ("rerank", "score", "pooling", "classify")
+
+
+class Unserved:
+    """Answers every method with `NotServed`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotServed(f"{self._what} are not served here: this server generates text.")
+
+
+def unserved_routes() -> list[Route]:
+    paths = {f"/v1/{name}": what for name, what in _MISSING.items()}
+    paths |= {f"/{name}": _MISSING[name] for name in _WITHOUT_VERSION}
+    return [
+        Route(path + rest, Unserved(what))
+        for path, what in paths.items()
+        for rest in ("", "/{rest:path}")
+    ]

@@ -1,0 +1,58 @@
+"""The command line: `mlx-lm-server [COMMAND] [flags]`, where COMMAND is serve if left out."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from shared.exits import EXIT_OK, EXIT_USAGE
+
+PROG = "mlx-lm-server"
+
+COMMANDS = {
+    "serve": ("services.local", "serve a model (the default)"),
+    "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
+}
+"""Name -> (module with ``main(argv) -> int``, help). A module is imported when asked for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that ``argv`` (default: the process's own) names; the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["--version"]:
+        sys.stdout.write(f"{PROG} {version()}\n")
+        return EXIT_OK
+    if not argv or argv[0].startswith("-"):
+        if argv and argv[0] in ("-h", "--help"):
+            _list_commands()
+        argv.insert(0, "serve")
+    name, *rest = argv
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        sys.stderr.write(f"{PROG}: unknown command {name!r}; {hint}\n")
+        return EXIT_USAGE
+    code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    return code
+
+
+def version() -> str:
+    """The installed release; ``unknown`` when run from a bare checkout."""
+    try:
+        return importlib.metadata.version(PROG)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _list_commands() -> None:
+    sys.stdout.write("commands:\n")
+    for name, (_, help) in COMMANDS.items():
+        sys.stdout.write(f"  {name:<8}{help}\n")
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""`mlx-lm-server doctor`: what is found on this machine, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from services.local import CannotListen, listen
+from shared import settings
+from shared.exits import EXIT_OK
+from shared.rundir import RunDir, RunDirError
+from shared.settings import Settings
+
+PROG = "mlx-lm-server doctor"
+_PACKAGES = ("mlx-lm-server", "mlx", "mlx-lm", "pyzmq", "msgspec", "starlette", "uvicorn")
+_GB = 1e9
+
+
+class Finding(NamedTuple):
+    """One line of the report; ``good`` None is neither good nor bad."""
+
+    what: str
+    text: str
+    good: bool | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report for a server with these flags; 0 when it could start."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = settings.parse(argv, os.environ, PROG)
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    healthy = True
+    for what, text, good in examine(options):
+        mark = {True: "ok  ", False: "BAD ", None: "    "}[good]
+        sys.stdout.write(f"{mark}{what:<14}{text}\n")
+        healthy = healthy and good is not False
+    return EXIT_OK if healthy else 1
+
+
+def examine(options: Settings) -> Iterator[Finding]:
+    """Everything that the report has a line for, in order."""
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    for package in _PACKAGES:
+        yield _package(package)
+    yield from _device()
+    yield _http(options)
+    yield _sockets()
+    yield from _disk(options)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, importlib.metadata.version(name), True)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "not installed", None if name == "mlx-lm-server" else False)
+
+
+def _device() -> Iterator[Finding]:
+    from engine.backend.blas import load_fast_blas  # before anything imports mlx
+
+    library = load_fast_blas()
+    try:
+        import mlx.core as mx
+
+        total = float(mx.array([1.0, 2.0]).sum().item())
+    except Exception as error:  # whatever a broken installation raises is the finding
+        yield Finding("device", f"mlx does not work: {error}", False)
+        return
+    yield Finding("device", str(mx.default_device()), total == 3.0)
+    if mx.default_device() == mx.cpu and sys.platform == "linux":
+        text = library or "none found: install the extra 'cpu', or Debian's libopenblas0-pthread"
+        yield Finding("fast BLAS", text, library is not None)
+
+
+def _http(options: Settings) -> Finding:
+    try:
+        listen(options.host, options.port).close()
+    except CannotListen as error:
+        return Finding("http", str(error), False)
+    return Finding("http", f"{options.host}:{options.port} is free", True)
+
+
+def _sockets() -> Finding:
+    try:
+        with RunDir.create() as run_dir, zmq.Context() as context:
+            with context.socket(zmq.ROUTER) as probe:
+                probe.bind(run_dir.socket("doctor"))
+            return Finding("sockets", f"in {run_dir.path.parent}", True)
+    except (RunDirError, zmq.ZMQError) as error:
+        return Finding("sockets", str(error), False)
+
+
+def _disk(options: Settings) -> Iterator[Finding]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    yield _folder("model cache", Path(HF_HUB_CACHE))
+    if not options.no_ssd:
+        yield _folder("SSD cache", options.ssd_cache_dir)
+
+
+def _folder(what: str, path: Path) -> Finding:
+    existing = next(one for one in (path, *path.parents) if one.exists())
+    free = shutil.disk_usage(existing).free / _GB
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    text = f"{path} ({free:.1f} GB free{'' if writable else ', not writable'})"
+    return Finding(what, text, writable)

@@ -1,0 +1,166 @@
+"""`python -m services.engine`: one replica of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+
+from engine import backend
+from engine.backend.blas import load_fast_blas
+from engine.inbox import Compiled, Fetched, Inbox
+from engine.link import Link
+from engine.model.errors import ModelNotFound
+from engine.status import Status
+from shared import logs, settings, wire
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
+FILE_THREADS = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until told to stop; ends the process itself when something is beyond repair."""
+    options = settings.parse(sys.argv[1:] if argv is None else argv, os.environ, "services.engine")
+    name = os.environ.get(ENGINE_NAME_VARIABLE, f"engine-{socket.gethostname()}-{os.getpid()}")
+    logs.setup(name, options.log_level, options.log_format)
+    supervisor = SupervisorLink.from_environment()
+    if options.engine_socket is None:
+        logger.error("--engine-socket is needed: where the router of this engine listens")
+        return EXIT_USAGE
+    if supervisor is not None:
+        supervisor.watch(lambda: os._exit(EXIT_OK))
+    status, inbox = Status(), Inbox()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    incarnation = uuid.uuid4().hex
+    link = Link(
+        context=context,
+        endpoint=options.engine_socket,
+        engine=name,
+        incarnation=incarnation,
+        inbox=inbox,
+        status=status,
+        supervisor=supervisor,
+        stall_timeout_s=options.stall_timeout_s,
+        drain_timeout_s=options.drain_timeout_s,
+    )
+    link.take_signals()
+    link.start()
+    try:
+        serve(options, context, link, inbox, status, engine=name, incarnation=incarnation)
+    except ModelNotFound as error:
+        logger.error("%s", error)
+        return EXIT_CONFIG
+    except Exception:
+        logger.exception("beyond repair")
+        return EXIT_FAILED
+    link.send([wire.Bye(engine=name, incarnation=incarnation)])
+    link.stop()
+    logger.info("drained")
+    return EXIT_OK
+
+
+def serve(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    link: Link,
+    inbox: Inbox,
+    status: Status,
+    *,
+    engine: str,
+    incarnation: str,
+) -> None:
+    """Loads the model and serves until drained. Raises `ModelNotFound`."""
+    load_fast_blas()  # before anything imports mlx, which the imports below do
+    from engine.core import Core
+    from engine.grammar.replica import open_gate
+    from engine.model import load as models
+    from engine.replica import build
+    from engine.store_client import StoreClient
+
+    backend.prepare()
+    path = models.resolve(options.model)
+    loaded = models.load(
+        path,
+        adapter_path=options.adapter_path,
+        max_kv_size=options.max_kv_size,
+        tokenizer_options=models.TokenizerOptions(
+            eos_token=options.eos_token,
+            bos_token=options.bos_token,
+            pad_token=options.pad_token,
+        ),
+        trust_remote_code=options.trust_remote_code,
+    )
+    status.enter("warming")
+    replica = build(loaded, options)
+    store = None
+    if options.kvstore_socket is not None and replica.uses_store:
+        store = StoreClient(
+            context,
+            options.kvstore_socket,
+            replica.namespace.hex(),
+            ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"),
+            on_fetched=lambda ticket, payloads: inbox.put(Fetched(ticket, payloads)),
+            wake=link.wake,
+        )
+        link.use_store(store)
+    gate = open_gate(loaded, replica.executor, lambda *done: inbox.put(Compiled(*done)))
+    names = options.served_model_name or (options.model,)
+    link.introduce(
+        wire.Hello(
+            protocol=wire.PROTOCOL_VERSION,
+            engine=engine,
+            incarnation=incarnation,
+            model=names[0],
+            aliases=list(names[1:]),
+            fingerprint=f"{loaded.fingerprint}{loaded.adapter}",
+            context_length=loaded.context_length,
+            vocab_size=loaded.vocab_size,
+            block_size=options.block_size,
+            total_blocks=replica.num_blocks,
+            max_sequences=replica.executor.max_sequences or options.completion_batch_size,
+            max_batch_size=replica.executor.max_sequences or options.max_batch_size,
+            namespace=replica.namespace,
+            eos_token_ids=list(loaded.eos_token_ids),
+            files={
+                name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for name, file in loaded.tokenizer_files.items()
+            },
+            capabilities=[*replica.capabilities, *gate.capabilities],
+            kv_bits=replica.executor.kv_bits,
+            version=importlib.metadata.version("mlx-lm-server"),
+        ),
+        loaded.tokenizer_files,
+    )
+    status.enter("ready")
+    logger.info("ready: %s", names[0])
+    Core(
+        scheduler=replica.scheduler,
+        executor=replica.executor,
+        inbox=inbox,
+        link=link,
+        status=status,
+        store=store,
+        gate=gate,
+        check_integrity=CHECK_VARIABLE in os.environ,
+    ).run()
+    gate.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # MLX's threads may crash in the interpreter's own shutdown

@@ -1,0 +1,148 @@
+"""The kvstore process: `python -m services.kvstore --kvstore-socket ipc:///PATH`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from kvstore.directory import Directory, DirectoryInUse
+from kvstore.server import Server
+from kvstore.store import BlockStore
+from kvstore.writer import Writer
+from shared import logs
+from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from shared.link import SupervisorLink
+from shared.settings import Settings, parse
+
+PROG = "services.kvstore"
+BEAT_EVERY_S = 0.5
+FLUSH_S = 10.0
+"""How long what is queued may take to be written at the end; without a supervisor,
+whose other children end as well, less."""
+ORPHAN_FLUSH_S = 2.0
+
+_DAY_S = 86400.0
+_TURN_S = 0.2
+_logger = logging.getLogger("kvstore")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or the supervisor's end; returns the exit code."""
+    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    link = SupervisorLink.from_environment()
+    logs.setup("kvstore", settings.log_level, settings.log_format)
+    if settings.kvstore_socket is None:
+        return _refuse("--kvstore-socket: needed by a kvstore that is started alone", EXIT_USAGE)
+    if _is_served(settings.kvstore_socket):
+        return _refuse(f"--kvstore-socket: {settings.kvstore_socket} is in use")
+    stop = _Stop()
+    signal.signal(signal.SIGTERM, lambda *_: stop.ask(FLUSH_S))
+    signal.signal(signal.SIGINT, lambda *_: stop.ask(FLUSH_S))
+    try:
+        directory = Directory(settings.ssd_cache_dir)
+    except DirectoryInUse as error:
+        return _refuse(f"--ssd-cache-dir: {error}")
+    except OSError as error:
+        return _refuse(f"--ssd-cache-dir: {settings.ssd_cache_dir}: {error.strerror}")
+    store = BlockStore(
+        directory,
+        max_bytes=int(settings.ssd_max_size_gb * 1e9),
+        ttl_s=settings.ssd_ttl_days * _DAY_S,
+    )
+    writer = _writer(settings, store)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        server = Server(context, settings.kvstore_socket, directory, store, writer)
+    except zmq.ZMQError as error:
+        directory.close()
+        return _refuse(f"--kvstore-socket: cannot bind {settings.kvstore_socket}: {error}")
+    threading.Thread(target=_load, args=(store,), name="indexer", daemon=True).start()
+    if link:
+        link.watch(lambda: stop.ask(ORPHAN_FLUSH_S))
+    _logger.info("keeps blocks in %s", directory.root)
+    _serve(server, link, stop)
+    writer.close(stop.flush_s)
+    server.send_answers()
+    server.close()
+    context.term()
+    _remove(settings.kvstore_socket)
+    directory.close()
+    return EXIT_OK
+
+
+class _Stop:
+    """Asked for once or more; the shortest time to flush counts."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.flush_s = FLUSH_S
+
+    def ask(self, flush_s: float) -> None:
+        self.flush_s = min(self.flush_s, flush_s)
+        self.is_asked = True
+
+
+def _serve(server: Server, link: SupervisorLink | None, stop: _Stop) -> None:
+    next_beat = 0.0
+    while not stop.is_asked:
+        if link and time.monotonic() >= next_beat:
+            link.beat("ready")
+            next_beat = time.monotonic() + BEAT_EVERY_S
+        server.serve(_TURN_S)
+
+
+def _writer(settings: Settings, store: BlockStore) -> Writer:
+    return Writer(
+        store,
+        persistent=settings.ssd_durability == "persistent",
+        behind=settings.ssd_async_writes,
+        queue_size=settings.ssd_writer_queue_size,
+        max_retries=settings.ssd_persistent_max_retries,
+        flush_interval_s=settings.ssd_flush_interval_s,
+    )
+
+
+def _load(store: BlockStore) -> None:
+    started = time.monotonic()
+    store.load()
+    stats = store.stats()
+    _logger.info(
+        "found %d blocks, %.1f GB, in %.1f s",
+        stats.blocks,
+        stats.bytes / 1e9,
+        time.monotonic() - started,
+    )
+
+
+def _is_served(endpoint: str) -> bool:
+    """Whether somebody listens: a ZeroMQ bind would silently take an ipc socket over."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _remove(endpoint: str) -> None:
+    """The ipc socket's file, which ZeroMQ leaves lying."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme == "ipc":
+        Path(path).unlink(missing_ok=True)
+
+
+def _refuse(why: str, code: int = EXIT_CONFIG) -> int:
+    sys.stderr.write(f"{PROG}: {why}\n")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

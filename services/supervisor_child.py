@@ -1,0 +1,111 @@
+"""One child process of the supervisor: start it, hear its beats, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.supervisor_output import Output
+from shared.link import LINK_VARIABLE
+
+_LONGEST_BEAT_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """What to run.
+
+    ``descriptors`` maps the name of an environment variable to the descriptor whose
+    number it tells the child. When the server stops, children of a lower ``stop_stage``
+    have ended before those of the next are asked to. The server is ready when every
+    child with ``announces_ready`` is.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    descriptors: Mapping[str, int] = field(default_factory=dict)
+    stop_stage: int = 0
+    announces_ready: bool = False
+
+
+class Child:
+    """A running process made from ``spec``. Times are of ``time.monotonic``."""
+
+    def __init__(self, spec: ChildSpec, output: Output, now: float) -> None:
+        self.spec = spec
+        self.started_at = now
+        self.last_beat_at: float | None = None
+        self.phase = ""
+        self.link, theirs = socket.socketpair()
+        self.link.setblocking(False)
+        self._unread = b""
+        with theirs:
+            descriptors = {**spec.descriptors, LINK_VARIABLE: theirs.fileno()}
+            # A process group of its own: Ctrl-C reaches the supervisor alone, which
+            # then stops the children in order.
+            self._process = subprocess.Popen(
+                spec.command,
+                env={
+                    **os.environ,
+                    **spec.environment,
+                    **{name: str(number) for name, number in descriptors.items()},
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=tuple(descriptors.values()),
+                process_group=0,
+            )
+        assert self._process.stdout is not None
+        output.follow(self._process.stdout, spec.name)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
+
+    def hear(self, now: float) -> bool:
+        """Reads the beats that have come; False once the child has closed its end."""
+        try:
+            while data := self.link.recv(_LONGEST_BEAT_BYTES):
+                self.last_beat_at = now
+                *lines, rest = (self._unread + data).split(b"\n")
+                self._unread = rest[-_LONGEST_BEAT_BYTES:]
+                for line in lines:
+                    self._note(line)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the child and what it started; nothing when it has ended."""
+        if self._process.poll() is None:
+            try:
+                os.killpg(self._process.pid, number)
+            except (ProcessLookupError, PermissionError):
+                pass  # it ended in between (macOS says "not permitted" of a zombie)
+
+    def close(self) -> None:
+        """Lets go of a child that has ended."""
+        self.link.close()
+
+    def _note(self, line: bytes) -> None:
+        try:
+            self.phase = str(json.loads(line)["phase"])
+        except (ValueError, KeyError, TypeError):
+            pass  # a line that is no beat still proves that the child lives

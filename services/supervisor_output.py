@@ -1,0 +1,102 @@
+"""One log stream out of the output of several processes.
+
+Children write into pipes, which threads empty at once; one thread writes to our own
+stream. So neither a child nor the supervisor ever waits for a terminal that is paused
+or a reader that is slow: what does not fit is dropped, and counted in the stream.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from typing import IO
+
+from shared import logs
+
+_WAITING_LINES = 20_000
+_LONGEST_LINE_BYTES = 64 * 1024
+_PROGRESS_EVERY_S = 2.0
+_END_OF_LINE = re.compile(rb"[\r\n]")
+
+
+class Output:
+    """Lines from everywhere, written in the order in which they came.
+
+    It is itself a stream for the supervisor's own log.
+    """
+
+    def __init__(self, format: logs.Format, stream: logs.Stream | None = None) -> None:
+        self._format = format
+        self._stream = stream or sys.stderr
+        self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_LINES)
+        self._dropped = 0
+        self._readers: list[threading.Thread] = []
+        self._writer = threading.Thread(target=self._write_all, name="output", daemon=True)
+        self._writer.start()
+
+    def follow(self, pipe: IO[bytes], process: str) -> None:
+        """Takes over what ``process`` writes into ``pipe``, which is closed at its end."""
+        self._readers = [reader for reader in self._readers if reader.is_alive()]
+        reader = threading.Thread(
+            target=self._read_all, args=(pipe, process), name=f"output-{process}", daemon=True
+        )
+        reader.start()
+        self._readers.append(reader)
+
+    def write(self, text: str) -> None:
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Nothing to do: `close` is what waits."""
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Writes what is there, as far as that goes within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        try:
+            self._lines.put(None, timeout=max(0.01, deadline - time.monotonic()))
+        except queue.Full:
+            return
+        self._writer.join(max(0.01, deadline - time.monotonic()))
+
+    def _read_all(self, pipe: IO[bytes], process: str) -> None:
+        rest, shown = b"", 0.0
+        with pipe:
+            while data := os.read(pipe.fileno(), _LONGEST_LINE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for one in lines:
+                    self._say(process, one)
+                # A progress bar returns to the start of its line and never ends it.
+                if b"\r" in rest and time.monotonic() - shown > _PROGRESS_EVERY_S:
+                    shown = time.monotonic()
+                    self._say(process, rest)
+                if len(rest) > _LONGEST_LINE_BYTES:
+                    self._say(process, rest)
+                    rest = b""
+            self._say(process, rest)
+
+    def _say(self, process: str, raw: bytes) -> None:
+        parts = [part for part in _END_OF_LINE.split(raw) if part.strip()]
+        if parts:
+            text = parts[-1].decode(errors="replace").rstrip()
+            self.write(logs.line(process, "info", text, self._format) + "\n")
+
+    def _write_all(self) -> None:
+        while (text := self._lines.get()) is not None:
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                message = f"{dropped} lines were dropped: nobody read them in time"
+                text = logs.line("supervisor", "warning", message, self._format) + "\n" + text
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):
+                pass  # nobody reads any more; the server goes on without

@@ -1,0 +1,69 @@
+"""Block hashes: the names under which equal KV is found again.
+
+``H(parent, token ids of the block)``, chained from a root that is made of
+everything that changes what a block holds. BLAKE2b with 128 bits; stable over
+processes, machines and releases.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+
+
+def namespace(
+    *,
+    fingerprint: str,
+    kv_bits: int,
+    kv_group_size: int,
+    block_size: int,
+    adapter: str = "",
+    tensor_parallel: int = 1,
+) -> bytes:
+    """The root of all hashes of engines whose blocks are interchangeable.
+
+    ``kv_group_size`` is ignored at 16 bits, where nothing is quantized.
+    """
+    parts = (
+        "block-v1",
+        fingerprint,
+        adapter,
+        str(kv_bits),
+        str(kv_group_size if kv_bits < 16 else 0),
+        str(block_size),
+        str(tensor_parallel),
+    )
+    digest = blake2b(digest_size=HASH_BYTES)
+    for part in parts:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.digest()
+
+
+def salted(root: bytes, cache_salt: str) -> bytes:
+    """The root for requests with ``cache_salt``: they share blocks among themselves only."""
+    if not cache_salt:
+        return root
+    return blake2b(root + cache_salt.encode(), digest_size=HASH_BYTES).digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The hash of the block with ``token_ids`` that follows ``parent``."""
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return blake2b(parent + ids.tobytes(), digest_size=HASH_BYTES).digest()
+
+
+def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The chained hashes of the full blocks of ``token_ids``, first to last."""
+    hashes: list[bytes] = []
+    parent = root
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = block_hash(parent, token_ids[end - block_size : end])
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,104 @@
+"""Logging of all processes: one form, the process named on every line.
+
+Text is ``HH:MM:SS level process: message``; JSON is one object a line. Keys, prompts
+and texts of users are never logged by anyone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from typing import Literal, Protocol
+
+Format = Literal["text", "json"]
+
+_CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "huggingface_hub", "asyncio")
+"""Libraries of which only warnings matter to an operator."""
+
+_TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) \S+: ")
+
+
+class Stream(Protocol):
+    """What lines are written to."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+def setup(process: str, level: str, format: Format, stream: Stream | None = None) -> None:
+    """Sends everything that is logged to ``stream`` (stderr), named after ``process``.
+
+    Replaces what was set up before, so that it may be called again. uvicorn's lines
+    come the same way, without its access log.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_Formatter(process, format))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(max(root.level, logging.WARNING))
+    logging.captureWarnings(True)
+
+
+def line(process: str, level: str, message: str, format: Format) -> str:
+    """One line, without its end, for what ``process`` said without this module.
+
+    A line that has the right form already is returned as it is.
+    """
+    if format == "text":
+        if _TEXT_LINE.match(message):
+            return message
+        return f"{time.strftime('%H:%M:%S')} {level} {process}: {message}"
+    if message.startswith('{"time": '):
+        return message
+    return _json(time.time(), level, process, message)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, process: str, format: Format) -> None:
+        super().__init__()
+        self._process = process
+        self._format = format
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        trace = self.formatException(record.exc_info) if record.exc_info else None
+        level = record.levelname.lower()
+        if self._format == "json":
+            return _json(record.created, level, self._process, message, record.name, trace)
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        head = f"{clock} {level} {self._process}: "
+        lines = (message if trace is None else f"{message}\n{trace}").splitlines() or [""]
+        return "\n".join(head + one for one in lines)
+
+
+def _json(
+    created: float,
+    level: str,
+    process: str,
+    message: str,
+    logger: str | None = None,
+    trace: str | None = None,
+) -> str:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
+    fields = {
+        "time": f"{stamp}.{int(created % 1 * 1000):03d}Z",
+        "level": level,
+        "process": process,
+        "message": message,
+    }
+    if logger:
+        fields["logger"] = logger
+    if trace:
+        fields["trace"] = trace
+    return json.dumps(fields, ensure_ascii=False)

@@ -1,0 +1,101 @@
+"""Which clients there are, and the table of what works with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SCENARIOS = ("chat", "stream", "tools", "structured", "errors", "cancel")
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client at a pinned version. ``packages`` are pip's or npm's, the client first;
+    scenarios whose names begin with ``prefix`` are of the API in ``api``."""
+
+    name: str
+    packages: tuple[str, ...]
+    script: str
+    api: str = "/v1/chat/completions"
+    prefix: str = ""
+
+    @property
+    def is_node(self) -> bool:
+        return self.script.endswith(".mjs")
+
+
+CLIENTS = (
+    Client("openai (Python)", ("openai==3.54.0",), "openai_python.py"),
+    Client(
+        "openai (Python)", ("openai==3.54.0",), "openai_python.py", "/v1/responses", "responses_"
+    ),
+    Client("anthropic (Python)", ("anthropic==2.12.0",), "anthropic_python.py", "/v1/messages"),
+    Client("langchain-openai", ("langchain-openai==1.7.3",), "with_langchain_openai.py"),
+    Client(
+        "langchain-anthropic",
+        ("langchain-anthropic==1.7.7",),
+        "with_langchain_anthropic.py",
+        "/v1/messages",
+    ),
+    Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py"),
+    Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py", "/v1/messages", "messages_"),
+    Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "with_pydantic_ai.py"),
+    Client("instructor", ("instructor==1.17.0",), "with_instructor.py"),
+    Client("llm", ("llm==0.36",), "with_llm.py"),
+    Client(
+        "lm-eval", ("lm-eval[api]==0.4.13", "transformers"), "with_lm_eval.py", "/v1/completions"
+    ),
+    Client("Open WebUI (its calls)", ("httpx==0.28.1",), "open_webui.py"),
+    Client("openai (Node)", ("openai@7.57.0",), "openai_node.mjs"),
+    Client("openai (Node)", ("openai@7.57.0",), "openai_node.mjs", "/v1/responses", "responses_"),
+    Client(
+        "@anthropic-ai/sdk (Node)",
+        ("@anthropic-ai/sdk@1.12.0",),
+        "anthropic_node.mjs",
+        "/v1/messages",
+    ),
+    Client(
+        "Vercel's AI SDK",
+        ("@ai-sdk/openai-compatible@3.0.92", "ai@7.0.173", "zod@4.6.7"),
+        "ai_sdk.mjs",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    result: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    client: Client
+    cells: dict[str, Cell]
+    """By scenario, without the prefix."""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: a row for each client and API, and a note for each cell that is no pass."""
+    head = ["client", "version", "API", *SCENARIOS]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    notes: list[str] = []
+    for row in rows:
+        client = row.client
+        _, _, version = client.packages[0].replace("==", "@").rpartition("@")
+        cells = [client.name, version, f"`{client.api}`"]
+        for scenario in SCENARIOS:
+            cell = row.cells.get(scenario, Cell("n/a", "not tried"))
+            if cell.result == "pass":
+                cells.append("pass")
+                continue
+            notes.append(f"{client.name}, {scenario}: {_line(cell.reason)}")
+            cells.append(f"{cell.result} ({len(notes)})")
+        lines.append("| " + " | ".join(cells) + " |")
+    numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    return "\n".join([*lines, "", *numbered]).rstrip() + "\n"
+
+
+def _line(reason: str) -> str:
+    first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+    return first if len(first) <= 200 else first[:197] + "..."

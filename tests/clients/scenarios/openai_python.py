@@ -1,0 +1,192 @@
+"""OpenAI's Python client: chat completions and responses."""
+
+import json
+
+import openai
+from harness import (
+    ANSWER,
+    CITIES,
+    CITY_SCHEMA,
+    KEY,
+    LONG,
+    MODEL,
+    QUESTION,
+    URL,
+    aborts,
+    check,
+    check_aborted,
+    run,
+)
+
+client = openai.OpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0)
+asked = [{"role": "user", "content": QUESTION}]
+tool = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather of a city", "parameters": CITY_SCHEMA},
+}
+flat_tool = {"type": "function", **tool["function"], "strict": True}
+
+
+def chat():
+    answer = client.chat.completions.create(
+        model=MODEL, messages=asked, temperature=0, max_tokens=20
+    )
+    check(ANSWER in answer.choices[0].message.content, answer)
+    check(answer.choices[0].finish_reason == "stop", answer)
+    check(answer.usage.total_tokens > answer.usage.completion_tokens > 0, answer)
+
+
+def stream():
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=asked,
+            temperature=0,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    check(ANSWER in text, text)
+    check(chunks[-1].usage.completion_tokens > 0, chunks[-1])
+
+
+def tools():
+    fields = {"model": MODEL, "tools": [tool], "temperature": 0, "max_tokens": 60}
+    first = client.chat.completions.create(messages=asked, tool_choice="required", **fields)
+    message = first.choices[0].message
+    call = message.tool_calls[0]
+    check(json.loads(call.function.arguments)["city"] in CITIES, call)
+    check(first.choices[0].finish_reason == "tool_calls", first)
+    with client.chat.completions.stream(messages=asked, tool_choice="required", **fields) as events:
+        streamed = events.get_final_completion().choices[0].message.tool_calls[0]
+    check(streamed.function.arguments == call.function.arguments, streamed)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    last = client.chat.completions.create(messages=[*asked, message, result], **fields)
+    check(last.choices[0].message.content is not None, last)
+
+
+def structured():
+    schema = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=asked,
+        temperature=0,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    check(json.loads(answer.choices[0].message.content)["city"] in CITIES, answer)
+
+
+def errors():
+    try:
+        client.chat.completions.create(model="nobody", messages=asked)
+        check(False, "no error")
+    except openai.NotFoundError as error:
+        check(error.code == "model_not_found", error.code)
+    try:
+        client.chat.completions.create(model=MODEL, messages=asked, temperature=5)
+        check(False, "no error")
+    except openai.BadRequestError as error:
+        check(error.param == "temperature", error.param)
+    try:
+        client.with_options(api_key="wrong").models.list()
+        check(False, "no error")
+    except openai.AuthenticationError:
+        pass
+
+
+def cancel():
+    before = aborts()
+    with client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": LONG}],
+        max_tokens=1500,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as chunks:
+        next(iter(chunks))
+    check_aborted(before)
+
+
+def responses_chat():
+    answer = client.responses.create(
+        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20
+    )
+    check(ANSWER in answer.output_text, answer)
+    check(answer.status == "completed", answer)
+    again = client.responses.create(
+        model=MODEL, input="And?", previous_response_id=answer.id, max_output_tokens=20
+    )
+    check(again.usage.input_tokens > answer.usage.input_tokens, again)
+    check(client.responses.retrieve(answer.id).output_text == answer.output_text, "stored")
+    check(len(client.responses.input_items.list(again.id).data) == 3, "input items")
+    client.responses.delete(answer.id)
+
+
+def responses_stream():
+    with client.responses.stream(
+        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20
+    ) as events:
+        text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        check(text == events.get_final_response().output_text, text)
+    check(ANSWER in text, text)
+
+
+def responses_tools():
+    fields = {"model": MODEL, "tools": [flat_tool], "temperature": 0, "max_output_tokens": 60}
+    first = client.responses.create(
+        input=QUESTION, tool_choice={"type": "function", "name": "weather"}, **fields
+    )
+    calls = [item for item in first.output if item.type == "function_call"]
+    check(json.loads(calls[0].arguments)["city"] in CITIES, first)
+    result = {"type": "function_call_output", "call_id": calls[0].call_id, "output": "sunny"}
+    last = client.responses.create(input=[result], previous_response_id=first.id, **fields)
+    check(last.output, last)
+    given = [{"role": "user", "content": QUESTION}, *first.output, result]
+    again = client.responses.create(input=given, store=False, **fields)
+    check(again.output, again)
+
+
+def responses_structured():
+    form = {"type": "json_schema", "name": "city", "schema": CITY_SCHEMA, "strict": True}
+    answer = client.responses.create(
+        model=MODEL, input=QUESTION, max_output_tokens=60, text={"format": form}
+    )
+    check(json.loads(answer.output_text)["city"] in CITIES, answer)
+
+
+def responses_errors():
+    try:
+        client.responses.retrieve("resp_nobody")
+        check(False, "no error")
+    except openai.NotFoundError as error:
+        check(error.code == "response_not_found", error.code)
+    try:
+        client.responses.create(model=MODEL, input=QUESTION, tools=[{"type": "web_search"}])
+        check(False, "no error")
+    except openai.BadRequestError as error:
+        check(error.param == "tools[0].type", error.param)
+
+
+def responses_cancel():
+    before = aborts()
+    with client.responses.create(
+        model=MODEL,
+        input=LONG,
+        max_output_tokens=1500,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as events:
+        for event in events:
+            if event.type == "response.output_text.delta":
+                break
+    check_aborted(before)
+
+
+run(
+    *(chat, stream, tools, structured, errors, cancel),
+    *(responses_chat, responses_stream, responses_tools, responses_structured),
+    *(responses_errors, responses_cancel),
+)

@@ -1,0 +1,96 @@
+"""LiteLLM, by way of both APIs."""
+
+import json
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+import litellm
+from harness import (
+    ANSWER,
+    CITIES,
+    CITY_SCHEMA,
+    KEY,
+    LONG,
+    MODEL,
+    QUESTION,
+    URL,
+    NotApplicable,
+    aborts,
+    check,
+    check_aborted,
+    run,
+)
+
+asked = [{"role": "user", "content": QUESTION}]
+tool = {"type": "function", "function": {"name": "weather", "parameters": CITY_SCHEMA}}
+OPENAI = {"model": "openai/" + MODEL, "api_base": URL + "/v1"}
+ANTHROPIC = {"model": "anthropic/" + MODEL, "api_base": URL}
+
+
+def complete(way, messages=asked, **fields):
+    fields = {"max_tokens": 60, "num_retries": 0, **way, **fields}
+    return litellm.completion(messages=messages, api_key=KEY, **fields)
+
+
+def chat_by(way):
+    answer = complete(way)
+    check(ANSWER in answer.choices[0].message.content, answer)
+    check(answer.usage.completion_tokens > 0, answer)
+
+
+def stream_by(way):
+    chunks = complete(way, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    check(ANSWER in text, text)
+
+
+def tools_by(way):
+    first = complete(way, tools=[tool], tool_choice="required")
+    message = first.choices[0].message
+    call = message.tool_calls[0]
+    check(json.loads(call.function.arguments)["city"] in CITIES, first)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    last = complete(way, [*asked, message.model_dump(), result], tools=[tool])
+    check(last.choices, last)
+
+
+def structured_by(way):
+    schema = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
+    answer = complete(way, response_format={"type": "json_schema", "json_schema": schema})
+    check(json.loads(answer.choices[0].message.content)["city"] in CITIES, answer)
+
+
+def errors_by(way):
+    try:
+        complete(way | {"model": way["model"].replace(MODEL, "nobody")})
+        check(False, "no error")
+    except litellm.NotFoundError as error:
+        check("nobody" in str(error), error)
+
+
+def cancel_by(way):
+    if way is ANTHROPIC:
+        raise NotApplicable("it has no way to close a stream of this API")
+    before = aborts()
+    messages = [{"role": "user", "content": LONG}]
+    extra = {"ignore_eos": True}
+    chunks = complete(way, messages, stream=True, max_tokens=1500, extra_body=extra)
+    next(iter(chunks))
+    chunks.completion_stream.close()
+    check_aborted(before)
+
+
+def named(action, way, name):
+    def scenario():
+        action(way)
+
+    scenario.__name__ = name
+    return scenario
+
+
+actions = (chat_by, stream_by, tools_by, structured_by, errors_by, cancel_by)
+run(
+    *(named(action, OPENAI, action.__name__[:-3]) for action in actions),
+    *(named(action, ANTHROPIC, "messages_" + action.__name__[:-3]) for action in actions),
+)

@@ -1,0 +1,61 @@
+"""lm-eval by way of `local-completions`: answers and log-likelihoods, without a data set."""
+
+import os
+
+from harness import ANSWER, KEY, MODEL, QUESTION, URL, NotApplicable, check, run
+
+os.environ["OPENAI_API_KEY"] = KEY
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+
+def model(name=MODEL):
+    return LocalCompletionsAPI(
+        base_url=URL + "/v1/completions",
+        model=name,
+        tokenizer=os.environ["CLIENT_TOKENIZER"],
+        tokenizer_backend="huggingface",
+        max_retries=1,
+    )
+
+
+def asked(kind, *arguments):
+    return [Instance(request_type=kind, doc={}, arguments=arguments, idx=0)]
+
+
+def chat():
+    prompt = f"Question: {QUESTION}\nAnswer:\n"
+    requests = asked("generate_until", prompt, {"until": ["."], "max_gen_toks": 20})
+    (answer,) = model().generate_until(requests)
+    check(ANSWER in answer, answer)
+    ((score, _),) = model().loglikelihood(asked("loglikelihood", "The capital is", " Paris"))
+    check(score < 0, score)
+
+
+def stream():
+    raise NotApplicable("it does not stream")
+
+
+def tools():
+    raise NotApplicable("it has none")
+
+
+def structured():
+    raise NotApplicable("it has none")
+
+
+def errors():
+    try:
+        model("nobody").generate_until(asked("generate_until", "x", {"max_gen_toks": 5}))
+    except Exception as error:
+        check("404" in f"{error!r} {error.__cause__!r}", repr(error))
+    else:
+        check(False, "no error")
+
+
+def cancel():
+    raise NotApplicable("it always waits")
+
+
+run(chat, stream, tools, structured, errors, cancel)

@@ -1,0 +1,84 @@
+"""pydantic-ai."""
+
+import asyncio
+
+from harness import (
+    ANSWER,
+    CITIES,
+    KEY,
+    LONG,
+    MODEL,
+    QUESTION,
+    URL,
+    aborts,
+    check,
+    check_aborted,
+    run,
+)
+from models import City
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+provider = OpenAIProvider(base_url=URL + "/v1", api_key=KEY)
+settings = {"max_tokens": 60, "temperature": 0}
+
+
+def agent(name=MODEL, **fields):
+    return Agent(OpenAIChatModel(name, provider=provider), model_settings=settings, **fields)
+
+
+def chat():
+    answer = agent().run_sync(QUESTION)
+    check(ANSWER in answer.output, answer)
+
+
+def stream():
+    async def texts():
+        async with agent().run_stream(QUESTION) as answer:
+            return [text async for text in answer.stream_text(delta=True)]
+
+    text = "".join(asyncio.run(texts()))
+    check(ANSWER in text, text)
+
+
+def tools():
+    answer = agent(output_type=ToolOutput(City), retries=0).run_sync(QUESTION)
+    check(answer.output.city in CITIES, answer)
+    again = agent().run_sync("And?", message_history=answer.all_messages())
+    check(isinstance(again.output, str), again)
+
+
+def structured():
+    answer = agent(output_type=NativeOutput(City), retries=0).run_sync(QUESTION)
+    check(answer.output.city in CITIES, answer)
+
+
+def errors():
+    try:
+        agent("nobody").run_sync(QUESTION)
+        check(False, "no error")
+    except ModelHTTPError as error:
+        check(error.status_code == 404, error)
+
+
+def cancel():
+    before = aborts()
+    long = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+
+    async def begin():
+        running = asyncio.create_task(read())
+        await asyncio.wait_for(begun.wait(), 60)
+        running.cancel()
+
+    async def read():
+        async with agent().run_stream(LONG, model_settings=long) as answer:
+            async for _ in answer.stream_text(delta=True):
+                begun.set()
+
+    begun = asyncio.Event()
+    asyncio.run(begin())
+    check_aborted(before)
+
+
+run(chat, stream, tools, structured, errors, cancel)

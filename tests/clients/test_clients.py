@@ -1,0 +1,68 @@
+"""The short form of the matrix: OpenAI's and Anthropic's clients against a whole server.
+
+`python -m tests.clients` has the rest, and installs what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.matrix import CLIENTS
+from tests.clients.reciter import make_reciter
+from tests.e2e.server import Server, serving
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+KEY = "a-secret-key"
+NODE = next(client for client in CLIENTS if client.script == "openai_node.mjs")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = make_reciter(tmp_path_factory.mktemp("reciter"))
+    flags = ("--served-model-name", "reciter", "--api-key", KEY, "--no-ssd")
+    with serving(model, *flags) as running:
+        yield running
+
+
+def check_all(server: Server, *command: str) -> None:
+    environment = {
+        "CLIENT_URL": f"http://127.0.0.1:{server.port}",
+        "CLIENT_KEY": KEY,
+        "CLIENT_MODEL": "reciter",
+    }
+    ran = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr
+    results = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert results
+    failed = {each["scenario"]: each["reason"] for each in results if each["result"] != "pass"}
+    assert not failed, ran.stderr
+
+
+@pytest.mark.parametrize("script", ["openai_python.py", "anthropic_python.py"])
+def test_python_clients_work(server: Server, script: str) -> None:
+    check_all(server, sys.executable, str(SCENARIOS / script))
+
+
+def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> None:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no Node here")
+    (package,) = NODE.packages
+    place = pytestconfig.cache.mkdir("node-" + package.replace("@", "-"))  # type: ignore[union-attr]
+    if not (place / "node_modules").exists():
+        install = ["npm", "install", "--silent", "--no-audit", "--no-fund", package]
+        installed = subprocess.run(install, cwd=place, capture_output=True, text=True)
+        if installed.returncode:
+            pytest.skip(f"npm could not install {package}: {installed.stderr.strip()[-200:]}")
+    for script in SCENARIOS.glob("*.mjs"):
+        shutil.copy(script, place)
+    check_all(server, "node", str(place / NODE.script))

@@ -1,0 +1,69 @@
+"""Single processes of a server, started one by one as an operator would."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0
+
+
+class Process:
+    """``log`` is what it printed so far, line by line."""
+
+    def __init__(self, module: str, *flags: str, **environment: str) -> None:
+        outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", module, *flags],
+            cwd=ROOT,
+            env={**outside, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.log: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        self.log.extend(line.rstrip("\n") for line in self.popen.stdout)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line of the log that matches."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            for line in list(self.log):
+                if match := re.search(pattern, line):
+                    return match
+            ended = self.popen.poll() is not None
+            assert not ended and time.monotonic() < deadline, "\n".join(self.log)
+            time.sleep(0.02)
+
+    @property
+    def runs(self) -> bool:
+        return self.popen.poll() is None
+
+
+@contextmanager
+def started(module: str, *flags: str, **environment: str) -> Iterator[Process]:
+    """A process of ours; fails when it does not end cleanly on SIGTERM (or was killed)."""
+    process = Process(module, *flags, **environment)
+    try:
+        yield process
+        if process.runs:
+            process.popen.send_signal(signal.SIGTERM)
+        code = process.popen.wait(PATIENCE_S)
+        assert code in (0, -signal.SIGKILL), (module, code, process.log[-20:])
+    finally:
+        if process.runs:
+            process.popen.kill()
+            process.popen.wait()

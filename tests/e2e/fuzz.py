@@ -1,0 +1,80 @@
+"""Random requests made from `/openapi.json`: `python -m tests.e2e.fuzz --requests 10000`.
+
+A whole server with a tiny model and a key; schemathesis makes requests of its own
+description, right and wrong ones, and checks every answer against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.server import Server, serving
+from tests.tiny_models import make_tiny
+
+KEY = "fuzz-key"
+FLAGS = (
+    *("--default-max-tokens", "4", "--max-generation-tokens", "16"),
+    *("--max-prompt-tokens", "1000"),
+    *("--api-key", KEY, "--no-ssd"),
+)
+MEANINGFUL = 100
+"""A run with fewer requests has not begun."""
+LEFT_OUT = (
+    # A schema cannot say what depends on the model, or which fields go together.
+    "positive_data_acceptance",
+)
+
+
+def fuzz(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
+    """One run of schemathesis; its exit code is 0 when no answer was wrong."""
+    command = [
+        *(str(Path(sys.executable).with_name("st")), "--no-color", "run"),
+        f"http://127.0.0.1:{server.port}/openapi.json",
+        *("--header", f"Authorization: Bearer {KEY}"),
+        *("--exclude-checks", ",".join(LEFT_OUT), "--suppress-health-check", "all"),
+        *("--output-sanitize", "false", "--continue-on-failure", "--warnings", "off"),
+        *options,
+    ]
+    with tempfile.TemporaryDirectory() as scratch:  # it writes what it learns where it runs
+        return subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+
+
+def requests_answered(server: Server) -> int:
+    return int(server.metric("mlx_lm_server_requests_total"))
+
+
+def internal_errors(server: Server) -> list[str]:
+    """What the router logged of errors of its own."""
+    return [line for line in server.log if " failed (req_" in line or "Traceback" in line]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    seed, answered, failed = options.seed, 0, False
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_tiny("llama", Path(directory) / "model")
+        with serving(model, *FLAGS, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+            while answered < options.requests:
+                result = fuzz(server, "--seed", str(seed), "--max-examples", "100")
+                sys.stdout.write(result.stdout + result.stderr)
+                failed |= result.returncode != 0
+                seed += 1
+                before, answered = answered, requests_answered(server)
+                if answered - before < MEANINGFUL:
+                    break
+            errors = internal_errors(server)
+            sys.stdout.write("\n".join([*errors, ""]))
+            sys.stdout.write(f"{answered} requests, {len(errors)} internal errors\n")
+            return int(failed or bool(errors) or answered < options.requests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""A whole server, as a user starts it: real processes, a real port, real clients."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY_TIMEOUT_S = 120.0
+READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
+
+
+class Server:
+    """One running server. ``log`` is what it printed so far, line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.log: list[str] = []
+        self.port = 0
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line.rstrip("\n"))
+            match = READY_LINE.search(line)
+            if match:
+                self.port = int(match[1])
+                self._ready.set()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not self._ready.wait(0.1):
+            assert self.process.poll() is None, "the server ended:\n" + "\n".join(self.log)
+            assert time.monotonic() < deadline, "not ready:\n" + "\n".join(self.log)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+
+    def pids(self, name: str = "") -> list[int]:
+        """The server's processes, except the supervisor, whose command has ``name`` in it."""
+        return [pid for pid, command in descendants(self.process.pid) if name in command]
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def complete(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> dict[str, Any]:
+        fields.setdefault("temperature", 0)
+        response = self.post("/v1/completions", prompt=prompt, max_tokens=max_tokens, **fields)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        values = [line.rsplit(" ", 1)[1] for line in lines if re.match(rf"{name}(\{{| )", line)]
+        assert values, f"no metric {name}"
+        return sum(map(float, values))
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}:\n" + "\n".join(self.log[-40:])
+            time.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        try:
+            return self.client.get("/readyz", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+@contextmanager
+def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Server]:
+    """Starts a server on a free port and stops it; fails when processes are left over."""
+    with tempfile.TemporaryDirectory(prefix="mlms-", dir="/tmp") as private:
+        command = [sys.executable, "-m", "mlx_lm_server", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", "0"]
+        if "--kv-bits" not in flags:  # texts are compared with mlx-lm's, which are so by default
+            command += ["--kv-bits", "16"]
+        if "--ssd-cache-dir" not in flags:
+            command += ["--ssd-cache-dir", f"{private}/ssd"]
+        process = subprocess.Popen(
+            [*command, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "XDG_RUNTIME_DIR": private, **environment},
+        )
+        server = Server(process)
+        try:
+            server.wait_ready()
+            yield server
+        finally:
+            children = server.pids()
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            finally:
+                left = [pid for pid in children if alive(pid)]
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                if process.poll() is None:
+                    process.kill()
+        assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
+
+
+def descendants(root: int) -> list[tuple[int, str]]:
+    """All processes below ``root``: (pid, command line)."""
+    listing = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    table: dict[int, tuple[int, str]] = {}
+    for line in listing.splitlines():
+        pid, parent, state, command = line.split(None, 3)
+        if not state.startswith("Z"):
+            table[int(pid)] = (int(parent), command)
+    found: list[tuple[int, str]] = []
+    todo = [root]
+    while todo:
+        parent = todo.pop()
+        below = [(pid, command) for pid, (above, command) in table.items() if above == parent]
+        found += below
+        todo += [pid for pid, _ in below]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

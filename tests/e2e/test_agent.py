@@ -1,0 +1,95 @@
+"""An agent's conversation on real engines, whose random models are held to the recorded
+replies by a grammar: they spell them in tokens that no tokenizer would choose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import agent_transcript as transcript
+from tests.e2e.server import serving
+from tests.router.chat_tokenizer import TEMPLATE
+from tests.tiny_models import Kind, make_tiny
+
+CONTEXT = 32_768
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"sign": {"enum": ["+", "-"]}, "exact": {"type": "boolean"}},
+            "required": ["sign", "exact"],
+            "additionalProperties": False,
+        },
+    },
+}
+FLAGS = (
+    "--reasoning-parser=think",
+    f"--max-prompt-tokens={CONTEXT}",
+    f"--max-generation-tokens={CONTEXT}",
+)
+
+
+def make_agent(kind: Kind, path: Path) -> Path:
+    """A tiny model with a long context and a template that knows reasoning and tools."""
+    make_tiny(kind, path)
+    for name, changes in (
+        ("config.json", {"max_position_embeddings": CONTEXT}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE, "model_max_length": CONTEXT}),
+    ):
+        file = path / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_an_agent_computes_little_but_what_is_new(kind: Kind, tmp_path: Path) -> None:
+    replies = transcript.replies()
+    with serving(make_agent(kind, tmp_path / kind), *FLAGS) as server:
+
+        def ask(number: int, body: dict[str, Any]) -> dict[str, Any]:
+            answer = server.post(
+                "/v1/chat/completions",
+                **body,
+                structured_outputs={"choice": [replies[number]]},
+                chat_template_kwargs={"keep_reasoning": True},
+                max_tokens=2000,
+                temperature=1,
+                seed=number,
+            )
+            assert answer.status_code == 200, answer.text
+            told: dict[str, Any] = answer.json()
+            return told
+
+        turns = transcript.play(ask)
+    transcript.assert_little_is_computed_again(turns, 16)
+
+
+def test_calls_that_must_be_made_are_made(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    named = {"type": "function", "function": {"name": "add"}}
+    with serving(make_agent("llama", tmp_path / "llama"), *FLAGS) as server:
+        for seed in range(4):
+            answer = server.post(
+                "/v1/chat/completions",
+                messages=messages,
+                tools=[ADD],
+                tool_choice=named,
+                temperature=1,
+                seed=seed,
+                max_tokens=400,
+            ).json()
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            (call,) = choice["message"]["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments["sign"] in "+-" and isinstance(arguments["exact"], bool)
+        bad = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
+        answer = server.post("/v1/chat/completions", messages=messages, tools=[tool])
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"

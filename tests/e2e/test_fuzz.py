@@ -1,0 +1,19 @@
+"""A short `make fuzz`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.e2e.fuzz import FLAGS, fuzz, internal_errors, requests_answered
+from tests.e2e.server import serving
+
+
+def test_requests_made_from_the_description_are_answered_as_described(
+    tiny_model: Callable[..., Path],
+) -> None:
+    with serving(tiny_model("llama"), *FLAGS) as server:
+        run = fuzz(server, "--seed=7", "--phases=examples,fuzzing", "--max-examples=20")
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert requests_answered(server) > 200
+        assert internal_errors(server) == []

@@ -1,0 +1,77 @@
+"""A quantized KV cache through the real processes, against mlx-lm with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.oracle import Oracle, oracle
+
+MAX_TOKENS = 12
+HEAD = (
+    "You are a careful assistant. You answer in one short sentence, without lists, and you "
+    "say so when you do not know something. Here is what you have to work with today: "
+)
+QUESTIONS = ["What is the capital of France?", "Name a colour.", "Why is the sky blue?"]
+BLOCK_ELEMENTS = 16 * 30 * 2 * 3 * 64
+"""Tokens, layers, keys and values, heads, dim."""
+
+
+@pytest.fixture(scope="module")
+def truth(demo_model: Path) -> Oracle:
+    return oracle(demo_model, kv_bits=8)
+
+
+def flags(directory: Path, bits: int) -> tuple[str, ...]:
+    kv_bits = ("--kv-bits", str(bits))
+    return (*kv_bits, "--ssd-cache-dir", str(directory), "--ssd-policy", "write_through")
+
+
+def cached(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def files(directory: Path) -> list[Path]:
+    return list(directory.rglob("*.safetensors"))
+
+
+def stored(server: Server, directory: Path, count: int) -> None:
+    server.wait_until(lambda: len(files(directory)) >= count, 60, "blocks on the SSD")
+
+
+def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
+    tmp_path: Path, truth: Oracle
+) -> None:
+    asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
+    blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
+    with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
+        cold = [first.complete(prompt, MAX_TOKENS) for prompt in asked]
+        with ThreadPoolExecutor(3) as pool:
+            ram = list(pool.map(lambda prompt: first.complete(prompt, MAX_TOKENS), asked))
+        stored(first, tmp_path, len(blocks))
+    sizes = {file.stat().st_size for file in files(tmp_path)}
+    assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "of what they take in a 16-bit type"
+    with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
+        ssd = [second.complete(prompt, MAX_TOKENS) for prompt in asked]
+        assert second.metric("mlx_lm_server_cached_ssd_tokens_total") > 0
+    assert cached(cold[0]) == 0
+    for prompt, *answers in zip(asked, cold, ram, ssd, strict=True):
+        texts = [answer["choices"][0]["text"] for answer in answers]
+        assert all(cached(answer) >= len(prompt) - 16 for answer in answers[1:])
+        assert texts[0] == texts[1] == texts[2]
+        truth.check(prompt, MAX_TOKENS, texts[0])
+
+
+def test_engines_with_other_bits_do_not_take_each_others_blocks(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    prompt = list(range(3, 3 + 40))
+    for number, bits in enumerate((8, 4, 16), 1):
+        with serving(tiny_model("llama"), *flags(tmp_path, bits)) as server:
+            assert cached(server.complete(prompt, 2)) == 0
+            stored(server, tmp_path, 2 * number)
+            assert cached(server.complete(prompt, 2)) == 32

@@ -1,0 +1,96 @@
+"""A server with little memory and many requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.oracle import Oracle
+
+LONGEST = 400
+BLOCKS = 64
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    flags = ("--num-blocks", str(BLOCKS), "--max-kv-size", str(LONGEST))
+    with serving(tiny_model("llama"), *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+        yield running
+
+
+def complete(server: Server, body: dict[str, Any]) -> str:
+    """The text; comes again where the server is short of memory, as it is told to."""
+    deadline = time.monotonic() + PATIENCE_S
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    while True:
+        answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+        if answer.status_code != 503 or time.monotonic() > deadline:
+            break
+        assert answer.json()["error"]["code"] == "memory_pressure"
+        assert int(answer.headers["retry-after"]) >= 1
+        time.sleep(0.1)  # sooner than it asks for
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    bodies = [
+        {
+            "prompt": [3 + (7 * number + place * place) % 300 for place in range(5 + number)],
+            "max_tokens": 20 + 37 * number % 140,
+            "temperature": 0,
+            "ignore_eos": True,
+            "priority": number % 3 // 2,
+        }
+        for number in range(40)
+    ]
+    over: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        client = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE_S)
+        while not done.wait(0.05):
+            health = client.get("/health").json()
+            (engine,) = health["models"][0]["engines"]
+            over.append(engine["blocks"]["used"] / BLOCKS)
+            over.append(engine["memory_pressure"])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        pressed = list(pool.map(lambda body: complete(server, body), bodies))
+    done.set()
+    watcher.join()
+    assert 0.8 < max(over) <= 1.0
+    assert server.metric("mlx_lm_server_preemptions_total") > 0
+    unevictable = "mlx_lm_server_kv_unevictable_bytes"
+    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all is free")
+    oracle = Oracle(tiny_model("llama"))
+    for body, text in zip(bodies, pressed, strict=True):
+        if text != complete(server, body):
+            oracle.check(body["prompt"], body["max_tokens"], text)
+    assert len(server.pids("services.engine")) == 1
+    assert not any("restarted" in line for line in server.log), "no engine was lost"
+
+
+def test_the_limit_of_the_context_is_told_and_kept(server: Server) -> None:
+    model = server.client.get("/v1/models").json()["data"][0]
+    assert LONGEST in model.values()
+    refused = server.post("/v1/completions", prompt=[5] * LONGEST, max_tokens=1)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    cut = server.complete([5] * (LONGEST - 3), 50, ignore_eos=True)
+    assert cut["usage"]["completion_tokens"] == 3
+    assert cut["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,27 @@
+"""The short form of `make soak`: long enough for leftovers, too short for slow leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.e2e.soak import grows, soak
+
+MINUTES = 1.25
+SLACK_BYTES = 64 * 2**20
+"""In so short a time heaps and caches still fill up."""
+
+
+def test_a_minute_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
+    report = soak(tiny_model("llama"), MINUTES, slack_bytes=SLACK_BYTES)
+    assert not report.findings, "\n".join(report.lines())
+    assert report.done["answers"] > 100, report.lines()
+    assert report.done["ask again"] > 10, report.lines()
+
+
+def test_a_leak_counts_as_growth_and_filling_up_does_not() -> None:
+    megabyte = 2**20
+    leak = [100 * megabyte + second * megabyte // 10 for second in range(1800)]
+    fills = [min(100 + second, 300) * megabyte for second in range(1800)]
+    assert grows(leak)
+    assert not grows(fills)

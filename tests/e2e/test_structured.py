@@ -1,0 +1,150 @@
+"""Structured output through the whole server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from bench.schemas import Schema, Sizes, generate
+from tests.e2e.server import Server, serving
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SLOW = {"type": "integer", "multipleOf": 9_999_991}  # minutes to compile
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    with serving(tiny_model("llama"), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+        yield server
+
+
+def ask(server: Server, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
+    about = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    return server.post(path, **{**about, "max_tokens": 900, "temperature": 1, **fields})
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop", answer.text
+    text: str = choice["message"]["content"] if "message" in choice else choice["text"]
+    return text
+
+
+def test_answers_are_valid_by_their_schemas(server: Server) -> None:
+    schemas = generate(20, seed=3, sizes=Sizes(depth=2, properties=3, items=2, characters=6))
+
+    def valid(numbered: tuple[int, Schema]) -> None:
+        number, schema = numbered
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        path = CHAT if number % 2 else COMPLETIONS
+        text = text_of(ask(server, path, response_format=form, seed=number))
+        jsonschema.validate(json.loads(text), schema)
+
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(valid, enumerate(schemas)))
+
+
+def test_any_object(server: Server) -> None:
+    """Nothing says how long it may be, and some of these end."""
+    fields = {"response_format": {"type": "json_object"}, "max_tokens": 1500}
+    answers = [ask(server, seed=seed, **fields).json()["choices"][0] for seed in range(4)]
+    ended = [choice["text"] for choice in answers if choice["finish_reason"] == "stop"]
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+    assert all(choice["text"].startswith("{") for choice in answers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[a-c]{2,5}x"}, "[a-c]{2,5}x"),
+        ({"structured_outputs": {"choice": ["yes", "no", 'é "\n']}}, 'yes|no|é "\n'),
+        ({"guided_grammar": 'start: "(" n ")"\nn: /[0-9]{1,3}/ | start'}, r"\(+[0-9]{1,3}\)+"),
+        ({"guided_regex": "a{30}", "max_tokens": 7}, None),
+        ({"guided_regex": "ab+c", "stop": "bc"}, "ab*"),
+        ({"guided_regex": "[a-z]{9}", "min_tokens": 30, "ignore_eos": True}, "[a-z]{9}"),
+    ],
+)
+def test_other_grammars(server: Server, fields: dict[str, Any], pattern: str | None) -> None:
+    for path in (CHAT, COMPLETIONS):
+        answer = ask(server, path, **fields)
+        if pattern is None:
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        else:
+            assert re.fullmatch(pattern, text_of(answer))
+
+
+def test_choices_and_streams_and_log_probabilities(server: Server) -> None:
+    fields = {"guided_regex": "[a-z]{3}(-[0-9]{2}){2}", "seed": 11, "n": 3, "logprobs": 2}
+    whole = ask(server, **fields).json()["choices"]
+    texts: dict[int, str] = {}
+    body = {"prompt": "x", "max_tokens": 900, "temperature": 1, "stream": True, **fields}
+    with server.client.stream("POST", COMPLETIONS, json=body) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    index = choice["index"]
+                    texts[index] = texts.get(index, "") + choice["text"]
+    assert [texts[index] for index in range(3)] == [choice["text"] for choice in whole]
+    assert len(set(texts.values())) == 3
+    for choice in whole:
+        assert re.fullmatch("[a-z]{3}(-[0-9]{2}){2}", choice["text"])
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "where"),
+    [
+        ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": 'start: "a" b\n'}, "guided_grammar", "1(8): unknown name"),
+        ({"guided_json": {"properties": {"a": {"type": "int"}}}}, "guided_json", "/properties/a"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format.json_schema.schema",
+            "type",
+        ),
+        (
+            {"guided_json": {"enum": ["x" * 300_000]}},
+            "guided_json",
+            "limit",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_compiled_is_a_400_that_says_where(
+    server: Server, fields: dict[str, Any], param: str, where: str, stream: bool
+) -> None:
+    for path in (CHAT, COMPLETIONS):
+        answer = ask(server, path, stream=stream, **fields)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert where in error["message"]
+
+
+def test_a_grammar_that_takes_minutes_is_a_400_and_holds_nobody_up(server: Server) -> None:
+    answers: list[httpx.Response] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(ask(server, guided_json=SLOW)))
+        for _ in range(3)
+    ]
+    for client in clients:
+        client.start()
+    time.sleep(0.5)
+    assert re.fullmatch("[0-9]{4}", text_of(ask(server, guided_regex="[0-9]{4}")))
+    assert ask(server, max_tokens=5).status_code == 200
+    assert not answers
+    for client in clients:
+        client.join(90)
+    assert [answer.status_code for answer in answers] == [400] * 3
+    assert all("takes longer" in answer.json()["error"]["message"] for answer in answers)

@@ -1,0 +1,39 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.backend import allocation
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+PROGRAM = """
+import mlx.core as mx
+arrays = [mx.zeros((3, 2**18)) for _ in range(32)]  # 3 MB each
+mx.eval(arrays)
+rollup = open("/proc/self/smaps_rollup").read().split()
+print(rollup[rollup.index("AnonHugePages:") + 1])
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not HUGE.exists() or "[never]" in HUGE.read_text(),
+    reason="this system has no huge pages",
+)
+def test_large_arrays_come_in_huge_pages() -> None:
+    environment = {**os.environ, **allocation.environment({})}
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
+    assert int(run.stdout) > 48_000  # KB
+
+
+def test_what_the_user_set_is_left_alone() -> None:
+    assert allocation.environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == {}
+
+
+def test_containers_have_the_same() -> None:
+    dockerfile = Path(__file__).parents[3] / "deploy" / "Dockerfile"
+    ((name, value),) = allocation.environment({}).items()
+    assert f"ENV {name}={value}\n" in dockerfile.read_text()

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from llguidance import LLTokenizer
+
+from engine.grammar.compiled import Vocabulary
+from tests.tiny_models import EOS, VOCAB_SIZE
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tiny_model: Callable[..., Path]) -> Vocabulary:
+    text = (tiny_model("llama") / "tokenizer.json").read_text()
+    return Vocabulary(text, VOCAB_SIZE, [EOS])
+
+
+@pytest.fixture(scope="session")
+def tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    return vocabulary.load()

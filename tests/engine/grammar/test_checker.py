@@ -1,0 +1,142 @@
+"""What cannot be compiled is found out by a process that may be lost over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.grammar.checker import Checker, CheckerUnavailable
+from engine.grammar.compiled import GrammarError, Vocabulary
+from shared.wire import Grammar
+from tests.e2e.server import alive
+
+
+def schema(value: object) -> Grammar:
+    return Grammar(kind="json_schema", source=json.dumps(value))
+
+
+def lark(text: str) -> Grammar:
+    return Grammar(kind="lark", source=text)
+
+
+@pytest.fixture(scope="module")
+def checker(vocabulary: Vocabulary) -> Iterator[Checker]:
+    checker = Checker(vocabulary)
+    yield checker
+    checker.close()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"type": "object"}),
+        schema({"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"enum": [1]}}}),
+        Grammar(kind="regex", source=r"(\d+|a/b)"),
+        Grammar(kind="regex", source="(a|b)*a(a|b){20}"),
+        lark('start: "a" b*\nb: /[0-9]/'),
+    ],
+)
+def test_what_compiles_passes(checker: Checker, grammar: Grammar) -> None:
+    checker.check(grammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "where"),
+    [
+        (schema({"type": "objct"}), "Invalid type: objct"),
+        (
+            schema({"properties": {"a": {}, "b/c": {"items": {"type": "objct"}}}}),
+            "at /properties/b~1c/items: Invalid type: objct",
+        ),
+        (
+            schema(
+                {
+                    "properties": {"a": {"$ref": "#/$defs/x"}},
+                    "$defs": {"x": {"type": "string", "pattern": "(("}},
+                }
+            ),
+            "#/$defs/x",
+        ),
+        (schema({"anyOf": [{}, {"type": "string", "minLength": 2, "maxLength": 1}]}), None),
+        (schema({"type": "object", "propertyNames": {"pattern": "a"}}), "propertyNames"),
+        (Grammar(kind="json_schema", source='{"type":'), "line 1 column"),
+        (Grammar(kind="json_schema", source='{"items":' * 9000), "recursion limit"),
+        (Grammar(kind="json_schema", source="false"), "object schema"),
+        (Grammar(kind="regex", source="a("), "unclosed group"),
+        (Grammar(kind="regex", source=r"(a)\1"), "backreferences"),
+        (lark('start: "a" b\nb: /[0-9]+/ c\n'), "at 2(4): unknown name"),
+        (lark("start: " + "(" * 20_000), "too deeply nested"),
+        (lark(""), "Empty grammar"),
+        # It compiles, and falls over its first token.
+        (
+            schema(
+                {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2000)}}
+            ),
+            "items",
+        ),
+    ],
+)
+def test_what_does_not_compile_says_where(
+    checker: Checker, grammar: Grammar, where: str | None
+) -> None:
+    if where is None:  # of alternatives one that can be is enough
+        checker.check(grammar)
+        return
+    with pytest.raises(GrammarError) as failure:
+        checker.check(grammar)
+    assert where in str(failure.value)
+    assert "<state>" not in str(failure.value)
+
+
+def test_what_takes_minutes_is_given_up(vocabulary: Vocabulary) -> None:
+    checker = Checker(vocabulary, time_limit_s=1)
+    try:
+        checker.check(schema({"type": "integer"}))
+        started = time.monotonic()
+        with pytest.raises(GrammarError, match="takes longer") as failure:
+            checker.check(schema({"type": "integer", "multipleOf": 9_999_991}))
+        assert failure.value.transient
+        assert time.monotonic() - started < 60  # it would be four minutes
+        checker.check(schema({"type": "integer"}))
+    finally:
+        checker.close()
+
+
+def test_a_process_that_is_killed_refuses_one_grammar_and_comes_back(checker: Checker) -> None:
+    checker.check(lark('start: "a"'))
+    process = checker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    checker.check(lark('start: "a"'))
+    assert checker._process is not process
+
+
+def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
+    vocabulary: Vocabulary,
+) -> None:
+    checker = Checker(vocabulary)
+    count = 200_000  # a source far over what a request may have
+    deep = "".join(f"a{i}:a{i + 1}\n" for i in range(count))
+    try:
+        with pytest.raises(GrammarError):
+            checker.check(lark(f'start: a0\n{deep}a{count}: "x"'))
+        checker.check(lark('start: "a"'))
+    finally:
+        checker.close()
+
+
+def test_it_ends_when_it_is_closed(vocabulary: Vocabulary) -> None:
+    checker = Checker(vocabulary)
+    checker.check(lark('start: "a"'))
+    assert checker._process is not None
+    pid = checker._process.pid
+    checker.close()
+    assert not alive(pid)
+    with pytest.raises(CheckerUnavailable):
+        checker.check(lark('start: "a"'))

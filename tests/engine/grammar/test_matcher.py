@@ -1,0 +1,52 @@
+"""A sequence's place in its grammar moves with its outputs, both ways."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from llguidance import LLTokenizer
+
+from engine.grammar.compiled import GrammarError, compile_grammar
+from engine.grammar.matcher import Matcher
+from shared.wire import Grammar
+
+
+def ids(tokenizer: LLTokenizer, text: str) -> list[int]:
+    return [tokenizer.tokenize_str(letter)[0] for letter in text]
+
+
+def test_it_goes_back_as_far_as_it_went(tokenizer: LLTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="(ab|cd)x"))
+    matcher, other = Matcher(grammar), Matcher(grammar)
+    matcher.advance(ids(tokenizer, "abx"))
+    assert matcher.inner is not None and matcher.inner.is_accepting()
+    matcher.rollback(3)
+    matcher.advance(ids(tokenizer, "cd"))
+    assert matcher.outputs == 2
+    other.advance(ids(tokenizer, "cd"))
+    assert other.inner is not None
+    assert matcher.inner.compute_bitmask() == other.inner.compute_bitmask()
+
+
+def test_a_token_that_is_not_allowed_is_an_error_for_good(tokenizer: LLTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="ab"))
+    matcher = Matcher(grammar)
+    for _ in range(2):
+        with pytest.raises(GrammarError):
+            matcher.advance(ids(tokenizer, "x"))
+    Matcher(grammar).advance(ids(tokenizer, "ab"))  # which is nobody else's
+
+
+def test_it_sleeps_until_the_tokens_came_that_it_begins_after(tokenizer: LLTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="ab"))
+    matcher = Matcher(grammar, after=ids(tokenizer, "<>"))
+    matcher.advance(ids(tokenizer, "xyz<a<>"))
+    assert matcher.inner is not None
+    mask = numpy.frombuffer(matcher.inner.compute_bitmask(), numpy.uint8)
+    allowed = numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little"))
+    assert ids(tokenizer, "a")[0] in allowed and ids(tokenizer, "b")[0] not in allowed
+    matcher.advance(ids(tokenizer, "a"))
+    matcher.rollback(2)
+    assert matcher.inner is None
+    matcher.advance(ids(tokenizer, ">ab"))
+    assert matcher.inner.is_accepting()

@@ -1,0 +1,136 @@
+"""LoRA adapters: over the model exactly as mlx-lm puts them, or one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from engine.model.errors import AdapterUnusable, ModelNotFound
+from engine.model.load import load
+from engine.replica import build
+from shared.exits import EXIT_CONFIG
+from shared.settings import Settings
+from tests.tiny_models import make_adapter
+
+TinyModel = Callable[..., Path]
+PROMPT = mx.array([[5, 80, 3, 200, 9]])
+
+
+@pytest.fixture
+def adapter(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    return make_adapter(tiny_model("llama"), tmp_path / "adapter")
+
+
+def test_logits_are_those_of_mlx_lm_with_the_same_adapter(
+    tiny_model: TinyModel, adapter: Path
+) -> None:
+    model = tiny_model("llama")
+    plain = load(model).model(PROMPT)
+    ours = load(model, adapter_path=adapter).model(PROMPT)
+    theirs = mlx_lm.load(str(model), adapter_path=str(adapter))[0](PROMPT)
+    assert mx.allclose(ours, theirs, atol=1e-5)
+    assert not mx.allclose(ours, plain, atol=0.1)
+
+
+def test_blocks_with_an_adapter_have_names_of_their_own(
+    tiny_model: TinyModel, adapter: Path, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    other = make_adapter(model, tmp_path / "other", seed=1)
+    same = Path(shutil.copytree(adapter, tmp_path / "same"))
+
+    def namespace(path: Path | None) -> bytes:
+        return build(load(model, adapter_path=path), Settings(num_blocks=64)).namespace
+
+    plain, first, second, third = map(namespace, (None, adapter, other, same))
+    assert len({plain, first, second}) == 3
+    assert first == third
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapters.safetensors"])
+def test_a_directory_without_an_adapter_says_what_it_lacks(
+    tiny_model: TinyModel, adapter: Path, missing: str
+) -> None:
+    (adapter / missing).unlink()
+    with pytest.raises(AdapterUnusable, match=f"is not an adapter: it has no {missing}"):
+        load(tiny_model("llama"), adapter_path=adapter)
+
+
+def test_a_path_that_is_not_there_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="there is no adapter at"):
+        load(tiny_model("llama"), adapter_path=tmp_path / "nowhere")
+
+
+def cut_in_half(adapter: Path) -> None:
+    file = adapter / "adapters.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def of_a_wider_model(adapter: Path) -> None:
+    weights = mx.load(str(adapter / "adapters.safetensors"))
+    wider = {name: mx.concatenate([array, array]) for name, array in weights.items()}
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), wider)
+
+
+def of_other_layers(adapter: Path) -> None:
+    weights = mx.load(str(adapter / "adapters.safetensors"))
+    renamed = {name.replace("q_proj", "query"): array for name, array in weights.items()}
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), renamed)
+
+
+def without_half_of_a_pair(adapter: Path) -> None:
+    """mlx-lm would fill it with random numbers."""
+    weights = mx.load(str(adapter / "adapters.safetensors"))
+    rest = {n: array for n, array in weights.items() if not n.endswith("v_proj.lora_a")}
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), rest)
+
+
+def no_json(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text("{")
+
+
+def json_of_another_kind(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text("[1]")
+
+
+def of_another_library(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        cut_in_half,
+        of_a_wider_model,
+        of_other_layers,
+        without_half_of_a_pair,
+        no_json,
+        json_of_another_kind,
+        of_another_library,
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_one_clear_line(
+    tiny_model: TinyModel, adapter: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(adapter)
+    with pytest.raises(AdapterUnusable, match=f"the adapter in {adapter} cannot be used: ") as seen:
+        load(tiny_model("llama"), adapter_path=adapter)
+    assert "\n" not in str(seen.value)
+
+
+def test_an_engine_with_a_bad_adapter_ends_for_good(tiny_model: TinyModel, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.engine", f"--model={tiny_model('llama')}"]
+    command += [f"--adapter-path={tmp_path}", f"--engine-socket=ipc://{tmp_path}/e"]
+    ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == EXIT_CONFIG
+    assert "is not an adapter: it has no adapter_config.json" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx_lm
+import pytest
+
+from engine.model.context import UNBOUNDED_CONTEXT, context_length
+from engine.model.errors import ModelNotFound
+from engine.model.load import (
+    TokenizerOptions,
+    fingerprint,
+    load,
+    resolve,
+)
+from tests.tiny_models import CONTEXT, EOS, KINDS, VOCAB_SIZE, Kind, make_tiny
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tiny_model_loads_and_generates(tiny_model: TinyModel, kind: Kind) -> None:
+    loaded = load(resolve(str(tiny_model(kind))))
+    prompt = loaded.tokenizer.encode("Hello é!")
+    assert mlx_lm.generate(loaded.model, loaded.tokenizer, prompt, max_tokens=4)
+    assert loaded.vocab_size == VOCAB_SIZE
+    assert loaded.eos_token_ids == (EOS,)
+    assert loaded.context_length == (UNBOUNDED_CONTEXT if kind == "mamba" else CONTEXT)
+    assert {"config.json", "tokenizer.json"} <= set(loaded.tokenizer_files)
+    assert all(path.is_file() for path in loaded.tokenizer_files.values())
+
+
+def test_the_tokenizer_can_be_told_other_tokens_and_another_template(
+    tiny_model: TinyModel,
+) -> None:
+    options = TokenizerOptions(eos_token="<|endoftext|>", chat_template="just this")
+    loaded = load(tiny_model("llama"), tokenizer_options=options)
+    assert loaded.eos_token_ids == (0, EOS)
+    message = [{"role": "user", "content": "Hello"}]
+    assert loaded.tokenizer.apply_chat_template(message, tokenize=False) == "just this"
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "nowhere"])
+def test_a_path_that_is_not_there_is_one_clear_line(model: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"there is no model at {model}") as caught:
+        resolve(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_without_a_network_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="some/model") as caught:
+        resolve("some/model")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_directory_without_a_model_says_what_it_lacks(tmp_path: Path, missing: str) -> None:
+    path = make_tiny("llama", tmp_path / "model")
+    (path / missing).unlink()
+    with pytest.raises(ModelNotFound, match="is not a model directory: it has no"):
+        resolve(str(path))
+
+
+def test_an_unknown_architecture_is_one_clear_line(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    with pytest.raises(ModelNotFound, match="unheard_of") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_fingerprint_names_the_content_and_not_the_place(tmp_path: Path) -> None:
+    here = make_tiny("llama", tmp_path / "here", seed=1)
+    there = Path(shutil.copytree(here, tmp_path / "there"))
+    assert fingerprint(here) == fingerprint(there)
+
+    weights = there / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert fingerprint(here) != fingerprint(there)
+
+
+def test_the_fingerprint_of_a_big_model_changes_with_its_last_weight(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    for file in demo_model.iterdir():
+        shutil.copy(file, tmp_path)
+    assert fingerprint(tmp_path) == fingerprint(demo_model)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\x01\x02\x03\x04")
+    assert fingerprint(tmp_path) != fingerprint(demo_model)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": None}, UNBOUNDED_CONTEXT),
+    ],
+)
+def test_the_context_length_is_found_wherever_the_config_has_it(
+    config: dict[str, object], expected: int
+) -> None:
+    assert context_length(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("llama", {}, 100),
+        ("gemma3", {}, 100),
+        ("gemma3", {"sliding_window_pattern": 9}, CONTEXT),
+        ("gemma3", {"sliding_window_pattern": 9, "sliding_window": 101}, 100),
+        ("mamba", {}, UNBOUNDED_CONTEXT),
+    ],
+)
+def test_a_limit_of_the_kept_context_holds_unless_the_model_keeps_less_anyway(
+    tmp_path: Path, kind: Kind, changes: dict[str, int], expected: int
+) -> None:
+    path = make_tiny(kind, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    own = load(path).context_length
+    assert load(path, max_kv_size=100).context_length == expected
+    assert load(path, max_kv_size=own + 1).context_length == own

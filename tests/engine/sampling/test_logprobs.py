@@ -1,0 +1,57 @@
+"""Log-probabilities against a direct computation."""
+
+import mlx.core as mx
+import pytest
+
+from engine.backend import arrays
+from engine.plan import Decode, Slot
+from engine.sampling.logprobs import score
+from engine.sampling.sampler import Sampler
+from shared.wire import Sampling, TokenLogprobs
+
+
+@pytest.fixture(params=["host", "device"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "device":
+        monkeypatch.setattr(arrays, "library", lambda: mx)
+
+
+def direct(logits: mx.array, chosen: int, count: int) -> TokenLogprobs:
+    logprobs = (logits - mx.logsumexp(logits)).tolist()
+    order = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[:count]
+    return TokenLogprobs(chosen=logprobs[chosen], top_ids=order, top=[logprobs[i] for i in order])
+
+
+def assert_same(ours: TokenLogprobs, expected: TokenLogprobs) -> None:
+    assert ours.top_ids == expected.top_ids
+    assert [ours.chosen, *ours.top] == pytest.approx([expected.chosen, *expected.top], abs=1e-5)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("vocab", [1, 30, 64, 1000, 1088])
+def test_each_row_has_its_own_and_as_many_of_the_likeliest_as_it_asks_for(vocab: int) -> None:
+    logits = mx.random.normal((5, vocab), key=mx.random.key(vocab)) * 3
+    chosen = [0, vocab - 1, vocab // 2, vocab // 3, 0]
+    counts = [0, 1, 20, 5, 3]
+    found = score(logits, mx.array(chosen), counts).read()
+    for row, ours in enumerate(found):
+        assert_same(ours, direct(logits[row], chosen[row], counts[row]))
+
+
+@pytest.mark.usefixtures("library")
+def test_they_are_the_models_own_whatever_changes_the_choice() -> None:
+    logits = mx.random.normal((3, 200), key=mx.random.key(1)) * 2
+    best = int(mx.argmax(logits[0]))
+    greedy = Sampling(seed=1, logit_bias=[(best, -100.0)])
+    drawn = Sampling(seed=3, temperature=1.7, top_k=9, frequency_penalty=1.0)
+    decodes = [
+        Decode(Slot(0, 0), 4, 5, 0, greedy, logprobs=2),
+        Decode(Slot(0, 1), 4, 5, 0, Sampling(seed=1)),
+        Decode(Slot(0, 2), 4, 5, 3, drawn, (), 4, (1, 2, 3, 4)),
+    ]
+    sampled = Sampler().sample(logits, decodes, mx.array([5, 5, 5]))
+    assert sampled.scores is not None and sampled.scored == (0, 2)
+    tokens = sampled.tokens.tolist()
+    assert tokens[0] != best
+    for row, ours in zip(sampled.scored, sampled.scores.read(), strict=True):
+        assert_same(ours, direct(logits[row], tokens[row], decodes[row].logprobs or 0))

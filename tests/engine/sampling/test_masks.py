@@ -1,0 +1,88 @@
+"""Masks on logits: on the host and as a device would, which unpacks them itself."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import numpy
+import pytest
+from llguidance import LLTokenizer
+
+from engine.grammar.library import Library
+from engine.plan import Decode, Slot
+from engine.sampling import masks as sampling_masks
+from engine.sampling import noise
+from engine.sampling.masks import Masking
+from engine.sampling.sampler import Sampler
+from shared.wire import Grammar, Sampling
+from tests.tiny_models import EOS, VOCAB_SIZE
+
+WIDTH = VOCAB_SIZE + 13  # rows of an embedding that no token has
+
+
+def decode(row: int, source: str | None, **fields: object) -> Decode:
+    grammar = None if source is None else Grammar(kind="regex", source=source)
+    fields = {"sampling": Sampling(seed=row), "token": 5, "output_index": 0} | fields
+    return Decode(  # type: ignore[arg-type]
+        slot=Slot(0, row),
+        position=0,
+        grammar=grammar,
+        constrained=grammar is not None,
+        history=(),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_only_bound_rows_lose_tokens(
+    tokenizer: LLTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    host: bool,
+) -> None:
+    monkeypatch.setattr(sampling_masks.arrays, "library", lambda: numpy if host else mx)
+    masking = Masking(Library(tokenizer), WIDTH)
+    decodes = [decode(0, None), decode(1, "[abc]"), decode(2, None), decode(3, "x|")]
+    pending = masking.start(decodes, [5] * 4)
+    assert pending is not None
+    masks = pending.result()
+    assert (masks.rows, masks.failed) == ([1, 3], [])
+    logits = mx.random.normal((4, WIDTH), key=mx.random.key(0))
+    masked = numpy.array(masks.apply(logits))
+    given = numpy.array(logits)
+    left = [set(numpy.flatnonzero(row > -math.inf)) for row in masked]
+    assert left[0] == left[2] == set(range(WIDTH))
+    assert left[1] == {tokenizer.tokenize_str(letter)[0] for letter in "abc"}
+    assert left[3] == {tokenizer.tokenize_str("x")[0], EOS}
+    for row, tokens in enumerate(left):
+        places = sorted(tokens)
+        assert (masked[row, places] == given[row, places]).all()
+
+
+def test_forbidden_tokens_come_only_where_nothing_else_may(
+    tokenizer: LLTokenizer,
+) -> None:
+    masking = Masking(Library(tokenizer), WIDTH)
+    rows = [decode(0, "x|", forbidden=(EOS,)), decode(1, "", forbidden=(EOS,))]
+    pending = masking.start(rows, [5] * 2)
+    assert pending is not None
+    allowed = pending.result().allowed
+    assert list(numpy.flatnonzero(allowed[0])) == tokenizer.tokenize_str("x")
+    assert list(numpy.flatnonzero(allowed[1])) == [EOS]
+
+
+def test_the_only_token_that_is_allowed_is_chosen_whatever_the_noise(
+    tokenizer: LLTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lowest(keys: object, vocab_size: int) -> mx.array:
+        return mx.zeros((1, vocab_size))
+
+    monkeypatch.setattr(noise, "uniform", lowest)
+    sampler = Sampler()
+    sampler.masking = Masking(Library(tokenizer), WIDTH)
+    hot = Sampling(seed=0, temperature=2.0, top_p=0.9, top_k=5, min_p=0.2)
+    decodes = [decode(0, "x", sampling=hot)]
+    masks = sampler.start_masks(decodes, [5])
+    sampled = sampler.sample(mx.zeros((1, WIDTH)), decodes, mx.array([5], mx.int32), masks)
+    assert sampled.tokens.tolist() == tokenizer.tokenize_str("x")

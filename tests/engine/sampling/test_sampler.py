@@ -1,0 +1,135 @@
+import math
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+
+from engine.backend import arrays
+from engine.plan import Decode, Slot
+from engine.sampling import noise
+from engine.sampling.sampler import Sampler, choose
+from shared.wire import Sampling
+
+VOCAB = 50
+
+
+def decode(row: int = 0, index: int = 0, forbidden: tuple[int, ...] = (), **controls) -> Decode:
+    controls.setdefault("seed", 1)
+    return Decode(
+        Slot(0, row), index + 5, None, index, Sampling(**controls), forbidden, None, (4,) * index
+    )
+
+
+def sample(logits: mx.array, rows: list[Decode]) -> list[int]:
+    return Sampler().sample(logits, rows, mx.arange(len(rows))).tokens.tolist()
+
+
+@pytest.fixture
+def logits() -> mx.array:
+    return mx.random.normal((8, VOCAB), key=mx.random.key(3)) * 3
+
+
+ROWS = [
+    decode(0, temperature=1.0, seed=7),
+    decode(1),
+    decode(2, temperature=0.7, top_p=0.8, seed=2**64 - 1, xtc_probability=0.9),
+    decode(3, temperature=1.5, top_k=5, min_p=0.01, seed=9, logit_bias=[(3, 4.0)]),
+    decode(4, temperature=2.0, min_p=0.2, seed=0),
+    decode(5, 3, temperature=1.0, seed=7, frequency_penalty=1.0),
+    decode(6, 9, repetition_penalty=1.5),
+    decode(7, 2, temperature=1.9, xtc_probability=1.0, xtc_threshold=0.01, top_k=30),
+]
+
+
+def test_temperature_zero_takes_the_most_likely_token(logits: mx.array) -> None:
+    filters = {"top_p": 0.5, "top_k": 3, "min_p": 0.3, "xtc_probability": 1.0}
+    tokens = sample(logits, [decode(i, **filters) for i in range(8)])
+    assert tokens == mx.argmax(logits, axis=-1).tolist()
+
+
+def test_a_row_draws_the_same_token_whatever_else_is_in_the_batch(logits: mx.array) -> None:
+    together = sample(logits, ROWS)
+    alone = [
+        Sampler().sample(logits[i : i + 1], [row], mx.array([i])) for i, row in enumerate(ROWS)
+    ]
+    assert together == [one.tokens.item() for one in alone]
+    backwards = Sampler().sample(logits[::-1], ROWS[::-1], mx.arange(8)[::-1])
+    assert together == backwards.tokens.tolist()[::-1]
+
+
+def test_both_array_libraries_draw_the_same(
+    logits: mx.array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = sample(logits, ROWS)
+    monkeypatch.setattr(arrays, "library", lambda: mx)
+    assert sample(logits, ROWS) == host
+
+
+def test_logits_of_sixteen_bits_are_drawn_from_like_others(logits: mx.array) -> None:
+    short = logits.astype(mx.bfloat16)
+    assert sample(short, ROWS) == sample(short.astype(mx.float32), ROWS)
+
+
+def test_noise_depends_on_seed_and_position() -> None:
+    keys = [noise.key(s, i) for s in (0, 1, 2**63) for i in (0, 1, 70_000)]
+    assert len(set(keys)) == len(keys)
+    assert noise.key(1, 5) == noise.key(1, 5)
+    coins = [noise.coin(s, i) for s in (0, 1, 2**63) for i in (0, 1, 70_000)]
+    assert len(set(coins)) == len(coins) and all(0 <= coin < 1 for coin in coins)
+
+
+def test_forbidden_tokens_are_never_chosen(logits: mx.array) -> None:
+    best = int(mx.argmax(logits[0]))
+    second = int(mx.argsort(-logits[0])[1])
+    tokens = sample(logits[:2], [decode(forbidden=(best, 10**9)), decode(1)])
+    assert tokens == [second, int(mx.argmax(logits[1]))]
+
+
+def test_a_tiny_temperature_takes_the_most_likely_token(logits: mx.array) -> None:
+    rows = [decode(i, temperature=10.0 ** -(3 + 40 * (i % 2)), seed=i) for i in range(8)]
+    assert sample(logits, rows) == mx.argmax(logits, axis=-1).tolist()
+
+
+def chi_square(rows: list[Decode], logits: mx.array, probabilities: list[float]) -> float:
+    tokens = choose(mx.broadcast_to(logits, (len(rows), logits.shape[-1])), rows).tolist()
+    seen = Counter(tokens)
+    assert all(p > 0 for t, p in enumerate(probabilities) if seen[t])
+    expected = ((t, p * len(rows)) for t, p in enumerate(probabilities) if p > 0)
+    return sum((seen[t] - e) ** 2 / e for t, e in expected)
+
+
+TEN = mx.random.normal((1, 10), key=mx.random.key(1))
+# The 99.9th percentile of chi-square, by degrees of freedom.
+LIMIT = {4: 18.5, 9: 27.9}
+
+
+def softmax_of(kept: list[int], temperature: float) -> list[float]:
+    logits = [TEN[0, t].item() if t in kept else -math.inf for t in range(10)]
+    return mx.softmax(mx.array(logits) / temperature).tolist()
+
+
+@pytest.mark.parametrize("seeds", [True, False], ids=["by seed", "by position"])
+def test_draws_follow_the_distribution(seeds: bool) -> None:
+    """4,000 draws at fixed seeds."""
+    rows = [
+        decode(0, 0 if seeds else i, temperature=0.8, seed=i if seeds else 5) for i in range(4000)
+    ]
+    assert chi_square(rows, TEN, softmax_of(list(range(10)), 0.8)) < LIMIT[9]
+
+
+def test_draws_follow_what_the_filters_leave() -> None:
+    order = mx.argsort(-TEN[0]).tolist()
+    rows = [decode(0, i, temperature=1.2, seed=3, top_k=5) for i in range(4000)]
+    assert chi_square(rows, TEN, softmax_of(order[:5], 1.2)) < LIMIT[4]
+
+
+def test_xtc_excludes_as_often_as_it_shall() -> None:
+    """With probability 0.3 only the least likely of the tokens over the threshold stays."""
+    order = mx.argsort(-TEN[0]).tolist()
+    chances = mx.softmax(TEN[0]).tolist()
+    over = [t for t in order if chances[t] > 0.1]
+    assert len(over) == 3
+    without = softmax_of(order[len(over) - 1 :], 1.0)
+    expected = [0.7 * p + 0.3 * q for p, q in zip(chances, without, strict=True)]
+    rows = [decode(0, i, temperature=1.0, seed=9, xtc_probability=0.3) for i in range(4000)]
+    assert chi_square(rows, TEN, expected) < LIMIT[9]

@@ -1,0 +1,204 @@
+"""An engine's loop around scheduler and fake executor, with router and kvstore played."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.plan import Plan, StepResult
+from engine.scheduler import Scheduler, SchedulerConfig
+from shared import wire
+from tests.engine.scheduler.fake_executor import (
+    FakeExecutor,
+    StepRaised,
+    content_of,
+    expected,
+    prompt_logprobs_of,
+)
+
+BLOCK_BYTES = 1000
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    """A small engine: blocks of 4 tokens, 64 of them unless ``blocks`` says otherwise."""
+    blocks = changes.pop("blocks", 64)
+    fields: dict[str, Any] = {
+        "block_size": 4,
+        "block_bytes": BLOCK_BYTES,
+        "limit_bytes": blocks * BLOCK_BYTES,
+        "context_length": 200,
+        "max_batch_size": 4,
+        "prefill_batch_size": 2,
+        "completion_batch_size": 8,
+        "prefill_chunk_tokens": 16,
+        "namespace": b"test",
+        "look_ahead": False,
+    }
+    return SchedulerConfig(**(fields | changes))
+
+
+RECURRENT = {
+    "hybrid": {"state_bytes": 2500, "row_bytes": 2500, "kept_states": 12},
+    "recurrent": {
+        "state_bytes": 2500,
+        "row_bytes": 2500,
+        "kept_states": 12,
+        "keeps_kv": False,
+        "block_bytes": 4,
+    },
+}
+"""What is added to `config` for models that have recurrent layers too, or nothing else."""
+
+
+def request(name: str, prompt: list[int], **changes: Any) -> wire.Submit:
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "attempt": 1,
+        "token_ids": prompt,
+        "sampling": wire.Sampling(seed=7),
+        "max_tokens": 5,
+        "stop_token_ids": [],
+    }
+    return wire.Submit(**(fields | changes))
+
+
+@dataclass
+class Client:
+    """What a router has got of one request."""
+
+    request: wire.Submit
+    answer: wire.Accepted | wire.Refused | None = None
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
+    end: wire.Delta | None = None
+    started_step: int | None = None
+
+
+class Engine:
+    """Drives a scheduler as the engine's core does, checking its books at every turn."""
+
+    def __init__(self, settings: SchedulerConfig) -> None:
+        self.config = settings
+        self.now_s = 0.0
+        self.scheduler = Scheduler(settings, clock=lambda: self.now_s)
+        self.executor = FakeExecutor(settings)
+        self.results: deque[StepResult] = deque()
+        self.plans: list[Plan] = []
+        self.clients: dict[tuple[str, int], Client] = {}
+        self.fetches: deque[tuple[int, list[bytes]]] = deque()
+        self.stored: dict[bytes, tuple[bytes | memoryview, ...]] = {}
+        self.cached: set[bytes] = set()
+        self.store_answers = True
+
+    def submit(self, message: wire.Submit) -> Client:
+        client = self.clients.setdefault((message.request_id, message.attempt), Client(message))
+        self.scheduler.submit(message)
+        self.collect()
+        return client
+
+    def schedule(self) -> Plan | None:
+        """Makes a plan and runs it; its result waits to be applied."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+            try:
+                self.results.append(self.executor.run(plan))
+            except StepRaised:
+                self.results.clear()
+                self.executor.reset()
+                self.scheduler.start_over("the step raised", less_memory=True)
+                self.check()
+                return plan
+            self.now_s += self.results[-1].elapsed_s
+        self.check()
+        return plan
+
+    def apply(self) -> None:
+        self.scheduler.apply(self.results.popleft())
+        self.check()
+
+    def answer_store(self) -> None:
+        """Answers the oldest fetch with what was stored, up to the first that is missing."""
+        ticket, hashes = self.fetches.popleft()
+        found = []
+        for block_hash in hashes:
+            if block_hash not in self.stored:
+                break
+            found.append(self.stored[block_hash])
+        self.scheduler.fetched(ticket, found)
+        self.check()
+
+    def turn(self) -> bool:
+        """One turn of the loop. False when there is nothing left to do."""
+        while self.store_answers and self.fetches:
+            self.answer_store()
+        plan = self.schedule()
+        if self.results and (len(self.results) > self.config.look_ahead or plan is None):
+            self.apply()
+            return True
+        return plan is not None
+
+    def run(self, turns: int = 5000) -> None:
+        """Turns until nothing is left. Fails when that does not come to an end."""
+        for _ in range(turns):
+            if not self.turn() and not (self.store_answers and self.fetches):
+                return
+        raise AssertionError(f"still busy after {turns} turns: {self.scheduler.live()}")
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        self.collect()
+        memory = self.scheduler._memory
+        named = {block.id: block.hash for block in memory.pool}
+        named |= {s.id: s.hash for s in memory.snapshots if s.hash in memory.snapshots.published()}
+        self.executor.check_hashes(named, settled=not self.results)
+        assert self.cached == set(self.scheduler.cached_hashes())
+
+    def collect(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        for answer in outputs.messages:
+            self.clients[answer.request_id, answer.attempt].answer = answer
+        for delta in outputs.deltas:
+            client = self.clients[delta.request_id, delta.attempt]
+            assert isinstance(client.answer, wire.Accepted) and client.end is None
+            assert delta.index == len(client.request.generated) + len(client.tokens)
+            client.prompt_logprobs.extend(delta.prompt_logprobs or ())
+            client.tokens.extend(delta.token_ids)
+            if delta.token_ids and not client.request.generated:
+                assert client.prompt_logprobs == prompt_logprobs_of(client.request)
+            if client.started_step is None:
+                client.started_step = self.executor.steps
+            if delta.finish is not None:
+                client.end = delta
+        self.fetches.extend(outputs.fetches)
+        for block_hash, payload in outputs.stores:
+            self.executor.check_content(block_hash, content_of(payload))
+            self.stored[block_hash] = payload
+        assert self.cached.isdisjoint(outputs.cached)
+        assert self.cached.issuperset(outputs.uncached)
+        self.cached = (self.cached | set(outputs.cached)) - set(outputs.uncached)
+
+    def assert_right(self, client: Client) -> None:
+        """That ``client`` got exactly its text, and what it is told of it is true."""
+        end = client.end
+        assert end is not None and end.usage is not None, client
+        tokens, finish = expected(client.request, self.config.context_length)
+        assert [*client.request.generated, *client.tokens] == tokens
+        assert end.finish == finish
+        assert end.stop_token == (tokens[-1] if finish == "stop" else None)
+        usage = end.usage
+        assert usage.prompt_tokens == len(client.request.token_ids)
+        assert usage.completion_tokens == len(tokens)
+        assert 0 <= usage.cached_ram_tokens + usage.cached_ssd_tokens <= usage.prompt_tokens
+        assert min(usage.queue_s, usage.prefill_s, usage.decode_s) >= 0
+
+    def assert_nothing_left(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.idle and not scheduler.live()
+        stats = scheduler.stats()
+        assert (stats.running, stats.waiting, stats.unevictable_bytes) == (0, 0, 0)
+        memory = scheduler._memory
+        assert set(self.executor.blocks) == {block.id for block in memory.pool}
+        assert set(self.executor.snapshots) == {snapshot.id for snapshot in memory.snapshots}
+        assert len(memory.snapshots.published()) == len(memory.snapshots)

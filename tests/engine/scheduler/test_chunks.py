@@ -1,0 +1,92 @@
+"""Chunks are as long as the time they are predicted to take allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.scheduler.chunks import (
+    ALONE_TARGET_S,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    STREAMING_TARGET_S,
+    ChunkPolicy,
+)
+
+
+def learn(policy: ChunkPolicy, per_token_s: float, per_pair_s: float) -> None:
+    """Lets ``policy`` prefill prompts on a device of that speed, beside four streams."""
+
+    def cost_s(start: int, tokens: int) -> float:
+        return tokens * (per_token_s + per_pair_s * (start + tokens / 2))
+
+    for _ in range(20):
+        policy.observe(decode_rows=4, chunks=[], elapsed_s=0.05)
+    for _ in range(10):
+        start = 0
+        while start < 2000:
+            tokens = policy.budget(streaming=True).take(start, 2000 - start)
+            elapsed_s = 0.05 + policy.pass_s + cost_s(start, tokens)
+            policy.observe(decode_rows=4, chunks=[(start, tokens)], elapsed_s=elapsed_s)
+            start += tokens
+    for start in (0, 1000, 1900):
+        assert policy.predict_s(start, 64) == pytest.approx(cost_s(start, 64), rel=0.15)
+
+
+@pytest.mark.parametrize("per_token_s", [1e-3, 2e-3, 4e-3])
+@pytest.mark.parametrize("pairs", [0.0, 1e-3])
+def test_what_is_predicted_becomes_what_is_measured(per_token_s: float, pairs: float) -> None:
+    learn(ChunkPolicy(16), per_token_s, per_token_s * pairs)
+
+
+def test_running_streams_are_not_held_up_longer_than_the_target() -> None:
+    policy = ChunkPolicy(16)
+    learn(policy, 2e-3, 2e-6)
+    for start in (0, 512, 1024):
+        streaming = policy.budget(streaming=True).take(start, 4000)
+        alone = policy.budget(streaming=False).take(start, 4000)
+        assert MIN_TOKENS <= streaming < alone <= MAX_TOKENS
+        assert policy.predict_s(start, streaming) <= STREAMING_TARGET_S
+        assert policy.predict_s(start, alone) <= ALONE_TARGET_S
+
+
+def test_even_the_slowest_device_gets_on() -> None:
+    policy = ChunkPolicy(16)
+    learn(policy, 1.0, 0.0)
+    assert policy.budget(streaming=True).take(0, 4000) == MIN_TOKENS
+
+
+def test_a_fast_device_gets_the_largest_chunks_after_a_few_steps() -> None:
+    policy = ChunkPolicy(16)
+    for _ in range(10):
+        tokens = policy.budget(streaming=True).take(0, 4000)
+        policy.observe(decode_rows=0, chunks=[(0, tokens)], elapsed_s=tokens / 20_000)
+    assert policy.budget(streaming=True).take(0, 4000) == MAX_TOKENS
+
+
+def test_the_chunks_of_a_plan_share_its_budget() -> None:
+    budget = ChunkPolicy(16, fixed_tokens=128).budget(streaming=True)
+    assert budget.take(0, 40) == 40
+    assert budget.take(16, 300) == 64
+    assert budget.take(0, 300) == 0
+    assert budget.take(0, 24) == 24
+    assert budget.take(0, 1) == 0
+
+
+def test_chunks_that_go_together_are_of_about_the_same_length() -> None:
+    policy = ChunkPolicy(16, fixed_tokens=400)
+    assert [policy.budget(streaming=True).take(0, n) for n in (100, 300)] == [100, 300]
+    budget = policy.budget(streaming=True)
+    assert budget.take(0, 100) == 100
+    assert budget.take(0, 300) == 0, "the others would be padded to it"
+    assert budget.take(0, 20) == 0, "it would be padded to the others"
+    assert budget.take(0, 110) == 96
+    assert budget.take(0, 90) == 90
+
+
+@pytest.mark.parametrize("fixed", [1, 15, 16, 17, 1000])
+def test_a_chunk_ends_with_a_block_or_with_the_prompt(fixed: int) -> None:
+    policy = ChunkPolicy(16, fixed_tokens=fixed)
+    start = 0
+    while start < 333:
+        start += policy.budget(streaming=False).take(start, 333 - start)
+        assert start % 16 == 0 or start == 333

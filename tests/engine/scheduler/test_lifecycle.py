@@ -1,0 +1,290 @@
+"""What one request goes through, alone and beside others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.plan import StepResult
+from engine.scheduler import Scheduler
+from shared import wire
+from tests.engine.scheduler.fake_executor import expected, sample
+from tests.engine.scheduler.harness import Engine, config, request
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + 7 * position) % 20 for position in range(length)]
+
+
+def test_a_prompt_of_one_token_needs_no_chunk() -> None:
+    engine = Engine(config())
+    client = engine.submit(request("a", [3]))
+    engine.run()
+    assert not any(plan.chunks for plan in engine.plans)
+    assert engine.plans[0].decodes[0].position == 0
+    engine.assert_right(client)
+
+
+@pytest.mark.parametrize("length", [2, 15, 16, 17, 40])
+def test_the_last_prompt_token_goes_through_the_decode_that_samples_output_0(length: int) -> None:
+    engine = Engine(config())
+    client = engine.submit(request("a", prompt(length)))
+    engine.run()
+    chunks = [chunk for plan in engine.plans for chunk in plan.chunks]
+    assert sum(len(chunk.token_ids) for chunk in chunks) == length - 1
+    assert all((chunk.start + len(chunk.token_ids)) % 4 == 0 for chunk in chunks[:-1])
+    first = next(plan.decodes[0] for plan in engine.plans if plan.decodes)
+    assert (first.position, first.token, first.output_index) == (length - 1, prompt(length)[-1], 0)
+    engine.assert_right(client)
+
+
+def test_look_ahead_names_a_token_that_is_not_known_yet_by_none() -> None:
+    engine = Engine(config(look_ahead=True))
+    client = engine.submit(request("a", prompt(3)))
+    engine.run()
+    decodes = [plan.decodes[0] for plan in engine.plans if plan.decodes]
+    assert [decode.token for decode in decodes] == [prompt(3)[-1], None, None, None, None]
+    engine.assert_right(client)
+
+
+def test_a_sequence_that_ends_by_max_tokens_is_not_planned_again() -> None:
+    engine = Engine(config(look_ahead=True))
+    engine.submit(request("a", [1], max_tokens=1))
+    assert engine.schedule() is not None
+    assert engine.schedule() is None
+
+
+def test_a_stop_token_with_look_ahead_costs_one_discarded_decode() -> None:
+    first = sample([1], 7, 0)
+    engine = Engine(config(look_ahead=True))
+    client = engine.submit(request("a", [1], max_tokens=9, stop_token_ids=[first]))
+    engine.run()
+    assert sum(len(plan.decodes) for plan in engine.plans) == 2
+    assert client.tokens == [first]
+    assert client.end is not None and client.end.stop_token == first
+    engine.assert_nothing_left()
+
+
+def test_stop_tokens_are_forbidden_until_min_tokens_are_there() -> None:
+    stops = list(range(20))
+    engine = Engine(config())
+    client = engine.submit(request("a", [1], max_tokens=20, min_tokens=3, stop_token_ids=stops))
+    engine.run()
+    assert [bool(plan.decodes[0].forbidden) for plan in engine.plans if plan.decodes][:4] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    engine.assert_right(client)
+
+
+def test_logprobs_reach_the_delta_of_their_token() -> None:
+    scheduler = Scheduler(config())
+    scheduler.submit(request("a", [1], logprobs=1))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.decodes[0].logprobs == 1
+    logprobs = wire.TokenLogprobs(chosen=-0.5)
+    scheduler.apply(StepResult(step=0, tokens=(5,), logprobs=(logprobs,)))
+    assert scheduler.take_outputs().deltas[0].logprobs == [logprobs]
+
+
+@pytest.mark.parametrize("done", [1, 3, 4, 8, 11])
+def test_a_resumed_request_goes_on_where_it_was(done: int) -> None:
+    whole = request("a", prompt(6), max_tokens=12)
+    outputs, _ = expected(whole, 200)
+    engine = Engine(config())
+    client = engine.submit(request("a", prompt(6), max_tokens=12, generated=outputs[:done]))
+    engine.run()
+    assert client.tokens == outputs[done:]
+    engine.assert_right(client)
+
+
+def test_a_resumed_request_that_had_ended_is_ended_at_once() -> None:
+    engine = Engine(config())
+    full = engine.submit(request("a", [1], max_tokens=2, generated=[4, 5]))
+    stopped = engine.submit(request("b", [1], generated=[4, 9], stop_token_ids=[9]))
+    assert isinstance(full.answer, wire.Accepted)
+    assert full.end is not None and (full.end.finish, full.end.index) == ("length", 2)
+    assert stopped.end is not None and stopped.end.stop_token == 9
+    assert engine.schedule() is None
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "param"),
+    [
+        ({"token_ids": []}, "invalid", "prompt"),
+        ({"token_ids": [-1]}, "invalid", "prompt"),
+        ({"token_ids": [2**31]}, "invalid", "prompt"),
+        ({"generated": [-5]}, "invalid", "generated"),
+        ({"stop_token_ids": [2**40]}, "invalid", "stop_token_ids"),
+        ({"max_tokens": 0}, "invalid", "max_tokens"),
+        ({"token_ids": [1] * 200}, "too_large", "prompt"),
+        ({"token_ids": [1] * 60, "max_tokens": 6}, "too_large", "max_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    fields: dict[str, Any], reason: str, param: str
+) -> None:
+    engine = Engine(config(blocks=16))
+    client = engine.submit(request("a", **({"prompt": fields.pop("token_ids", [1])} | fields)))
+    assert isinstance(client.answer, wire.Refused)
+    assert (client.answer.reason, client.answer.param) == (reason, param)
+    engine.assert_nothing_left()
+
+
+def test_the_largest_request_that_fits_alone_is_served() -> None:
+    engine = Engine(config(blocks=16))
+    other = engine.submit(request("b", prompt(9)))
+    client = engine.submit(request("a", prompt(60), max_tokens=5))
+    engine.run()
+    engine.assert_right(client)
+    engine.assert_right(other)
+
+
+def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
+    engine = Engine(config(context_length=30))
+    client = engine.submit(request("a", prompt(25), max_tokens=100))
+    engine.run()
+    assert len(client.tokens) == 5
+    engine.assert_right(client)
+
+
+def test_a_second_submit_of_the_same_attempt_is_refused_and_a_newer_one_replaces_it() -> None:
+    engine = Engine(config())
+    old = engine.submit(request("a", prompt(5)))
+    engine.turn()
+    engine.scheduler.submit(request("a", prompt(5)))
+    (refused,) = engine.scheduler.take_outputs().messages
+    assert isinstance(refused, wire.Refused) and refused.reason == "invalid"
+    new = engine.submit(request("a", prompt(9), attempt=2))
+    engine.run()
+    assert old.end is None
+    engine.assert_right(new)
+    engine.assert_nothing_left()
+
+
+def test_a_draining_engine_finishes_what_it_has_and_refuses_what_comes() -> None:
+    engine = Engine(config())
+    first = engine.submit(request("a", prompt(5)))
+    engine.scheduler.drain()
+    second = engine.submit(request("b", prompt(5)))
+    assert isinstance(second.answer, wire.Refused) and second.answer.reason == "draining"
+    engine.run()
+    engine.assert_right(first)
+
+
+def test_a_full_engine_says_so() -> None:
+    engine = Engine(config(max_sequences=1))
+    engine.submit(request("a", prompt(5)))
+    second = engine.submit(request("b", prompt(5)))
+    assert isinstance(second.answer, wire.Refused) and second.answer.reason == "full"
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("turns", range(9))
+def test_an_abort_at_any_moment_frees_the_slot_in_the_next_plan(
+    turns: int, look_ahead: bool
+) -> None:
+    engine = Engine(config(look_ahead=look_ahead, store=True, completion_batch_size=1))
+    engine.store_answers = turns != 0
+    client = engine.submit(request("a", prompt(40), max_tokens=50))
+    for _ in range(turns):
+        engine.turn()
+    engine.scheduler.abort("a", attempt=2)
+    assert engine.scheduler.live(), "that attempt is not here"
+    engine.scheduler.abort("a")
+    assert not engine.scheduler.live()
+    engine.store_answers = True
+    other = engine.submit(request("b", prompt(4, start=1)))
+    engine.run()
+    assert client.end is None
+    assert engine.scheduler.stats().aborts_total == 1
+    engine.assert_right(other)
+    engine.assert_nothing_left()
+
+
+def test_a_new_router_begins_with_nothing() -> None:
+    engine = Engine(config(look_ahead=True))
+    for name in "abcdef":
+        engine.submit(request(name, prompt(20, start=ord(name))))
+    for _ in range(3):
+        engine.turn()
+    engine.scheduler.drop_all()
+    assert not engine.scheduler.live()
+    engine.run()
+    assert all(client.end is None for client in engine.clients.values())
+    engine.assert_nothing_left()
+
+
+def test_the_oldest_prompt_is_done_first_and_streams_while_others_prefill() -> None:
+    engine = Engine(config(prefill_chunk_tokens=32, blocks=300))
+    clients = [engine.submit(request(name, prompt(80, ord(name)))) for name in "abcd"]
+    engine.run()
+    starts = [client.started_step for client in clients]
+    assert starts == sorted(set(starts), key=lambda step: step or 0)
+    assert any(plan.decodes and plan.chunks for plan in engine.plans)
+
+
+def test_many_short_prompts_share_a_plan_within_the_chunk_limit() -> None:
+    engine = Engine(config(prefill_chunk_tokens=64, prefill_batch_size=3))
+    for name in "abcde":
+        engine.submit(request(name, prompt(9, ord(name))))
+    plan = engine.schedule()
+    assert plan is not None and [len(chunk.token_ids) for chunk in plan.chunks] == [8, 8, 8]
+
+
+def test_no_more_rows_decode_than_allowed_and_the_oldest_go_first() -> None:
+    engine = Engine(config(max_batch_size=2, prefill_batch_size=8, prefill_chunk_tokens=200))
+    clients = [engine.submit(request(name, prompt(9, ord(name)))) for name in "abcdef"]
+    engine.run()
+    starts = [client.started_step or 0 for client in clients]
+    assert starts == sorted(starts) and len(set(starts)) == 3
+    assert max(len(plan.decodes) for plan in engine.plans) == 2
+
+
+def test_a_higher_priority_overtakes_in_the_queue() -> None:
+    engine = Engine(config(completion_batch_size=1))
+    engine.submit(request("first", prompt(9)))
+    engine.turn()
+    low = engine.submit(request("low", prompt(9)))
+    high = engine.submit(request("high", prompt(9), priority=1))
+    engine.run()
+    assert (high.started_step or 0) < (low.started_step or 0)
+
+
+def test_usage_says_where_the_time_went() -> None:
+    engine = Engine(config(completion_batch_size=1))
+    first = engine.submit(request("a", prompt(41), max_tokens=11))
+    second = engine.submit(request("b", prompt(5)))
+    engine.run()
+    assert first.end is not None and first.end.usage is not None
+    assert first.end.usage.prefill_s == pytest.approx(0.041)
+    assert first.end.usage.decode_s == pytest.approx(0.010)
+    assert second.end is not None and second.end.usage is not None
+    assert second.end.usage.queue_s == pytest.approx(0.051)
+
+
+def test_progress_and_counters_add_up() -> None:
+    engine = Engine(config())
+    for name in "abc":
+        engine.submit(request(name, prompt(10, ord(name))))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.prompt_tokens_total == 30 and stats.prefill_tokens_total == 27
+    assert stats.generated_tokens_total == stats.batch_rows_total == 15
+    assert engine.scheduler.progress == 42
+    assert stats.steps_total == len(engine.plans)
+    assert stats.used_blocks + stats.free_blocks == stats.total_blocks == 64
+
+
+def test_a_result_of_another_step_is_the_callers_mistake() -> None:
+    engine = Engine(config())
+    engine.submit(request("a", prompt(4)))
+    with pytest.raises(ValueError, match="not the oldest"):
+        engine.scheduler.apply(StepResult(step=0, tokens=()))
+    engine.schedule()
+    with pytest.raises(ValueError, match="not the oldest"):
+        engine.scheduler.apply(StepResult(step=1, tokens=()))

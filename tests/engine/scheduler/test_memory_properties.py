@@ -1,0 +1,198 @@
+"""Random operations on slots, pool and memory, against plain models of them; each run is made
+from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.plan import Slot
+from engine.scheduler.memory import Memory
+from engine.scheduler.pool import Block, BlockPool
+from engine.scheduler.slots import SlotTable
+from tests.engine.scheduler.harness import BLOCK_BYTES, config
+
+SEEDS = given(seed=st.integers(0, 2**32))
+MANY = settings(max_examples=100, deadline=None, derandomize=True)
+OPERATIONS = 300
+
+
+@MANY
+@SEEDS
+def test_the_pool_is_a_list_from_used_longest_ago_to_used_last(seed: int) -> None:
+    pick = random.Random(seed)
+    pool, blocks, idle = BlockPool(), {}, []  # blocks: by hash; idle: hashes, oldest first
+    reported: set[bytes] = set()
+    number = 0
+    for _ in range(OPERATIONS):
+        held = [block for block in blocks.values() if block.pins]
+        match pick.choice(["add", "add", "add", "pin", "unpin", "unpin", "pop", "remove", "use"]):
+            case "add":
+                number += 1
+                blocks[b"%d" % number] = pool.add(b"%d" % number)
+            case "pin" if blocks:
+                block = pick.choice(list(blocks.values()))
+                pool.pin(block)
+                idle = [name for name in idle if name != block.hash]
+            case "unpin" if held:
+                block = pick.choice(held)
+                pool.unpin(block)
+                idle += [block.hash] * (not block.pins)
+            case "pop" if idle:
+                assert pool.pop_oldest() is blocks.pop(idle.pop(0))
+            case "remove" if blocks and pick.random() < 0.3:
+                block = blocks.pop(pick.choice(list(blocks)))
+                pool.remove(block)
+                idle = [name for name in idle if name != block.hash]
+            case "use" if blocks:
+                chain = [*pick.sample(sorted(blocks), min(len(blocks), 4)), b"unknown"]
+                assert pool.refresh(chain) == pool.match(chain) == len(chain) - 1
+                used = [name for name in chain[::-1] if name in idle]
+                idle = [name for name in idle if name not in used] + used
+        assert not list(pool.faults())
+        assert (len(pool), pool.evictable) == (len(blocks), len(idle))
+        if pick.random() < 0.1:
+            added, removed = pool.take_changes()
+            assert reported.isdisjoint(added) and reported.issuperset(removed)
+            reported = (reported | set(added)) - set(removed)
+            assert reported == set(blocks)
+    assert [pool.pop_oldest().hash for _ in range(pool.evictable)] == idle
+
+
+@MANY
+@SEEDS
+def test_a_row_has_one_holder_and_a_slab_goes_only_when_it_has_none(seed: int) -> None:
+    pick = random.Random(seed)
+    slots, taken, slabs = SlotTable(), set[Slot](), dict[int, tuple[int, int]]()
+    for _ in range(OPERATIONS):
+        match pick.choice(["add", "take", "take", "take", "release", "release", "free"]):
+            case "add" if len(slabs) < 9:
+                slab = slots.add(pick.randrange(1, 5), pick.choice([16, 64, 256]))
+                assert slab.slab not in slabs
+                slabs[slab.slab] = slab.rows, slab.capacity
+            case "take":
+                capacity = pick.choice([16, 64, 256])
+                slot = slots.take(capacity)
+                free = {
+                    Slot(number, row)
+                    for number, (rows, size) in slabs.items()
+                    for row in range(rows)
+                    if size == capacity
+                } - taken
+                assert slot == (min(free) if free else None)
+                taken |= {slot} if slot else set()
+            case "release" if taken:
+                slot = pick.choice(sorted(taken))
+                slots.release(slot)
+                taken.remove(slot)
+                with pytest.raises(ValueError, match="free already"):
+                    slots.release(slot)
+            case "free" if any(True for _ in slots.empty()):
+                del slabs[slots.pop_empty().slab]
+        used = Counter(slot.slab for slot in taken)
+        assert slots.taken() == taken and slots.used_rows == len(taken)
+        assert {slab.slab for slab in slots.slabs()} == slabs.keys()
+        assert {slab.slab for slab in slots.empty()} == slabs.keys() - used.keys()
+        assert sorted(slots.used()) == sorted((used[n], size) for n, (_, size) in slabs.items())
+
+
+class Books:
+    """Does to a `Memory` what a scheduler may do, and keeps books of its own from the changes
+    that go into plans, as the executor would."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.memory = Memory(
+            config(
+                blocks=self.random.choice([9, 40, 300]),
+                context_length=self.random.choice([30, 400]),
+                completion_batch_size=self.random.randrange(1, 9),
+                row_bytes=self.random.choice([0, 0, 700]),
+                slot_block_bytes=BLOCK_BYTES * self.random.choice([1, 1, 4]),
+            )
+        )
+        self.held: list[tuple[Slot, int]] = []
+        self.pinned: list[Block] = []
+        self.condemned: list[Block] = []
+        self.slabs: dict[int, int] = {}
+        self.blocks: set[int] = set()
+        self.number = 0
+
+    def act(self) -> None:
+        pick, memory = self.random, self.memory
+        match pick.choice("acquire acquire release add add add unpin unpin condemn settle".split()):
+            case "acquire":
+                tokens = pick.randrange(1, memory.largest_capacity + 1)
+                acquired = memory.acquire(tokens)
+                if acquired is not None:
+                    assert acquired[1] >= tokens and acquired[0] not in dict(self.held)
+                    self.held.append(acquired)
+            case "release" if self.held:
+                memory.slots.release(self.held.pop(pick.randrange(len(self.held)))[0])
+            case "add":
+                self.number += 1
+                block = memory.add_block(b"%d" % self.number)
+                if block is not None:
+                    self.pinned.append(block)
+                    self.blocks.add(block.id)
+            case "unpin" if self.pinned:
+                memory.pool.unpin(self.pinned.pop(pick.randrange(len(self.pinned))))
+            case "condemn" if self.pinned:
+                self.condemned.append(self.pinned.pop())
+                memory.withdraw(self.condemned[-1])
+            case "settle" if self.condemned:
+                memory.settle(self.condemned.pop(), exists=True)
+        if pick.random() < 0.01:
+            self._lose_everything()
+        self._follow_plan()
+
+    def _lose_everything(self) -> None:
+        """A step has raised."""
+        memory = self.memory
+        memory.lower_limit(max(0.9 * memory.ledger.used_bytes, memory.ledger.limit_bytes / 2))
+        memory.clear()
+        self.held, self.pinned, self.condemned = [], [], []
+        self.slabs, self.blocks = {}, set()
+        assert memory.acquire(memory.largest_capacity) is not None, "one that is alone has room"
+        memory.clear()
+
+    def _follow_plan(self) -> None:
+        memory = self.memory
+        for evict in memory.evictions:
+            self.blocks.remove(evict.block)
+        for slab in memory.freed_slabs:
+            del self.slabs[slab]
+        for new in memory.new_slabs:
+            self.slabs[new.slab] = memory._config.bytes_of(new.rows, new.capacity)
+        memory.forget_changes()
+
+    def check(self) -> None:
+        memory = self.memory
+        used = sum(self.slabs.values()) + len(self.blocks) * BLOCK_BYTES
+        assert memory.ledger.used_bytes == used <= memory.ledger.limit_bytes
+        rows = sum(memory._config.bytes_of(1, capacity) for _, capacity in self.held)
+        in_flight = len(self.pinned) + len(self.condemned)
+        assert memory.unevictable_bytes == rows + in_flight * BLOCK_BYTES
+        assert {slot.slab for slot, _ in self.held} <= self.slabs.keys()
+        assert {block.id for block in (*memory.pool, *self.condemned)} == self.blocks
+
+
+@MANY
+@SEEDS
+def test_the_ledger_is_what_the_plans_amount_to_and_never_over_its_limit(seed: int) -> None:
+    books = Books(seed)
+    for _ in range(OPERATIONS):
+        books.act()
+        books.check()
+    for slot, _ in books.held:
+        books.memory.slots.release(slot)
+    for block in books.pinned:
+        books.memory.pool.unpin(block)
+    for block in books.condemned:
+        books.memory.settle(block, exists=False)
+    assert books.memory.unevictable_bytes == 0
+    assert books.memory.acquire(books.memory.largest_capacity) is not None

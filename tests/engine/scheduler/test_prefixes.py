@@ -1,0 +1,227 @@
+"""What is computed once is not computed again: RAM, kvstore, and those who arrive together."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared import wire
+from tests.engine.scheduler.harness import Client, Engine, config, request
+
+SHARED = [position * position % 19 for position in range(100)]
+
+
+def computed(engine: Engine) -> int:
+    return sum(engine.executor.chunk_tokens)
+
+
+def cached(client: Client) -> tuple[int, int]:
+    assert client.end is not None and client.end.usage is not None
+    return client.end.usage.cached_ram_tokens, client.end.usage.cached_ssd_tokens
+
+
+def serve(engine: Engine, message: wire.Submit) -> Client:
+    client = engine.submit(message)
+    engine.run()
+    engine.assert_right(client)
+    return client
+
+
+@pytest.mark.parametrize(("length", "reused"), [(7, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_full_blocks_before_the_last_token_are_reused(length: int, reused: int) -> None:
+    engine = Engine(config())
+    serve(engine, request("a", SHARED[:length]))
+    assert cached(serve(engine, request("b", SHARED[:length]))) == (reused, 0)
+
+
+def test_blocks_are_shared_only_under_the_same_salt() -> None:
+    engine = Engine(config())
+    serve(engine, request("a", SHARED[:40]))
+    assert cached(serve(engine, request("b", SHARED[:40], cache_salt="pepper"))) == (0, 0)
+    assert cached(serve(engine, request("c", SHARED[:40], cache_salt="pepper"))) == (36, 0)
+
+
+def test_a_model_without_blocks_saves_and_restores_nothing() -> None:
+    engine = Engine(config(prefix_cache=False, store=True))
+    serve(engine, request("a", SHARED[:40]))
+    assert cached(serve(engine, request("b", SHARED[:40]))) == (0, 0)
+    assert not any(plan.saves or plan.restores or plan.evictions for plan in engine.plans)
+    assert not engine.fetches and not engine.stored
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -> None:
+    engine = Engine(config(look_ahead=look_ahead, blocks=300))
+    history, known = SHARED[:5], 3
+    for turn in range(10):
+        stops = [3, 4] if stop else []
+        message = request(f"t{turn}", history, max_tokens=11, stop_token_ids=stops)
+        client = serve(engine, message)
+        # All but the very last token of the turn before were computed, in full blocks.
+        assert sum(cached(client)) >= known - 3
+        known = len(history) + len(client.tokens) - 1
+        history = [*history, *client.tokens, turn, 1]
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("store", [False, True])
+def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
+    look_ahead: bool, store: bool
+) -> None:
+    engine = Engine(config(blocks=600, look_ahead=look_ahead, store=store, prefill_batch_size=4))
+    clients = [engine.submit(request(f"r{n}", [*SHARED, n, n + 1, n + 2])) for n in range(8)]
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    assert computed(engine) == 100 + 8 * 2
+
+
+def test_when_the_one_ahead_goes_away_the_next_computes_by_itself() -> None:
+    engine = Engine(config(blocks=300))
+    engine.submit(request("first", SHARED))
+    second = engine.submit(request("second", SHARED))
+    third = engine.submit(request("third", SHARED))
+    engine.turn()
+    engine.turn()
+    engine.scheduler.abort("first")
+    engine.run()
+    engine.assert_right(second)
+    engine.assert_right(third)
+    assert computed(engine) == 96 + 2 * 3, "only the last, unfinished block is computed twice"
+
+
+def test_one_who_joins_in_the_middle_takes_what_is_there_and_then_follows() -> None:
+    engine = Engine(config(blocks=300))
+    engine.submit(request("first", SHARED))
+    for _ in range(3):
+        engine.turn()
+    late = engine.submit(request("late", [*SHARED[:90], 1, 2, 3]))
+    engine.run()
+    engine.assert_right(late)
+    assert cached(late) == (88, 0)
+    assert computed(engine) == 99 + 4
+
+
+def test_what_was_used_last_is_kept_the_longest_and_heads_outlive_their_tails() -> None:
+    engine = Engine(config(blocks=64))
+    serve(engine, request("old", SHARED[:80]))
+    for number in range(3):
+        serve(engine, request(f"new{number}", [number + 1] * 30))
+        serve(engine, request(f"touch{number}", SHARED[:80]))
+    assert cached(serve(engine, request("again", SHARED[:80])))[0] >= 60
+
+
+def test_of_a_finished_sequence_the_tail_goes_first() -> None:
+    engine = Engine(config(blocks=48))
+    serve(engine, request("a", SHARED[:60]))
+    serve(engine, request("b", [1] * 60))
+    before = len(engine.cached)
+    ram, _ = cached(serve(engine, request("again", SHARED[:60])))
+    assert 0 < ram < 56, f"some of it had to go for b, with {before} blocks cached"
+
+
+def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
+    before = Engine(config(store=True, store_policy="write_through"))
+    serve(before, request("a", SHARED[:50]))
+    after = Engine(config(store=True))
+    after.stored = before.stored
+    client = serve(after, request("b", SHARED[:50]))
+    assert cached(client) == (0, 48)
+    assert computed(after) == 1
+    assert cached(serve(after, request("c", SHARED[:50]))) == (48, 0)
+    stats = after.scheduler.stats()
+    assert (stats.cached_ram_tokens_total, stats.cached_ssd_tokens_total) == (48, 48)
+
+
+def test_what_the_kvstore_is_asked_for_begins_where_memory_ends() -> None:
+    engine = Engine(config(store=True, store_policy="write_through"))
+    serve(engine, request("a", SHARED[:21]))
+    engine.store_answers = False
+    engine.submit(request("b", SHARED[:41]))
+    engine.schedule()
+    ((_, hashes),) = engine.fetches
+    assert len(hashes) == 5
+    assert not any(block_hash in engine.cached for block_hash in hashes)
+
+
+def test_one_who_waits_for_the_kvstore_holds_nobody_up() -> None:
+    engine = Engine(config(store=True))
+    engine.store_answers = False
+    slow = engine.submit(request("slow", SHARED[:50]))
+    quick = engine.submit(request("quick", SHARED[50:53]))
+    engine.run()
+    engine.assert_right(quick)
+    assert slow.end is None and len(engine.scheduler.live()) == 1
+    engine.store_answers = True
+    engine.run()
+    engine.assert_right(slow)
+
+
+def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
+    engine = Engine(config(store=True))
+    engine.store_answers = False
+    engine.submit(request("a", SHARED[:50]))
+    engine.schedule()
+    engine.scheduler.abort("a")
+    engine.answer_store()
+    engine.scheduler.fetched(99, [(b"x",)])
+    assert engine.schedule() is None
+    engine.assert_nothing_left()
+
+
+def test_evicted_blocks_go_to_the_kvstore_once() -> None:
+    engine = Engine(config(blocks=48, store=True))
+    serve(engine, request("a", SHARED[:60]))
+    assert not engine.stored
+    serve(engine, request("b", [1] * 60))
+    assert engine.stored
+    assert cached(serve(engine, request("c", SHARED[:60])))[1] > 0
+    exports = [
+        engine.executor.block_hashes[evict.block]
+        for plan in engine.plans
+        for evict in plan.evictions
+        if evict.export
+    ]
+    assert len(exports) == len(set(exports)), "what came from there is not sent again"
+
+
+def test_write_through_exports_after_the_save_and_not_at_eviction() -> None:
+    engine = Engine(config(blocks=48, store=True, store_policy="write_through"))
+    serve(engine, request("a", SHARED[:60]))
+    assert engine.cached and set(engine.stored) == engine.cached
+    serve(engine, request("b", [1] * 60))
+    assert any(plan.evictions for plan in engine.plans)
+    assert not any(evict.export for plan in engine.plans for evict in plan.evictions)
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whatever_is_cached() -> None:
+    engine = Engine(config(blocks=300, store=True))
+    prompt = [*SHARED, *SHARED[:90]]
+    serve(engine, request("a", prompt))
+    already = computed(engine)
+    client = serve(engine, request("b", prompt, prompt_logprobs=1))
+    assert cached(client) == (0, 0)
+    assert computed(engine) - already == len(prompt) - 1 == len(client.prompt_logprobs)
+    assert cached(serve(engine, request("c", prompt)))[0] == 188
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_those_who_do_not_ask_share_with_one_who_does(look_ahead: bool) -> None:
+    engine = Engine(config(blocks=300, look_ahead=look_ahead))
+    clients = [
+        engine.submit(request(f"{i}", SHARED, prompt_logprobs=None if i else 0)) for i in range(3)
+    ]
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    assert len(clients[0].prompt_logprobs) == len(SHARED) - 1
+    assert computed(engine) <= len(SHARED) + 2 * 4
+
+
+def test_a_token_of_a_bias_that_is_not_in_the_vocabulary_is_refused() -> None:
+    engine = Engine(config(vocab_size=20))
+    client = engine.submit(
+        request("a", [1, 2], sampling=wire.Sampling(seed=1, logit_bias=[(20, 1.0)]))
+    )
+    assert isinstance(client.answer, wire.Refused)
+    assert client.answer.param == "logit_bias"

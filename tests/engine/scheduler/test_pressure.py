@@ -1,0 +1,240 @@
+"""Too little memory, and chunks that fail: others wait, move or start again, and end right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.scheduler.caution import CALM_STEPS, Caution
+from engine.scheduler.sequence import HOLDING
+from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
+
+SHARED = [position * position % 19 for position in range(100)]
+
+
+def test_a_row_that_is_full_moves_to_a_larger_slot() -> None:
+    engine = Engine(config(blocks=256, context_length=400, look_ahead=True))
+    client = engine.submit(request("a", SHARED[:20], max_tokens=300))
+    engine.run()
+    engine.assert_right(client)
+    assert [move.length for plan in engine.plans for move in plan.moves] == [128]
+    assert engine.scheduler.stats().preemptions_total == 0
+
+
+def test_capacity_classes_are_few_and_end_with_what_there_is() -> None:
+    assert config(block_size=16, blocks=2048, context_length=8192).capacity_classes() == (
+        512,
+        2048,
+        8192,
+    )
+    assert config(block_size=16, blocks=64, context_length=8192).capacity_classes() == (
+        128,
+        512,
+        1024,
+    )
+    assert config(block_size=16, blocks=2048, context_length=100).capacity_classes() == (112,)
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_the_youngest_of_the_lowest_priority_gives_way_and_resumes_exactly(
+    look_ahead: bool,
+) -> None:
+    engine = Engine(config(blocks=64, look_ahead=look_ahead, max_batch_size=8))
+    growing = engine.submit(request("growing", SHARED[30:50], max_tokens=100))
+    others = [
+        engine.submit(request(f"r{n}", [n, *SHARED[:7]], max_tokens=24, priority=n == 4))
+        for n in range(5)
+    ]
+    preempted = set()
+    while engine.turn():
+        preempted |= {
+            seq.request.request_id
+            for seq in engine.scheduler._roster.live.values()
+            if seq.state.name == "PREEMPTED"
+        }
+    assert preempted == {"r2", "r3"}, "the others are older, or matter more"
+    for client in (growing, *others):
+        engine.assert_right(client)
+        assert client.end is not None and client.end.usage is not None
+        assert client.end.usage.cached_ram_tokens == 0, "its own blocks are no cache hit"
+    engine.assert_nothing_left()
+
+
+def test_one_that_was_preempted_gets_back_from_the_kvstore_what_memory_lost() -> None:
+    engine = Engine(config(blocks=64, max_batch_size=8, store=True))
+    clients = [engine.submit(request("growing", SHARED[30:50], max_tokens=100))]
+    clients += [engine.submit(request(f"r{n}", [n] * 16, max_tokens=16)) for n in range(5)]
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    stats = engine.scheduler.stats()
+    assert stats.preemptions_total == 2
+    assert sum(len(plan.inserts) for plan in engine.plans) > 0
+
+
+def test_one_that_outgrows_its_slab_alone_gives_up_its_own_slot() -> None:
+    """A slab of several small rows and the larger slot do not fit side by side."""
+    engine = Engine(config(blocks=20, context_length=80))
+    client = engine.submit(request("a", SHARED[:4], max_tokens=70))
+    engine.run()
+    engine.assert_right(client)
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("store", [False, True])
+def test_forty_requests_that_do_not_fit_together_all_finish(look_ahead: bool, store: bool) -> None:
+    engine = Engine(config(blocks=64, look_ahead=look_ahead, store=store))
+    pick = random.Random(1)
+    clients = [
+        engine.submit(
+            request(
+                f"r{number}",
+                [pick.randrange(20) for _ in range(pick.randrange(1, 60))],
+                max_tokens=pick.randrange(1, 125),
+                priority=pick.choice([0, 0, 1]),
+            )
+        )
+        for number in range(40)
+    ]
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    assert engine.scheduler.stats().preemptions_total > 0
+    engine.assert_nothing_left()
+
+
+def test_cached_blocks_make_room_for_running_sequences() -> None:
+    engine = Engine(config(blocks=40))
+    for number in range(12):
+        client = engine.submit(request(f"r{number}", [number] * 70, max_tokens=9))
+        engine.run()
+        engine.assert_right(client)
+    assert engine.scheduler.stats().unevictable_bytes == 0
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_chunk_that_raises_ends_its_own_request_alone(look_ahead: bool) -> None:
+    engine = Engine(config(look_ahead=look_ahead))
+    others = [engine.submit(request(name, SHARED[ord(name) - 97 :][:9])) for name in "ab"]
+    engine.run()
+    failing = engine.submit(request("failing", SHARED[30:80]))
+    others += [engine.submit(request(name, SHARED[ord(name) - 90 :][:9])) for name in "cd"]
+    engine.executor.fail_next_chunk = True
+    engine.run()
+    assert failing.end is not None and failing.end.finish == "error"
+    assert failing.end.error == "the chunk raised"
+    for client in others:
+        engine.assert_right(client)
+    engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("policy", ["evict_only", "write_through"])
+@pytest.mark.parametrize("chunks_before", [0, 1, 2])
+def test_those_who_restored_from_a_chunk_that_raised_begin_again(
+    chunks_before: int, policy: str
+) -> None:
+    """With look-ahead the next plan restores from blocks before it is known that they
+    were never saved."""
+    engine = Engine(
+        config(blocks=200, look_ahead=True, prefill_batch_size=4, store=True, store_policy=policy)
+    )
+    failing = engine.submit(request("failing", SHARED))
+    followers = [engine.submit(request(f"f{n}", [*SHARED[:16], n, n])) for n in range(2)]
+    followers += [engine.submit(request(f"g{n}", [*SHARED[:90], n, n])) for n in range(2)]
+    while len(engine.executor.chunk_tokens) < chunks_before:
+        engine.turn()
+    engine.executor.fail_next_chunk = True
+    engine.run()
+    assert failing.end is not None and failing.end.finish == "error"
+    assert engine.executor.unsaved
+    for client in followers:
+        engine.assert_right(client)
+    engine.assert_nothing_left()
+    again = engine.submit(request("again", SHARED))
+    engine.run()
+    engine.assert_right(again)
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+def test_when_a_step_raises_all_begin_again_and_lose_nothing(look_ahead: bool, turns: int) -> None:
+    engine = Engine(config(blocks=200, look_ahead=look_ahead))
+    clients = [engine.submit(request(f"r{n}", SHARED[n : 40 + n], max_tokens=20)) for n in range(6)]
+    for _ in range(turns):
+        engine.turn()
+    engine.executor.fail_next_step = True
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    engine.assert_nothing_left()
+
+
+def test_who_makes_steps_raise_alone_ends_with_an_error_and_the_others_get_their_text() -> None:
+    engine = Engine(config(blocks=400, max_batch_size=8))
+    bad = engine.submit(request("bad", SHARED[50:60], max_tokens=40))
+    others = [engine.submit(request(f"r{n}", SHARED[n : 9 + n], max_tokens=20)) for n in range(6)]
+    for _ in range(5000):
+        decoding = [seq.request.request_id for seq in engine.scheduler._roster.ordered(*HOLDING)]
+        engine.executor.fail_next_step = "bad" in decoding and bad.end is None
+        if not engine.turn():
+            break
+    assert bad.end is not None and bad.end.finish == "error"
+    assert bad.end.error == "the step raised"
+    for client in others:
+        engine.assert_right(client)
+    engine.assert_nothing_left()
+
+
+def test_after_a_failure_for_want_of_memory_less_of_it_is_used() -> None:
+    engine = Engine(config(blocks=200, context_length=60))
+    first = [engine.submit(request(f"r{n}", [n] * 30, max_tokens=20)) for n in range(8)]
+    while engine.scheduler.stats().running < 8:
+        engine.turn()
+    held = engine.scheduler._memory.ledger.used_bytes
+    engine.executor.fail_next_step = True
+    engine.run()
+    limit = engine.scheduler.stats().limit_bytes
+    assert 100 * BLOCK_BYTES <= 0.9 * held <= limit < held
+    for client in first:
+        engine.assert_right(client)
+    largest = engine.submit(request("largest", SHARED[:40], max_tokens=20))
+    engine.run()
+    engine.assert_right(largest)
+
+
+def test_after_calm_steps_as_many_run_as_before() -> None:
+    caution = Caution(8)
+    caution.alarm(8)
+    assert caution.limit == 4
+    caution.alarm(1)
+    assert caution.limit == 1
+    limits = set()
+    for _ in range(3 * CALM_STEPS):
+        caution.calm()
+        limits.add(caution.limit)
+    assert limits == {1, 2, 4, 8}
+    for _ in range(CALM_STEPS):
+        caution.calm()
+    assert caution.limit == 8
+
+
+def test_low_priority_is_overtaken_by_so_many_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduler.sequence.OVERTAKING", 10)
+    engine = Engine(config(blocks=200, max_batch_size=1, completion_batch_size=4))
+    low = engine.submit(request("low", SHARED[:5], max_tokens=3))
+    ended_before = 0
+    for number in range(60):
+        engine.submit(request(f"high{number}", SHARED[number : number + 5], priority=1))
+        while engine.scheduler.live()[3:]:
+            engine.turn()
+        if low.end is not None:
+            break
+        ended_before = sum(client.end is not None for client in engine.clients.values())
+    engine.assert_right(low)
+    assert 5 <= ended_before <= 10
+    first, second = (engine.submit(request(f"p{n}", [1], priority=n)) for n in (2**31 - 1, 16))
+    engine.run()
+    engine.assert_right(first)
+    engine.assert_right(second)

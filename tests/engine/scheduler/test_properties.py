@@ -1,0 +1,177 @@
+"""Whatever comes in whatever order: every plan is legal, every text is right, it ends."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared import wire
+from tests.engine.scheduler.fake_executor import SALTS, expected
+from tests.engine.scheduler.harness import (
+    BLOCK_BYTES,
+    RECURRENT,
+    Client,
+    Engine,
+    config,
+    request,
+)
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "blocks": st.sampled_from([9, 16, 33, 64, 300]),
+        "slot_block_bytes": st.sampled_from([BLOCK_BYTES, BLOCK_BYTES * 2 // 3, BLOCK_BYTES * 4]),
+        "block_size": st.sampled_from([1, 4, 16]),
+        "context_length": st.sampled_from([30, 101, 400]),
+        "max_batch_size": st.integers(1, 5),
+        "prefill_batch_size": st.integers(1, 4),
+        "completion_batch_size": st.integers(1, 9),
+        "prefill_chunk_tokens": st.sampled_from([None, 1, 7, 16, 64]),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
+        "store": st.booleans(),
+        "store_policy": st.sampled_from(["evict_only", "write_through"]),
+        "look_ahead": st.booleans(),
+        "max_sequences": st.sampled_from([3, 100]),
+    }
+)
+STATES = st.sampled_from(
+    [{}, {}, *(fields | {"kept_states": n} for fields in RECURRENT.values() for n in (0, 1, 3, 30))]
+)
+
+
+class Chaos:
+    """Random messages at random moments, all of it from one seed."""
+
+    def __init__(self, engine: Engine, seed: int, failures: bool) -> None:
+        self.engine = engine
+        self.random = random.Random(seed)
+        self.failures = failures
+        self.failed = 0
+        self.aborted: set[tuple[str, int]] = set()
+        self.prefixes = [self._tokens(self.random.randrange(1, 60)) for _ in range(3)]
+        self.number = 0
+
+    def act(self) -> None:
+        action = self.random.choices(
+            [*"submit turn schedule apply abort store again fail raise drop".split()],
+            [20, 30, 20, 20, 4, 10, 2, *((3, 1) if self.failures else (0, 0)), 0.2],
+        )[0]
+        getattr(self, f"_{action}")()
+
+    def _submit(self) -> None:
+        self.number += 1
+        self.engine.submit(self._request(f"r{self.number}", 1))
+
+    def _request(self, name: str, attempt: int) -> wire.Submit:
+        pick = self.random
+        prompt = self._tokens(pick.randrange(0, 20))
+        if pick.random() < 0.7:
+            prefix = pick.choice(self.prefixes)
+            prompt = prefix[: pick.randrange(len(prefix) + 1)] + prompt
+        earlier = [client for client in self.engine.clients.values() if client.tokens]
+        if earlier and pick.random() < 0.3:
+            turn = pick.choice(earlier)
+            whole = [*turn.request.token_ids, *turn.request.generated, *turn.tokens]
+            prompt = whole[: len(whole) - pick.choice([0, 0, 0, 1, 9])] + prompt
+        message = request(
+            name,
+            prompt,
+            attempt=attempt,
+            sampling=wire.Sampling(
+                seed=pick.randrange(3), presence_penalty=pick.choice([0.0, 0.0, 0.5])
+            ),
+            prompt_logprobs=pick.choice([None, None, None, 0, 2]),
+            max_tokens=pick.choice([0, 1, 2, 7, 30, 90]),
+            min_tokens=pick.choice([0, 0, 5]),
+            stop_token_ids=pick.choice([[], [3], [3, 4]]),
+            cache_salt=pick.choice(SALTS),
+            priority=pick.choice([0, 0, 0, 1, -1]),
+        )
+        if prompt and len(prompt) < self.engine.config.context_length and pick.random() < 0.2:
+            outputs = expected(message, self.engine.config.context_length)[0]
+            fields = {name: getattr(message, name) for name in message.__struct_fields__}
+            message = wire.Submit(
+                **(fields | {"generated": outputs[: pick.randrange(len(outputs) + 1)]})
+            )
+        return message
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(20) for _ in range(count)]
+
+    def _turn(self) -> None:
+        self.engine.turn()
+
+    def _schedule(self) -> None:
+        self.engine.schedule()
+
+    def _apply(self) -> None:
+        if self.engine.results:
+            self.engine.apply()
+
+    def _abort(self) -> None:
+        if self.engine.clients:
+            name, attempt = self.random.choice(list(self.engine.clients))
+            self._note_ended(name, attempt)
+            self.engine.scheduler.abort(name, self.random.choice([None, attempt]))
+            self.engine.check()
+
+    def _again(self) -> None:
+        """The same request once more: refused, unless it is a newer attempt."""
+        if self.engine.clients:
+            name, _ = self.random.choice(list(self.engine.clients))
+            newest = max(number for other, number in self.engine.clients if other == name)
+            self._note_ended(name, newest)
+            self.engine.submit(self._request(name, newest + 1))
+
+    def _drop(self) -> None:
+        for name, attempt in self.engine.clients:
+            self._note_ended(name, attempt)
+        self.engine.scheduler.drop_all()
+        self.engine.check()
+
+    def _note_ended(self, name: str, attempt: int) -> None:
+        """Nothing is to be said of ``name`` any more, if anything still was."""
+        for key, client in self.engine.clients.items():
+            if key[0] == name and client.end is None:
+                self.aborted.add(key)
+
+    def _store(self) -> None:
+        if self.engine.fetches:
+            self.engine.answer_store()
+
+    def _fail(self) -> None:
+        self.engine.executor.fail_next_chunk = True
+
+    def _raise(self) -> None:
+        self.engine.executor.fail_next_step = True
+
+    def judge(self, client: Client) -> None:
+        key = (client.request.request_id, client.request.attempt)
+        assert client.answer is not None
+        if isinstance(client.answer, wire.Refused):
+            assert client.end is None
+        elif client.end is not None and client.end.finish == "error":
+            assert self.failures and client.end.error
+        elif key in self.aborted:
+            whole = expected(client.request, self.engine.config.context_length)[0]
+            got = [*client.request.generated, *client.tokens]
+            assert got == whole[: len(got)]
+        else:
+            self.engine.assert_right(client)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=HealthCheck)
+@given(changes=CONFIGS, states=STATES, seed=st.integers(0, 2**32), failures=st.booleans())
+def test_any_order_of_messages_gives_legal_plans_and_right_texts(
+    changes: dict[str, Any], states: dict[str, Any], seed: int, failures: bool
+) -> None:
+    engine = Engine(config(**changes, **states))
+    chaos = Chaos(engine, seed, failures)
+    for _ in range(120):
+        chaos.act()
+    engine.run()
+    for client in engine.clients.values():
+        chaos.judge(client)
+    engine.assert_nothing_left()

@@ -1,0 +1,245 @@
+"""Models with recurrent layers: prefixes end where state was kept, and where that is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.scheduler.draft import Step
+from engine.scheduler.failures import take_back
+from engine.scheduler.memory import Memory
+from engine.scheduler.recurrence import MOST_BETWEEN, TAIL_TOKENS, WORTHWHILE_TOKENS
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.snapshots import SnapshotPool
+from shared import wire
+from tests.engine.scheduler.harness import RECURRENT, Client, Engine, config, request
+
+SHARED = [position * position % 19 for position in range(600)]
+BLOCK = 4
+
+ROOMY = {"blocks": 2000, "context_length": 700, "prefill_chunk_tokens": 64}
+
+
+@pytest.fixture(params=[False, True], ids=["", "look_ahead"])
+def hybrid(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What `config` needs for a model with both recurrent layers and attention."""
+    return ROOMY | RECURRENT["hybrid"] | {"look_ahead": request.param}
+
+
+@pytest.fixture(params=list(RECURRENT))
+def settings(request: pytest.FixtureRequest, hybrid: dict[str, Any]) -> dict[str, Any]:
+    """What it needs for that, and for one that has nothing else."""
+    return hybrid | RECURRENT[request.param]
+
+
+def computed(engine: Engine) -> int:
+    return sum(engine.executor.chunk_tokens)
+
+
+def cached(client: Client) -> int:
+    assert client.end is not None and client.end.usage is not None
+    return client.end.usage.cached_ram_tokens
+
+
+def serve(engine: Engine, message: wire.Submit) -> Client:
+    client = engine.submit(message)
+    engine.run()
+    engine.assert_right(client)
+    engine.assert_nothing_left()
+    return client
+
+
+def test_the_same_prompt_again_computes_its_end_only(settings: dict[str, Any]) -> None:
+    engine = Engine(config(**settings))
+    serve(engine, request("a", SHARED[:301]))
+    first = computed(engine)
+    assert first == 300
+    again = serve(engine, request("b", SHARED[:301]))
+    assert computed(engine) - first == 300 - cached(again) < TAIL_TOKENS + BLOCK
+
+
+def test_the_next_turn_computes_only_what_is_new(settings: dict[str, Any]) -> None:
+    engine = Engine(config(**settings))
+    history = SHARED[:5]
+    for turn in range(30):
+        done = len(history)
+        client = serve(engine, request(f"t{turn}", history, max_tokens=11))
+        if turn:
+            # What was new, less than a block of the turn before, and its last token.
+            assert done - cached(client) <= 2 + BLOCK
+        history = [*history, *client.tokens, turn % 19, 1]
+    assert engine.scheduler.stats().kept_states <= 12
+
+
+def test_an_answer_that_later_turns_do_not_have_costs_the_end_of_its_prompt(
+    settings: dict[str, Any],
+) -> None:
+    engine = Engine(config(**settings))
+    prompt = SHARED[:50]
+    for turn in range(20):
+        client = serve(engine, request(f"t{turn}", prompt, max_tokens=20))
+        if turn:
+            assert len(prompt) - cached(client) <= 9 + TAIL_TOKENS + BLOCK
+        # The template's beginning of an answer goes, its reasoning too.
+        prompt = [*prompt[: 2 - TAIL_TOKENS], *client.tokens[-5:], turn % 19, 1, 2, 3, 4]
+
+
+def test_where_two_prompts_parted_the_third_goes_on(settings: dict[str, Any]) -> None:
+    engine = Engine(config(**settings))
+    system = SHARED[:203]
+    clients = [serve(engine, request(f"{n}", [*system, *[n] * 90])) for n in range(3)]
+    assert [cached(client) for client in clients] == [0, 0, 200]
+
+
+@pytest.mark.parametrize("tails", [[3] * 8, [3, 17, 90, 4, 33, 2, 8, 70]])
+def test_arrivals_with_the_same_new_prefix_compute_it_once(
+    settings: dict[str, Any], tails: list[int]
+) -> None:
+    engine = Engine(config(**settings | {"prefill_batch_size": 8, "prefill_chunk_tokens": 4000}))
+    prompts = [[*SHARED[:400], *[n] * tail] for n, tail in enumerate(tails)]
+    clients = [engine.submit(request(f"{n}", prompt)) for n, prompt in enumerate(prompts)]
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    spent = 400 + sum(tails)
+    assert computed(engine) <= spent + len(tails) * (TAIL_TOKENS + BLOCK)
+
+
+def test_when_the_one_ahead_goes_away_the_next_computes_by_itself(
+    settings: dict[str, Any],
+) -> None:
+    engine = Engine(config(**settings))
+    engine.submit(request("first", SHARED[:400]))
+    others = [engine.submit(request(name, SHARED[:400])) for name in ("second", "third")]
+    for _ in range(3):
+        engine.turn()
+    engine.scheduler.abort("first")
+    engine.run()
+    for client in others:
+        engine.assert_right(client)
+    assert computed(engine) < 400 + 64 + 2 * (TAIL_TOKENS + BLOCK)
+
+
+def test_who_is_given_up_in_mid_prompt_leaves_what_it_had(settings: dict[str, Any]) -> None:
+    engine = Engine(config(**settings))
+    engine.submit(request("gone", SHARED[:500]))
+    for _ in range(4):
+        engine.turn()
+    engine.scheduler.abort("gone")
+    engine.run()
+    done = computed(engine)
+    assert cached(serve(engine, request("again", SHARED[:500]))) >= done - 64
+
+
+def test_of_a_long_prompt_state_is_kept_here_and_there(settings: dict[str, Any]) -> None:
+    long = [position * position % 23 for position in range(5000)]
+    settings |= {"context_length": 6000, "prefill_chunk_tokens": 512, "block_size": 64}
+    engine = Engine(config(**settings))
+    serve(engine, request("a", long))
+    assert 2 <= engine.scheduler.stats().kept_states - 1 <= MOST_BETWEEN
+    other = serve(engine, request("b", [*long[:4500], *[1] * 50]))
+    assert 4500 - cached(other) <= 2048 + 512
+
+
+def test_a_preempted_sequence_goes_on_from_its_newest_state(hybrid: dict[str, Any]) -> None:
+    few = {"blocks": 150, "context_length": 200, "state_bytes": 300, "row_bytes": 300}
+    engine = Engine(config(**hybrid | few))
+    clients = [engine.submit(request(f"{n}", SHARED[n : n + 20], max_tokens=90)) for n in range(4)]
+    engine.run()
+    for client in clients:
+        engine.assert_right(client)
+    assert engine.scheduler.stats().preemptions_total
+    assert max(part.position for plan in engine.plans for part in plan.state_restores) > 20
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_there_are_never_more_than_allowed_and_the_latest_stay(
+    settings: dict[str, Any], limit: int
+) -> None:
+    engine = Engine(config(**settings | {"kept_states": limit}))
+    for number in range(6):
+        serve(engine, request(f"{number}", [number] * 100, max_tokens=20))
+        assert engine.scheduler.stats().kept_states == min(limit, 2 * number + 2)
+    last = serve(engine, request("again", [*[5] * 100, 7]))
+    assert cached(last) > 0 or limit == 1
+    assert cached(serve(engine, request("first", [0] * 100))) == 0
+
+
+def test_without_the_blocks_of_its_prefix_a_state_is_not_used(hybrid: dict[str, Any]) -> None:
+    engine = Engine(config(**hybrid))
+    serve(engine, request("a", SHARED[:301]))
+    memory = engine.scheduler._memory
+    for _ in range(5):  # the tail of the chain went first
+        memory._evict_oldest(memory.pool)
+    engine.check()
+    assert cached(serve(engine, request("b", SHARED[:301]))) == 0
+
+
+def test_one_that_is_aborted_while_it_decodes_leaves_nothing_without_a_name(
+    settings: dict[str, Any],
+) -> None:
+    for turns in range(1, 24):
+        engine = Engine(config(**settings))
+        engine.submit(request("a", SHARED[:30], max_tokens=90))
+        for _ in range(turns):
+            engine.turn()
+        engine.schedule()  # with look-ahead its last token but one is not known now
+        engine.scheduler.abort("a")
+        engine.check()
+        engine.run()
+        engine.assert_nothing_left()
+
+
+def test_kept_state_goes_before_anybody_is_held_up(settings: dict[str, Any]) -> None:
+    engine = Engine(config(**settings | {"blocks": 120, "kept_states": 100}))
+    for number in range(30):
+        serve(engine, request(f"{number}", [number % 20, *SHARED[:60]], max_tokens=20))
+    assert not engine.scheduler.stats().preemptions_total
+    assert engine.scheduler.stats().unevictable_bytes == 0
+
+
+def test_a_few_shared_tokens_are_rather_computed_than_waited_for(
+    settings: dict[str, Any],
+) -> None:
+    engine = Engine(config(**settings | {"prefill_chunk_tokens": None}))
+    short = WORTHWHILE_TOKENS // 2
+    for number in range(2):
+        engine.submit(request(f"{number}", [*SHARED[:short], *[number] * 100]))
+    plan = engine.schedule()
+    assert plan is not None and len(plan.chunks) == 2
+
+
+def test_a_private_snapshot_is_found_by_nobody_until_it_gets_its_name() -> None:
+    pool = SnapshotPool(3)
+    name = b"n" * 16
+    one, two = pool.add_private(), pool.add_private()
+    assert pool.longest([name], 0, 1) == 0 and not pool.published()
+    pool.unpin(one)
+    assert pool.publish(one, name) and pool.evictable == 1
+    assert not pool.publish(two, name)
+    assert pool.longest([b"m" * 16, name, b"o" * 16], 0, 3) == 2
+    assert pool.take_changes() == ([name], [])
+    assert pool.pop_oldest() is one and not pool.holds(one) and pool.holds(two)
+    assert not list(pool.faults())
+
+
+def test_what_was_dropped_already_is_not_taken_back_once_more() -> None:
+    memory = Memory(config(**RECURRENT["hybrid"]))
+    seq = Sequence(
+        request=request("a", [1]),
+        arrival=0,
+        parent=b"",
+        block_size=BLOCK,
+        tokens=[1],
+        max_tokens=1,
+        submitted_s=0.0,
+    )
+    steps = [Step(0), Step(1)]
+    for step in steps:
+        snapshot = memory.add_snapshot(None)
+        assert snapshot is not None
+        step.saved[seq] = [snapshot]
+        memory.drop_snapshot(snapshot)
+    take_back({seq}, steps[0], steps[1], memory)
+    assert (memory.ledger.used_bytes, memory.withdrawn_bytes, steps[1].condemned) == (0, 0, [])

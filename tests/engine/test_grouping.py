@@ -1,0 +1,41 @@
+import itertools
+import random
+
+from engine.cache.grouping import Run, runs
+
+
+def cost(result: list[Run], call_cost: int) -> int:
+    return sum(call_cost + (run.last - run.first + 1) * run.length for run in result)
+
+
+def test_equal_rows_share_one_call() -> None:
+    assert runs([0, 1, 2, 3], [100] * 4, 50) == [Run(0, 3, 100)]
+
+
+def test_short_rows_do_not_pay_for_a_long_one() -> None:
+    assert runs([0, 1, 2], [40, 2000, 40], 50) == [Run(0, 0, 40), Run(1, 1, 2000), Run(2, 2, 40)]
+
+
+def test_a_wide_gap_between_rows_is_not_computed() -> None:
+    assert runs([0, 7], [500, 500], 50) == [Run(0, 0, 500), Run(7, 7, 500)]
+
+
+def test_the_split_is_the_cheapest_of_all() -> None:
+    choose = random.Random(3)
+    for _ in range(50):
+        rows = sorted(choose.sample(range(10), 5))
+        lengths = [choose.randrange(1, 300) for _ in rows]
+        every_split = []
+        for cuts in itertools.product([False, True], repeat=len(rows) - 1):
+            pieces, piece = [], [0]
+            for index, cut in enumerate(cuts, 1):
+                if cut:
+                    pieces.append(piece)
+                    piece = []
+                piece.append(index)
+            pieces.append(piece)
+            every_split.append(
+                [Run(rows[p[0]], rows[p[-1]], max(lengths[i] for i in p)) for p in pieces]
+            )
+        best = min(cost(split, 60) for split in every_split)
+        assert cost(runs(rows, lengths, 60), 60) == best

@@ -1,0 +1,103 @@
+"""A whole engine in this process: the model, the executor, the scheduler and the core, with a
+list in the place of the router."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from engine import backend
+from engine.core import Core
+from engine.grammar.gate import Gate
+from engine.inbox import Inbox
+from engine.link import Link
+from engine.model.load import load
+from engine.replica import build
+from engine.scheduler import Scheduler
+from engine.status import Status
+from shared import wire
+from shared.settings import Settings
+
+
+class Whole:
+    """``texts`` has the outputs of each request, ``ends`` its last delta, ``cached`` the hashes
+    that a router would believe to be in memory. ``after_step`` is called after each turn."""
+
+    def __init__(self, path: Path, **settings: object) -> None:
+        backend.prepare()
+        gc.collect()
+        self.before_bytes = mx.get_active_memory()
+        self.loaded = load(path)
+        self.replica = build(self.loaded, Settings(**{"kv_bits": 16} | settings))  # type: ignore[arg-type]
+        self.executor = self.replica.executor
+        self.renew(self.executor.look_ahead)
+
+    def renew(self, look_ahead: bool) -> None:
+        """As if it had just been started."""
+        self.executor.reset()
+        self.executor.look_ahead = look_ahead
+        self.scheduler = Scheduler(replace(self.replica.scheduler._config, look_ahead=look_ahead))
+        self.texts: dict[str, list[int]] = {}
+        self.ends: dict[str, wire.Delta] = {}
+        self.refused: dict[str, wire.Refused] = {}
+        self.cached: set[bytes] = set()
+        self.after_step: Callable[[], None] = lambda: None
+        self.core = Core(
+            scheduler=self.scheduler,
+            executor=self.executor,
+            inbox=Inbox(),
+            link=cast(Link, self),
+            status=Status(),
+            store=None,
+            gate=Gate(None, None),
+            check_integrity=True,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(array.nbytes for _, array in tree_flatten(self.loaded.model.parameters()))
+
+    @property
+    def kept_bytes(self) -> int:
+        """What MLX holds of this engine beside its weights."""
+        return mx.get_active_memory() - self.before_bytes - self.weight_bytes
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> None:
+        fields = {"sampling": wire.Sampling(seed=7), "stop_token_ids": [], "attempt": 0} | fields
+        self.texts[name] = []
+        self.scheduler.submit(
+            wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)
+        )
+
+    def turn(self) -> bool:
+        """One turn of the engine's loop; False when there was nothing to run."""
+        worked = self.core.turn()
+        self.after_step()
+        return worked
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.turn():
+            pass
+        assert self.scheduler.idle
+
+    def send(self, messages: Sequence[wire.Message]) -> None:
+        """In the place of the link's."""
+        for message in messages:
+            if isinstance(message, wire.Refused):
+                self.refused[message.request_id] = message
+            elif isinstance(message, wire.CacheEvents):
+                kept = set() if message.snapshot else self.cached
+                self.cached = (kept | set(message.added)) - set(message.removed)
+            elif isinstance(message, wire.Tokens):
+                for delta in message.deltas:
+                    assert delta.index == len(self.texts[delta.request_id])
+                    self.texts[delta.request_id] += delta.token_ids
+                    if delta.finish is not None:
+                        self.ends[delta.request_id] = delta

@@ -1,0 +1,36 @@
+"""Blocks for tests, and short words for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvstore.directory import BlockKey
+from shared.blockfile import encode
+from shared.hashing import HASH_BYTES
+
+NAMESPACE = "0a" * HASH_BYTES
+
+
+def hash_of(number: int) -> bytes:
+    return number.to_bytes(HASH_BYTES, "big")
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(NAMESPACE, hash_of(number))
+
+
+def payload_of(number: int, size: int = 1000) -> tuple[bytes, ...]:
+    return (bytes([number % 256]) * size, b"tail of %d" % number)
+
+
+def file_of(number: int, size: int = 1000) -> bytes:
+    return encode(hash_of(number), NAMESPACE, payload_of(number, size))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Fails the test when ``condition`` does not come true in a generous time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,71 @@
+"""A kvstore as a real process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kvstore.blocks import wait_until
+
+
+class Process:
+    """`services.kvstore` on ``directory``; `start` returns when its socket is there."""
+
+    def __init__(self, directory: Path, socket_path: Path, *flags: str) -> None:
+        self.directory = directory
+        self.socket_path = socket_path
+        self.endpoint = f"ipc://{socket_path}"
+        self.command = [
+            *(sys.executable, "-m", "services.kvstore"),
+            *("--ssd-cache-dir", str(directory), "--kvstore-socket", self.endpoint),
+            *flags,
+        ]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> Process:
+        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        wait_until(self._answers, 60)
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process
+        self.process.kill()
+        self._reap()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self.process
+        self.process.terminate()
+        return self._reap()
+
+    def pause(self) -> None:
+        assert self.process
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self.process and self.process.returncode is None:
+            self.kill()
+
+    def run(self) -> subprocess.CompletedProcess[str]:
+        """One that is expected to end by itself."""
+        return subprocess.run(self.command, capture_output=True, text=True, timeout=60, check=False)
+
+    def _reap(self) -> int:
+        assert self.process and self.process.stderr
+        code = self.process.wait(30)
+        self.process.stderr.close()
+        return code
+
+    def _answers(self) -> bool:
+        assert self.process and self.process.poll() is None, "it ended"
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.socket_path)) == 0

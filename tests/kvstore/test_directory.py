@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.directory import (
+    QUARANTINED_FILES,
+    BadKey,
+    BlockKey,
+    Directory,
+    DirectoryInUse,
+)
+from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, key_of
+
+
+@pytest.mark.parametrize(
+    ("namespace", "hash"),
+    [
+        ("../../etc", hash_of(1)),
+        ("..", hash_of(1)),
+        ("", hash_of(1)),
+        (NAMESPACE + "\n", hash_of(1)),
+        (NAMESPACE[:-1] + "/", hash_of(1)),
+        (NAMESPACE.upper(), hash_of(1)),
+        (NAMESPACE, b""),
+        (NAMESPACE, hash_of(1) + b"x"),
+    ],
+)
+def test_what_is_not_a_block_name_never_becomes_a_path(namespace: str, hash: bytes) -> None:
+    with pytest.raises(BadKey):
+        BlockKey.checked(namespace, hash)
+
+
+def test_a_second_owner_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    first = Directory(tmp_path)
+    with pytest.raises(DirectoryInUse):
+        Directory(tmp_path)
+    first.close()
+    Directory(tmp_path).close()
+
+
+def test_leftovers_of_a_crash_are_removed_at_start(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "17").write_bytes(b"half a block")
+    (tmp_path / "nonce-dead").write_text("old")
+    directory = Directory(tmp_path)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert [path.name for path in tmp_path.glob("nonce-*")] == [directory.nonce_path.name]
+    directory.close()
+    assert not directory.nonce_path.exists()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_scan_finds_what_was_written_and_leaves_the_rest_alone(
+    tmp_path: Path, durable: bool
+) -> None:
+    directory = Directory(tmp_path)
+    for number in range(3):
+        directory.write(key_of(number), file_of(number), durable)
+    foreign = [
+        tmp_path / "README",
+        tmp_path / "photos" / "cat.jpg",
+        directory.path(key_of(0)).with_name("notes.txt"),
+        directory.path(key_of(0)).with_name("ff" * 16 + ".safetensors"),  # wrong fan-out
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    directory.path(key_of(9)).mkdir()
+    assert {key: info.size for key, info in directory.scan()} == {
+        key_of(number): len(file_of(number)) for number in range(3)
+    }
+    assert all(path.read_text() == "mine" for path in foreign)
+    directory.close()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    directory.path(key_of(1)).mkdir(parents=True)  # a rename onto it fails
+    with pytest.raises(OSError):
+        directory.write(key_of(1), file_of(1), durable=False)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    directory.close()
+
+
+def test_the_quarantine_keeps_only_the_last_few(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    for number in range(QUARANTINED_FILES + 3):
+        directory.write(key_of(number), b"bad", durable=False)
+        os.utime(directory.path(key_of(number)), (number, number))
+        directory.quarantine(key_of(number))
+        assert directory.info(key_of(number)) is None
+    kept = {path.stem for path in (tmp_path / "quarantine").iterdir()}
+    assert kept == {hash_of(number).hex() for number in range(3, QUARANTINED_FILES + 3)}
+    directory.close()
+
+
+def test_kill_9_in_the_middle_of_writing_leaves_only_whole_blocks(tmp_path: Path) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    for _ in range(20):
+        writer.stdout.readline()
+    writer.kill()
+    writer.wait()
+    writer.stdout.close()
+    directory = Directory(tmp_path)
+    found = dict(directory.scan())
+    assert len(found) >= 20
+    for key in found:
+        assert directory.read(key) == file_of(int.from_bytes(key.hash, "big"), 200_000)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    directory.close()
+
+
+_WRITE_FOR_EVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from kvstore.directory import Directory
+from tests.kvstore.blocks import file_of, key_of
+directory = Directory(Path(sys.argv[1]))
+for number in count():
+    directory.write(key_of(number), file_of(number, 200_000), durable=False)
+    print(number, flush=True)
+"""

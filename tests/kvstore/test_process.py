@@ -1,0 +1,190 @@
+"""`services.kvstore` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from shared import wire
+from shared.exits import EXIT_CONFIG, EXIT_USAGE
+from shared.link import LINK_VARIABLE
+from tests.kvstore.blocks import file_of, wait_until
+from tests.kvstore.process import Process
+from tests.kvstore.test_server import Engine
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
+    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
+    yield process
+    process.end()
+
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def test_sigterm_writes_what_is_queued_and_leaves_nothing_behind(
+    kvstore: Process, context: Context
+) -> None:
+    kvstore.start()
+    engine = Engine(context, kvstore.endpoint)
+    for number in range(100):
+        assert engine.put(number, 200_000).stored
+    assert kvstore.stop() == 0
+    assert not kvstore.socket_path.exists()
+    assert not list(kvstore.directory.glob("nonce-*"))
+    kvstore.start()
+    assert Engine(context, kvstore.endpoint).has(*range(100)) == 100
+
+
+def test_kill_9_under_load_leaves_only_whole_blocks(kvstore: Process, context: Context) -> None:
+    for round_ in range(2):
+        kvstore.start()
+        engine = Engine(context, kvstore.endpoint)
+        first = 1000 * round_
+        for number in range(first, first + 60):
+            engine.put(number, 300_000)
+        kvstore.kill()
+    kvstore.start()
+    assert list((kvstore.directory / "tmp").iterdir()) == []
+    engine = Engine(context, kvstore.endpoint)
+    wait_until(lambda: not engine.stats().indexing)
+    paths = list(kvstore.directory.glob("*/rank_0/*/*.safetensors"))
+    assert paths
+    for path in paths:
+        assert path.read_bytes() == file_of(int(path.stem, 16), 300_000)
+    assert engine.stats().blocks == len(paths)
+
+
+def test_a_second_kvstore_is_refused_with_one_line(kvstore: Process, socket_dir: Path) -> None:
+    kvstore.start()
+    same_directory = Process(kvstore.directory, socket_dir / "other").run()
+    same_socket = Process(kvstore.directory / "sub", kvstore.socket_path).run()
+    for refused, why in ((same_directory, "another kvstore uses"), (same_socket, "is in use")):
+        assert refused.returncode == EXIT_CONFIG
+        assert why in refused.stderr and refused.stderr.count("\n") == 1
+    assert kvstore.stop() == 0
+
+
+def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, socket_dir: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    refused = Process(tmp_path / "file", socket_dir / "kvstore").run()
+    assert refused.returncode == EXIT_CONFIG
+    assert refused.stderr.count("\n") == 1 and "--ssd-cache-dir" in refused.stderr
+
+
+def test_alone_it_needs_a_socket(kvstore: Process) -> None:
+    kvstore.command = kvstore.command[:-2]
+    refused = kvstore.run()
+    assert refused.returncode == EXIT_USAGE
+    assert refused.stderr.count("\n") == 1 and "--kvstore-socket" in refused.stderr
+
+
+def test_bytes_that_are_not_even_zeromq_harm_nobody(kvstore: Process, context: Context) -> None:
+    kvstore.start()
+    rng = random.Random(3)
+    for _ in range(30):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(kvstore.socket_path))
+            try:
+                raw.sendall(rng.randbytes(rng.randrange(1, 2000)))
+            except OSError:
+                pass  # it hung up on us
+    assert Engine(context, kvstore.endpoint).put(1).stored
+
+
+def test_it_beats_and_ends_with_its_supervisor(kvstore: Process) -> None:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        kvstore.command,
+        env={**os.environ, LINK_VARIABLE: str(theirs.fileno())},
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    ours.settimeout(60)
+    with ours.makefile() as lines:
+        start = time.monotonic()
+        beats = [json.loads(lines.readline()) for _ in range(4)]
+        assert time.monotonic() - start < 30
+    assert all(beat["phase"] == "ready" for beat in beats)
+    ours.close()
+    assert process.wait(30) == 0
+    assert not kvstore.socket_path.exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can be mounted only by root")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.parametrize("durability", ["best_effort", "persistent"])
+def test_a_full_disk_drops_puts_while_gets_go_on_and_recovers(
+    small_disk: Path, socket_dir: Path, context: Context, durability: str
+) -> None:
+    kvstore = Process(small_disk / "blocks", socket_dir / "kvstore", "--ssd-durability", durability)
+    kvstore.start()
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(1_500_000))
+    engine = Engine(context, kvstore.endpoint)
+    assert engine.put(1).stored
+    wait_until(lambda: engine.has(1) == 1)
+    for number in range(2, 12):
+        engine.put(number, 300_000)
+    wait_until(lambda: engine.stats().drops_total >= 8)
+    assert list((kvstore.directory / "tmp").iterdir()) == []
+    reply, frames = engine.get(1)
+    assert reply.count == 1 and frames == [file_of(1)]
+    filler.unlink()
+    wait_until(lambda: engine.put(20).stored and engine.has(20) == 1)
+    assert kvstore.stop() == 0
+
+
+def test_the_size_limit_holds_under_load(tmp_path: Path, socket_dir: Path) -> None:
+    context: Context = zmq.Context()
+    kvstore = Process(
+        tmp_path / "blocks", socket_dir / "kvstore", "--ssd-max-size-gb", "0.001"
+    ).start()
+    engine = Engine(context, kvstore.endpoint)
+    for number in range(100):
+        engine.put(number, 50_000)
+    wait_until(lambda: engine.stats().writes_total == 100)
+    wait_until(lambda: engine.stats().bytes <= 1_000_000)
+    stats = engine.stats()
+    assert stats.limit_bytes == 1_000_000
+    assert stats.blocks >= 15 and stats.evicted_total == 100 - stats.blocks
+    files = list(kvstore.directory.glob("*/rank_0/*/*.safetensors"))
+    assert sum(path.stat().st_size for path in files) == stats.bytes
+    assert engine.has(99) == 1 and engine.has(0) == 0
+    context.destroy(linger=0)
+    assert kvstore.stop() == 0
+
+
+def test_a_version_it_does_not_speak_gets_no_answer_and_harms_nobody(
+    kvstore: Process, context: Context
+) -> None:
+    kvstore.start()
+    engine = Engine(context, kvstore.endpoint)
+    engine.send(wire.Locate(protocol=99))
+    assert engine.stats().dropped_messages_total == 1

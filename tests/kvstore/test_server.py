@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvstore import server as server_module
+from kvstore.directory import Directory
+from kvstore.server import Server
+from kvstore.store import BlockStore
+from kvstore.writer import Writer
+from shared import wire
+from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, wait_until
+
+
+@dataclass
+class Running:
+    """A server on a thread of its own, and engines' ends of its socket."""
+
+    server: Server
+    store: BlockStore
+    writer: Writer
+    directory: Directory
+    endpoint: str
+    context: zmq.Context[zmq.Socket[bytes]]
+    engines: list[Engine] = field(default_factory=list)
+
+    def engine(self) -> Engine:
+        engine = Engine(self.context, self.endpoint)
+        self.engines.append(engine)
+        return engine
+
+    def local_engine(self) -> Engine:
+        engine = self.engine()
+        nonce = Path(engine.ask(wire.Locate())[0].path).read_text()
+        engine.send(wire.Located(nonce=nonce))
+        return engine
+
+
+class Engine:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.RCVTIMEO, 20_000)
+        self.socket.set(zmq.RCVHWM, 1)
+        self.socket.set(zmq.RCVBUF, 4096)
+        self.socket.connect(endpoint)
+
+    def send(self, message: wire.Message, *payload: bytes) -> None:
+        self.socket.send_multipart(wire.encode(message, *payload))
+
+    def receive(self) -> tuple[Any, list[bytes]]:
+        return wire.decode(self.socket.recv_multipart(), wire.FromStore)
+
+    def ask(self, message: wire.Message, *payload: bytes) -> tuple[Any, list[bytes]]:
+        self.send(message, *payload)
+        return self.receive()
+
+    def put(self, number: int, size: int = 1000) -> wire.PutReply:
+        message = wire.Put(ticket=number, namespace=NAMESPACE, hash=hash_of(number))
+        reply, _ = self.ask(message, file_of(number, size))
+        assert isinstance(reply, wire.PutReply) and reply.ticket == number
+        return reply
+
+    def get(self, *numbers: int) -> tuple[wire.GetReply, list[bytes]]:
+        hashes = [hash_of(number) for number in numbers]
+        reply, frames = self.ask(wire.Get(ticket=77, namespace=NAMESPACE, hashes=hashes))
+        assert isinstance(reply, wire.GetReply) and reply.ticket == 77
+        return reply, frames
+
+    def has(self, *numbers: int) -> int:
+        hashes = [hash_of(number) for number in numbers]
+        reply, _ = self.ask(wire.Has(ticket=1, namespace=NAMESPACE, hashes=hashes))
+        count: int = reply.count
+        return count
+
+    def stats(self) -> wire.StoreStats:
+        reply, _ = self.ask(wire.StoreStatsWanted())
+        assert isinstance(reply, wire.StoreStatsReply)
+        return reply.stats
+
+
+@pytest.fixture
+def running(tmp_path: Path, socket_dir: Path) -> Iterator[Running]:
+    yield from run(tmp_path, socket_dir)
+
+
+@pytest.fixture
+def persistent(tmp_path: Path, socket_dir: Path) -> Iterator[Running]:
+    yield from run(tmp_path, socket_dir, lambda store: Writer(store, persistent=True))
+
+
+def run(
+    tmp_path: Path, socket_dir: Path, make_writer: Callable[[BlockStore], Writer] = Writer
+) -> Iterator[Running]:
+    endpoint = f"ipc://{socket_dir}/kvstore"
+    directory = Directory(tmp_path / "blocks")
+    store = BlockStore(directory)
+    store.load()
+    writer = make_writer(store)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(context, endpoint, directory, store, writer, reply_bytes=25_000)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            server.serve(0.05)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    running = Running(server, store, writer, directory, endpoint, context)
+    yield running
+    stop.set()
+    thread.join()
+    for engine in running.engines:
+        engine.socket.close()
+    writer.close(10)
+    server.close()
+    directory.close()
+    context.destroy(linger=0)
+
+
+def test_an_engine_on_this_machine_gets_paths(running: Running) -> None:
+    engine = running.local_engine()
+    assert engine.put(1).stored and engine.put(2).stored
+    wait_until(lambda: engine.has(1, 2) == 2)
+    reply, frames = engine.get(1, 2, 3)
+    assert reply.count == 2 and reply.paths is not None and frames == []
+    assert [Path(path).read_bytes() for path in reply.paths] == [file_of(1), file_of(2)]
+
+
+def test_an_engine_that_read_no_nonce_gets_bytes(running: Running) -> None:
+    engine = running.engine()
+    engine.put(1)
+    wait_until(lambda: engine.has(1) == 1)
+    reply, frames = engine.get(1, 2)
+    assert reply.paths is None and frames == [file_of(1)]
+    engine.send(wire.Located(nonce="guessed"))
+    reply, frames = engine.get(1)
+    assert reply.paths is None and frames == [file_of(1)]
+
+
+def test_an_answer_in_bytes_is_bounded_and_the_rest_can_be_asked_for(running: Running) -> None:
+    engine = running.engine()
+    for number in range(5):
+        engine.put(number, 10_000)
+    wait_until(lambda: engine.has(*range(5)) == 5)
+    reply, frames = engine.get(*range(5))
+    assert reply.count == len(frames) == 2
+    engine.put(9, 60_000)
+    wait_until(lambda: engine.has(9) == 1)
+    assert engine.get(9)[0].count == 1  # one at least, however large
+    reads = engine.stats()
+    assert (reads.reads_total, reads.misses_total) == (3, 0)
+
+
+def test_two_engines_share_the_blocks_and_are_told_apart(running: Running) -> None:
+    one, two = running.local_engine(), running.engine()
+    one.put(1)
+    wait_until(lambda: two.has(1) == 1)
+    assert one.get(1)[0].paths is not None
+    assert two.get(1)[0].paths is None
+    assert one.stats().blocks == two.stats().blocks == 1
+
+
+def test_persistent_answers_when_the_block_is_on_the_disk(persistent: Running) -> None:
+    engine = persistent.engine()
+    for number in range(5):
+        assert engine.put(number).stored
+        assert engine.has(number) == 1
+
+
+def test_a_put_that_is_no_block_is_told_so_when_persistent(persistent: Running) -> None:
+    engine = persistent.engine()
+    message = wire.Put(ticket=3, namespace=NAMESPACE, hash=hash_of(3))
+    reply, _ = engine.ask(message, b"rubbish")
+    assert not reply.stored and "not a block file" in reply.reason
+
+
+def test_a_reported_block_is_checked_and_put_aside(running: Running) -> None:
+    engine = running.local_engine()
+    engine.put(1)
+    engine.put(2)
+    wait_until(lambda: engine.has(1, 2) == 2)
+    path = Path((engine.get(1)[0].paths or [])[0])
+    path.write_bytes(b"damaged")
+    for number in (1, 2):
+        engine.send(wire.Corrupt(namespace=NAMESPACE, hash=hash_of(number)))
+    wait_until(lambda: engine.stats().corrupt_total == 1)
+    assert not path.exists()
+    assert engine.has(1) == 0 and engine.has(2) == 1
+
+
+def test_rubbish_is_counted_and_dropped(running: Running) -> None:
+    rng = random.Random(5)
+    engine = running.engine()
+    for _ in range(200):
+        engine.socket.send_multipart(
+            [rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 5))]
+        )
+    header = wire.encode(wire.Has(ticket=1, namespace=NAMESPACE, hashes=[hash_of(1)]))[0]
+    for position in range(len(header)):
+        engine.socket.send(bytes(header[:position]))
+    nonsense: list[tuple[wire.Message, list[bytes]]] = [
+        (wire.Has(ticket=1, namespace="../..", hashes=[hash_of(1)]), []),
+        (wire.Get(ticket=1, namespace=NAMESPACE, hashes=[b"short"]), []),
+        (wire.Put(ticket=1, namespace=NAMESPACE, hash=hash_of(1)), []),
+        (wire.Put(ticket=1, namespace=NAMESPACE, hash=hash_of(1)), [b"two", b"files"]),
+        (wire.Put(ticket=1, namespace="/etc", hash=hash_of(1)), [b"x"]),
+        (wire.Touch(namespace="..", hashes=[]), []),
+        (wire.Corrupt(namespace="..", hash=hash_of(1)), []),
+        (wire.Locate(protocol=99), []),
+        (wire.Ping(router_id="lost its way"), []),
+    ]
+    for message, payload in nonsense:
+        engine.send(message, *payload)
+    other = running.engine()
+    expected = 200 + len(header) + len(nonsense) - 1  # a touch of nothing is no harm
+    wait_until(lambda: other.stats().dropped_messages_total == expected)
+    assert other.put(1).stored
+
+
+def test_an_engine_that_leaves_before_its_answer_harms_nobody(running: Running) -> None:
+    for _ in range(20):
+        engine = Engine(running.context, running.endpoint)
+        engine.socket.set(zmq.LINGER, 1000)
+        for number in range(20):
+            engine.send(wire.Get(ticket=number, namespace=NAMESPACE, hashes=[hash_of(1)]))
+        engine.socket.close()
+    assert running.engine().stats().blocks == 0
+
+
+def test_an_engine_that_never_reads_is_offered_no_more_and_harms_no_other(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "UNSENT_BYTES", 2_000_000)
+    deaf, other = running.engine(), running.engine()
+    other.put(1, 100_000)
+    wait_until(lambda: other.has(1) == 1)
+    asked = 300
+    for ticket in range(asked):
+        deaf.send(wire.Get(ticket=ticket, namespace=NAMESPACE, hashes=[hash_of(1)]))
+        assert other.get(1)[0].count == 1
+    served = [deaf.receive()[0].count for _ in range(asked)]
+    assert served[0] == 1 and served.count(0) > 100
+    wait_until(lambda: deaf.get(1)[0].count == 1)  # it reads again

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.directory import Directory
+from kvstore.store import BlockStore
+from shared.blockfile import BlockFileError
+from tests.kvstore.blocks import file_of, key_of
+
+SIZE = len(file_of(1))
+DAY_S = 86400.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    directory = Directory(tmp_path)
+    yield directory
+    directory.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def loaded(directory: Directory, **limits: object) -> BlockStore:
+    store = BlockStore(directory, **limits)  # type: ignore[arg-type]
+    store.load()
+    return store
+
+
+def put(store: BlockStore, *numbers: int) -> None:
+    for number in numbers:
+        store.put(key_of(number), file_of(number), durable=False)
+
+
+def there(store: BlockStore, *numbers: int) -> set[int]:
+    return {number for number in numbers if store.has([key_of(number)])}
+
+
+def test_a_run_ends_at_the_first_gap(directory: Directory) -> None:
+    store = loaded(directory)
+    put(store, 1, 2, 4)
+    keys = [key_of(number) for number in (1, 2, 3, 4)]
+    assert store.has(keys) == 2
+    assert store.get(keys) == [str(directory.path(key_of(1))), str(directory.path(key_of(2)))]
+    assert store.get(keys[::-1]) == [str(directory.path(key_of(4)))]
+    assert store.get([]) == []
+    stats = store.stats()
+    assert (stats.reads_total, stats.misses_total, stats.blocks) == (3, 2, 3)
+
+
+def test_what_is_not_this_block_is_not_stored(directory: Directory) -> None:
+    store = loaded(directory)
+    with pytest.raises(BlockFileError):
+        store.put(key_of(1), file_of(2), durable=False)
+    with pytest.raises(BlockFileError):
+        store.put(key_of(1), b"", durable=False)
+    assert there(store, 1, 2) == set()
+
+
+def test_the_first_block_stored_stays(directory: Directory) -> None:
+    store = loaded(directory)
+    put(store, 1)
+    before = directory.path(key_of(1)).stat().st_ino
+    put(store, 1)
+    assert directory.path(key_of(1)).stat().st_ino == before
+    assert store.stats().writes_total == 1
+
+
+def test_the_size_limit_evicts_what_was_used_least_recently(
+    directory: Directory, clock: Clock
+) -> None:
+    store = loaded(directory, max_bytes=3 * SIZE, clock=clock)
+    put(store, 1, 2, 3)
+    store.touch([key_of(1)])
+    store.get([key_of(2)])
+    put(store, 4)
+    assert there(store, 1, 2, 3, 4) == {1, 2, 4}
+    put(store, 5, 6)
+    assert there(store, 1, 2, 4, 5, 6) == {4, 5, 6}
+    assert store.stats().bytes == 3 * SIZE
+    assert store.stats().evicted_total == 3
+    assert sum(1 for _ in directory.scan()) == 3
+
+
+def test_a_chain_loses_its_end_before_its_start(directory: Directory, clock: Clock) -> None:
+    store = loaded(directory, max_bytes=4 * SIZE, clock=clock)
+    put(store, 1, 2, 3, 4)
+    store.touch([key_of(number) for number in (1, 2, 3, 4)])
+    put(store, 5)
+    assert there(store, 1, 2, 3, 4, 5) == {1, 2, 3, 5}
+
+
+def test_order_and_ages_survive_a_restart(directory: Directory, clock: Clock) -> None:
+    store = loaded(directory, clock=clock)
+    put(store, 1, 2, 3, 4)
+    store.touch([key_of(number) for number in (2, 1)])
+    for number in (3, 4):
+        os.utime(directory.path(key_of(number)), (clock.now - 10 + number,) * 2)
+    store.flush()
+    again = loaded(directory, max_bytes=2 * SIZE, clock=clock)
+    assert there(again, 1, 2, 3, 4) == {1, 2}
+
+
+def test_blocks_unused_for_the_ttl_expire(directory: Directory, clock: Clock) -> None:
+    store = loaded(directory, ttl_s=7 * DAY_S, clock=clock)
+    put(store, 1, 2)
+    clock.now += 4 * DAY_S
+    store.touch([key_of(2)])
+    clock.now += 4 * DAY_S
+    store.flush()
+    assert there(store, 1, 2) == {2}
+    assert store.stats().expired_total == 1
+    assert not directory.path(key_of(1)).exists()
+
+
+def test_an_expired_block_is_not_found_while_indexing_either(
+    directory: Directory, clock: Clock
+) -> None:
+    put(loaded(directory, clock=clock), 1)
+    os.utime(directory.path(key_of(1)), (clock.now - 8 * DAY_S,) * 2)
+    store = BlockStore(directory, ttl_s=7 * DAY_S, clock=clock)
+    assert there(store, 1) == set()
+    store.load()
+    assert store.stats().expired_total == 1
+    assert not directory.path(key_of(1)).exists()
+
+
+def test_the_store_is_usable_before_its_index_is_complete(
+    directory: Directory, clock: Clock
+) -> None:
+    put(loaded(directory, clock=clock), 1, 2, 3)
+    store = BlockStore(directory, max_bytes=3 * SIZE, clock=clock)
+    assert store.stats().indexing
+    assert store.has([key_of(1), key_of(2), key_of(9)]) == 2
+    assert len(store.get([key_of(1)])) == 1
+    put(store, 4)
+    store.load()
+    assert not store.stats().indexing
+    assert len(there(store, 2, 3)) == 1  # one of the two that nobody used since the start
+    assert there(store, 1, 4) == {1, 4}
+
+
+def test_a_file_that_vanished_is_a_miss_and_forgotten(directory: Directory) -> None:
+    store = loaded(directory)
+    put(store, 1)
+    directory.path(key_of(1)).unlink()
+    assert store.get([key_of(1)]) == []
+    assert store.stats().blocks == 0 and store.stats().bytes == 0
+    put(store, 1)
+    assert there(store, 1) == {1}
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", file_of(2), file_of(1)[:-1] + b"?"])
+def test_a_block_that_is_bad_is_put_aside(directory: Directory, damage: bytes) -> None:
+    store = loaded(directory)
+    put(store, 1)
+    directory.path(key_of(1)).write_bytes(damage)
+    store.check(key_of(1))
+    assert there(store, 1) == set()
+    assert store.stats().corrupt_total == 1
+    store.check(key_of(1))
+    assert store.stats().corrupt_total == 1
+    put(store, 1)
+    assert there(store, 1) == {1}
+
+
+def test_a_false_alarm_costs_no_block(directory: Directory) -> None:
+    store = loaded(directory)
+    put(store, 1)
+    store.check(key_of(1))
+    assert there(store, 1) == {1}
+    assert store.stats().corrupt_total == 0
+
+
+def test_the_directory_may_be_removed_under_the_store(directory: Directory) -> None:
+    store = loaded(directory)
+    put(store, 1)
+    directory.path(key_of(1)).unlink()
+    directory.path(key_of(1)).parent.rmdir()
+    put(store, 2)
+    assert there(store, 1, 2) == {2}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_sequence_of_operations_keeps_index_and_files_in_step(
+    directory: Directory, clock: Clock, seed: int
+) -> None:
+    rng = random.Random(seed)
+    limits = {"max_bytes": 12 * SIZE, "ttl_s": 100.0, "clock": clock}
+    store = BlockStore(directory, **limits)  # type: ignore[arg-type]
+    for _ in range(400):
+        number = rng.randrange(30)
+        match rng.randrange(8):
+            case 0 | 1 | 2:
+                put(store, number)
+            case 3:
+                chain = [key_of(n) for n in range(number, number + 5)]
+                assert len(store.get(chain)) <= 5
+            case 4:
+                directory.path(key_of(number)).unlink(missing_ok=True)
+            case 5:
+                if directory.info(key_of(number)):
+                    directory.path(key_of(number)).write_bytes(b"damaged")
+                store.check(key_of(number))
+                assert there(store, number) == set()
+            case 6:
+                clock.now += rng.uniform(0, 40)
+                store.flush()
+            case 7 if rng.random() < 0.2:
+                store.flush()
+                store = BlockStore(directory, **limits)  # type: ignore[arg-type]
+            case _:
+                store.load()
+        there(store, *range(35))  # notices what vanished
+        if not store.stats().indexing:
+            files = dict(directory.scan())
+            assert store.stats().blocks == len(files)
+            assert store.stats().bytes == sum(info.size for info in files.values())
+            assert store.stats().bytes <= 12 * SIZE
+
+
+def test_a_pipe_in_the_place_of_a_block_is_not_waited_for(directory: Directory) -> None:
+    store = loaded(directory)
+    put(store, 1)
+    directory.path(key_of(1)).unlink()
+    os.mkfifo(directory.path(key_of(1)))
+    store.check(key_of(1))
+    assert store.read(key_of(1)) is None
+    assert store.get([key_of(1)]) == []

@@ -1,0 +1,238 @@
+"""Replies as models write them, one or more for each way of writing calls."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "units": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "write_file",
+            "description": "Writes a file.",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
+            },
+        },
+    },
+]
+
+BERLIN = {"city": "Berlin", "days": 3}
+TOKYO = {"city": "東京 🗼"}
+
+
+class Reply(NamedTuple):
+    parser: str
+    written: str
+    calls: list[tuple[str, dict[str, Any]]]
+    text: str = ""
+
+
+def _weather(*arguments: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [("get_weather", each) for each in arguments]
+
+
+REPLIES = [
+    Reply(
+        "json_tools",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京 🗼"}}\n'
+        "</tool_call>",
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "json_tools",
+        'I look.\n\n<tool_call>{"name":"get_weather","arguments":"{\\"city\\": \\"Berlin\\",'
+        ' \\"days\\": 3}"}</tool_call>\n\nDone. ',
+        _weather(BERLIN),
+        "I look.\n\n\n\nDone. ",
+    ),
+    Reply(
+        "json_tools",
+        '<tool_call>\n{"name": "write_file", "arguments": {"path": "a.md", "text":'
+        ' "</tool_call>\\n<tool_call>"}}\n</tool_call>',
+        [("write_file", {"path": "a.md", "text": "</tool_call>\n<tool_call>"})],
+    ),
+    Reply(
+        "qwen3_coder",
+        "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBerlin\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=write_file>\n<parameter=path>\nx.py\n</parameter>\n<parameter=text>\n"
+        "if 1 < 2:\n    print('<b>')\n</parameter>\n</function>\n</tool_call>",
+        [
+            *_weather(BERLIN),
+            ("write_file", {"path": "x.py", "text": "if 1 < 2:\n    print('<b>')"}),
+        ],
+        "Let me see.",
+    ),
+    Reply(
+        "glm47",
+        "\nChecking.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Berlin</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>東京 🗼</arg_value></tool_call>",
+        _weather(BERLIN, TOKYO),
+        "\nChecking.",
+    ),
+    Reply(
+        "laguna",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Berlin</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        _weather(BERLIN),
+    ),
+    Reply(
+        "longcat",
+        "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+        "<longcat_arg_value>Berlin</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+        "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>\n"
+        '<longcat_tool_call>{"name": "get_weather", "arguments": {"city": "東京 🗼"}}'
+        "</longcat_tool_call>",
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Berlin'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="get_weather">\n<parameter name="city">東京 🗼</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "minicpm5",
+        'Sure.\n<function name="get_weather"><param name="city">Berlin</param>'
+        '<param name="days">3</param></function><function name="write_file">'
+        '<param name="path">a</param><param name="text"><![CDATA[x < y && z]]></param></function>',
+        [*_weather(BERLIN), ("write_file", {"path": "a", "text": "x < y && z"})],
+        "Sure.",
+    ),
+    Reply(
+        "mistral",
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Berlin", "days": 3}'
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "東京 🗼"}',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "mistral",
+        'Wait. [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}]',
+        _weather(BERLIN),
+        "Wait.",
+    ),
+    Reply(
+        "muse_spark",
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city">Berlin</atem:parameter>\n'
+        '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        _weather(BERLIN),
+    ),
+    Reply(
+        "pythonic",
+        "<|tool_call_start|>[get_weather(city='Berlin', days=3), get_weather(city=\"東京 🗼\")]"
+        "<|tool_call_end|>Both asked.",
+        _weather(BERLIN, TOKYO),
+        "Both asked.",
+    ),
+    Reply(
+        "kimi_k2",
+        "One moment.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "Berlin", "days": 3}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>"
+        '{"city": "東京 🗼"}<|tool_call_end|><|tool_calls_section_end|>',
+        _weather(BERLIN, TOKYO),
+        "One moment.",
+    ),
+    Reply(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Berlin<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="integer"<|sep|>3<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="get_weather" index="2"<|sep|>'
+        '<|open|>json type="object"<|sep|>{"city": "東京 🗼"}<|close|>json<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Berlin<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:get_weather{city:<|"|>東京 🗼<|"|>}<tool_call|>',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "function_gemma",
+        "<start_function_call>call:get_weather{city:<escape>Berlin<escape>,days:3}"
+        "<end_function_call>",
+        _weather(BERLIN),
+    ),
+    Reply(
+        "harmony",
+        "<|channel|>analysis<|message|>Weather, so I ask.<|end|><|start|>assistant<|channel|>"
+        "commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.get_weather <|constrain|>json<|message|>{"city": "Berlin", "days": 3}'
+        "<|call|>",
+        _weather(BERLIN),
+        "I ask.",
+    ),
+    Reply(
+        "json",
+        '{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}\n'
+        '{"name": "get_weather", "parameters": {"city": "東京 🗼"}}',
+        _weather(BERLIN, TOKYO),
+    ),
+    Reply(
+        "json",
+        '```json\n[{"type": "function", "function": {"name": "get_weather", "arguments":'
+        ' {"city": "Berlin", "days": 3}}}]\n```',
+        _weather(BERLIN),
+    ),
+    Reply(
+        "json",
+        '<|python_tag|>{"type": "function", "name": "get_weather", "parameters":'
+        ' {"city": "Berlin", "days": 3}}',
+        _weather(BERLIN),
+    ),
+    Reply("json", '{"name": "Ada", "age": 36}\n', [], '{"name": "Ada", "age": 36}\n'),
+    Reply("json", '\n{"city": "Berlin"} is JSON.', [], '\n{"city": "Berlin"} is JSON.'),
+]
+
+BROKEN = [
+    ("json_tools", '<tool_call>\n{"name": "get_weather", "arguments": {"city": }}\n</tool_call>'),
+    ("json_tools", "a <tool_call> b </tool_call> c"),
+    ("json_tools", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("json_tools", '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>'),
+    ("json_tools", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("json_tools", '<tool_call>["get_weather"]</tool_call>'),
+    ("json_tools", "<tool_call>" + "[" * 5000 + "</tool_call>"),
+    ("json_tools", '<tool_call>{"name": "get_weather", "arguments": {"city": "Ber'),
+    ("json_tools", "<tool_call></tool_call>"),
+    ("json_tools", '<tool_call>{"name": "get_weather", "arguments": {"days": NaN}}</tool_call>'),
+    ("qwen3_coder", "<tool_call>\n<function=\n</tool_call>"),
+    ("glm47", "<tool_call>no such tool</tool_call>"),
+    ("longcat", "<longcat_tool_call>what?</longcat_tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>nothing</minimax:tool_call>"),
+    ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": '),
+    ("pythonic", "<|tool_call_start|>[get_weather(city=open('x'))]<|tool_call_end|>"[:-20]),
+    ("pythonic", "<|tool_call_start|>" + "(" * 3000 + "<|tool_call_end|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>?<|tool_calls_section_end|>"),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|close|>tools<|sep|>'),
+    ("gemma4", "<|tool_call>call:get_weather{city:}<tool_call|>"),
+    ("function_gemma", "<start_function_call>call:get_weather{city}<end_function_call>"),
+    ("muse_spark", "<atem:function_calls></atem:function_calls>"),
+    ("minicpm5", '<function name="get_weather"</function>'),
+    ("json", '{"name": "get_weather", "arguments": {"city": "Ber'),
+]
+"""What looks like calls and is none: a parser's name and what was written."""

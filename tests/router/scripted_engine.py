@@ -1,0 +1,322 @@
+"""The engine process's side of the wire, with a script instead of a model.
+
+It speaks over a real ZeroMQ socket on a thread of its own. What it generates is a
+function of the prompt; tests hold it back, break it off and make it lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from shared.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Beat,
+    Bye,
+    Delta,
+    EngineStats,
+    Files,
+    FilesWanted,
+    Hello,
+    LiveRequest,
+    Message,
+    Ping,
+    Refused,
+    Submit,
+    ToEngine,
+    TokenLogprobs,
+    Usage,
+    decode,
+    encode,
+)
+from shared.wire import Tokens as TokensMessage
+
+VOCAB = 265
+EOS = 1
+
+
+@dataclass
+class Running:
+    submit: Submit
+    script: list[int]
+    sent: int = 0
+    prompt_told: bool = False
+
+
+def scores_of(token: int, position: int, count: int) -> TokenLogprobs:
+    """How likely ``token`` is said to have been; even tokens are the likeliest of all."""
+    others = [2 * token + 5 * i + 40 for i in range(count)]
+    ids = [token, *others][:count] if token % 2 == 0 else others
+    top = [-0.25 * (i + 1) for i in range(count)]
+    chosen = -0.25 if ids[:1] == [token] else -3.0 - position / 8
+    return TokenLogprobs(chosen=chosen, top_ids=[i % VOCAB for i in ids], top=top)
+
+
+@dataclass
+class Behaviour:
+    """What a test changes about the engine while it runs."""
+
+    script: Callable[[Submit], list[int]] = lambda submit: [EOS]
+    """The output tokens of a request; the end token ends it early."""
+    tokens_per_step: int = 1
+    step_s: float = 0.002
+    hold_tokens_after: int | None = None
+    """No request gets more than so many tokens."""
+    accept: bool = True
+    refuse: Callable[[Submit], Refused | None] = lambda submit: None
+    beats: bool = True
+    phase: str = "ready"
+    stalled_s: float = 0.0
+    stats: EngineStats = field(default_factory=EngineStats)
+    answer_aborts: bool = True
+    cached_tokens: int = 0
+    forget: bool = False
+    """Neither generates nor mentions in its beats what it was given."""
+    omit_logprobs: bool = False
+    """Says nothing of how likely tokens were, as an engine of another release might."""
+    skip_token: bool = False
+    """Loses one token of every request on the way."""
+
+
+class ScriptedEngine:
+    def __init__(
+        self,
+        address: str,
+        directory: Path,
+        *,
+        name: str = "engine-0",
+        model: str = "tiny",
+        max_sequences: int = 4,
+        context_length: int = 512,
+        **behaviour: object,
+    ) -> None:
+        self.address = address
+        self.name = name
+        self.incarnation = uuid.uuid4().hex
+        self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
+        self.received: list[Message] = []
+        self._directory = directory
+        self._running: dict[str, Running] = {}
+        self._outgoing: list[list[bytes]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._bye = False
+        contents = {p.name: p.read_bytes() for p in sorted(directory.iterdir()) if p.is_file()}
+        self._contents = contents
+        self.hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            engine=name,
+            incarnation=self.incarnation,
+            model=model,
+            aliases=[],
+            fingerprint="0123456789abcdef",
+            context_length=context_length,
+            vocab_size=VOCAB,
+            block_size=16,
+            total_blocks=64,
+            max_sequences=max_sequences,
+            max_batch_size=max_sequences,
+            namespace=b"n" * 16,
+            eos_token_ids=[EOS],
+            files={n: hashlib.sha256(c).hexdigest() for n, c in contents.items()},
+            version="test",
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # -- for tests -------------------------------------------------------------
+
+    def kill(self) -> None:
+        """Gone without a word."""
+        self._stop.set()
+        self._thread.join(5)
+
+    def leave(self) -> None:
+        self._bye = True
+        self.kill()
+
+    def say(self, *frames: bytes) -> None:
+        """Sends raw frames."""
+        with self._lock:
+            self._outgoing.append(list(frames))
+
+    def got(self, kind: type[Message]) -> list[Message]:
+        return [message for message in list(self.received) if isinstance(message, kind)]
+
+    @property
+    def running(self) -> list[str]:
+        return list(self._running)
+
+    # -- the engine ------------------------------------------------------------
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 200 if self._bye else 0)
+        socket.connect(self.address)
+        beat_at, number = 0.0, 0
+        try:
+            while not self._stop.is_set():
+                now = time.monotonic()
+                if self.behaviour.beats and now >= beat_at:
+                    number += 1
+                    socket.send_multipart(encode(self._beat(number)))
+                    beat_at = now + 0.1
+                if socket.poll(max(1, int(self.behaviour.step_s * 1000))):
+                    message, _ = decode(socket.recv_multipart(), ToEngine)
+                    self.received.append(message)
+                    for answer in self._answer(message):
+                        socket.send_multipart(answer)
+                    continue
+                with self._lock:
+                    outgoing, self._outgoing = self._outgoing, []
+                for frames in outgoing:
+                    socket.send_multipart(frames)
+                deltas = self._step()
+                if deltas:
+                    socket.send_multipart(encode(TokensMessage(deltas=deltas)))
+            if self._bye:
+                socket.setsockopt(zmq.LINGER, 500)
+                socket.send_multipart(encode(Bye(engine=self.name, incarnation=self.incarnation)))
+        finally:
+            socket.close()
+            context.term()
+
+    def _beat(self, number: int) -> Beat:
+        live = [
+            LiveRequest(
+                request_id=running.submit.request_id,
+                attempt=running.submit.attempt,
+                generated=running.sent,
+            )
+            for running in self._running.values()
+        ]
+        return Beat(
+            engine=self.name,
+            incarnation=self.incarnation,
+            number=number,
+            phase=self.behaviour.phase,  # type: ignore[arg-type]
+            phase_s=1.0,
+            stalled_s=self.behaviour.stalled_s,
+            live=live,
+            stats=self.behaviour.stats,
+        )
+
+    def _answer(self, message: Message) -> list[list[bytes]]:
+        match message:
+            case Ping():
+                return [encode(self.hello)]
+            case FilesWanted(names=names):
+                return [encode(Files(names=names), *(self._contents[name] for name in names))]
+            case Submit():
+                refusal = self.behaviour.refuse(message)
+                if refusal is not None:
+                    return [encode(refusal)]
+                if self.behaviour.forget:
+                    return []
+                script = self.behaviour.script(message)[: message.max_tokens]
+                self._running[message.request_id] = Running(message, script, len(message.generated))
+                if not self.behaviour.accept:
+                    return []
+                return [encode(Accepted(request_id=message.request_id, attempt=message.attempt))]
+            case Abort(request_id=request_id, attempt=attempt):
+                running = self._running.get(request_id)
+                if running is None or attempt not in (None, running.submit.attempt):
+                    return []
+                del self._running[request_id]
+                if not self.behaviour.answer_aborts:
+                    return []
+                return [encode(TokensMessage(deltas=[self._delta(running, [], "abort")]))]
+            case _:
+                return []
+
+    def _step(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        limit = self.behaviour.hold_tokens_after
+        for request_id, running in list(self._running.items()):
+            if running.submit.prompt_logprobs is not None and not running.prompt_told:
+                running.prompt_told = True
+                deltas += self._prompt_deltas(running.submit)
+                continue
+            end = running.sent + self.behaviour.tokens_per_step
+            if limit is not None:
+                end = min(end, limit)
+            ids = running.script[running.sent : end]
+            if not ids and running.sent < len(running.script):
+                continue
+            if any(token in running.submit.stop_token_ids for token in ids):
+                stop = next(i for i, t in enumerate(ids) if t in running.submit.stop_token_ids)
+                ids = ids[: stop + 1]
+                deltas.append(self._delta(running, ids, "stop", ids[-1]))
+            elif running.sent + len(ids) >= len(running.script):
+                deltas.append(self._delta(running, ids, "length"))
+            else:
+                deltas.append(self._delta(running, ids))
+            running.sent += len(ids)
+            if deltas[-1].finish is not None:
+                del self._running[request_id]
+        return deltas
+
+    def _delta(
+        self,
+        running: Running,
+        ids: list[int],
+        finish: str | None = None,
+        stop_token: int | None = None,
+    ) -> Delta:
+        usage = None
+        if finish is not None:
+            usage = Usage(
+                prompt_tokens=len(running.submit.token_ids),
+                completion_tokens=running.sent + len(ids),
+                cached_ram_tokens=self.behaviour.cached_tokens,
+            )
+        count = running.submit.logprobs
+        if self.behaviour.omit_logprobs:
+            count = None
+        logprobs = (
+            None
+            if count is None
+            else [scores_of(token, running.sent + i, count) for i, token in enumerate(ids)]
+        )
+        skipped = 1 if self.behaviour.skip_token and running.sent else 0
+        return Delta(
+            request_id=running.submit.request_id,
+            attempt=running.submit.attempt,
+            index=running.sent + skipped,
+            token_ids=ids,
+            logprobs=logprobs,
+            finish=finish,  # type: ignore[arg-type]
+            stop_token=stop_token,
+            usage=usage,
+        )
+
+    def _prompt_deltas(self, submit: Submit) -> list[Delta]:
+        """The prompt's log-probabilities in two parts."""
+        if self.behaviour.omit_logprobs:
+            return []
+        scores = prompt_scores_of(submit)
+        return [
+            Delta(
+                request_id=submit.request_id,
+                attempt=submit.attempt,
+                index=len(submit.generated),
+                token_ids=[],
+                prompt_logprobs=part,
+            )
+            for part in (scores[:3], scores[3:])
+        ]
+
+
+def prompt_scores_of(submit: Submit) -> list[TokenLogprobs]:
+    count = submit.prompt_logprobs or 0
+    return [scores_of(t, i, count) for i, t in enumerate(submit.token_ids[1:])]

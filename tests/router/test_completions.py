@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from shared.wire import Abort, Sampling, Submit
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import EOS, ScriptedEngine
+
+
+def events(text: str) -> list[Any]:
+    """The decoded events of a stream that ended well."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1] if not line.startswith(":")]
+
+
+def streamed(server: Server, **body: Any) -> list[Any]:
+    answer = server.client.post("/v1/chat/completions", json={**body, "stream": True})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return events(answer.text)
+
+
+def test_a_chat_answer_has_openais_form(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.cached_tokens = 5
+    answer = server.chat("hello", seed=7)
+    body = answer.json()
+    assert answer.status_code == 200
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello world", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    (submit,) = engine.got(Submit)
+    assert body["usage"] == {
+        "prompt_tokens": len(submit.token_ids),
+        "completion_tokens": 5,
+        "total_tokens": len(submit.token_ids) + 5,
+        "prompt_tokens_details": {"cached_tokens": 5},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert answer.headers["x-seed"] == "7"
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_the_template_is_rendered_and_tokenized(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+        },
+    ]
+    body = {"messages": messages, "chat_template_kwargs": {"extra": "!"}}
+    assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+    (submit,) = engine.got(Submit)
+    assert tokenizer.decode(submit.token_ids) == "<|system|>be kind\n<|user|>hello\n<|assistant|>!"
+
+
+def test_a_template_argument_that_raises_is_left_out(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    answer = server.chat("x", chat_template_kwargs={"explode": True, "extra": "?"})
+    assert answer.status_code == 200
+    assert tokenizer.decode(engine.got(Submit)[0].token_ids).endswith("<|assistant|>?")
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
+@pytest.mark.parametrize("text", ["hello world", "日本語 🌍🏽 é", "a\n\n  b ", "ends with \ufffd"])
+@pytest.mark.parametrize("stop", [None, ["🌍"], [" w", "b"], ["本語 ", "orl"]])
+def test_a_stream_says_what_the_whole_answer_says(
+    server: Server,
+    engine: ScriptedEngine,
+    says: Callable[..., Any],
+    text: str,
+    stop: list[str] | None,
+    tokens_per_step: int,
+) -> None:
+    engine.behaviour.script = says(text)
+    engine.behaviour.tokens_per_step = tokens_per_step
+    body = {"messages": [{"role": "user", "content": "x"}], "stop": stop, "seed": 1}
+    whole = server.client.post("/v1/chat/completions", json=body).json()
+    chunks = streamed(server, **body, stream_options={"include_usage": True})
+    *deltas, last = chunks
+    content = whole["choices"][0]["message"]["content"]
+    assert deltas[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in deltas]
+    assert "".join(parts) == content
+    assert deltas[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in deltas)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    expected = text
+    for end in range(len(text)):
+        cut = [s for s in stop or [] if text[: end + 1].endswith(s)]
+        if cut:
+            expected = text[: end + 1 - len(cut[0])]
+            break
+    assert content == expected
+
+
+def test_a_stop_string_frees_the_engine_at_once(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.behaviour.script = lambda submit: tokenizer.encode("one two " * 40).ids
+    engine.behaviour.step_s = 0.02
+    engine.behaviour.cached_tokens = 3
+    body = server.chat("x", stop=" two", max_tokens=300).json()
+    assert body["choices"][0]["message"]["content"] == "one"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 7
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+    eventually(lambda: not engine.running)
+    assert engine.got(Abort)
+
+
+def test_an_engine_that_does_not_confirm_the_stop_is_not_waited_for(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.behaviour.script = lambda submit: tokenizer.encode("one two " * 40).ids
+    engine.behaviour.answer_aborts = False
+    body = server.chat("x", stop=" two", max_tokens=300).json()
+    assert body["choices"][0]["message"]["content"] == "one"
+    assert body["usage"]["completion_tokens"] == 7
+
+
+def test_the_length_limit_is_reported(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.behaviour.script = lambda submit: tokenizer.encode("abcdefgh").ids
+    body = server.chat("x", max_completion_tokens=3).json()
+    assert body["choices"][0]["message"]["content"] == "abc"
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("hello", 1), (["hello", "abc"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8, 9]], 2)],
+)
+def test_completions_take_every_form_of_prompt(
+    server: Server, engine: ScriptedEngine, prompt: Any, count: int
+) -> None:
+    body = server.complete(prompt).json()
+    assert body["object"] == "text_completion"
+    assert [choice["index"] for choice in body["choices"]] == list(range(count))
+    assert all(choice["text"] == "hello world" for choice in body["choices"])
+    assert body["usage"]["prompt_tokens"] == sum(len(s.token_ids) for s in engine.got(Submit))
+
+
+def test_each_of_n_choices_has_a_seed_of_its_own(server: Server, engine: ScriptedEngine) -> None:
+    body = server.complete(["hello", "abc"], n=3, seed=11).json()
+    assert len(body["choices"]) == 6
+    seeds = [submit.sampling.seed for submit in engine.got(Submit)]
+    assert len(set(seeds)) == 3
+    assert seeds[:3] == seeds[3:]
+    assert seeds[0] == 11
+    prompt_tokens = {tuple(s.token_ids) for s in engine.got(Submit)}
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompt_tokens))
+
+
+def test_a_drawn_seed_is_reported_and_used(server: Server, engine: ScriptedEngine) -> None:
+    seed = int(server.chat().headers["x-seed"])
+    assert engine.got(Submit)[0].sampling.seed == seed
+
+
+def test_a_text_stream_has_text_in_its_chunks(server: Server, engine: ScriptedEngine) -> None:
+    chunks = events(server.complete("hi", stream=True, n=2).text)
+    for index in (0, 1):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "hello world"
+        assert mine[-1]["finish_reason"] == "stop"
+
+
+def test_fields_reach_the_engine(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    server.chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        max_tokens=7,
+        min_tokens=2,
+        priority=3,
+        cache_salt="s",
+        stop_token_ids=[9, 8],
+        n=1,
+        logit_bias={"7": 5, "12": -100},
+        frequency_penalty=-0.5,
+        presence_penalty=1,
+        repetition_penalty=1.2,
+        repetition_context_size=64,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        tools=[],
+        some_unknown_field={"deep": [1]},
+        user="me",
+        response_format={"type": "text"},
+    )
+    (submit,) = engine.got(Submit)
+    assert (submit.sampling.temperature, submit.sampling.top_p) == (0.5, 0.9)
+    assert (submit.sampling.top_k, submit.sampling.min_p) == (40, 0.1)
+    assert (submit.max_tokens, submit.min_tokens, submit.priority) == (7, 2, 3)
+    sampling = submit.sampling
+    assert sampling.logit_bias == [(7, 5.0), (12, -100.0)]
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 1.0)
+    assert (sampling.repetition_penalty, sampling.repetition_context_size) == (1.2, 64)
+    assert (sampling.xtc_probability, sampling.xtc_threshold) == (0.5, 0.2)
+    newline = tokenizer.encode("\n").ids
+    assert sampling.xtc_special_ids == sorted([EOS, *newline])
+    assert submit.cache_salt == "s"
+    assert submit.stop_token_ids == [EOS, 8, 9]
+
+
+def test_controls_that_are_not_given_ask_for_nothing(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    server.chat(logprobs=False, repetition_penalty=0, logit_bias={}, temperature=0, seed=1)
+    (submit,) = engine.got(Submit)
+    assert submit.sampling == Sampling(seed=1)
+    assert submit.logprobs is None and submit.prompt_logprobs is None
+
+
+def test_ignore_eos_leaves_only_the_clients_stop_tokens(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    server.chat(ignore_eos=True, stop_token_ids=[9])
+    assert engine.got(Submit)[0].stop_token_ids == [9]
+
+
+def test_max_tokens_is_cut_to_what_the_context_leaves(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    server.complete([7] * 500, max_tokens=400)
+    assert engine.got(Submit)[0].max_tokens == 12
+
+
+def test_the_models_generation_config_gives_the_defaults(
+    server: Server, start_engine: Callable[..., ScriptedEngine], says: Any, tmp_path: Any
+) -> None:
+    from tests.router.tiny_tokenizer import write_tokenizer
+
+    write_tokenizer(tmp_path / "m", do_sample=True, temperature=0.6, top_k=20, top_p="no number")
+    engine = start_engine(server, directory=tmp_path / "m", model="warm", script=says("hi"))
+    eventually(lambda: server.client.get("/v1/models/warm").json().get("ready_replicas") == 1)
+    assert server.chat(model="warm").status_code == 200
+    sampling = engine.got(Submit)[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
+
+
+def test_many_clients_at_once_are_all_answered(server: Server, engine: ScriptedEngine) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(lambda i: server.chat(f"hello {i}"), range(64)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert max(len(engine.running), 0) == 0

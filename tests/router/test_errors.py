@@ -1,0 +1,306 @@
+"""The error table, and that the server serves the next request after each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from shared.wire import Refused, Submit
+from tests.router.conftest import Server
+from tests.router.scripted_engine import ScriptedEngine
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine(server: Server, model_dir: Path, says: Callable[[str], Any]) -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(server.address, model_dir, script=says("hello world"))
+    server.wait_ready()
+    yield engine
+    engine.leave()
+
+
+@pytest.fixture(autouse=True)
+def serves_afterwards(server: Server, engine: ScriptedEngine) -> Iterator[None]:
+    yield
+    assert server.chat().status_code == 200
+
+
+def assert_error(answer: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("temperature", 1e300),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", True),
+        ("max_tokens", 10**30),
+        ("max_tokens", "many"),
+        ("max_tokens", 40000),
+        ("n", 0),
+        ("n", 17),
+        ("seed", 1.5),
+        ("seed", 2**64),
+        ("seed", "x"),
+        ("stop", 5),
+        ("stop", ""),
+        ("stop", ["x"] * 17),
+        ("stop_token_ids", "x"),
+        ("ignore_eos", 1),
+        ("stream", "yes"),
+        ("model", 5),
+        ("priority", "high"),
+        ("cache_salt", 1),
+        ("min_tokens", -1),
+        ("stream_options", 5),
+        ("logprobs", "5"),
+        ("top_logprobs", 3),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 5}),
+        ("logit_bias", {"-1": 5}),
+        ("logit_bias", {"1.5": 5}),
+        ("logit_bias", {"7": "much"}),
+        ("logit_bias", {"7": 101}),
+        ("logit_bias", {"7": -100.5}),
+        ("logit_bias", {"265": 1}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("frequency_penalty", 2.5),
+        ("frequency_penalty", "0.5"),
+        ("presence_penalty", True),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", -0.1),
+        ("repetition_penalty", 1e300),
+        ("repetition_context_size", -1),
+        ("repetition_context_size", 2.5),
+        ("best_of", 2),
+        ("echo", "yes"),
+        ("suffix", "x"),
+        ("response_format", "json"),
+        ("guided_json", 5),
+        ("structured_outputs", []),
+        ("xtc_probability", 1.5),
+        ("xtc_probability", "often"),
+        ("xtc_threshold", 0.6),
+        ("xtc_threshold", -0.1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", True),
+    ],
+)
+def test_a_bad_field_is_named(server: Server, field: str, value: Any) -> None:
+    assert_error(server.chat(**{field: value}), 400, field)
+    assert_error(server.complete(**{field: value}), 400, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tool_choice", "required"),
+        ("audio", {}),
+        ("functions", [{}]),
+        ("modalities", ["text", "audio"]),
+        ("max_completion_tokens", 0),
+        ("chat_template_kwargs", []),
+        ("reasoning_effort", 3),
+        ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
+        ("logprobs", 1),
+        ("echo", True),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(server: Server, field: str, value: Any) -> None:
+    assert_error(server.chat(**{field: value}), 400, field)
+
+
+@pytest.mark.parametrize("value", [True, -1, 21, 1.5])
+def test_a_bad_number_of_log_probabilities_is_named(server: Server, value: Any) -> None:
+    assert_error(server.complete(logprobs=value), 400, "logprobs")
+    assert_error(server.chat(logprobs=True, top_logprobs=value), 400, "top_logprobs")
+
+
+def test_fields_that_do_not_go_together_are_named(server: Server) -> None:
+    assert_error(server.chat(logprobs=False, top_logprobs=2), 400, "top_logprobs")
+    assert_error(server.complete(stream=True, prompt_logprobs=1), 400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0].type",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "function", "content": "x"}], "messages"),
+    ],
+)
+def test_bad_messages_are_named(server: Server, messages: Any, param: str) -> None:
+    answer = server.client.post("/v1/chat/completions", json={"messages": messages})
+    assert_error(answer, 400, param)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, "", [], [[]], ["a", 5], ["a", [5]], [True], [-1], [265], [1.5], [["a"]], {}]
+)
+def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
+    answer = server.complete(prompt)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"5",
+        b'"x"',
+        b"{}x",
+        b'{"messages": NaN}',
+        b'{"messages": [], "temperature": NaN}',
+        b'{"temperature": 1e999}',
+        b"\xff\xfe{}",
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 10_000,
+        b'{"x":' * 3000 + b"1" + b"}" * 3000,
+    ],
+)
+def test_what_is_no_json_object_is_a_400(server: Server, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = server.client.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_over_the_context_is_refused(server: Server) -> None:
+    error = assert_error(server.complete([7] * 512), 400, "prompt")
+    assert error["code"] == "context_length_exceeded"
+    error = assert_error(server.chat("x" * 600), 400, "messages")
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_too_many_sequences_are_refused(server: Server) -> None:
+    assert_error(server.complete(["a"] * 20, n=16), 400, "n")
+
+
+def test_an_unknown_model_is_not_found(server: Server) -> None:
+    error = assert_error(server.chat(model="gpt-9"), 404, "model")
+    assert error["code"] == "model_not_found"
+    assert_error(server.client.get("/v1/models/gpt-9"), 404, "model")
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
+    assert_error(server.client.get("/v1/nothing"), 404)
+    assert_error(server.client.post("/v1/embeddings", json={}), 501)
+    answer = server.client.get("/v1/chat/completions")
+    assert_error(answer, 405)
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_body_that_is_not_json_by_its_type_is_a_415(server: Server) -> None:
+    for content_type in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = server.client.post(
+            "/v1/completions", content=b"{}", headers={"content-type": content_type}
+        )
+        assert_error(answer, 415)
+    answer = server.client.post(
+        "/v1/completions",
+        content=b"{}",
+        headers={"content-type": "application/json", "content-encoding": "br"},
+    )
+    assert_error(answer, 415)
+
+
+def test_a_large_body_is_a_413_however_it_comes(server: Server) -> None:
+    headers = {"content-type": "application/json"}
+    large = json.dumps({"prompt": "x" * 30_000}).encode()
+
+    def chunked() -> Iterator[bytes]:
+        for start in range(0, len(large), 1000):
+            yield large[start : start + 1000]
+
+    for body in (large, chunked()):
+        assert_error(server.client.post("/v1/completions", content=body, headers=headers), 413)
+    bomb = gzip.compress(json.dumps({"prompt": "x" * 10_000_000}).encode())
+    assert len(bomb) < 20_000
+    headers["content-encoding"] = "gzip"
+    assert_error(server.client.post("/v1/completions", content=bomb, headers=headers), 413)
+
+
+def test_a_compressed_body_is_read(server: Server) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(json.dumps({"messages": MESSAGES}).encode())
+    answer = server.client.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 200
+    answer = server.client.post("/v1/chat/completions", content=body[:-9], headers=headers)
+    assert_error(answer, 400)
+    answer = server.client.post("/v1/chat/completions", content=b"no gzip", headers=headers)
+    assert_error(answer, 400)
+
+
+def test_what_the_engine_refuses_is_a_400(server: Server, engine: ScriptedEngine) -> None:
+    def refuse(submit: Submit) -> Refused:
+        return Refused(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            reason="too_large",
+            message="It does not fit.",
+            param="max_tokens",
+        )
+
+    engine.behaviour.refuse = refuse
+    for stream in (False, True):
+        error = assert_error(server.chat(stream=stream), 400, "max_tokens")
+        assert error["message"] == "It does not fit."
+    engine.behaviour.refuse = lambda submit: None
+
+
+def test_a_clients_request_id_is_kept_when_it_is_sane(server: Server) -> None:
+    def answered(given: str) -> str:
+        return server.client.get("/livez", headers={"x-request-id": given}).headers["x-request-id"]
+
+    assert answered("abc-123") == "abc-123"
+    assert answered("a b<script>") != "a b<script>"
+    assert answered("x" * 200) != "x" * 200
+
+
+def test_broken_http_closes_only_its_own_connection(server: Server) -> None:
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(b"\x00\xff rubbish\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")

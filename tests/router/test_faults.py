@@ -1,0 +1,426 @@
+"""What becomes of requests when engines, clients and messages go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from shared.wire import Abort, Ping, Submit, encode
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import Running, ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server("--restart-wait-s=4", "--first-token-timeout-s=5", "--request-timeout-s=3")
+
+
+@pytest.fixture
+def background() -> Any:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool.submit
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def last_event(text: str) -> Any:
+    return json.loads([line for line in text.split("\n\n") if line][-1].removeprefix("data: "))
+
+
+# -- engines that go away ------------------------------------------------------
+
+
+def test_a_request_without_a_token_is_submitted_once_more(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    first = start_engine(server, script=says("hello world"), hold_tokens_after=0)
+    server.wait_ready()
+    answers = [background(server.chat, "x", stream=stream) for stream in (False, True)]
+    eventually(lambda: len(first.running) == 2)
+    first.kill()
+    second = start_engine(server, script=says("hello world"))
+    assert text_of(answers[0].result(10)) == "hello world"
+    assert "[DONE]" in answers[1].result(10).text
+    assert {submit.attempt for submit in second.got(Submit)} == {1}
+    seeds = [{s.sampling.seed for s in engine.got(Submit)} for engine in (first, second)]
+    assert seeds[0] == seeds[1]
+
+
+def begun(
+    server: Server, start_engine: Start, background: Any, script: Any, **fields: Any
+) -> tuple[ScriptedEngine, Future[httpx.Response]]:
+    """An engine that says two tokens and no more, and the answer that waits for the rest."""
+    engine = start_engine(server, script=script, hold_tokens_after=2)
+    server.wait_ready()
+    answer = background(server.chat, "x", **fields)
+    eventually(lambda: any(one.sent == 2 for one in engine._running.values()))
+    time.sleep(0.3)
+    return engine, answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_begun_goes_on_where_it_was(
+    server: Server, start_engine: Start, says: Any, background: Any, stream: bool
+) -> None:
+    script = says("hello world")
+    fields = {"logprobs": True, "stream_options": {"include_usage": True}} if stream else {}
+    first, answer = begun(server, start_engine, background, script, stream=stream, **fields)
+    first.kill()
+    second = start_engine(server, script=script)
+    result = answer.result(10)
+    (submit,) = second.got(Submit)
+    assert submit.generated == script(None)[:2]
+    assert submit.sampling == first.got(Submit)[0].sampling
+    if not stream:
+        assert text_of(result) == "hello world"
+        return
+    assert result.text.endswith("data: [DONE]\n\n") and '"error"' not in result.text
+    events = [json.loads(line[6:]) for line in result.text.split("\n\n") if line[:7] == "data: {"]
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "hello world"
+    undisturbed = server.chat("x", logprobs=True).json()
+    scored = [event["choices"][0].get("logprobs") for event in events if event["choices"]]
+    tokens = [token for one in scored if one for token in one["content"]]
+    assert tokens == undisturbed["choices"][0]["logprobs"]["content"]
+    assert events[-1]["usage"]["completion_tokens"] == undisturbed["usage"]["completion_tokens"]
+
+
+def test_a_stream_whose_engine_does_not_come_back_ends_with_one_clean_error_event(
+    start_server: Callable[..., Server], start_engine: Start, says: Any, background: Any
+) -> None:
+    server = start_server("--restart-wait-s=3")
+    first, answer = begun(server, start_engine, background, says("hello world"), stream=True)
+    first.kill()
+    killed = time.monotonic()
+    text = answer.result(20).text
+    assert time.monotonic() - killed > 2, "it waits for a restart"
+    assert '"content":"hello"' in text
+    assert last_event(text)["error"]["code"] == "engine_lost"
+    assert text.count('"error"') == 1
+    assert "[DONE]" not in text
+
+
+def test_a_stream_that_lost_two_engines_ends_with_one_clean_error_event(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    script = says("hello world")
+    first, answer = begun(server, start_engine, background, script, stream=True)
+    first.kill()
+    second = start_engine(server, script=script, hold_tokens_after=3)
+    eventually(lambda: len(second.running) == 1)
+    second.kill()
+    third = start_engine(server, script=script)
+    text = answer.result(10).text
+    assert last_event(text)["error"]["code"] == "engine_lost"
+    assert text.count('"error"') == 1
+    assert not third.got(Submit)
+
+
+def test_a_stream_that_is_to_go_on_behind_others_is_not_silent_for_ever(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    first, answer = begun(server, start_engine, background, says("hello world"), stream=True)
+    slow = says("so slow that it takes longer than anybody likes to wait for it")
+    second = start_engine(server, name="e1", script=slow, max_sequences=1, step_s=0.4)
+    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
+    first.behaviour.phase = "draining"
+    eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 1)
+    other = background(server.chat, "y", stream=True)
+    eventually(lambda: len(second.running) == 1)
+    first.kill()
+    assert last_event(answer.result(20).text)["error"]["code"] == "timeout"
+    assert "[DONE]" in other.result(30).text
+
+
+def test_what_was_lost_with_two_engines_is_not_given_to_a_third(
+    server: Server, start_engine: Start, background: Any
+) -> None:
+    answer = None
+    for _ in range(2):
+        engine = start_engine(server, hold_tokens_after=0, script=lambda submit: [5])
+        server.wait_ready()
+        answer = answer or background(server.chat, "x")
+        eventually(lambda engine=engine: len(engine.running) == 1)
+        engine.kill()
+    third = start_engine(server, script=lambda submit: [5])
+    result = answer.result(10)
+    assert result.status_code == 503
+    assert result.json()["error"]["code"] == "engine_lost"
+    assert not third.got(Submit)
+
+
+def test_a_request_waits_for_the_restart_and_no_longer(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    engine = start_engine(server, script=says("hi"))
+    server.wait_ready()
+    engine.kill()
+    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    assert server.client.get("/health").json()["status"] != "ok"
+    waits = background(server.chat, "x")
+    time.sleep(0.5)
+    start_engine(server, script=says("hi"))
+    assert text_of(waits.result(10)) == "hi"
+
+
+def test_without_a_restart_the_answer_is_a_503(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--restart-wait-s=1")
+    answer = server.chat("x")
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    engine = start_engine(server, script=says("hi"))
+    server.wait_ready()
+    engine.kill()
+    answer = server.chat("x")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] in ("no_engine_ready", "engine_lost")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_beats_that_stay_away_make_the_server_unready(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, script=says("hi"))
+    server.wait_ready()
+    engine.behaviour.beats = False
+    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    assert "no beat" in server.client.get("/readyz").text
+    engine.behaviour.beats = True
+    server.wait_ready()
+    assert text_of(server.chat("x")) == "hi"
+
+
+def test_a_stalled_engine_makes_the_server_unready(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, script=says("hi"))
+    server.wait_ready()
+    engine.behaviour.stalled_s = 45.0
+    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    assert "stalled" in server.client.get("/health").text
+    engine.behaviour.stalled_s = 0.0
+    server.wait_ready()
+
+
+def test_two_engines_share_the_work_and_one_may_leave(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    engines = [
+        start_engine(server, name=f"e{i}", script=says("hi"), hold_tokens_after=0, max_sequences=2)
+        for i in range(2)
+    ]
+    eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
+    answers = [background(server.chat, f"x{i}") for i in range(4)]
+    eventually(lambda: [len(engine.running) for engine in engines] == [2, 2])
+    engines[0].leave()
+    engines[1].behaviour.hold_tokens_after = None
+    assert [text_of(answer.result(10)) for answer in answers] == ["hi"] * 4
+
+
+def test_a_restart_is_noticed_before_the_beats_are_missed(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    first = start_engine(server, script=says("hi"), hold_tokens_after=0)
+    server.wait_ready()
+    answer = background(server.chat, "x")
+    eventually(lambda: len(first.running) == 1)
+    first.kill()
+    killed = time.monotonic()
+    start_engine(server, script=says("hi"))
+    assert text_of(answer.result(10)) == "hi"
+    assert time.monotonic() - killed < 4
+
+
+def test_two_engines_may_have_been_given_the_same_name(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    for _ in range(2):
+        start_engine(server, script=says("hi"))
+    eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
+    time.sleep(0.5)
+    assert server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2
+    (model,) = server.client.get("/health").json()["models"]
+    assert len({engine["name"] for engine in model["engines"]}) == 2
+
+
+def test_an_engine_with_another_version_of_the_model_is_not_used(
+    server: Server, start_engine: Start, says: Any, tmp_path: Path
+) -> None:
+    from tests.router.tiny_tokenizer import write_tokenizer
+
+    write_tokenizer(tmp_path, temperature=0.3)
+    first = start_engine(server, name="a", script=says("hi"))
+    server.wait_ready()
+    second = start_engine(server, name="b", directory=tmp_path, script=says("new"))
+    eventually(lambda: bool(second.got(Ping)))
+    assert text_of(server.chat("x")) == "hi"
+    first.leave()
+    server.wait_ready()
+    eventually(lambda: text_of(server.chat("x")) == "new")
+
+
+# -- engines that lie ----------------------------------------------------------
+
+
+def test_a_flight_that_beats_do_not_mention_is_submitted_once_more(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    engine = start_engine(server, script=says("hi"), forget=True)
+    server.wait_ready()
+    answer = background(server.chat, "x", max_tokens=4)
+    eventually(lambda: len(engine.got(Submit)) == 1)
+    engine.behaviour.forget = False
+    assert text_of(answer.result(15)) == "hi"
+
+
+def test_a_gap_in_the_tokens_is_never_passed_on(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, script=says("hello world"), skip_token=True)
+    server.wait_ready()
+    answer = server.chat("x", stream=True)
+    assert last_event(answer.text)["error"]["code"] == "engine_lost"
+    engine.behaviour.skip_token = False
+    assert text_of(server.chat("x")) == "hello world"
+
+
+def test_a_request_the_router_does_not_know_is_aborted(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, hold_tokens_after=0, script=says("x"))
+    server.wait_ready()
+    with pytest.raises(httpx.TimeoutException):
+        server.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.5)
+    (submit,) = engine.got(Submit)
+    eventually(lambda: not engine.running)
+    engine._running["stranger"] = Running(submit, [5])
+    eventually(lambda: any(a.request_id == submit.request_id for a in engine.got(Abort)[1:]))
+
+
+def test_rubbish_is_counted_and_dropped(server: Server, start_engine: Start, says: Any) -> None:
+    engine = start_engine(server, script=says("hi"))
+    server.wait_ready()
+    for size in range(40):
+        engine.say(os.urandom(size))
+        engine.say(os.urandom(8), os.urandom(size), b"")
+    engine.say(b"")
+    engine.say(encode(Ping(router_id="x"))[0])
+    engine.say(*([b"x"] * 5000))
+
+    def dropped() -> float:
+        text = server.client.get("/metrics").text
+        lines = [x for x in text.splitlines() if x.startswith("mlx_lm_server_dropped_messages_t")]
+        return float(lines[0].split()[-1])
+
+    eventually(lambda: dropped() >= 83)
+    assert text_of(server.chat("x")) == "hi"
+
+
+# -- clients that go away, and time --------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_the_engine(
+    server: Server, start_engine: Start, tokenizer: Tokenizer, stream: bool
+) -> None:
+    ids = tokenizer.encode("never ending " * 30).ids
+    engine = start_engine(server, script=lambda submit: ids, step_s=0.05)
+    server.wait_ready()
+    body = {"prompt": "x", "stream": stream, "max_tokens": 400}
+    with (
+        pytest.raises(httpx.TimeoutException),
+        server.client.stream(
+            "POST", "/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.3)
+        ) as answer,
+    ):
+        for _ in answer.iter_bytes():
+            if engine.running:
+                raise httpx.ReadTimeout("enough")
+    eventually(lambda: bool(engine.got(Abort)), 3)
+    eventually(lambda: not engine.running, 3)
+
+
+def test_a_client_that_goes_away_leaves_the_queue(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    engine = start_engine(server, script=says("hi"), hold_tokens_after=0, max_sequences=1)
+    server.wait_ready()
+    first = background(server.chat, "first")
+    eventually(lambda: len(engine.running) == 1)
+    with pytest.raises(httpx.TimeoutException):
+        server.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.3)
+    eventually(lambda: 'queued_requests{model="tiny"} 0.0' in server.client.get("/metrics").text)
+    engine.behaviour.hold_tokens_after = None
+    assert text_of(first.result(10)) == "hi"
+    assert len(engine.got(Submit)) == 1
+
+
+def test_silence_is_filled_with_comments_and_ends_in_a_timeout(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--first-token-timeout-s=7", "--request-timeout-s=6")
+    start_engine(server, script=says("hello world"), hold_tokens_after=0)
+    server.wait_ready()
+    text = server.chat("x", stream=True).text
+    assert ": keep-alive\n\n" in text
+    assert last_event(text)["error"]["code"] == "timeout"
+
+
+def test_the_first_token_must_come_in_time(server: Server, start_engine: Start, says: Any) -> None:
+    engine = start_engine(server, script=says("hello"), hold_tokens_after=0)
+    server.wait_ready()
+    answer = server.chat("x")
+    assert answer.status_code == 504
+    eventually(lambda: not engine.running)
+
+
+def test_silence_after_the_first_token_is_an_error(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
+    server.wait_ready()
+    assert server.chat("x").status_code == 504
+    text = server.chat("x", stream=True).text
+    assert last_event(text)["error"]["type"] == "server_error"
+    eventually(lambda: not engine.running)
+
+
+def test_a_client_that_does_not_read_holds_up_nobody_and_is_given_up(
+    server: Server, start_engine: Start, tokenizer: Tokenizer
+) -> None:
+    endless = [tokenizer.token_to_id("a"), tokenizer.token_to_id("b")] * 15_000
+    engine = start_engine(
+        server, script=lambda submit: endless, tokens_per_step=2, step_s=0.001, context_length=10**6
+    )
+    server.wait_ready()
+    address = urlsplit(server.url)
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 30_000}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.hostname, address.port))
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        eventually(lambda: len(engine.running) == 1)
+        assert len(text_of(server.chat("x", max_tokens=4))) == 4
+        eventually(lambda: server.client.get("/health").json()["requests"] == 0, 60)
+        assert "does not read" in server.log.read_text()

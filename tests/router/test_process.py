@@ -1,0 +1,166 @@
+"""The router as a process: start, drain, end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shared.exits import EXIT_CONFIG
+from shared.link import LINK_VARIABLE
+from tests.router.conftest import ROOT, Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+def test_a_drain_finishes_what_is_running_and_refuses_what_comes(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--drain-timeout-s=20")
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
+    server.wait_ready()
+    with ThreadPoolExecutor(2) as pool:
+        streamed = pool.submit(server.chat, "x", stream=True)
+        whole = pool.submit(server.chat, "x")
+        eventually(lambda: len(engine.running) == 2)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.client.get("/readyz").status_code == 503)
+        assert server.client.get("/health").json()["status"] == "shutting_down"
+        refused = server.chat("x")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert "retry-after" in refused.headers
+        engine.behaviour.hold_tokens_after = None
+        assert "[DONE]" in streamed.result(10).text
+        assert whole.result(10).status_code == 200
+    assert server.process.wait(10) == 0
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--drain-timeout-s=0.5")
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
+    server.wait_ready()
+    with ThreadPoolExecutor(2) as pool:
+        streamed = pool.submit(server.chat, "x", stream=True)
+        whole = pool.submit(server.chat, "x")
+        eventually(lambda: len(engine.running) == 2)
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)
+        last = streamed.result(10).text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert whole.result(10).status_code == 503
+    assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_it_at_once(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--drain-timeout-s=60")
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
+    server.wait_ready()
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(server.chat, "x")
+        eventually(lambda: len(engine.running) == 1)
+        for _ in range(2):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        assert server.process.wait(10) == 0
+        assert answer.exception(10) is not None or answer.result().status_code == 503
+
+
+def test_nothing_is_left_behind(start_server: Callable[..., Server], start_engine: Start) -> None:
+    server = start_server()
+    start_engine(server)
+    server.wait_ready()
+    directory = Path(server.address.removeprefix("ipc://")).parent
+    assert len(list(directory.iterdir())) > 1
+    assert server.stop() == 0
+    assert [path.name for path in directory.iterdir()] == ["engines.lock"]
+
+
+def test_a_router_that_restarts_finds_its_engines_again(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server()
+    engine = start_engine(server, script=says("hi"), max_sequences=3)
+    server.wait_ready()
+    server.process.kill()
+    server.process.wait()
+    again = Server(Path(server.address.removeprefix("ipc://")).parent, server.log.with_suffix(".2"))
+    try:
+        again.wait_ready()
+        assert again.chat("x").status_code == 200
+        assert engine.hello.max_sequences == 3
+    finally:
+        again.stop()
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.router", "--host=127.0.0.1", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run(f"--port={port}", f"--engine-socket=ipc://{tmp_path}/e")
+    assert result.returncode == EXIT_CONFIG
+    assert len(result.stderr.splitlines()) == 1
+    assert str(port) in result.stderr
+
+
+def test_an_engine_socket_in_use_is_one_line(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    result = run("--port=0", f"--engine-socket={server.address}")
+    assert result.returncode == EXIT_CONFIG
+    assert len(result.stderr.splitlines()) == 1
+    assert "--engine-socket" in result.stderr
+    assert server.client.get("/livez").status_code == 200
+
+
+def test_a_supervisors_socket_is_served_and_its_end_is_the_routers(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    environment = {
+        **os.environ,
+        LINK_VARIABLE: str(theirs.fileno()),
+        "_MLX_LM_SERVER_HTTP_FD": str(listener.fileno()),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.router", f"--engine-socket=ipc://{tmp_path}/e"],
+        cwd=ROOT,
+        env=environment,
+        pass_fds=(theirs.fileno(), listener.fileno()),
+    )
+    theirs.close()
+    try:
+        ours.settimeout(30)
+        first = json.loads(ours.makefile().readline())
+        assert first["phase"] == "loading"
+        with socket.create_connection(listener.getsockname(), timeout=30) as connection:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        ours.shutdown(socket.SHUT_RDWR)
+        ours.close()
+        process.wait(10)
+    finally:
+        listener.close()
+        if process.poll() is None:
+            process.kill()
+            process.wait()

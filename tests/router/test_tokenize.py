@@ -1,0 +1,112 @@
+"""`/tokenize` and `/detokenize`, and the paths that are not served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from shared.wire import Submit
+from tests.router.conftest import Server
+from tests.router.scripted_engine import VOCAB, ScriptedEngine
+from tests.router.tiny_tokenizer import BOS, CONTEXT
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def model(engine: ScriptedEngine) -> ScriptedEngine:
+    return engine
+
+
+def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
+    answer = server.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def refused(server: Server, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+    answer = server.client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def test_a_text_becomes_tokens(server: Server, tokenizer: Tokenizer) -> None:
+    answer = post(server, "/tokenize", prompt="hello world", return_token_strs=True)
+    encoded = tokenizer.encode("hello world")
+    assert answer["tokens"] == encoded.ids
+    assert answer["token_strs"] == encoded.tokens
+    assert answer["count"] == len(encoded.ids)
+    assert answer["max_model_len"] == CONTEXT
+
+
+def test_token_strings_come_when_they_are_asked_for(server: Server) -> None:
+    assert post(server, "/tokenize", prompt="hello")["token_strs"] is None
+
+
+def test_a_conversation_becomes_what_a_chat_is_computed_from(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tokens = post(server, "/tokenize", messages=MESSAGES, tools=tools)["tokens"]
+    assert server.chat("hello", tools=tools).status_code == 200
+    submitted = engine.got(Submit)[-1]
+    assert isinstance(submitted, Submit)
+    assert list(submitted.token_ids) == tokens
+
+
+def test_a_conversation_may_end_without_the_models_turn(server: Server) -> None:
+    whole = post(server, "/tokenize", messages=MESSAGES)["tokens"]
+    open_end = post(server, "/tokenize", messages=MESSAGES, add_generation_prompt=False)["tokens"]
+    assert whole[: len(open_end)] == open_end
+    assert post(server, "/detokenize", tokens=whole[len(open_end) :])["prompt"] == "<|assistant|>"
+
+
+def test_the_template_gets_its_arguments(server: Server) -> None:
+    tokens = post(server, "/tokenize", messages=MESSAGES, chat_template_kwargs={"extra": "more"})[
+        "tokens"
+    ]
+    assert post(server, "/detokenize", tokens=tokens)["prompt"].endswith("<|assistant|>more")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "zwei  Wörter\n", "👩‍👩‍👧 e\u0301", "<s>x</s>", "\x00"]
+)
+def test_tokens_become_the_text_again(server: Server, text: str) -> None:
+    tokens = post(server, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+    assert post(server, "/detokenize", tokens=tokens) == {"prompt": text}
+
+
+def test_what_is_wrong_is_named(server: Server) -> None:
+    assert refused(server, "/tokenize")["param"] == "prompt"
+    assert refused(server, "/tokenize", prompt="x", messages=MESSAGES)["param"] == "prompt"
+    assert refused(server, "/tokenize", messages=[])["param"] == "messages"
+    assert refused(server, "/tokenize", prompt=5)["param"] == "prompt"
+    assert refused(server, "/tokenize", prompt="x", chat_template="{{ 1 }}")["param"] == (
+        "chat_template"
+    )
+    assert refused(server, "/detokenize")["param"] == "tokens"
+    assert refused(server, "/detokenize", tokens=[1, VOCAB])["param"] == "tokens[1]"
+    assert refused(server, "/detokenize", tokens=[-1])["param"] == "tokens[0]"
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [BOS]})):
+        assert refused(server, path, 404, model="nobody", **body)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/embeddings", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/rerank"],
+)
+def test_what_is_not_served_says_so(server: Server, path: str, method: str) -> None:
+    answer = server.client.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code == 501
+    assert answer.json()["error"]["code"] == "not_served"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_path_that_nobody_knows_is_a_404(server: Server) -> None:
+    for path in ("/v1/nothing", "/v1/embeddingsx", "/embeddings"):
+        assert server.client.get(path).status_code == 404

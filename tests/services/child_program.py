@@ -1,0 +1,66 @@
+"""A child for the supervisor's tests: `child_program.py FOLDER NAME BEHAVIOUR`.
+
+It notes each start and end in ``FOLDER/journal`` ("start NAME PID TIME") and then does
+what BEHAVIOUR says. Real processes of ours differ from it only in what they serve.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from shared.exits import EXIT_CONFIG, EXIT_OK
+from shared.link import SupervisorLink
+
+
+def main(folder: str, name: str, behaviour: str) -> int:
+    journal = Path(folder) / "journal"
+    starts = sum(line.split()[1] == name for line in _lines(journal, "start"))
+    _note(journal, "start", name)
+    link = SupervisorLink.from_environment()
+    assert link is not None
+    link.watch(lambda: os._exit(EXIT_OK))
+    stopping: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.append(number)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else stop)
+    if behaviour == "refuse" or (behaviour == "refuse-later" and starts == 1):
+        sys.stderr.write("no such model: nonsense\n")
+        return EXIT_CONFIG
+    if behaviour == "crash":
+        return 3
+    if behaviour == "chatty":
+        for number in range(60_000):
+            sys.stderr.write(f"line {number} {'x' * 80}\n")
+        _note(journal, "said", name)
+    if behaviour == "mute":
+        time.sleep(600)
+    while not stopping:
+        link.beat("ready")
+        time.sleep(0.05)
+        if behaviour in ("ready-then-crash", "refuse-later"):
+            return 3
+    time.sleep(0.3)
+    _note(journal, "end", name)
+    return EXIT_OK
+
+
+def _note(journal: Path, what: str, name: str) -> None:
+    with journal.open("a") as file:
+        file.write(f"{what} {name} {os.getpid()} {time.monotonic()}\n")
+
+
+def _lines(journal: Path, what: str) -> list[str]:
+    if not journal.exists():
+        return []
+    return [line for line in journal.read_text().splitlines() if line.startswith(what + " ")]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""The real supervisor over children of `child_program`, as a process of its own.
+
+`supervised.py FOLDER LIMITS NAME:BEHAVIOUR:STAGE...`; LIMITS is a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from services.supervisor import Limits, Supervisor
+from services.supervisor_child import ChildSpec
+from services.supervisor_output import Output
+from shared import logs
+from shared.rundir import RUN_DIR_VARIABLE, RunDir
+
+
+def main(folder: str, limits: str, *children: str) -> int:
+    output = Output("text")
+    logs.setup("supervisor", "info", "text", output)
+    with RunDir.create() as run_dir:
+        specs = []
+        for child in children:
+            name, behaviour, stage = child.split(":")
+            specs.append(
+                ChildSpec(
+                    name=name,
+                    command=(
+                        *(sys.executable, "-m", "tests.services.child_program"),
+                        *(folder, name, behaviour),
+                    ),
+                    environment={RUN_DIR_VARIABLE: str(run_dir.path)},
+                    stop_stage=int(stage),
+                    announces_ready=True,
+                )
+            )
+        supervisor = Supervisor(
+            specs,
+            output,
+            limits=Limits(**json.loads(limits)),
+            on_ready=lambda: print(f"ready {run_dir.path}", flush=True),  # noqa: T201
+        )
+        code = supervisor.run()
+        output.close()
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""The supervisor, with real processes for children."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shared.exits import EXIT_CONFIG, EXIT_OK
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+class Entry(NamedTuple):
+    what: str
+    name: str
+    pid: int
+    at: float
+
+
+@dataclass
+class Server:
+    """A supervisor that runs, and what its children noted."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def journal(self, what: str = "start") -> list[Entry]:
+        try:
+            lines = (self.folder / "journal").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        entries = [Entry(a, b, int(c), float(d)) for a, b, c, d in map(str.split, lines)]
+        return [entry for entry in entries if entry.what == what]
+
+    def wait_for_starts(self, number: int) -> list[Entry]:
+        wait_until(lambda: len(self.journal()) >= number)
+        return self.journal()
+
+    def wait_until_ready(self) -> Path:
+        """The run directory."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready "), line
+        return Path(line.removeprefix("ready ").strip())
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, what is left of stdout, and stderr; waits for the end."""
+        out, error = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, error
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def begin(*children: str, stderr: int | None = subprocess.PIPE, **limits: float) -> Server:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.services.supervised"),
+                *(str(tmp_path), json.dumps(limits), *children),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        servers.append(Server(process, tmp_path))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.process.kill()
+        server.process.communicate(timeout=PATIENCE_S)
+        for entry in server.journal():
+            wait_until(lambda pid=entry.pid: not runs(pid))  # type: ignore[misc]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_killed_child_is_started_again_and_the_others_stay(start: Start) -> None:
+    server = start("a:serve:0", "b:serve:0")
+    server.wait_until_ready()
+    victim = next(entry for entry in server.journal() if entry.name == "a")
+    os.kill(victim.pid, signal.SIGKILL)
+    starts = server.wait_for_starts(3)
+    assert sorted(entry.name for entry in starts) == ["a", "a", "b"]
+    server.process.terminate()
+    code, rest, log = server.end()
+    assert code == EXIT_OK
+    assert rest == "", "ready is said once"
+    assert "warning supervisor: a was ended by SIGKILL" in log
+
+
+def test_restarts_come_ever_later_while_a_child_keeps_failing(start: Start) -> None:
+    server = start("a:ready-then-crash:0", backoff_s=0.2)
+    times = [entry.at for entry in server.wait_for_starts(5)]
+    gaps = [late - early for early, late in itertools.pairwise(times)]
+    for number, gap in enumerate(gaps):
+        assert gap >= 0.2 * 2**number
+
+
+def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
+    server = start("a:serve:0", silence_s=1.5)
+    server.wait_until_ready()
+    (first,) = server.journal()
+    os.kill(first.pid, signal.SIGSTOP)
+    server.wait_for_starts(2)
+    assert not runs(first.pid)
+
+
+def test_a_child_that_never_beats_is_given_longer_and_then_killed(start: Start) -> None:
+    server = start("a:mute:0", silence_s=0.5, loading_s=0.5, first_beat_s=3)
+    first, second = server.wait_for_starts(2)[:2]
+    assert second.at - first.at > 2
+
+
+def test_a_supervisor_that_was_stopped_does_not_blame_its_children(start: Start) -> None:
+    server = start("a:serve:0", silence_s=1.5)
+    server.wait_until_ready()
+    server.process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert len(server.journal()) == 1
+
+
+def test_nothing_is_left_when_the_supervisor_is_killed(start: Start) -> None:
+    server = start("a:serve:0", "b:stubborn:1")
+    run_dir = server.wait_until_ready()
+    assert run_dir.is_dir()
+    (run_dir / "socket").touch()
+    server.process.kill()
+    for entry in server.journal():
+        wait_until(lambda pid=entry.pid: not runs(pid))  # type: ignore[misc]
+    wait_until(lambda: not run_dir.exists())
+
+
+def test_children_stop_stage_by_stage(start: Start) -> None:
+    server = start("store:serve:2", "engine:serve:1", "router:serve:0")
+    run_dir = server.wait_until_ready()
+    server.process.send_signal(signal.SIGINT)
+    code, _, _ = server.end()
+    assert code == EXIT_OK
+    ends = server.journal("end")
+    assert [entry.name for entry in ends] == ["router", "engine", "store"]
+    assert ends[1].at - ends[0].at > 0.25, "the next stage began before the first was over"
+    assert not run_dir.exists()
+
+
+def test_a_second_signal_ends_at_once(start: Start) -> None:
+    server = start("a:stubborn:0")
+    server.wait_until_ready()
+    server.process.terminate()
+    time.sleep(0.5)
+    assert server.process.poll() is None, "it waits for its child"
+    server.process.terminate()
+    code, _, _ = server.end()
+    assert code == 128 + signal.SIGTERM
+    assert not runs(server.journal()[0].pid)
+
+
+def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
+    server = start("a:stubborn:0", drain_s=1)
+    server.wait_until_ready()
+    server.process.terminate()
+    code, _, log = server.end()
+    assert code == EXIT_OK
+    assert "a did not stop in time: killed" in log
+
+
+def test_a_permanent_error_at_start_ends_the_server_with_its_line(start: Start) -> None:
+    server = start("a:refuse:0", "b:serve:0")
+    code, out, log = server.end()
+    assert code == EXIT_CONFIG
+    assert out == ""
+    assert "a: no such model: nonsense" in log
+    assert all(not runs(entry.pid) for entry in server.journal())
+    assert sum(entry.name == "a" for entry in server.journal()) == 1
+
+
+def test_a_permanent_error_of_a_child_that_has_served_is_tried_again(start: Start) -> None:
+    server = start("a:refuse-later:0")
+    assert len(server.wait_for_starts(3)) >= 3
+    assert server.process.poll() is None
+
+
+def test_a_child_that_never_gets_ready_gives_the_server_up(start: Start) -> None:
+    server = start("a:crash:0", backoff_s=0.01, first_failures=3)
+    code, _, log = server.end()
+    assert code == 1
+    assert "a ended with code 3 at every start, so the server ends" in log
+    assert len(server.journal()) == 3
+
+
+def test_a_child_goes_on_while_nobody_reads_the_log(start: Start) -> None:
+    server = start("a:chatty:0")
+    wait_until(lambda: bool(server.journal("said")))
+    server.wait_until_ready()
+    server.process.terminate()
+    _, _, log = server.end()
+    assert " info a: line 0 x" in log
+    assert "lines were dropped" in log
+
+
+def test_a_closed_log_does_not_end_the_server(start: Start) -> None:
+    server = start("a:serve:0")
+    server.wait_until_ready()
+    assert server.process.stderr is not None
+    server.process.stderr.close()
+    for number in (1, 2):
+        os.kill(server.journal()[-1].pid, signal.SIGKILL)
+        server.wait_for_starts(number + 1)
+    assert server.process.poll() is None

@@ -1,0 +1,92 @@
+"""The line between a child and its supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.link import LINK_VARIABLE, SupervisorLink
+from shared.rundir import RunDir
+
+
+@pytest.fixture
+def pair() -> tuple[SupervisorLink, socket.socket]:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
+    return SupervisorLink(ours), theirs
+
+
+def test_a_process_started_alone_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LINK_VARIABLE, raising=False)
+    assert SupervisorLink.from_environment() is None
+
+
+def test_the_descriptor_of_the_environment_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        monkeypatch.setenv(LINK_VARIABLE, str(ours.detach()))
+        link = SupervisorLink.from_environment()
+        assert link is not None
+        assert SupervisorLink.from_environment() is None
+        link.beat("ready", blocks=3)
+        assert json.loads(theirs.recv(1000)) == {"phase": "ready", "blocks": 3}
+
+
+def test_beats_never_block_and_lines_never_mix(
+    pair: tuple[SupervisorLink, socket.socket],
+) -> None:
+    link, supervisor = pair
+    padding = "x" * 5000
+
+    def beat(phase: str) -> None:
+        for number in range(200):
+            link.beat(phase, number=number, padding=padding)
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=beat, args=(phase,)) for phase in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a beat waits for a reader"
+    assert time.monotonic() - began < 20
+    supervisor.setblocking(False)
+    received = b""
+    for _ in range(3):  # with room again, the line that was cut is finished first
+        try:
+            while data := supervisor.recv(1 << 20):
+                received += data
+        except BlockingIOError:
+            link.beat("last")
+    lines = received.splitlines()
+    assert len(lines) > 3
+    assert all(json.loads(line)["padding"] == padding for line in lines[:-2])
+    assert json.loads(lines[-1])["phase"] == "last"
+
+
+def test_the_end_of_the_supervisor_is_noticed_and_its_directory_removed(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path)
+    ours, theirs = socket.socketpair()
+    gone = threading.Event()
+    SupervisorLink(ours, str(run_dir.path)).watch(gone.set)
+    theirs.send(b"something\n")
+    assert not gone.wait(0.2)
+    os.close(run_dir._lock)  # as the death of its process does
+    theirs.close()
+    assert gone.wait(10)
+    assert not run_dir.path.exists()
+
+
+def test_a_beat_after_the_end_of_the_supervisor_does_nothing(
+    pair: tuple[SupervisorLink, socket.socket],
+) -> None:
+    link, supervisor = pair
+    supervisor.close()
+    for _ in range(3):
+        link.beat("ready")

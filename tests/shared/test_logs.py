@@ -1,0 +1,88 @@
+"""The form of log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from shared import logs
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def logged(format: logs.Format, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    logs.setup("engine-0", level, format, stream)
+    return stream
+
+
+def test_every_line_of_text_names_its_process_and_level() -> None:
+    stream = logged("text")
+    log = logging.getLogger("engine.core")
+    log.info("step %d", 3)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        log.exception("two\nlines")
+    first, *rest = stream.getvalue().splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d info engine-0: step 3", first)
+    assert len(rest) > 3
+    assert all(re.match(r"\d\d:\d\d:\d\d error engine-0: ", line) for line in rest)
+    assert rest[-1].endswith("ValueError: broken")
+
+
+def test_json_is_one_object_a_line() -> None:
+    stream = logged("json")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("a.b").exception("two\nlines")
+    (line,) = stream.getvalue().splitlines()
+    fields = json.loads(line)
+    assert fields["process"] == "engine-0"
+    assert fields["level"] == "error"
+    assert fields["message"] == "two\nlines"
+    assert fields["trace"].endswith("ValueError: broken")
+
+
+def test_libraries_are_heard_only_when_something_is_wrong() -> None:
+    stream = logged("text")
+    for name in ("httpx", "uvicorn.access", "uvicorn.error"):
+        logging.getLogger(name).info("chatter")
+        logging.getLogger(name).error("trouble")
+    assert "chatter" not in stream.getvalue()
+    assert stream.getvalue().count("trouble") == 3
+
+
+def test_the_level_holds() -> None:
+    stream = logged("text", "warning")
+    logging.getLogger("x").info("small talk")
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_line_that_has_the_form_already_is_not_wrapped_again(format: logs.Format) -> None:
+    stream = logged(format)
+    logging.getLogger("x").info("hello")
+    line = stream.getvalue().rstrip("\n")
+    assert logs.line("supervisor", "info", line, format) == line
+
+
+def test_a_foreign_line_gets_the_name_of_its_process() -> None:
+    text = logs.line("engine-0", "info", "Segmentation fault", "text")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d info engine-0: Segmentation fault", text)
+    fields = json.loads(logs.line("engine-0", "info", "Segmentation fault", "json"))
+    assert (fields["process"], fields["message"]) == ("engine-0", "Segmentation fault")

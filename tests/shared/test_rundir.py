@@ -1,0 +1,94 @@
+"""The private directory with the sockets."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from shared.rundir import (
+    MAX_SOCKET_PATH_BYTES,
+    RunDir,
+    RunDirError,
+    remove_if_abandoned,
+    sweep,
+)
+
+HOLDER = """
+import sys
+from pathlib import Path
+from shared.rundir import RunDir
+run_dir = RunDir.create(Path(sys.argv[1]))
+print(run_dir.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def hold(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that has a run directory in ``parent``."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_it_is_private_short_and_gone_afterwards() -> None:
+    with RunDir.create() as run_dir:
+        assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
+        address = run_dir.socket("engines")
+        assert len(address.removeprefix("ipc://")) <= MAX_SOCKET_PATH_BYTES
+        Path(address.removeprefix("ipc://")).touch()
+    assert not run_dir.path.exists()
+
+
+def test_a_place_with_too_long_a_path_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with RunDir.create() as run_dir:
+        assert run_dir.path.parent == Path("/tmp")
+
+
+def test_the_directory_of_a_living_server_is_refused_and_left_alone(tmp_path: Path) -> None:
+    process, path = hold(tmp_path)
+    with process:
+        with pytest.raises(RunDirError, match="belongs to a server that is running"):
+            RunDir.open(path)
+        assert not remove_if_abandoned(path)
+        assert sweep(tmp_path) == 0
+        assert path.is_dir()
+        process.kill()
+
+
+def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    process, path = hold(tmp_path)
+    with process:
+        process.kill()
+    (path / "engines").touch()
+    other = tmp_path / "mlxlm-of-somebody-else"
+    other.mkdir()
+    with RunDir.create(tmp_path) as run_dir:
+        assert not path.exists()
+        assert sorted(tmp_path.iterdir()) == sorted([other, run_dir.path])
+
+
+def test_a_directory_that_is_gone_is_nothing_to_remove(tmp_path: Path) -> None:
+    assert not remove_if_abandoned(tmp_path / "never")
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"no private directory in .*: No such file"):
+        RunDir.create(tmp_path / os.urandom(4).hex())

@@ -1,0 +1,328 @@
+"""Settings: where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from shared.flags import FlagError, flags_of
+from shared.settings import Settings, check, parse
+
+FLAGS = {one.field: one for one in flags_of(Settings)}
+
+REFERENCE = {
+    "--model": "mlx-community/Qwen3-4B-4bit",
+    "--adapter-path": None,
+    "--host": "0.0.0.0",
+    "--port": 8000,
+    "--api-key": (),
+    "--api-key-file": None,
+    "--max-request-bytes": 1048576,
+    "--block-size": 16,
+    "--num-blocks": None,
+    "--kv-bits": 8,
+    "--kv-group-size": 64,
+    "--max-kv-size": None,
+    "--sequence-cache-size": 50,
+    "--ssd-cache-dir": Path("~/.cache/mlx-lm-server/kv-cache").expanduser(),
+    "--no-ssd": False,
+    "--ssd-ttl-days": 7,
+    "--ssd-policy": "evict_only",
+    "--ssd-durability": "best_effort",
+    "--ssd-async-writes": True,
+    "--ssd-writer-queue-size": 512,
+    "--ssd-persistent-max-retries": 3,
+    "--ssd-flush-interval-s": 1.0,
+    "--ssd-max-size-gb": 50.0,
+    "--max-batch-size": 8,
+    "--prefill-batch-size": 4,
+    "--max-queue-size": 128,
+    "--completion-batch-size": 32,
+    "--default-max-tokens": 512,
+    "--max-prompt-tokens": 32768,
+    "--max-generation-tokens": 32768,
+    "--request-timeout-s": 120.0,
+    "--first-token-timeout-s": 300.0,
+    "--max-concurrent-requests": 64,
+    "--memory-pressure-threshold": 0.9,
+    "--spec-decode": "none",
+    "--num-speculative-tokens": 5,
+    "--spec-decode-disable-batch-size": 8,
+    "--ngram-max": 4,
+    "--ngram-min": 1,
+    "--ngram-prompt-lookup": True,
+    "--draft-model-path": None,
+    "--draft-model-quantize": None,
+    "--draft-context-len": 128,
+    "--spec-decode-dynamic": True,
+    "--spec-decode-acceptance-threshold": 0.3,
+    "--adaptive-k": True,
+    "--distributed-mode": "off",
+    "--distributed-sharding": "tensor",
+    "--distributed-strict": True,
+    "--distributed-hostfile": None,
+    "--distributed-ibv-devices": None,
+    "--distributed-jaccl-coordinator": None,
+    "--num-local-ranks": None,
+}
+"""The flags of the reference, and their defaults."""
+
+LATER = {
+    "--idle-unload-s": "5",
+    "--admin-key": "x",
+    "--rate-limit-requests": "5",
+    "--rate-limit-tokens": "5",
+    "--spec-decode": "ngram",
+    "--num-speculative-tokens": "4",
+    "--spec-decode-disable-batch-size": "4",
+    "--ngram-max": "3",
+    "--ngram-min": "2",
+    "--draft-model-path": "x",
+    "--draft-context-len": "64",
+    "--spec-decode-acceptance-threshold": "0.5",
+    "--distributed-mode": "ring",
+    "--distributed-hostfile": "x",
+    "--distributed-ibv-devices": "x",
+    "--distributed-jaccl-coordinator": "x",
+    "--num-local-ranks": "2",
+    "--curve-dir": "x",
+}
+
+
+def refusal(
+    capsys: pytest.CaptureFixture[str], *argv: str, environ: dict[str, str] | None = None
+) -> str:
+    """The one line with which ``argv`` is refused."""
+    with pytest.raises(SystemExit) as caught:
+        parse(argv, environ or {}, "prog")
+    out, error = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert error.startswith("prog: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(("name", "default"), REFERENCE.items())
+def test_a_flag_of_the_reference_has_its_name_and_default(name: str, default: object) -> None:
+    assert getattr(parse([], {}, "prog"), name[2:].replace("-", "_")) == default
+
+
+def test_no_flags_at_all_are_the_defaults() -> None:
+    assert parse([], {}, "prog") == Settings()
+
+
+def test_help_names_every_flag_its_variable_and_its_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"], {}, "prog")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for one in FLAGS.values():
+        assert f" --{one.name} " in text
+        assert f"${one.variable}" in text
+        assert one.declared.help in text
+    assert text.count("(default: ") >= len(FLAGS)
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('port = 1\nmax-queue-size = 1\nblock_size = 32\nserved-model-name = ["a"]\n')
+    environ = {"MLX_LM_SERVER_PORT": "2", "MLX_LM_SERVER_MAX_QUEUE_SIZE": "2"}
+    settings = parse(["--config", str(file), "--port", "3"], environ, "prog")
+    assert (settings.port, settings.max_queue_size, settings.block_size) == (3, 2, 32)
+    assert settings.served_model_name == ("a",)
+    assert settings.max_batch_size == Settings().max_batch_size
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[chat-template-args]\nenable_thinking = false\n")
+    settings = parse([], {"MLX_LM_SERVER_CONFIG": str(file)}, "prog")
+    assert settings.chat_template_args == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, True),
+        (["--no-ssd-async-writes"], {}, False),
+        (["--ssd-async-writes"], {"MLX_LM_SERVER_SSD_ASYNC_WRITES": "false"}, True),
+        ([], {"MLX_LM_SERVER_SSD_ASYNC_WRITES": "0"}, False),
+        ([], {"MLX_LM_SERVER_NO_SSD_ASYNC_WRITES": "1"}, False),
+        ([], {"MLX_LM_SERVER_SSD_ASYNC_WRITES": ""}, True),
+    ],
+)
+def test_a_boolean_is_switched_by_either_of_its_names(
+    argv: list[str], environ: dict[str, str], expected: bool
+) -> None:
+    assert parse(argv, environ, "prog").ssd_async_writes is expected
+
+
+def test_no_ssd_is_a_flag_of_its_own() -> None:
+    assert parse(["--no-ssd"], {}, "prog").no_ssd is True
+    assert parse(["--ssd"], {"MLX_LM_SERVER_NO_SSD": "yes"}, "prog").no_ssd is False
+
+
+def test_lists_are_repeated_flags_or_commas_in_the_environment() -> None:
+    flags = ["--served-model-name", "a", "--served-model-name=b"]
+    assert parse(flags, {}, "prog").served_model_name == ("a", "b")
+    environ = {"MLX_LM_SERVER_CORS_ORIGIN": "https://a.example, https://b.example:8443"}
+    assert parse([], environ, "prog").cors_origin == (
+        "https://a.example",
+        "https://b.example:8443",
+    )
+    assert parse([], {"MLX_LM_SERVER_API_KEY": "one,key"}, "prog").api_key == ("one,key",)
+
+
+def test_auto_stands_for_what_the_device_decides() -> None:
+    settings = parse(["--num-blocks", "auto", "--prefill-chunk-tokens", "64"], {}, "prog")
+    assert (settings.num_blocks, settings.prefill_chunk_tokens) == (None, 64)
+
+
+@pytest.mark.parametrize(("name", "value"), LATER.items())
+def test_a_flag_whose_feature_is_missing_is_refused_by_name(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, f"{name}={value}")
+    assert line.startswith(f"prog: {name}: ")
+    assert "not available in this version" in line
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no-ngram-prompt-lookup", "--no-spec-decode-dynamic", "--no-adaptive-k"]
+)
+def test_a_switch_of_a_missing_feature_is_refused_too(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "speculative decoding is not available" in refusal(capsys, flag)
+
+
+def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
+    assert parse(["--spec-decode", "none"], {}, "prog") == Settings()
+
+
+def test_variables_of_other_programs_count_only_when_their_feature_is_there() -> None:
+    assert parse([], {"MLX_HOSTFILE": "/hosts.json"}, "prog").distributed_hostfile is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "x"], "--port: 'x' is not a whole number"),
+        (["--port", "65536"], "--port: 65536 is more than 65535"),
+        (["--port", "1.5"], "--port: '1.5' is not a whole number"),
+        (["--port"], "--port: expected one argument"),
+        (["--model", ""], "--model: empty"),
+        (["--num-blocks", "0"], "--num-blocks: 0 is less than 1"),
+        (["--block-size", "0"], "--block-size: 0 is less than 1"),
+        (["--max-batch-size", "-1"], "--max-batch-size: -1 is less than 1"),
+        (["--request-timeout-s", "0"], "--request-timeout-s: 0.0 is not more than 0"),
+        (["--temperature", "nan"], "--temperature: 'nan' is not a finite number"),
+        (["--memory-pressure-threshold", "1.1"], "--memory-pressure-threshold: 1.1 is more than 1"),
+        (["--kv-bits", "5"], "--kv-bits: '5' is none of 4, 8, 16"),
+        (["--kv-group-size", "48"], "--kv-group-size: '48' is none of 16, 32, 64, 128"),
+        (["--ssd-policy", "lru"], "--ssd-policy: 'lru' is none of evict_only, write_through"),
+        (["--chat-template-args", "{"], "--chat-template-args: not valid JSON: "),
+        (["--chat-template-args", "[1]"], "--chat-template-args: not a JSON object"),
+        (["--api-key-file", "/nonexistent"], "--api-key-file: no readable file /nonexistent"),
+        (["--config", "/nonexistent"], "--config: cannot read /nonexistent: "),
+        (["--prot", "1"], "unknown flag --prot (did you mean --port?)"),
+        (["model"], "unexpected argument 'model'"),
+        (["--max-batch-size", "40"], "--max-batch-size: 40 is more than --completion-batch-size"),
+        (["--default-max-tokens", "40000"], "--default-max-tokens: 40000 is more than --max-gen"),
+        (["--ssl-keyfile", __file__], "--ssl-keyfile: makes no sense without --ssl-certfile"),
+        (["--root-path", "api/"], "--root-path: must begin with /"),
+        (["--cors-origin", "example.com"], "--cors-origin: 'example.com' is not an origin"),
+        (["--api-key", "a b"], "--api-key: only printable ASCII"),
+        (["--engine-socket", "ipc://relative"], "--engine-socket: 'ipc://relative' is not"),
+        (["--engine-socket", "ipc:///" + "x" * 103], "--engine-socket: the path is over 103"),
+        (["--engine-socket", "inproc://x"], "--engine-socket: 'inproc://x' is neither"),
+        (["--kvstore-socket", "tcp://h"], "--kvstore-socket: 'tcp://h' is neither"),
+        (["--kvstore-socket", "tcp://0.0.0.0:5555"], "--kvstore-socket: 0.0.0.0 is not this"),
+        (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is not this machine"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_that_names_the_flag(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *argv).removeprefix("prog: ").startswith(message)
+
+
+NUMERIC = [one.field for one in FLAGS.values() if one.kind in (int, float) and not one.choices]
+
+
+@pytest.mark.parametrize("field", NUMERIC)
+def test_every_number_has_a_lower_limit(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, f"--{FLAGS[field].name}=-1").startswith(f"prog: --{FLAGS[field].name}: ")
+
+
+def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, environ={"MLX_LM_SERVER_PORT": "x"})
+    assert line.startswith("prog: --port ($MLX_LM_SERVER_PORT): ")
+
+
+def test_a_boolean_set_by_both_of_its_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, environ={"MLX_LM_SERVER_SSD": "1", "MLX_LM_SERVER_NO_SSD": "1"})
+    assert line.startswith("prog: --no-ssd: both ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot = 1", "--config: unknown key 'prot' in {} (did you mean port?)"),
+        ("[server]\nport = 1", "--config: unknown key 'server' in {}"),
+        ('port = "x"', "--port (key 'port' in {}): 'x' is not a whole number"),
+        ("port = true", "--port (key 'port' in {}): True is not a whole number"),
+        ("no-ssd = 3", "--no-ssd (key 'no-ssd' in {}): 3 is neither true nor false"),
+        ("model = 3", "--model (key 'model' in {}): not a string"),
+        ("cors-origin = 3", "--cors-origin (key 'cors-origin' in {}): neither a string"),
+        ("block-size = 8\nblock_size = 8", "--block-size: set twice in {}"),
+        ("kv-bits = 5", "--kv-bits (key 'kv-bits' in {}): 5 is none of 4, 8, 16"),
+        ("port =", "--config: {} is not valid TOML: "),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(content)
+    line = refusal(capsys, "--config", str(file))
+    assert line.removeprefix("prog: ").startswith(message.format(file))
+
+
+def test_what_has_no_effect_and_what_is_unknown_is_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environ = {"MLX_LM_SERVER_PROT": "1"}
+    parse(["--draft-model-quantize", "4bit"], environ, "prog")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "prog: warning: $MLX_LM_SERVER_PROT is not a setting"
+    assert lines[1].startswith("prog: warning: --draft-model-quantize: deprecated")
+
+
+def test_a_child_does_not_repeat_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    parse(["--draft-model-quantize", "x"], {"_MLX_LM_SERVER_LINK_FD": "3"}, "prog")
+    assert capsys.readouterr().err == ""
+
+
+def test_n_grams_cannot_be_shorter_than_their_minimum() -> None:
+    with pytest.raises(FlagError, match="--ngram-min: 5 is more than --ngram-max, which is 4"):
+        check(dataclasses.replace(Settings(), ngram_min=5))
+
+
+def test_tcp_is_allowed_on_the_loopback_alone() -> None:
+    for address in ("tcp://127.0.0.1:5555", "tcp://[::1]:5555", "tcp://localhost:5555"):
+        assert parse(["--engine-socket", address], {}, "prog").engine_socket == address
+
+
+def test_secrets_are_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = parse(["--api-key", "hunter2", "--metrics-key", "swordfish"], {}, "prog")
+    assert settings.api_key == ("hunter2",)
+    assert "hunter2" not in repr(settings)
+    assert "swordfish" not in repr(settings)
+    assert "hunter2" not in refusal(capsys, "--admin-key", "hunter2")

@@ -1,0 +1,165 @@
+"""Tiny random models, made from mlx-lm's own classes, as normal model directories.
+
+They compute like their big relatives and answer in milliseconds; what they say is noise.
+Of a random model compare logits, or text only where the two ways of computing are the
+same bit for bit: its gaps between tokens are small.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.zoo import configs
+
+Kind = Literal["llama", "qwen3", "gemma3", "mamba", "gpt_oss", "jamba", "qwen3_next", "nemotron_h"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+VOCAB_SIZE = 320
+SLIDING_WINDOW = 32
+CONTEXT = 2048
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EOS = 2
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_TRAINING_TEXT = "the of and to in is that it was for on are as with they be at one have this"
+
+_ATTENTION = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": CONTEXT,
+}
+_HYBRIDS = ("jamba", "qwen3_next", "nemotron_h")
+"""Recurrent layers, attention and experts in turn: the zoo knows what they need."""
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    **{
+        kind: configs.config(kind) | {"model_type": kind, "max_position_embeddings": CONTEXT}
+        for kind in _HYBRIDS
+    },
+    "llama": _ATTENTION | {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen3": _ATTENTION | {"model_type": "qwen3", "tie_word_embeddings": False},
+    "gemma3": _ATTENTION
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "sliding_window": SLIDING_WINDOW,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+    },
+    "mamba": {
+        "model_type": "mamba",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+    "gpt_oss": _ATTENTION
+    | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+def make_tiny(kind: Kind, path: Path, seed: int = 0) -> Path:
+    """Writes a random ``kind`` of model into the directory ``path``; returns ``path``.
+
+    The same ``seed`` gives the same weights. About 150,000 parameters in float32, a
+    vocabulary of `VOCAB_SIZE`, byte-level, and a chat template; token `EOS` ends a turn.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    config = _CONFIGS[kind] | {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    mx.save_safetensors(
+        str(path / "model.safetensors"), _weights(config, seed), metadata={"format": "mlx"}
+    )
+    _tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": CONTEXT,
+                "clean_up_tokenization_spaces": False,
+                "bos_token": SPECIAL_TOKENS[1],
+                "eos_token": SPECIAL_TOKENS[EOS],
+                "pad_token": SPECIAL_TOKENS[0],
+                "chat_template": CHAT_TEMPLATE,
+            }
+        )
+    )
+    return path
+
+
+def _weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+
+    def shaken(weight: mx.array) -> mx.array:
+        """Norms, biases and sinks start as ones and zeros, which hides mistakes."""
+        return weight + 0.1 * mx.random.normal(weight.shape) if weight.ndim == 1 else weight
+
+    return dict(tree_flatten(tree_map(shaken, model.parameters())))
+
+
+def _tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TRAINING_TEXT, CHAT_TEMPLATE], trainer)
+    return tokenizer
+
+
+def make_adapter(model: Path, path: Path, seed: int = 0, rank: int = 4) -> Path:
+    """Writes a random LoRA adapter of the tiny model in ``model`` into ``path``, for its last
+    layer's attention; returns ``path``. It changes most of what the model says."""
+    config = json.loads((model / "config.json").read_text())
+    parameters = {"rank": rank, "scale": 4.0, "dropout": 0.1}
+    keys = ["self_attn.q_proj", "self_attn.v_proj"]
+    last = config["num_hidden_layers"] - 1
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    mx.random.seed(seed)
+    weights = {}
+    for key, count in zip(keys, heads, strict=True):
+        name = f"model.layers.{last}.{key}"
+        weights[f"{name}.lora_a"] = mx.random.normal((config["hidden_size"], rank))
+        weights[f"{name}.lora_b"] = mx.random.normal((rank, count * config["head_dim"]))
+    path.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    described = {"fine_tune_type": "lora", "num_layers": 1}
+    described |= {"lora_parameters": parameters | {"keys": keys}}
+    (path / "adapter_config.json").write_text(json.dumps(described))
+    return path

@@ -13,6 +13,7 @@ from msgspec.structs import asdict, replace
 
 from router.choice import Choice, Piece
 from router.errors import ApiError
+from router.events import as_event
 from router.generation import Generation
 from router.logprobs import Details, chat_logprobs, text_logprobs
 from router.objects import (
@@ -270,15 +271,14 @@ class CompletionWriter(Generic[_Whole, _Part]):
 
     def closing(self, generation: Generation) -> bytes:
         usage = self._chunk([], generation.usage()) if self._usage_event else b""
-        return usage + f"data: {DONE}\n\n".encode()
+        return usage + as_event(DONE.encode())
 
     def error(self, error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n"
+        return as_event(error.body())
 
     def _event(self, choice: _Part) -> bytes:
         # OpenAI's chunks have "usage": null when the usage comes at the end.
         return self._chunk([choice], None if self._usage_event else UNSET)
 
     def _chunk(self, choices: list[_Part], usage: UsageBody | UnsetType | None) -> bytes:
-        chunk = self._shape.chunk(self._head, choices, usage)
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        return as_event(msgspec.json.encode(self._shape.chunk(self._head, choices, usage)))

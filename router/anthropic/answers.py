@@ -24,6 +24,7 @@ from router.anthropic.schemas import (
 )
 from router.choice import Choice, Piece
 from router.errors import ApiError
+from router.events import as_event
 from router.generation import Generation
 
 
@@ -58,7 +59,7 @@ class MessageWriter:
         return _encode(MessageStop())
 
     def error(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + error_body(error) + b"\n\n"
+        return as_event(error_body(error), "error")
 
     def _message(
         self, generation: Generation, content: list[AnswerBlock], ending: Ending | None = None
@@ -98,7 +99,5 @@ def _usage(generation: Generation) -> Usage:
 
 def _encode(*events: Event) -> bytes:
     return b"".join(
-        b"event: %s\ndata: %s\n\n"
-        % (str(event.__struct_config__.tag).encode(), msgspec.json.encode(event))
-        for event in events
+        as_event(msgspec.json.encode(each), str(each.__struct_config__.tag)) for each in events
     )

@@ -11,6 +11,7 @@ import msgspec
 
 from router.choice import Choice, Piece
 from router.errors import ApiError
+from router.events import as_event
 from router.generation import Generation
 from router.logprobs import chat_logprobs
 from router.objects import ChatToken
@@ -131,8 +132,7 @@ class ResponseWriter:
     def _numbered(self, event: Event) -> bytes:
         event.sequence_number = self._sent
         self._sent += 1
-        name = str(event.__struct_config__.tag).encode()
-        return b"event: %s\ndata: %s\n\n" % (name, msgspec.json.encode(event))
+        return as_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
 
 
 def _status(choice: Choice) -> Literal["completed", "incomplete"]:

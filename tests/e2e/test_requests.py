@@ -27,6 +27,7 @@ from tests.conftest import unused_port
 from tests.e2e.by_hand import Process, started
 from tests.e2e.rubbish import Peer, knock, rubbish
 from tests.e2e.server import Server, serving
+from tests.tiny_models import make_tiny
 
 KEY = "a-secret-key"
 BODY_LIMIT = 65_536
@@ -593,7 +594,7 @@ def small_server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     flags = (
         *("--max-batch-size", "1", "--prefill-batch-size", "1", "--completion-batch-size", "1"),
         *("--max-queue-size", "1", "--first-token-timeout-s", "2", "--no-ssd"),
-        *("--num-blocks", "100", "--memory-pressure-threshold", "0.01"),
+        *("--num-blocks", "100"),
     )
     with serving(tiny_model("llama"), *flags) as running:
         yield running
@@ -640,20 +641,29 @@ def test_what_could_not_fit_in_memory_alone_is_a_400(small_server: Server) -> No
     assert ask(small_server, prompt=[5] * 900, max_tokens=4).status_code == 200
 
 
-def test_memory_pressure_is_a_503(small_server: Server) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            running = pool.submit(ask, small_server, max_tokens=1500, ignore_eos=True)
+def test_memory_pressure_is_a_503(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "llama")
+    long_enough = 100_000  # for some beats to tell of the memory it takes, on any machine
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 2 * long_enough
+    (model / "config.json").write_text(json.dumps(config))
+    flags = (
+        *("--num-blocks", str(long_enough // 16 + 100), "--memory-pressure-threshold", "0.001"),
+        *("--max-generation-tokens", str(long_enough), "--no-ssd"),
+    )
+    endless = {"prompt": "abc", "max_tokens": long_enough, "ignore_eos": True, "stream": True}
+    with serving(model, *flags) as server:
+        with server.client.stream("POST", COMPLETIONS, json=endless) as running:
+            assert running.status_code == 200
             answers: list[httpx.Response] = []
-            while not running.done():
-                answers.append(ask(small_server, max_tokens=99_999))  # a 400 otherwise
-            refused = next((answer for answer in answers if answer.status_code == 503), None)
-            if refused is not None:
-                break
-            assert time.monotonic() < deadline, answers
-    assert_retry(refused, 503, "memory_pressure")
-    small_server.wait_until(lambda: ask(small_server).status_code == 200, PATIENCE_S, "served")
+
+            def is_refused() -> bool:
+                answers[:] = [ask(server)]
+                return answers[0].status_code != 200
+
+            server.wait_until(is_refused, PATIENCE_S, "one is refused")
+        assert_retry(answers[0], 503, "memory_pressure")
+        server.wait_until(lambda: ask(server).status_code == 200, PATIENCE_S, "served")
 
 
 def test_a_server_that_drains_answers_503(small_server: Server) -> None:

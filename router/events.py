@@ -1,0 +1,21 @@
+"""The frame of a server-sent event."""
+
+from __future__ import annotations
+
+import re
+
+_BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
+"""U+0085, U+2028, U+2029: legal in JSON, but many clients split a stream at them too."""
+
+
+def as_event(data: bytes, name: str | None = None) -> bytes:
+    """One event with ``data``, which is JSON in UTF-8 on one line; nothing else breaks it."""
+    if not data.isascii():
+        data = _BREAKS.sub(_escaped, data)
+    if name is None:
+        return b"data: %s\n\n" % data
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())

@@ -43,32 +43,63 @@ async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> St
         "stream_options": {"include_usage": True},
         **fields,
     }
+    data = json.dumps(body).encode()
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+    )
+    loop = asyncio.get_running_loop()
     stream = Stream()
-    started = time.perf_counter()
+    began = time.perf_counter()
     try:
-        await asyncio.wait_for(_run(port, body, stream, started), TIMEOUT_S)
-    except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+        transport, answer = await loop.create_connection(
+            lambda: _Answer(request, loop.create_future()), "127.0.0.1", port
+        )
+        try:
+            await asyncio.wait_for(answer.complete, TIMEOUT_S)
+        finally:
+            transport.close()
+        stream.total_s = time.perf_counter() - began
+        answer.read(stream, began)
+    except (OSError, ValueError, TimeoutError) as error:
         stream.error = f"{type(error).__name__}: {error}"
-    stream.total_s = time.perf_counter() - started
     return stream
 
 
-async def _run(port: int, body: dict[str, Any], stream: Stream, started: float) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        data = json.dumps(body).encode()
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
-        )
-        status = (await reader.readline()).split()
-        if status[1:2] != [b"200"]:
-            raise ValueError(f"status {status} {(await reader.read(2000))!r}")
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                _take(json.loads(line[6:]), stream, time.perf_counter() - started)
-    finally:
-        writer.close()
+class _Answer(asyncio.Protocol):
+    """Notes what comes, and when; it is read once all of it is there."""
+
+    def __init__(self, request: bytes, complete: asyncio.Future[None]) -> None:
+        self._request = request
+        self._pieces: list[tuple[float, bytes]] = []
+        self.complete = complete
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._pieces.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.complete.done():
+            return
+        if exc is None:
+            self.complete.set_result(None)
+        else:
+            self.complete.set_exception(exc)
+
+    def read(self, stream: Stream, began: float) -> None:
+        """Raises `ValueError` for any status but 200."""
+        whole = b"".join(data for _, data in self._pieces)
+        if whole.split(maxsplit=2)[1:2] != [b"200"]:
+            raise ValueError(repr(whole[:2000]))
+        rest = b""
+        for at, data in self._pieces:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    _take(json.loads(line[6:]), stream, at - began)
 
 
 def _take(event: dict[str, Any], stream: Stream, at_s: float) -> None:

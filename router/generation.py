@@ -103,7 +103,7 @@ class Generation:
                     prompt_logprobs=_prompt_logprobs(request) if choice == 0 else None,
                     grammar=bound,
                 )
-                flight = Flight(order, model, self.key, self._news.set)
+                flight = Flight(order, model, self.key, self.wake)
                 scored = scored or flight
                 text = TextStream(
                     renderer.detokenizer(), request.stop_strings, request.min_tokens or 0
@@ -134,17 +134,15 @@ class Generation:
                 return
             await self._news.wait()
 
-    async def news(self, timeout_s: float | None = None) -> bool:
-        """Waits until a sequence has moved; False when nothing did for ``timeout_s``.
-        Raises `ClientGone`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            return False
+    async def news(self) -> None:
+        """Waits until a sequence has moved, or until `wake`. Raises `ClientGone`."""
+        await self._news.wait()
         self._news.clear()
         self._check_client()
-        return True
+
+    def wake(self) -> None:
+        """Lets who waits for `news` look again."""
+        self._news.set()
 
     def advance(self, choice: Choice) -> Piece:
         running = choice.finish_reason is None
@@ -175,7 +173,7 @@ class Generation:
         """The client is gone: everything is freed at once, and whoever waits is told."""
         self._gone = True
         self._release()
-        self._news.set()
+        self.wake()
 
     def usage(self) -> UsageBody:
         """Exact once all choices have finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections.abc import Callable
 
 from starlette.types import Send
 
@@ -15,6 +15,42 @@ from router.generation import Generation
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 5.0
+
+
+class _Alarm:
+    """Calls ``ring`` when ``delay_s`` have passed since `start`. To start it again, as every
+    token does, costs next to nothing: one timer of the loop serves all the time."""
+
+    def __init__(self, delay_s: float, ring: Callable[[], None]) -> None:
+        self._delay_s = delay_s
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.rung = False
+
+    def start(self) -> None:
+        self.rung = False
+        self._due = self._loop.time() + self._delay_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._look)
+
+    def stop(self) -> None:
+        self._due = None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        if self._loop.time() < self._due:
+            self._timer = self._loop.call_at(self._due, self._look)
+        else:
+            self._due, self.rung = None, True
+            self._ring()
 
 
 class EventStream:
@@ -36,12 +72,23 @@ class EventStream:
         self._generation = generation
         self._writer = writer
         self._send = send
-        self._write_timeout_s = write_timeout_s
-        self._keep_alive_s = keep_alive_s
-        self._written_at = time.monotonic()
+        self._patience = asyncio.timeout(None)
+        self._blocked = _Alarm(write_timeout_s, self._give_up)
+        self._silent = _Alarm(keep_alive_s, generation.wake)
 
     async def run(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Sends everything, headers first. Errors end it as an event; raises `ClientGone`."""
+        try:
+            async with self._patience:
+                await self._run(headers)
+        except TimeoutError:
+            logger.info("%s: the client does not read", self._writer.id)
+            raise ClientGone from None
+        finally:
+            self._blocked.close()
+            self._silent.close()
+
+    async def _run(self, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send(
             {
                 "type": "http.response.start",
@@ -55,7 +102,7 @@ class EventStream:
             }
         )
         try:
-            await self._run()
+            await self._events()
         except ApiError as error:
             await self._end(self._writer.error(error))
         except ClientGone:
@@ -64,7 +111,7 @@ class EventStream:
             logger.exception("in the stream of %s", self._writer.id)
             await self._end(self._writer.error(InternalError()))
 
-    async def _run(self) -> None:
+    async def _events(self) -> None:
         generation, writer = self._generation, self._writer
         events = [writer.opening(generation)]
         while True:
@@ -83,27 +130,24 @@ class EventStream:
                     events.append(writer.end(generation, choice))
             if any(events):
                 await self._write(b"".join(events))
+            elif self._silent.rung:  # a call is shown as a whole: tokens may come for long
+                await self._write(writer.keep_alive)
             events.clear()
             if error is not None:
                 raise error
             if generation.finished:
                 break
-            # A call is shown as a whole: tokens may come for long without anything to write.
-            silent_s = time.monotonic() - self._written_at
-            if silent_s >= self._keep_alive_s or not await generation.news(
-                self._keep_alive_s - silent_s
-            ):
-                await self._write(writer.keep_alive)
+            await generation.news()
         await self._end(writer.closing(generation))
 
     async def _end(self, body: bytes) -> None:
         await self._write(body, more=False)
 
     async def _write(self, body: bytes, more: bool = True) -> None:
-        self._written_at = time.monotonic()
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            logger.info("%s: the client does not read", self._writer.id)
-            raise ClientGone from None
+        self._blocked.start()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._blocked.stop()
+        self._silent.start()
+
+    def _give_up(self) -> None:
+        self._patience.reschedule(0)

@@ -114,6 +114,7 @@ class EventStream:
     async def _events(self) -> None:
         generation, writer = self._generation, self._writer
         events = [writer.opening(generation)]
+        self._silent.start()
         while True:
             error: ApiError | None = None
             for choice in generation.choices:

@@ -373,13 +373,14 @@ def test_a_client_that_goes_away_leaves_the_queue(
     assert len(engine.got(Submit)) == 1
 
 
+@pytest.mark.parametrize("ask", [Server.chat, Server.complete])
 def test_silence_is_filled_with_comments_and_ends_in_a_timeout(
-    start_server: Callable[..., Server], start_engine: Start, says: Any
+    start_server: Callable[..., Server], start_engine: Start, says: Any, ask: Callable[..., Any]
 ) -> None:
     server = start_server("--first-token-timeout-s=7", "--request-timeout-s=6")
     start_engine(server, script=says("hello world"), hold_tokens_after=0)
     server.wait_ready()
-    text = server.chat("x", stream=True).text
+    text = ask(server, "x", stream=True).text
     assert ": keep-alive\n\n" in text
     assert last_event(text)["error"]["code"] == "timeout"
 

@@ -8,17 +8,22 @@ model reads the same text, and the blocks of its KV cache are found.
 from __future__ import annotations
 
 import codecs
+import sys
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
-MAX_CHARS = 16_000_000
-"""Of all texts that are kept together: in memory about as many bytes, or four times as many."""
+MAX_BYTES = 64 << 20
+"""Of memory, for all texts that are kept together with their tokens."""
+_ENTRY_BYTES, _ANCHOR_BYTES = 1000, 150
 
 _Items = TypeVar("_Items", str, "array[int]")
+_Key = tuple[str, bytes]
+"""Scope, and the digest of the tokens."""
 _STRIDE = 4096
 
 
@@ -50,14 +55,14 @@ class _Kept:
     anchors: list[Anchor] = field(default_factory=list)
     taken: int = 0
     comparison: Comparison | None = None
-
-    @property
-    def cost(self) -> int:
-        return len(self.text) + len(self.tokens)
+    number: int = 0
+    """The higher, the later it came."""
+    size_bytes: int = 0
 
 
 class History:
-    """Bounded; what was used longest ago goes first. Nothing is shared between scopes.
+    """Bounded by ``max_bytes``; what was used longest ago goes first. Nothing is shared between
+    scopes. To find the closest text takes the time of a binary search, however many there are.
 
     ``added`` are the tokenizer's added tokens as text, ``raw`` gives the bytes of the
     others, ``encode`` tokenizes text without putting anything in front.
@@ -68,14 +73,17 @@ class History:
         added: Mapping[int, str],
         raw: Callable[[int], bytes],
         encode: Callable[[str], list[int]],
-        max_chars: int = MAX_CHARS,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._added = added
         self._raw = raw
         self._encode = encode
-        self._max_chars = max_chars
-        self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
-        self._chars = 0
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._sorted: list[tuple[str, str, _Key]] = []
+        """Scope, text and key of all. What begins most alike is next to each other."""
+        self._bytes = 0
+        self._count = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -121,20 +129,36 @@ class History:
         return kept.comparison
 
     def _closest(self, scope: str, text: str) -> tuple[_Kept | None, int]:
-        """The entry that has the most of the beginning of ``text``, and how much. Entries
-        that ``text`` only goes on from are dropped: it will have all of theirs."""
-        best, most, contained = None, 0, []
-        for key, kept in reversed(self._kept.items()):
-            if key[0] != scope:
-                continue
-            common = _common(kept.text, text)
-            if common > most:
+        """The entry that has the most of the beginning of ``text``, the last of these that came,
+        and how much. Entries that ``text`` only goes on from are dropped: it will have all of
+        theirs."""
+        place = bisect_left(self._sorted, (scope, text))
+        best, most = None, 0
+        for key in [*self._alike(place - 1, -1), *self._alike(place, 1)]:
+            kept = self._kept[key]
+            common = _common(kept.text, text) if key[0] == scope else 0
+            if common > most or (best is not None and common == most and kept.number > best.number):
                 best, most = kept, common
-            if common == len(kept.text):
-                contained.append(key)
+        contained = [
+            key for key in self._alike(place, 1) if (key[0], self._kept[key].text) == (scope, text)
+        ]
+        for before in range(place - 1, -1, -1):
+            of, earlier, key = self._sorted[before]
+            if of != scope or not text.startswith(earlier):
+                break
+            contained.append(key)
         for key in contained:
-            self._chars -= self._kept.pop(key).cost
+            self._drop(key)
         return best, most
+
+    def _alike(self, place: int, step: int) -> list[_Key]:
+        """From ``place`` in direction ``step``, entries with the scope and text of the first."""
+        found: list[_Key] = []
+        first = place
+        while 0 <= place < len(self._sorted) and self._sorted[place][:2] == self._sorted[first][:2]:
+            found.append(self._sorted[place][2])
+            place += step
+        return found
 
     def _continued(self, earlier: _Kept, common: int, text: str) -> _Kept | None:
         """``text`` with the tokens of ``earlier`` up to the last anchor that they share."""
@@ -169,15 +193,29 @@ class History:
 
     def _add(self, scope: str, kept: _Kept) -> None:
         key = _key(scope, kept.tokens)
-        replaced = self._kept.pop(key, None)
-        self._chars += kept.cost - (replaced.cost if replaced is not None else 0)
+        if key in self._kept:
+            self._drop(key)
+        self._count += 1
+        kept.number = self._count
+        kept.size_bytes = (
+            sys.getsizeof(kept.text)
+            + sys.getsizeof(kept.tokens)
+            + len(kept.anchors) * _ANCHOR_BYTES
+            + _ENTRY_BYTES
+        )
         self._kept[key] = kept
-        while self._chars > self._max_chars:
-            _, oldest = self._kept.popitem(last=False)
-            self._chars -= oldest.cost
+        insort(self._sorted, (scope, kept.text, key))
+        self._bytes += kept.size_bytes
+        while self._bytes > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: _Key) -> None:
+        kept = self._kept.pop(key)
+        self._bytes -= kept.size_bytes
+        del self._sorted[bisect_left(self._sorted, (key[0], kept.text, key))]
 
 
-def _key(scope: str, tokens: array[int]) -> tuple[str, bytes]:
+def _key(scope: str, tokens: array[int]) -> _Key:
     return scope, blake2b(tokens.tobytes(), digest_size=16).digest()
 
 

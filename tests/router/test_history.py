@@ -4,10 +4,13 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 
 from router.history import History
+from router.history import _common as common
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
 BEGIN, END = "<|im_start|>", "<|im_end|>\n"
@@ -106,8 +109,37 @@ def test_the_choices_of_one_prompt_can_all_be_continued() -> None:
         assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
 
 
+def test_scopes_do_not_touch_each_other() -> None:
+    fixture = make()
+    asked = BEGIN + "x" + END + BEGIN
+    output = [*fixture.letters("hello"), fixture.end]
+    for scope in ("a", "b", "c"):
+        prompt = fixture.history.tokens(scope, asked)
+        fixture.history.extend(scope, prompt, output)
+    for scope in ("c", "a", "b"):
+        tokens = fixture.history.tokens(scope, asked + "hello" + END)
+        assert tokens[: len(prompt) + len(output)] == [*prompt, *output]
+
+
+def test_a_prompt_is_compared_to_few_however_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = make()
+    for number in range(300):
+        fixture.history.tokens("s", f"{BEGIN}you are{BEGIN}{number:03}")
+    compared: list[Any] = []
+
+    def count(one: Any, other: Any) -> int:
+        compared.append(one)
+        return common(one, other)
+
+    monkeypatch.setattr("router.history._common", count)
+    fixture.history.tokens("s", f"{BEGIN}you are{BEGIN}123 and more")
+    assert f"{BEGIN}you are{BEGIN}123" in compared
+    assert len(compared) <= 4
+    assert len(fixture.history) == 300  # the one that it goes on from is gone
+
+
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
-    fixture = make(max_chars=400)
+    fixture = make(max_bytes=6000)
     for number in range(50):
         fixture.history.tokens("s", BEGIN + str(number) * 20 + END)
     assert 1 < len(fixture.history) < 10
@@ -121,7 +153,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
 def test_random_conversations_keep_their_text() -> None:
     """However conversations branch, are cut and come back, a prompt is the text that it was."""
     draw = random.Random(11)
-    fixture = make(max_chars=20_000)
+    fixture = make(max_bytes=100_000)
     pieces = [
         "hello",
         " wor",

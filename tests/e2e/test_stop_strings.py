@@ -1,0 +1,121 @@
+"""Text of many scripts through the whole server: streamed as unstreamed, cut at any stop string.
+
+The model's head is zeros, so all tokens are exactly as likely, whatever else the batch holds: a
+text depends on its seed and grammar alone, and can be had again to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.tiny_models import make_tiny
+
+PROMPTS = 200
+CLUSTERS = (
+    *("🌍", "👍🏽", "👩‍👩‍👧", "🇩🇪", "1️⃣", "日", "語", "한", "鿕", "𠮷", "。"),
+    *("e\u0301", "a\u0308\u0323", "n\u0303", "क्षि", "ที่", "é", "ß", "ש\u05b8", "ﷺ"),
+    *(" the", " that", " with", "on", "\n", " ", "\u200d", "\u2028", '"', "\\"),
+)
+"""What a reader sees as one character, and what comes as one token: words of `tiny_models`."""
+
+
+@dataclass(frozen=True)
+class Told:
+    text: str
+    finish_reason: str
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request of which nothing but ``stop`` and ``stream`` is open."""
+
+    path: str
+    fields: dict[str, Any]
+
+    def ask(self, server: Server, **fields: Any) -> Told:
+        answer = server.post(self.path, **self.fields, **fields)
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        (choice,) = body["choices"]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return Told(text, choice["finish_reason"], body["usage"]["completion_tokens"])
+
+    def stream(self, server: Server, **fields: Any) -> Told:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        text, reason, tokens = "", "", 0
+        with server.client.stream("POST", self.path, json=self.fields | fields) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                tokens = (event["usage"] or {}).get("completion_tokens", tokens)
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                    text += piece or ""
+                    reason = choice["finish_reason"] or reason
+        return Told(text, reason, tokens)
+
+
+def question(number: int) -> Question:
+    """One of four chooses among all tokens, so half characters are part of its text."""
+    chance = random.Random(number)
+    prompt = "".join(chance.choices(CLUSTERS, k=chance.randrange(1, 40)))
+    fields: dict[str, Any] = {"seed": number, "temperature": 1, "max_tokens": 100}
+    if number % 4 == 0:
+        fields |= {"max_tokens": chance.randrange(4, 12), "ignore_eos": True}
+    else:
+        any_cluster = "|".join(cluster.replace("\\", r"\\") for cluster in CLUSTERS)
+        fields["structured_outputs"] = {"regex": f"({any_cluster}){{3,5}}"}
+    if number % 2:
+        message = {"role": "user", "content": prompt}
+        return Question("/v1/chat/completions", fields | {"messages": [message]})
+    return Question("/v1/completions", fields | {"prompt": prompt})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = make_tiny("llama", tmp_path_factory.mktemp("indifferent"))
+    weights = mx.load(str(model / "model.safetensors"))
+    assert isinstance(weights, dict)
+    weights["lm_head.weight"] = mx.zeros_like(weights["lm_head.weight"])
+    mx.save_safetensors(str(model / "model.safetensors"), weights, metadata={"format": "mlx"})
+    with serving(model, "--no-ssd") as running:
+        yield running
+
+
+def for_all(function: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(16) as clients:
+        return list(clients.map(function, range(PROMPTS)))
+
+
+def test_text_is_the_same_streamed_and_cut_at_a_stop_string_at_any_offset(server: Server) -> None:
+    def check(number: int) -> Told:
+        asked = question(number)
+        whole = asked.ask(server)
+        assert asked.stream(server) == whole
+        chance = random.Random(number)
+        for start in range(len(whole.text)):
+            stop = whole.text[start : start + chance.randrange(1, 5)]
+            ask = asked.stream if (number + start) % 2 else asked.ask
+            cut = ask(server, stop=stop)
+            assert cut.text == whole.text[: whole.text.index(stop)], (number, stop)
+            assert cut.finish_reason == "stop"
+        return whole
+
+    texts = [told.text for told in for_all(check)]
+    together = "".join(texts)
+    assert len(set(texts)) == PROMPTS
+    assert all(cluster in together for cluster in CLUSTERS)
+    assert "\ufffd" in together
+    assert not any("\ufffd" in text for number, text in enumerate(texts) if number % 4)

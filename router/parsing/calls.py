@@ -73,6 +73,25 @@ def calls_in(text: str, syntax: ToolSyntax, tools: Described) -> list[Call]:
     return []
 
 
+def complete_json_calls_in(text: str, tools: Described) -> tuple[list[Call], str]:
+    """The calls of ``tools`` that ``text`` begins with, as JSON, and what follows the last that
+    is complete: of a reply that was cut short."""
+    if len(text) > MAX_CALL_CHARS:
+        return [], text
+    names = {tool["function"]["name"] for tool in tools}
+    rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+    calls: list[Call] = []
+    try:
+        while rest:
+            value, end = json.JSONDecoder().raw_decode(rest)
+            calls += [_call(each, names) for each in _listed(value)]
+            space = _BETWEEN.match(rest, end)
+            rest = rest[space.end() if space else end :]
+    except Exception:  # generated text
+        pass
+    return (calls, rest) if calls else ([], text)
+
+
 def with_plain_properties(tools: Described) -> list[Mapping[str, Any]]:
     """``tools`` with the schemas of arguments in their places: parsers look for types there and
     follow no references."""

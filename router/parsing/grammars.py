@@ -17,6 +17,16 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 """As templates write it when the call comes back: then it has the same tokens."""
 
 _MAX_CALLS = 16
+_OTHER_PROPERTIES = (
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "minProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+)
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 
 
@@ -250,7 +260,20 @@ def _json(schema: Mapping[str, Any], function: Function) -> str:
     """What of a schema is not understood is an error where it is strict, and otherwise left."""
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}
-    return json_rule({**kind, **schema}, style)
+    return json_rule(_closed({**kind, **schema}), style)
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``schema`` without properties that it does not name, where it says nothing of them. A tool
+    expects none, and a small model would go on inventing them."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
+        return schema
+    own = {k: _closed(v) if isinstance(v, dict) else v for k, v in properties.items()}
+    names_all = all(key in properties for key in schema.get("required") or ())
+    if not names_all or any(key in schema for key in _OTHER_PROPERTIES):
+        return {**schema, "properties": own}
+    return {**schema, "properties": own, "additionalProperties": False}
 
 
 def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:

@@ -10,6 +10,7 @@ from router.parsing.calls import (
     Call,
     Described,
     calls_in,
+    complete_json_calls_in,
     is_unfinished_json,
     may_become_json_calls,
     with_plain_properties,
@@ -109,7 +110,11 @@ class MarkedReply:
         if self._maybe_json:
             held, self._maybe_json = "".join(self._maybe_json), None
             if not self._take_calls(held, out):
-                out.text.append(self._text.add(held))
+                if cut:
+                    calls, held = complete_json_calls_in(held, self._tools)
+                    self._give(calls, out)
+                if not self.complete:
+                    out.text.append(self._text.add(held))
         out.text.append(self._text.rest())
         return out.part()
 
@@ -180,11 +185,14 @@ class MarkedReply:
     def _take_calls(self, text: str, out: _Gathered) -> bool:
         assert self._format.tools is not None
         calls = calls_in(text, self._format.tools, self._tools)
+        self._give(calls, out)
+        return bool(calls)
+
+    def _give(self, calls: list[Call], out: _Gathered) -> None:
         if calls:
             self._text.marker()
         for call in calls[:1] if self._one_call else calls:
             out.calls.append(self._numbered(call))
-        return bool(calls)
 
     def _numbered(self, call: Call) -> CallDelta:
         own = call.id if call.id is not None and call.id not in self._ids else self._new_id()

@@ -168,6 +168,47 @@ def test_arguments_that_need_not_be_strict_may_have_a_schema_that_is_not_underst
             assert checker.accepts(text, call)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "others"),
+    [
+        (None, "{}", '{"x": 1}'),
+        ({"type": "object", "properties": {}}, "{}", '{"x": 1}'),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 3}', '{"a": 3, "b": 4}'),
+        (
+            {"properties": {"a": {"properties": {"b": {"type": "null"}}}}},
+            '{"a": {"b": null}}',
+            '{"a": {"b": null, "c": 1}}',
+        ),
+    ],
+)
+def test_arguments_are_those_that_the_schema_names(
+    checker: Checker, parameters: dict[str, Any] | None, arguments: str, others: str
+) -> None:
+    function = Function(name="f", parameters=parameters)
+    grammar = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+    assert checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
+    assert not checker.accepts(grammar, f'{{"name": "f", "arguments": {others}}}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {}, "additionalProperties": True},
+        {"properties": {"a": True}, "patternProperties": {"^b": {"type": "integer"}}},
+        {"properties": {"a": True}, "required": ["b"]},
+        {"properties": {"a": True}, "allOf": [{"properties": {"b": True}, "required": ["b"]}]},
+        {"properties": {}, "minProperties": 1},
+    ],
+)
+def test_other_arguments_come_where_the_schema_speaks_of_them(
+    checker: Checker, schema: dict[str, Any]
+) -> None:
+    function = Function(name="f", parameters={"type": "object", **schema})
+    grammar = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+    assert checker.accepts(grammar, '{"name": "f", "arguments": {"b": 1}}')
+
+
 def test_where_the_models_way_is_not_known_there_is_no_template(checker: Checker) -> None:
     assert template_of("pythonic", FUNCTIONS, checker.tokens) is None
     combined = Function(name="f", parameters={"anyOf": [{"type": "object"}]})

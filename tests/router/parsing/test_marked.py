@@ -126,6 +126,19 @@ def test_a_reply_cut_short_has_only_calls_that_were_complete(reply: Reply) -> No
         assert named(part.calls) == reply.calls[: len(part.calls)]
 
 
+def test_of_json_cut_short_what_follows_complete_calls_is_text() -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    for begun in ("{", '{"name": "get_weath', '{"name": "get_weather", "arguments": {"city": "B'):
+        for before in (call, f"{call}\n{call}", f"[{call}, {call}]"):
+            part = read(f"{before}\n{begun}", format_of("json"), size=5, cut=True)
+            assert named(part.calls) == [("get_weather", {"city": "Paris"})] * before.count(call)
+            assert part.text == begun
+            ended = read(f"{before}\n{begun}", format_of("json"), size=5)
+            assert ended == Part("", f"{before}\n{begun}")
+        one = read(f"{call}\n{begun}", format_of("json"), size=5, cut=True, one_call=True)
+        assert (len(one.calls), one.text) == (1, "")
+
+
 @pytest.mark.parametrize("reply", [r for r in REPLIES if len(r.calls) > 1], ids=lambda r: r.parser)
 def test_of_calls_that_may_not_be_parallel_there_is_one(reply: Reply) -> None:
     part = read(reply.written, format_of(reply.parser), one_call=True)

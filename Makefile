@@ -22,7 +22,7 @@ help:
 	@echo "make setup         create .venv with everything for serving and testing"
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
 	@echo "make test          run the tests (pytest's arguments in ARGS)"
-	@echo "make clients       install real clients and try each, write docs/clients.md (20 minutes)"
+	@echo "make clients       install real clients and try each, write docs/clients.md (25 minutes)"
 	@echo "make lint          ruff, mypy, import contracts"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in turn"

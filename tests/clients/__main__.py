@@ -1,5 +1,5 @@
-"""`python -m tests.clients`: installs real clients, runs real scenarios with each against a
-real server, and writes the table of what works."""
+"""`python -m tests.clients`: installs real clients, runs real scenarios with each and LangChain's
+own tests against a real server, and writes the tables of what works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine.backend.blas import load_fast_blas
@@ -19,12 +19,22 @@ load_fast_blas()  # before anything imports MLX
 
 from engine.model.demo import demo_model_path  # noqa: E402
 from tests.clients.environments import NotInstalled, command_for  # noqa: E402
-from tests.clients.matrix import CLIENTS, SCENARIOS, Cell, Client, Row, table  # noqa: E402
+from tests.clients.matrix import (  # noqa: E402
+    CLIENTS,
+    SCENARIOS,
+    STANDARD_TESTS,
+    Cell,
+    Client,
+    Row,
+    table,
+    tests_table,
+)
 from tests.clients.reciter import make_reciter  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
 
 KEY = "a-secret-key"
 SERVED = "a-model"
+ALIAS = "the-same-model"
 _SCENARIOS_S = 900
 
 
@@ -33,23 +43,37 @@ def main() -> int:
     parser.add_argument("--model", default="demo", help="a directory, demo, or reciter")
     parser.add_argument("--only", default="", help="clients whose names match this expression")
     parser.add_argument("--keep", type=Path, help="install below this directory, and leave it")
-    parser.add_argument("--write", type=Path, help="put the table into this file")
+    parser.add_argument("--write", type=Path, help="put the tables into this file")
     options = parser.parse_args()
     clients = [client for client in CLIENTS if re.search(options.only, client.name)]
     with tempfile.TemporaryDirectory(prefix="clients-") as private:
         root = options.keep or Path(private)
         model = _model(options.model, Path(private))
-        with serving(model, "--served-model-name", SERVED, "--api-key", KEY, "--no-ssd") as server:
+        names = ("--served-model-name", SERVED, "--served-model-name", ALIAS)
+        with serving(model, *names, "--api-key", KEY, "--no-ssd") as server:
             server.client.headers["authorization"] = f"Bearer {KEY}"
             rows = [row for same in _by_script(clients) for row in _try(same, root, server, model)]
-    made = table(rows)
-    print(made)
+            tested = _standard_tests(root, server, model, options.only)
+    made = {}
+    if rows:
+        made["clients"] = table(rows)
+    if tested:
+        made["langchain-tests"] = tests_table(tested)
+    print("\n".join(made.values()))
     if options.write is not None:
-        text = options.write.read_text()
-        head, marker, _ = text.partition("<!-- table -->\n")
-        options.write.write_text(f"{head}{marker}\n{made}")
-    failed = [cell for row in rows for cell in row.cells.values() if cell.result == "fail"]
-    return 1 if failed else 0
+        _write(options.write, made)
+    cells = [*tested.values(), *(cell for row in rows for cell in row.cells.values())]
+    return 1 if any(cell.result == "fail" for cell in cells) else 0
+
+
+def _write(path: Path, made: Mapping[str, str]) -> None:
+    """Puts each of ``made`` between its markers in the file ``path``."""
+    text = path.read_text()
+    for name, part in made.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
+    path.write_text(text)
 
 
 def _model(name: str, private: Path) -> Path:
@@ -85,12 +109,31 @@ def _try(clients: Sequence[Client], root: Path, server: Server, tokenizer: Path)
     return rows
 
 
-def _run(command: Sequence[str], server: Server, tokenizer: Path) -> dict[str, Cell]:
+def _standard_tests(root: Path, server: Server, tokenizer: Path, only: str) -> dict[str, Cell]:
+    name = STANDARD_TESTS.name
+    if not re.search(only, name):
+        return {}
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    try:
+        return _run(command_for(STANDARD_TESTS, root), server, tokenizer, (name,))
+    except NotInstalled as error:
+        return {name: Cell("n/a", str(error))}
+
+
+def _run(
+    command: Sequence[str],
+    server: Server,
+    tokenizer: Path,
+    expected: Sequence[str] = SCENARIOS,
+) -> dict[str, Cell]:
+    """The cells of the scenarios that ``command`` runs; of those ``expected`` when it tells
+    nothing."""
     environment = {
         "CLIENT_TOKENIZER": str(tokenizer),
         "CLIENT_URL": f"http://127.0.0.1:{server.port}",
         "CLIENT_KEY": KEY,
         "CLIENT_MODEL": SERVED,
+        "CLIENT_ALIAS": ALIAS,
     }
     try:
         ran = subprocess.run(
@@ -102,7 +145,7 @@ def _run(command: Sequence[str], server: Server, tokenizer: Path) -> dict[str, C
             timeout=_SCENARIOS_S,
         )
     except subprocess.TimeoutExpired:
-        return dict.fromkeys(SCENARIOS, Cell("fail", f"not done after {_SCENARIOS_S} s"))
+        return dict.fromkeys(expected, Cell("fail", f"not done after {_SCENARIOS_S} s"))
     found = {}
     for line in ran.stdout.splitlines():
         try:
@@ -111,7 +154,7 @@ def _run(command: Sequence[str], server: Server, tokenizer: Path) -> dict[str, C
         except (ValueError, KeyError, TypeError):
             print(line, file=sys.stderr)  # a client that prints
     if not found:
-        return dict.fromkeys(SCENARIOS, Cell("fail", f"ended with code {ran.returncode}"))
+        return dict.fromkeys(expected, Cell("fail", f"ended with code {ran.returncode}"))
     return found
 
 

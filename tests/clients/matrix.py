@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SCENARIOS = ("chat", "stream", "tools", "structured", "errors", "cancel")
@@ -61,6 +61,13 @@ CLIENTS = (
     ),
 )
 
+STANDARD_TESTS = Client(
+    "langchain-tests",
+    ("langchain-tests==1.1.9", "langchain-openai==1.7.3", "pytest==9.2.0"),
+    "with_langchain_tests.py",
+)
+"""LangChain's own tests for chat models: its scenarios are those."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -96,6 +103,26 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", *numbered]).rstrip() + "\n"
 
 
+def tests_table(cells: Mapping[str, Cell]) -> str:
+    """Markdown: the names of the tests that pass, and a row with the reason for each other."""
+    by_name: dict[str, list[Cell]] = {}
+    for test, cell in cells.items():
+        by_name.setdefault(test.partition("[")[0], []).append(cell)
+    passed, lines = [], ["| test | result | reason |", "|---|---|---|"]
+    for name, each in by_name.items():
+        others = [cell for cell in each if cell.result != "pass"]
+        if not others:
+            passed.append(f"`{name}`")
+            continue
+        worst = min(others, key=lambda cell: cell.result != "fail")
+        lines.append(f"| `{name}` | {worst.result} | {_line(worst.reason)} |")
+    versions = ", ".join(package.replace("==", " ") for package in STANDARD_TESTS.packages)
+    count = sum(cell.result == "pass" for cell in cells.values())
+    head = f"{versions}: {count} of {len(cells)} pass."
+    return "\n\n".join([head, f"Pass: {', '.join(passed)}.", "\n".join(lines)]) + "\n"
+
+
 def _line(reason: str) -> str:
     first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+    first = first.replace("|", "\\|")
     return first if len(first) <= 200 else first[:197] + "..."

@@ -1,0 +1,70 @@
+"""LangChain's standard tests for chat models, told what the server and its model can do.
+
+What depends on what a model knows to say may fail: with a model of 135 million parameters it is
+no verdict on the server. The server's own promises are held to: calls that must be made, answers
+by a schema.
+"""
+
+import os
+from typing import ClassVar
+
+import pytest
+from harness import KEY, MODEL, URL
+from langchain_core.exceptions import OutputParserException
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+_LONG = "Count the sheep on the meadow, please. " * 20
+
+
+class TestStandard(ChatModelIntegrationTests):
+    chat_model_class = ChatOpenAI
+    chat_model_params: ClassVar = {
+        "model": MODEL,
+        "base_url": URL + "/v1",
+        "api_key": KEY,
+        "max_retries": 0,
+        "stream_usage": True,
+        "model_kwargs": {"parallel_tool_calls": False},  # most of the tests expect one call
+    }
+    standard_chat_model_params: ClassVar = {
+        "temperature": 0,
+        "max_tokens": 300,
+        "frequency_penalty": 1,  # without it a small model tells one joke for ever
+    }
+    model_override_value = os.environ["CLIENT_ALIAS"]
+    structured_output_kwargs: ClassVar = {"strict": True}
+    supports_json_mode = True
+    supports_anthropic_inputs = True
+    supported_usage_metadata_details: ClassVar = {
+        "invoke": ["cache_read_input"],
+        "stream": ["cache_read_input"],
+    }
+
+    def invoke_with_cache_read_input(self, *, stream=False):
+        model = self.chat_model_class(**self.chat_model_params, max_tokens=4)
+        model.invoke(_LONG)
+        if not stream:
+            return model.invoke(_LONG)
+        first, *others = model.stream(_LONG)
+        return sum(others, start=first)
+
+    @pytest.mark.xfail(
+        raises=OutputParserException,
+        reason="JSON mode promises JSON, and the model has to find the right keys",
+    )
+    def test_json_mode(self, model):
+        super().test_json_mode(model)
+
+    @pytest.mark.xfail(
+        raises=AssertionError, reason="nothing forces a call, and the model makes none by itself"
+    )
+    def test_agent_loop(self, model):
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(
+        raises=AssertionError,
+        reason="the call is made, and the model does not copy the Japanese name",
+    )
+    def test_unicode_tool_call_integration(self, model):
+        super().test_unicode_tool_call_integration(model)

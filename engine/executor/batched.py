@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.slabs import Kept, Slab, Slabs
 from engine.cache.snapshots import SnapshotStore
 from engine.executor.base import Executor, PendingStep, is_allocation_failure
 from engine.executor.ragged import RaggedBatch, Row
@@ -46,7 +46,7 @@ class BatchedExecutor(Executor):
         self, model: Any, layout: Layout, block_size: int, batch_class: type[RaggedBatch]
     ) -> None:
         self._model = model
-        self._layout = layout
+        self.layout = layout
         self._block_size = block_size
         self._batch_class = batch_class
         self._sampler = Sampler()
@@ -68,8 +68,8 @@ class BatchedExecutor(Executor):
 
     def reset(self) -> None:
         self._slabs = Slabs()
-        self._blocks = BlockStore(self._layout, self._block_size, self._batch_class.writes_in_place)
-        self._snapshots = SnapshotStore(self._layout, self._slabs.states)
+        self._blocks = BlockStore(self.layout, self._block_size, self._batch_class.writes_in_place)
+        self._snapshots = SnapshotStore(self.layout, self._slabs.states)
         self._sampler.reset()
         mx.clear_cache()
 
@@ -87,7 +87,7 @@ class BatchedExecutor(Executor):
             self._slabs.free(number)
         self._sampler.forget(plan.freed_slabs)
         for new in plan.slabs:
-            self._slabs[new.slab] = Slab(self._layout, new.rows, new.capacity)
+            self._slabs[new.slab] = Slab(self.layout, new.rows, new.capacity)
         for insert in plan.inserts:
             store = self._snapshots if insert.state else self._blocks
             store.insert(insert.block, insert.payload)
@@ -119,6 +119,19 @@ class BatchedExecutor(Executor):
         exported += self._export(plan.exports)
         spent_s = self._watch.stop()
         return _Pending(plan, decoded, finished, scores, failed, exported, started, spent_s)
+
+    def stored(self, slot: Slot, length: int) -> list[Kept]:
+        """The keys and the values of each layer at the first ``length`` positions of ``slot``, as
+        attention reads them: (1, kv_heads, length, dim), and their scales. For proofs; not to be
+        kept."""
+        slab, row = self._slabs[slot.slab], slice(slot.row, slot.row + 1)
+        return [
+            Kept(
+                slab.values(number, row, length),
+                slab.scales[number][:, row, :, :length] if number in slab.scales else None,
+            )
+            for number in range(len(self.layout.arrays))
+        ]
 
     def _export(self, blocks: Iterable[int]) -> list[Exported]:
         """The bytes of ``blocks`` and snapshots, but not of those whose sequence has failed."""
@@ -213,7 +226,7 @@ class BatchedExecutor(Executor):
         everything = list(range(len(decodes)))
         if self._batch_class.one_row:
             return [[i] for i in everything]
-        if not self._layout.states:
+        if not self.layout.states:
             return [everything]
         begin = [i for i in everything if decodes[i].position == 0]
         others = [i for i in everything if decodes[i].position > 0]
@@ -273,7 +286,7 @@ class BatchedExecutor(Executor):
         return done
 
     def _batch(self, rows: Sequence[Row]) -> RaggedBatch:
-        return self._batch_class(self._layout, self._slabs, rows)
+        return self._batch_class(self.layout, self._slabs, rows)
 
 
 def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

@@ -33,6 +33,10 @@ class Sample:
     follow: tuple[int, ...]
     expected: tuple[mx.array, ...]
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.follow
+
     def token(self, step: int) -> int:
         """The input token of decode ``step``."""
         return self.follow[step - 1] if step else self.prompt[-1]
@@ -73,12 +77,14 @@ def sample(
 ) -> Sample:
     """A random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
 
-    The prompt is computed in one pass, and with two ``ways`` also token by token.
+    The prompt is computed in one pass, and with two ``ways`` also token by token; with none
+    nothing is expected.
     """
     choose = random.Random(seed)
     tokens = tuple(choose.randrange(vocab_size) for _ in range(length + steps - 1))
     expected = [
-        _logits(model, tokens, length, at_once, precision) for at_once in (length, 1)[:ways]
+        logits_with(model, make_cache(model, precision), tokens, length, at_once)
+        for at_once in (length, 1)[:ways]
     ]
     return Sample(tokens[:length], tokens[length:], tuple(expected))
 
@@ -102,10 +108,11 @@ def _rounded(part: mx.array, how: Quantization | None) -> mx.array:
     return part if how is None else rounded(part, how)
 
 
-def _logits(
-    model: Any, tokens: tuple[int, ...], length: int, at_once: int, precision: Precision
+def logits_with(
+    model: Any, cache: list[Any], tokens: tuple[int, ...], length: int, at_once: int
 ) -> mx.array:
-    cache = make_cache(model, precision)
+    """(steps, vocab) after each of ``tokens`` from the last one of a prompt of ``length`` on,
+    which goes into ``cache`` in pieces of ``at_once`` tokens."""
     for piece in _pieces(tokens[: length - 1], at_once):
         model(mx.array([piece]), cache=cache)
         mx.eval([entry.state for entry in cache])

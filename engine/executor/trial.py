@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from engine.executor.base import Executor
 from engine.executor.oracle import Sample
+from engine.executor.replay import NotARounding, Replay
 from engine.plan import (
     Chunk,
     Decode,
@@ -35,10 +36,12 @@ class StepFailed(Exception):
 
 
 class Trial:
-    """``worst`` is the largest difference so far, ``where`` the stage that gave it."""
+    """``worst`` is the largest difference so far, ``where`` the stage that gave it. With a
+    ``replay`` that says what is right, and not what samples expect."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, replay: Replay | None = None) -> None:
         self._executor = executor
+        self._replay = replay
         self._logits: dict[Slot, mx.array] = {}
         executor.observer = self._observe
         self._step = 0
@@ -184,10 +187,19 @@ class Trial:
             state_saves=keep if self._executor.row_bytes else (),
         )
         for slot, one, step in decodes:
-            difference = one.difference(step, self._logits.pop(slot))
+            difference = self._difference(slot, one, step)
             if not difference <= self.worst:
                 self.worst, self.where = difference, self._stage
         return result
+
+    def _difference(self, slot: Slot, one: Sample, step: int) -> float:
+        logits = self._logits.pop(slot)
+        if self._replay is None:
+            return one.difference(step, logits)
+        try:
+            return self._replay.difference(slot, one, step, logits)
+        except NotARounding as wrong:
+            raise NotARounding(f"{self._stage}: {wrong}") from wrong
 
     def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
         self._logits = {decode.slot: row for decode, row in zip(decodes, logits, strict=True)}

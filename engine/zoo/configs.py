@@ -73,7 +73,7 @@ COMMON: Config = {
     # latent attention
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     # recurrent layers

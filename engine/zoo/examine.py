@@ -13,8 +13,10 @@ from mlx_lm.generate import generate_step
 from engine import backend
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
+from engine.executor.batched import BatchedExecutor
 from engine.executor.choose import choose
 from engine.executor.oracle import sample
+from engine.executor.replay import Replay
 from engine.executor.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
 from engine.plan import Chunk, Decode, Plan, Slab, Slot
 from engine.zoo.build import build
@@ -26,9 +28,6 @@ LENGTHS = (49, 3, 17, 1, 38)
 STEPS = 5
 TOLERANCE = 1e-4
 """Of the spread of the logits; float32 rounds to about 1e-5 of it in these models."""
-QUANTIZED_TOLERANCE = 5e-3
-"""Where keys and values are rounded to 8 bits, rounding in another order gives another code
-here and there. To attend to keys before they are rounded makes ten times as much."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +78,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> Finding | None:
             error = "other tokens than mlx-lm's"
     except Exception as raised:
         error = _line(raised)
-    quantized = _quantized(model, vocab_size)
+    quantized = examine_quantized(model, vocab_size)
     return Finding(
         name=name,
         loads=True,
@@ -96,7 +95,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> Finding | None:
     )
 
 
-class _Quantized(NamedTuple):
+class Quantized(NamedTuple):
     """``difference``, ``whole`` and ``error`` of a `Finding`, in 8 bits."""
 
     difference: float = 0.0
@@ -104,25 +103,24 @@ class _Quantized(NamedTuple):
     error: str = ""
 
 
-def _quantized(model: Any, vocab_size: int) -> _Quantized:
-    """Tries ``model`` with keys and values in 8 bits, against mlx-lm's caches that round them
-    in the same way."""
+def examine_quantized(model: Any, vocab_size: int) -> Quantized:
+    """Tries ``model`` with keys and values in 8 bits: what slots keep against roundings of what
+    mlx-lm computes, and logits against mlx-lm's over what slots keep."""
     try:
         executor, _, whole = choose(model, vocab_size, BLOCK_SIZE, INT8)
-        if executor.kv_bits == 16:
-            return _Quantized(whole=_one_line(whole) or "it keeps no keys and values")
+        if not isinstance(executor, BatchedExecutor) or executor.kv_bits == 16:
+            return Quantized(whole=_one_line(whole) or "it keeps no keys and values")
         samples = [
-            sample(model, n, STEPS, VOCAB_SIZE, seed, precision=INT8)
-            for seed, n in enumerate(LENGTHS)
+            sample(model, n, STEPS, VOCAB_SIZE, seed, ways=0) for seed, n in enumerate(LENGTHS)
         ]
-        trial = Trial(executor)
+        trial = Trial(executor, Replay(model, executor))
         trial.run_all(samples)
     except Exception as raised:
-        return _Quantized(error=f"INT8: {_line(raised)}")
+        return Quantized(error=f"INT8: {_line(raised)}")
     error = ""
-    if not trial.worst <= QUANTIZED_TOLERANCE:
+    if not trial.worst <= TOLERANCE:
         error = f"INT8: {trial.where}: logits differ by {trial.worst:.2g}"
-    return _Quantized(trial.worst, _one_line(whole), error)
+    return Quantized(trial.worst, _one_line(whole), error)
 
 
 def _line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from engine.zoo.configs import WINDOW
-from engine.zoo.examine import QUANTIZED_TOLERANCE, TOLERANCE, Finding
+from engine.zoo.examine import TOLERANCE, Finding
 
 
 def page(findings: Sequence[Finding]) -> str:
@@ -35,11 +35,15 @@ def page(findings: Sequence[Finding]) -> str:
             "a server starts; what cannot be proven gets the next slower way of computing.",
             "",
             "INT8 is the default: keys and values are rounded to 8 bits when they are written. "
-            "It is compared",
-            "with mlx-lm's caches that round in the same way; other rounding in fp32 gives another "
-            "code here",
-            f"and there, and up to {quantized:.0e} in the logits "
-            f"(allowed: {QUANTIZED_TOLERANCE:g}).",
+            "The same is done",
+            "with it. Two ways of computing a key differ by rounding in fp32, which gives another "
+            "code here and",
+            "there, and logits that differ by much more; so each row that a slot keeps has to be a "
+            "rounding of what",
+            "mlx-lm computes from the rows before it as they are kept, and logits have to be "
+            "mlx-lm's over the",
+            "same codes, as exactly as without quantization (the largest difference of a right "
+            f"one: {quantized:.0e}).",
             "",
             f"{summary(findings)}.",
             "",

@@ -1,4 +1,4 @@
-"""Executors over quantized KV against mlx-lm's own caches that round in the same way."""
+"""Executors over quantized KV against mlx-lm's own caches that hold the same codes."""
 
 from functools import cache
 from pathlib import Path
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from engine import backend
-from engine.backend import host_blocks
+from engine.backend import host, host_blocks, rounding
 from engine.backend.graph import GraphBatch
 from engine.backend.host import HostBatch
+from engine.backend.rounding import Kept
 from engine.cache import slabs
 from engine.cache.layout import Kv, LayerLayout, Layout, probe
 from engine.cache.quantization import (
@@ -20,6 +21,7 @@ from engine.cache.quantization import (
     Quantized,
     codes_of,
     dequantize,
+    quantize,
     unpack,
 )
 from engine.executor import choose as choosing
@@ -28,11 +30,12 @@ from engine.executor.batched import BatchedExecutor
 from engine.executor.choose import choose
 from engine.executor.dense import DenseBatch, RowBatch
 from engine.executor.ragged import RaggedBatch
+from engine.executor.replay import NotARounding, Replay
 from engine.executor.serial import SerialExecutor
 from engine.executor.trial import GREEDY, Trial
 from engine.plan import Chunk, Decode, Evict, Insert, Move, Plan, Restore, Save, Slab, Slot
 from engine.zoo.build import build
-from engine.zoo.examine import LENGTHS, QUANTIZED_TOLERANCE, STEPS
+from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
 from tests import tiny_models
 from tests.tiny_models import KINDS, VOCAB_SIZE
 
@@ -61,28 +64,27 @@ def load(path: Path):
     return mlx_lm.load(str(path))[0]
 
 
-def samples(model, precision: Precision, steps: int = STEPS):
-    """What mlx-lm says: in one pass and token by token."""
-    return [
-        oracle.sample(model, length, steps, VOCAB_SIZE, seed, 2, precision)
-        for seed, length in enumerate(LENGTHS)
-    ]
-
-
-def distance(model, layout: Layout, batch_class: type[RaggedBatch], given=None) -> float:
+def distance(executor: BatchedExecutor, model) -> float:
     """Of the logits in chunks, joining and leaving, rewinding, moving, and from blocks."""
-    made = Trial(BatchedExecutor(model, layout, BLOCK, batch_class))
-    made.run_all(given or samples(model, layout.precision))
+    made = Trial(executor, Replay(model, executor))
+    made.run_all(
+        [
+            oracle.sample(model, length, STEPS, VOCAB_SIZE, seed, ways=0)
+            for seed, length in enumerate(LENGTHS)
+        ]
+    )
     return made.worst
+
+
+def distance_of(model, layout: Layout, batch_class: type[RaggedBatch]) -> float:
+    return distance(BatchedExecutor(model, layout, BLOCK, batch_class), model)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -> None:
     executor, _, whole = choose(model, VOCAB_SIZE, BLOCK, precision)
     assert isinstance(executor, BatchedExecutor) and not whole
-    made = Trial(executor)
-    made.run_all(samples(model, precision))
-    assert made.worst < QUANTIZED_TOLERANCE, made.where
+    assert distance(executor, model) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt_oss"])
@@ -103,7 +105,7 @@ def test_every_way_of_keeping_and_of_batching_is_the_same(
 ) -> None:
     model = load(tiny_model(kind))
     layout = probe(model).quantized(Precision(bits), unpacked=unpacked)
-    assert distance(model, layout, batch_class) < QUANTIZED_TOLERANCE
+    assert distance_of(model, layout, batch_class) < TOLERANCE
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -111,10 +113,9 @@ def test_every_way_of_keeping_and_of_batching_is_the_same(
 def test_latents_softcaps_and_row_by_row_are_stored_quantized(name, precision) -> None:
     model = build(name)
     executor, reason, _ = choose(model, VOCAB_SIZE, BLOCK, precision)
+    assert isinstance(executor, BatchedExecutor)
     assert executor.kv_bits == precision.bits and reason
-    made = Trial(executor)
-    made.run_all(samples(model, precision))
-    assert made.worst < QUANTIZED_TOLERANCE, made.where
+    assert distance(executor, model) < TOLERANCE
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -133,23 +134,47 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(
     monkeypatch.setattr(
         mx, "quantized_matmul", lambda *a, **k: products.append(1) or stock(*a, **k)
     )
-    assert distance(model, layout, CodesBatch) < QUANTIZED_TOLERANCE
+    assert distance_of(model, layout, CodesBatch) < TOLERANCE
     assert bool(products) == fused
 
 
 class TestTheComparisonCatches:
-    layout = staticmethod(lambda model: probe(model).quantized(Precision(8), unpacked=True))
+    """What is wrong with what is stored, however little that changes what is said."""
 
     @pytest.fixture
     def llama(self, tiny_model):
         return load(tiny_model("llama"))
 
-    def test_attention_to_keys_before_they_are_rounded(self, llama) -> None:
-        """The same is asked of mlx-lm without quantization."""
-        wrong = samples(llama, Precision(16))
-        assert distance(llama, self.layout(llama), HostBatch, wrong) > QUANTIZED_TOLERANCE
+    def is_wrong(self, model, batch_class=HostBatch, unpacked=True) -> None:
+        layout = probe(model).quantized(Precision(8), unpacked=unpacked)
+        with pytest.raises(NotARounding, match="than mlx-lm computes"):
+            distance_of(model, layout, batch_class)
 
-    def test_scales_of_another_row(self, llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_keys_and_values_that_are_not_rounded(self, llama, monkeypatch) -> None:
+        def keep(keys, values, *hows):
+            rounded = rounding.keep(keys, values, *hows)
+            return [
+                Kept(new, kept.scales) for new, kept in zip((keys, values), rounded, strict=True)
+            ]
+
+        monkeypatch.setattr(host, "keep", keep)
+        self.is_wrong(llama)
+
+    def test_codes_that_are_two_too_high(self, llama, monkeypatch) -> None:
+        put = slabs.Slab.put_each
+
+        def raised(slab, number, rows, positions, kept):
+            if number == 3:
+                dim = kept.array.shape[-1]
+                step = mx.repeat(kept.scales[0].astype(mx.float32), 16, axis=-1)
+                first = mx.arange(dim) == 0
+                kept = kept._replace(array=kept.array + mx.where(first, 2 * step, 0))
+            put(slab, number, rows, positions, kept)
+
+        monkeypatch.setattr(slabs.Slab, "put_each", raised)
+        self.is_wrong(llama, GraphBatch)
+
+    def test_scales_of_another_row(self, llama, monkeypatch) -> None:
         values = slabs.Slab.values
 
         def rolled(slab, *args):
@@ -161,8 +186,7 @@ class TestTheComparisonCatches:
                 slab.scales = kept
 
         monkeypatch.setattr(slabs.Slab, "values", rolled)
-        layout = probe(llama).quantized(Precision(8), unpacked=False)
-        assert not distance(llama, layout, GraphBatch) < QUANTIZED_TOLERANCE
+        self.is_wrong(llama, GraphBatch, unpacked=False)
 
     def test_blocks_that_lose_their_scales(self, llama, monkeypatch) -> None:
         give = host_blocks.give
@@ -171,7 +195,19 @@ class TestTheComparisonCatches:
             give(slab, group, row, start, [parts[0], [mx.ones_like(s) for s in parts[1]]])
 
         monkeypatch.setattr(host_blocks, "give", unscaled)
-        assert not distance(llama, self.layout(llama), HostBatch) < QUANTIZED_TOLERANCE
+        self.is_wrong(llama)
+
+    def test_blocks_that_are_quantized_once_more(self, llama, monkeypatch) -> None:
+        give = host_blocks.give
+
+        def again(slab, group, row, start, parts):
+            how = group.kind.quantization
+            pairs = zip(*parts, strict=True)
+            twice = [quantize(dequantize(Quantized(*pair), how), how) for pair in pairs]
+            give(slab, group, row, start, [list(part) for part in zip(*twice, strict=True)])
+
+        monkeypatch.setattr(host_blocks, "give", again)
+        self.is_wrong(llama)
 
 
 # -- what blocks hold ----------------------------------------------------------------
@@ -247,7 +283,7 @@ def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(tiny_model, kin
         store = Store(model, batch_class)
         store.compute(0, tuple(range(5, 5 + length)))
         store.run(decodes=(Decode(Slot(0, 0), length, 7, 0, GREEDY),))
-        slab, layout = store.executor._slabs[0], store.executor._layout
+        slab, layout = store.executor._slabs[0], store.executor.layout
         for number, kind_of_array in enumerate(layout.arrays):
             how = kind_of_array.quantization
             values = slab.arrays[number][0, :, : length + 1]
@@ -273,7 +309,7 @@ def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model) -> None:
     store.compute(0, TOKENS)
     store.compute(1, TOKENS, 5, 16, 17, 40)
     (one, two) = (store.saved(Slot(0, row), 3) for row in (0, 1))
-    how, group = Quantization(8, 16), store.executor._layout.groups[0]
+    how, group = Quantization(8, 16), store.executor.layout.groups[0]
 
     def values(payload):
         (codes, scales) = (

@@ -10,8 +10,10 @@ from engine.cache.states import StateStore
 from engine.executor import choose
 from engine.executor.dense import DenseBatch
 from engine.executor.ragged import RaggedBatch
+from engine.zoo import examine as examining
 from engine.zoo.build import build
-from engine.zoo.examine import Finding, examine
+from engine.zoo.configs import VOCAB_SIZE
+from engine.zoo.examine import Finding, Quantized, examine, examine_quantized
 from engine.zoo.farm import findings
 
 
@@ -71,31 +73,50 @@ def test_a_process_that_ends_or_hangs_ends_no_run() -> None:
 
 
 class TestTheComparisonCatches:
-    """Without the proof, which would not let faulty batches pass."""
+    """Without the proof, which would not let faulty batches pass. Each with keys and values as
+    they are and in 8 bits, where that is compared in a way of its own."""
 
     kinds = pytest.mark.parametrize(
-        ("name", "batch_class"),
-        [("llama", GraphBatch), ("gemma3_text", GraphBatch), ("deepseek_v3", DenseBatch)],
+        ("name", "batch_class", "bits"),
+        [
+            (name, batch_class, bits)
+            for bits in (16, 8)
+            for name, batch_class in (
+                ("llama", GraphBatch),
+                ("gemma3_text", GraphBatch),
+                ("granitemoe", GraphBatch),
+                ("deepseek_v3", DenseBatch),
+            )
+        ],
+    )
+    recurrent = pytest.mark.parametrize(
+        ("name", "bits"), [("mamba", 16), ("qwen3_next", 16), ("qwen3_next", 8)]
     )
 
     @pytest.fixture(autouse=True)
     def unproven(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose, "prove", lambda *_: None)
 
-    def is_wrong(self, name: str, batch_class: type[RaggedBatch], monkeypatch) -> None:
+    def is_wrong(self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch) -> None:
         monkeypatch.setattr(backend, "batch_classes", lambda *_: [batch_class])
+        if bits == 8:
+            error = examine_quantized(build(name), VOCAB_SIZE).error
+            assert error.startswith("INT8: ")
+            assert "logits differ" in error or "than mlx-lm computes" in error
+            return
+        monkeypatch.setattr(examining, "examine_quantized", lambda *_: Quantized())
         finding = found(name)
         assert finding.how == batch_class.how
         assert "logits differ" in finding.error
 
     @kinds
-    def test_a_shifted_mask(self, name, batch_class, monkeypatch) -> None:
+    def test_a_shifted_mask(self, name, batch_class, bits, monkeypatch) -> None:
         for owner, method in ((GraphBatch, "_make_mask"), (DenseBatch, "mask")):
             monkeypatch.setattr(owner, method, shifted(getattr(owner, method)))
-        self.is_wrong(name, batch_class, monkeypatch)
+        self.is_wrong(name, batch_class, bits, monkeypatch)
 
     @kinds
-    def test_a_position_that_is_one_too_far(self, name, batch_class, monkeypatch) -> None:
+    def test_a_position_that_is_one_too_far(self, name, batch_class, bits, monkeypatch) -> None:
         init = RaggedBatch.__init__
 
         def late(batch, *args):
@@ -104,10 +125,10 @@ class TestTheComparisonCatches:
                 batch.offset = batch.offset + mx.array([0, 1, 0])
 
         monkeypatch.setattr(RaggedBatch, "__init__", late)
-        self.is_wrong(name, batch_class, monkeypatch)
+        self.is_wrong(name, batch_class, bits, monkeypatch)
 
     @kinds
-    def test_a_row_that_is_not_written(self, name, batch_class, monkeypatch) -> None:
+    def test_a_row_that_is_not_written(self, name, batch_class, bits, monkeypatch) -> None:
         """What the slot's last user left is read instead."""
         write = GraphBatch.write
 
@@ -116,10 +137,10 @@ class TestTheComparisonCatches:
                 write(batch, layer, keys, values)
 
         monkeypatch.setattr(GraphBatch, "write", forgetful)
-        self.is_wrong(name, batch_class, monkeypatch)
+        self.is_wrong(name, batch_class, bits, monkeypatch)
 
-    @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
-    def test_state_of_another_row(self, name, monkeypatch) -> None:
+    @recurrent
+    def test_state_of_another_row(self, name, bits, monkeypatch) -> None:
         state = RaggedBatch.state
 
         def rolled(batch, number):
@@ -127,10 +148,10 @@ class TestTheComparisonCatches:
             return found if found is None else mx.roll(found, 1, axis=0)
 
         monkeypatch.setattr(RaggedBatch, "state", rolled)
-        self.is_wrong(name, GraphBatch, monkeypatch)
+        self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
-    @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
-    def test_state_that_the_slots_last_user_left(self, name, monkeypatch) -> None:
+    @recurrent
+    def test_state_that_the_slots_last_user_left(self, name, bits, monkeypatch) -> None:
         state = RaggedBatch.state
 
         def stale(batch, number):
@@ -140,10 +161,10 @@ class TestTheComparisonCatches:
             return state(batch, number)
 
         monkeypatch.setattr(RaggedBatch, "state", stale)
-        self.is_wrong(name, GraphBatch, monkeypatch)
+        self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
-    @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
-    def test_a_snapshot_of_another_row(self, name, monkeypatch) -> None:
+    @recurrent
+    def test_a_snapshot_of_another_row(self, name, bits, monkeypatch) -> None:
         own = StateStore.own
 
         def wrong(store, slot):
@@ -151,10 +172,10 @@ class TestTheComparisonCatches:
             return own(store, others[0] if others else slot)
 
         monkeypatch.setattr(StateStore, "own", wrong)
-        self.is_wrong(name, GraphBatch, monkeypatch)
+        self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
-    @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
-    def test_a_snapshot_that_is_not_brought_back(self, name, monkeypatch) -> None:
+    @recurrent
+    def test_a_snapshot_that_is_not_brought_back(self, name, bits, monkeypatch) -> None:
         """The state of the slot goes on instead."""
 
         def forgetful(store, slot, snapshot):
@@ -163,7 +184,7 @@ class TestTheComparisonCatches:
             return []
 
         monkeypatch.setattr(SnapshotStore, "restore", forgetful)
-        self.is_wrong(name, GraphBatch, monkeypatch)
+        self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
 
 def shifted(make):

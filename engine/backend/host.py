@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import mlx.core as mx
@@ -29,6 +28,9 @@ WORTH_THREADS = 3_000
 """Positions attended to in a layer, over all rows, from which on threads pay."""
 QUERIES_AT_ONCE = 64
 """Small enough that scores stay in the cache, and that little above the diagonal is computed."""
+ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
+"""Minus infinity where a key comes after its query, else 0. One for all widths: tables for each
+of them would take more than a hundred kilobytes that no ledger knows."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def _prefill(
         scores = (queries.reshape(-1, queries.shape[-1]) @ keys[head].T).reshape(
             -1, count, end - low
         )
-        scores[:, :, start - low :] += _above_diagonal(count)
+        scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
         if window is not None and end - low > window:
             scores += _outside(start - low, count, end - low, window)
         result = _softmax_times(scores, values[head], None if sinks is None else sinks[head])
@@ -257,12 +259,6 @@ def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:
     result: Array = scores @ values
     result /= total
     return result
-
-
-@cache
-def _above_diagonal(count: int) -> Array:
-    """(count, count): minus infinity where a key comes after its query, else 0."""
-    return np.triu(np.full((count, count), -np.inf, np.float32), 1)
 
 
 def _outside(first: int, count: int, keys: int, window: int) -> Array:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from engine import memory
@@ -44,13 +46,33 @@ def load_with(whole: Whole, count: int, seed: int, longest: int = 900, outputs: 
         )
 
 
+def numpy_bytes() -> int:
+    """What NumPy has allocated since `tracemalloc` started; its views of MLX's arrays have no
+    memory of their own."""
+    only = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+    return sum(t.size for t in tracemalloc.take_snapshot().filter_traces([only]).traces)
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
 class Watch:
     """Compares, when all that a step started is done, what MLX holds with what the ledger and
     the weights say. ``worst`` is the largest distance, as a part of the latter."""
 
+    numpy_every_steps = 20
+
     def __init__(self, whole: Whole, allowed_bytes: int = 0) -> None:
         self.worst = 0.0
         self.most_bytes = 0
+        self.most_numpy_bytes = 0
+        self._steps = 0
         self._whole, self._allowed_bytes = whole, allowed_bytes
         whole.after_step = self
 
@@ -60,6 +82,9 @@ class Watch:
         known = whole.scheduler._memory.ledger.used_bytes
         assert known <= stats.limit_bytes
         self.most_bytes = max(self.most_bytes, known)
+        self._steps += 1
+        if tracemalloc.is_tracing() and self._steps % self.numpy_every_steps == 0:
+            self.most_numpy_bytes = max(self.most_numpy_bytes, numpy_bytes())
         unknown = abs(whole.kept_bytes - known) - self._allowed_bytes
         self.worst = max(self.worst, unknown / (known + whole.weight_bytes))
 
@@ -80,10 +105,29 @@ def test_the_ledger_knows_what_is_held(
     assert watch.worst < 0.02
 
 
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "qwen3_next"])
+@pytest.mark.usefixtures("traced")
+def test_numpy_keeps_nothing_between_steps_that_the_ledger_does_not_know(
+    tiny_model: Callable[..., Path], kind: str, kv_bits: int
+) -> None:
+    """Counted by Python, since NumPy's arrays are not MLX's."""
+    probe = np.zeros(100_000, np.uint8)
+    assert numpy_bytes() >= probe.nbytes
+    del probe
+    whole = Whole(tiny_model(kind), num_blocks=256, max_batch_size=8, kv_bits=kv_bits)
+    watch = Watch(whole)
+    load_with(whole, 12, seed=5)
+    before_bytes = numpy_bytes()
+    whole.run()
+    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.most_numpy_bytes - before_bytes < 0.02 * (watch.most_bytes + whole.weight_bytes)
+
+
 def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[..., Path]) -> None:
     """Rows that nobody has used yet hold no state, but have a claim to it."""
     whole = Whole(tiny_model("mamba"), max_batch_size=8, completion_batch_size=8)
-    states = 8 * len(whole.executor._layout.states)  # type: ignore[attr-defined]
+    states = 8 * len(whole.executor.layout.states)  # type: ignore[attr-defined]
     watch = Watch(whole, states * SHARED_BUFFER_BYTES)
     load_with(whole, 16, seed=1, longest=400)
     whole.run()
@@ -110,8 +154,9 @@ def test_the_ledger_knows_what_is_held_of_a_real_model(
     assert watch.worst < 0.005
 
 
+@pytest.mark.parametrize("kv_bits", [16, 8])
 def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
-    tiny_model: Callable[..., Path],
+    tiny_model: Callable[..., Path], kv_bits: int
 ) -> None:
     path = tiny_model("llama")
     pick = random.Random(3)
@@ -123,7 +168,7 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
         requests[f"r{number}"] = prompt, pick.randrange(1, 160)
 
     def run(num_blocks: int, look_ahead: bool) -> Whole:
-        whole = Whole(path, num_blocks=num_blocks)
+        whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits)
         whole.renew(look_ahead)
         watch = Watch(whole, memory.table_bytes(32, whole.loaded.context_length) // 4)
         for number, (name, (prompt, max_tokens)) in enumerate(requests.items()):

@@ -1,13 +1,15 @@
 """What keys and values are rounded to: in MLX and in NumPy, and back to codes."""
 
+import itertools
 import shutil
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backend.rounding import codes_in_place, round_in_place
+from engine.backend.rounding import Kept, codes_in_place, keep, round_in_place
 from engine.cache.quantization import (
     FUSED_GROUPS,
     UNQUANTIZED,
@@ -53,6 +55,53 @@ def test_numpy_rounds_to_the_very_numbers_of_mlx(how: Quantization) -> None:
     assert np.array_equal(scales, np.array(expected.scales))
     assert np.array_equal(x, np.array(dequantize(expected, how)))
     assert np.isfinite(x).all()
+
+
+def in_other_orders(x: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    """The same numbers, as products and transpositions leave them in memory."""
+    yield x
+    for order in itertools.permutations(range(x.ndim)):
+        laid_out = np.ascontiguousarray(x.transpose(order))
+        yield laid_out.transpose(np.argsort(order))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_a_row_is_rounded_to_depends_on_nothing_beside_it(how: Quantization) -> None:
+    """Bit for bit: not on the batch, its width or the place in it, nor on how arrays lie in
+    memory, nor on whether there is one array for all rows (decodes) or one for each (chunks)."""
+    random = np.random.default_rng(2)
+    keys, values = random.standard_normal((2, 5, 3, 90, 128)).astype(np.float32)
+    keys[1], values[2, :, ::3] = 0, np.abs(values[2, :, ::3])
+    alone: dict[tuple[int, int], list[bytes]] = {}
+    for row, position in itertools.product(range(5), (0, 1, 44, 89)):
+        place = (slice(row, row + 1), slice(None), slice(position, position + 1))
+        alone[row, position] = [
+            part.tobytes()
+            for kept in keep(keys[place], values[place], how, how)
+            for part in (np.asarray(kept.values)[0], np.asarray(kept.scales)[0])
+        ]
+
+    def check(kept: Sequence[Kept]) -> None:
+        for (row, position), expected in alone.items():
+            here = slice(position, position + 1)
+            found = []
+            for values_of_rows, scales in kept:
+                assert scales is not None
+                found += [values_of_rows[row][:, here].tobytes(), scales[row][:, :, here].tobytes()]
+            assert found == expected
+
+    for some_keys, some_values in zip(in_other_orders(keys), in_other_orders(values), strict=True):
+        check(keep(some_keys, some_values, how, how))
+        check(keep(list(some_keys), list(some_values), how, how))
+    for x, number in ((keys, 0), (values, 2)):
+        codes, scales = quantized(x, how)
+        read = np.array(dequantize(Quantized(codes, scales), how))
+        for (row, position), expected in alone.items():
+            assert read[row, :, position : position + 1].tobytes() == expected[number]
+            place = (slice(row, row + 1), slice(None), slice(position, position + 1))
+            one = quantized(x[place], how)
+            assert mx.array_equal(one.codes, codes[place])
+            assert mx.array_equal(one.scales, scales[:, *place])
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="on the CPU MLX compiles with a compiler")

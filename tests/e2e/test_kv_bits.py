@@ -46,6 +46,9 @@ def stored(server: Server, directory: Path, count: int) -> None:
 def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
     tmp_path: Path, truth: Oracle
 ) -> None:
+    """But for ties: what follows a prefix is computed in passes of another width, which may
+    bring a code over a border. Logits then differ by up to 0.08, and the best two tokens of
+    the first question are 0.01 apart at one place."""
     asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
     blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
     with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
@@ -60,10 +63,9 @@ def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
         assert second.metric("mlx_lm_server_cached_ssd_tokens_total") > 0
     assert cached(cold[0]) == 0
     for prompt, *answers in zip(asked, cold, ram, ssd, strict=True):
-        texts = [answer["choices"][0]["text"] for answer in answers]
         assert all(cached(answer) >= len(prompt) - 16 for answer in answers[1:])
-        assert texts[0] == texts[1] == texts[2]
-        truth.check(prompt, MAX_TOKENS, texts[0])
+        for text in {answer["choices"][0]["text"] for answer in answers}:
+            truth.check(prompt, MAX_TOKENS, text)
 
 
 def test_engines_with_other_bits_do_not_take_each_others_blocks(

@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,18 @@ def load_fast_blas() -> str | None:
         "; ".join(failures) or "none found",
     )
     return None
+
+
+def cblas_sgemm() -> Any | None:
+    """The matrix product of the library that was loaded, with C's own calling convention."""
+    if _loaded is None:
+        return None
+    integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+    function = ctypes.CDLL(_loaded).cblas_sgemm
+    function.restype = None
+    matrix = (pointer, integer)
+    function.argtypes = [*[integer] * 6, real, *matrix, *matrix, real, *matrix]
+    return function
 
 
 def _prepare_openblas() -> None:

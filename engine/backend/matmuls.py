@@ -7,12 +7,13 @@ library, the processor and the shape; so it is measured, on the model's own weig
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx import nn
+
+from engine.backend.timing import shortest_s
 
 Multiply = Callable[[mx.array, mx.array], mx.array]
 
@@ -98,15 +99,10 @@ def _choices(weights: list[mx.array], most: int) -> dict[int, _Choice]:
 
 
 def _seconds(multiply: Multiply, x: mx.array, weights: list[mx.array]) -> float:
-    """The shortest of up to three rounds: whatever else the machine does only adds."""
-    shortest = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
+    def work() -> None:
         mx.eval([multiply(x, weight) for weight in weights])
-        shortest = min(shortest, time.perf_counter() - started)
-        if shortest > WORTH_A_SECOND_LOOK_S:
-            break
-    return shortest
+
+    return shortest_s(work, WORTH_A_SECOND_LOOK_S)
 
 
 def install(matmuls: Matmuls) -> None:

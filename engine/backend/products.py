@@ -8,7 +8,6 @@ ways are tried, on the model's own weights.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 
 from engine.backend.blas import cblas_sgemm
 from engine.backend.rounding import Array
+from engine.backend.timing import shortest_s
 
 Way = Callable[[Array, Array], Array]
 
@@ -30,7 +30,6 @@ BYTES_AT_ONCE = 16 << 20
 """Of weights that are multiplied in a row, so that they do not all stay in the cache."""
 WORTH_IT = 0.92
 """More padding than there has to be must take at most this part of the time without."""
-ROUNDS = 3
 LONG_S = 0.02
 """What takes longer is tried once."""
 
@@ -59,22 +58,22 @@ class _Blas:
         self._sgemm = sgemm
 
     def plain(self, x: Array, weight: Array) -> Array:
-        (rows, width), count = x.shape, len(weight)
-        x, order, stride = _operand(x, _AS_IT_IS, _TRANSPOSED)
-        out = np.empty((rows, count), np.float32)
-        left, right = (x.ctypes.data, stride), (weight.ctypes.data, width)
-        orders = (_ROW_MAJOR, order, _TRANSPOSED)
-        self._sgemm(*orders, rows, count, width, 1.0, *left, *right, 0.0, out.ctypes.data, count)
-        return out
+        return self._product(x, weight)
 
     def turned(self, x: Array, weight: Array) -> Array:
-        (rows, width), count = x.shape, len(weight)
-        x, order, stride = _operand(x, _TRANSPOSED, _AS_IT_IS)
-        out = np.empty((count, rows), np.float32)
-        left, right = (weight.ctypes.data, width), (x.ctypes.data, stride)
-        orders = (_ROW_MAJOR, _AS_IT_IS, order)
-        self._sgemm(*orders, count, rows, width, 1.0, *left, *right, 0.0, out.ctypes.data, rows)
-        return out.T
+        return self._product(weight, x).T
+
+    def _product(self, left: Array, right: Array) -> Array:
+        """left @ right.T"""
+        out = np.empty((len(left), len(right)), np.float32)
+        left, left_order, left_stride = _operand(left, _AS_IT_IS, _TRANSPOSED)
+        right, right_order, right_stride = _operand(right, _TRANSPOSED, _AS_IT_IS)
+        self._sgemm(
+            *(_ROW_MAJOR, left_order, right_order, *out.shape, left.shape[1], 1.0),
+            *(left.ctypes.data, left_stride, right.ctypes.data, right_stride),
+            *(0.0, out.ctypes.data, len(right)),
+        )
+        return out
 
 
 def _operand(x: Array, by_rows: int, by_columns: int) -> tuple[Array, int, int]:
@@ -155,16 +154,11 @@ def _measured(weights: Sequence[Array], ways: Sequence[Way]) -> dict[Choice, flo
 
 
 def _seconds(multiply: Way, x: Array, weights: Sequence[Array]) -> float:
-    """The shortest of some rounds: whatever else the machine does only adds."""
-    shortest = float("inf")
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
+    def work() -> None:
         for weight in weights:
             multiply(x, weight)
-        shortest = min(shortest, time.perf_counter() - started)
-        if shortest > LONG_S:
-            break
-    return shortest / len(weights)
+
+    return shortest_s(work, LONG_S) / len(weights)
 
 
 def _best(rows: int, ways: Sequence[Way], seconds: dict[Choice, float]) -> tuple[float, Choice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_CALL_CHARS = 1_000_000
@@ -81,15 +81,14 @@ def complete_json_calls_in(text: str, tools: Described) -> tuple[list[Call], str
     names = {tool["function"]["name"] for tool in tools}
     rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
     calls: list[Call] = []
+    read = 0
     try:
-        while rest:
-            value, end = json.JSONDecoder().raw_decode(rest)
+        for value, end in _json_values(rest):
             calls += [_call(each, names) for each in _listed(value)]
-            space = _BETWEEN.match(rest, end)
-            rest = rest[space.end() if space else end :]
+            read = end
     except Exception:  # generated text
         pass
-    return (calls, rest) if calls else ([], text)
+    return (calls, rest[read:]) if calls else ([], text)
 
 
 def with_plain_properties(tools: Described) -> list[Mapping[str, Any]]:
@@ -149,13 +148,18 @@ def _parse_json(text: str, tools: Any) -> list[Any]:
     fenced = _FENCE.match(text)
     if fenced:
         text = fenced[1]
-    decoder, found, position = json.JSONDecoder(), [], 0
+    return [each for value, _ in _json_values(text) for each in _listed(value)]
+
+
+def _json_values(text: str) -> Iterator[tuple[Any, int]]:
+    """The JSON values that ``text`` consists of, and where what follows each begins. Raises
+    `ValueError` behind the last that is one."""
+    decoder, position = json.JSONDecoder(), 0
     while position < len(text):
         value, position = decoder.raw_decode(text, position)
-        found += _listed(value)
         space = _BETWEEN.match(text, position)
         position = space.end() if space else position
-    return found
+        yield value, position
 
 
 JSON = ToolSyntax("json", "", "", _parse_json)

@@ -191,3 +191,15 @@ def test_it_is_chosen_on_the_cpu_and_can_be_switched_off(monkeypatch: pytest.Mon
     monkeypatch.setenv(backend.HOST_VARIABLE, "0")
     (stock,) = backend.batch_classes(model, probe(model))
     assert not issubclass(stock, HostBatch)
+
+
+def test_every_number_of_rows_multiplies_alike() -> None:
+    linear = nn.Linear(48, 80)
+    products = decoder.Products()
+    ours = decoder._Linear.of(products, linear)
+    products.measure([ours.weight])
+    for rows in (*range(1, 20), 63, 64, 65, 200):
+        x = mx.random.normal((rows, 48), key=mx.random.key(rows))
+        for order in ("C", "F"):
+            product = ours(np.array(x, order=order))
+            assert np.allclose(product, np.asarray(linear(x)), rtol=1e-4, atol=1e-4)

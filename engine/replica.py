@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mlx.utils import tree_flatten
 
 from engine import backend, memory
+from engine.backend import allocation
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.choose import choose
@@ -18,6 +19,9 @@ from shared.hashing import namespace
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+CLAIMED_BYTES = 256 * 1024 * 1024
+"""Of memory for KV, from the start: as much as a first long prompt takes of a small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,8 @@ def build(loaded: LoadedModel, settings: Settings) -> Replica:
         limit_bytes = kv_bytes + states_bytes + kept_states * executor.row_bytes
     memory.set_limits(settings.engines)
     gc.collect()  # what the proof left
+    if backend.uses_host():
+        allocation.claim(min(limit_bytes, CLAIMED_BYTES))
     sessions = min(limit or settings.max_batch_size, kv_bytes // slot_block_bytes)
     if executor.keeps_kv:
         logger.info(

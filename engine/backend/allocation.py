@@ -7,6 +7,7 @@ has to be in the environment of an engine; other systems ignore it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
@@ -26,3 +27,11 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     if VARIABLE in given:
         return {}
     return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
+
+
+def claim(size: int) -> None:
+    """Writes to ``size`` bytes that the heap then keeps, so that it is not the first requests
+    that wait for the system to find them: 3 ms a megabyte where a virtual machine's host has
+    to as well. Nothing where the heap would give them back."""
+    if os.environ.get(VARIABLE) == environment({})[VARIABLE]:
+        _ = b"\1" * size

@@ -60,15 +60,13 @@ class BlockStore:
         for group in self._groups:
             give(slab, group, row, start, [next(parts) for _ in group.parts(self._block_size)])
 
-    def insert(self, block: int, payload: Payload) -> None:
-        """Makes ``block`` from bytes. Raises ValueError when they are not of its size."""
+    def insert(self, block: int, payload: Payload) -> Sequence[mx.array]:
+        """Makes ``block`` from bytes; returns what to evaluate. Raises ValueError when they are
+        not of its size."""
         shapes = [part for group in self._groups for part in group.parts(self._block_size)]
-        parts = []
-        for (shape, dtype), data in zip(shapes, payload, strict=True):
-            raw = mx.array(np.frombuffer(data, np.uint8))
-            parts.append(raw.view(dtype).reshape(shape))
-        mx.eval(parts)
+        parts = [of_bytes(*part, data) for part, data in zip(shapes, payload, strict=True)]
         self._blocks[block] = tuple(parts)
+        return parts
 
     def export(self, block: int) -> Payload:
         """The bytes of ``block``, without a copy; they keep its memory alive."""
@@ -78,6 +76,14 @@ class BlockStore:
 
     def evict(self, block: int) -> None:
         self._blocks.pop(block, None)
+
+
+def of_bytes(shape: tuple[int, ...], dtype: mx.Dtype, data: bytes | memoryview) -> mx.array:
+    """A copy of ``data`` as an array. Raises ValueError when it is not of that size."""
+    # Of a type of NumPy's it is there at once; a view of another would have to be evaluated.
+    name = "uint16" if dtype == mx.bfloat16 else str(dtype).rpartition(".")[2]
+    array = mx.array(np.frombuffer(data, name).reshape(shape))
+    return array.view(dtype) if dtype == mx.bfloat16 else array
 
 
 def _take(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:

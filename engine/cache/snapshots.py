@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
-from engine.cache.blocks import Payload
+from engine.cache.blocks import Payload, of_bytes
 from engine.cache.layout import Layout
 from engine.cache.states import StateStore
 from engine.plan import Slot
@@ -40,14 +42,13 @@ class SnapshotStore:
         arrays = [mx.zeros((1, *state.shape), state.dtype) for state in self._layout.states]
         return self._states.put([slot], arrays)
 
-    def insert(self, snapshot: int, payload: Payload) -> None:
-        """Makes ``snapshot`` from bytes. Raises ValueError when they are not of its size."""
-        arrays = []
-        for state, data in zip(self._layout.states, payload, strict=True):
-            raw = mx.array(np.frombuffer(data, np.uint8))
-            arrays.append(raw.view(state.dtype).reshape(1, *state.shape))
-        mx.eval(arrays)
+    def insert(self, snapshot: int, payload: Payload) -> Sequence[mx.array]:
+        """Makes ``snapshot`` from bytes; returns what to evaluate. Raises ValueError when they
+        are not of its size."""
+        parts = zip(self._layout.states, payload, strict=True)
+        arrays = [of_bytes((1, *state.shape), state.dtype, data) for state, data in parts]
         self._snapshots[snapshot] = tuple(arrays)
+        return arrays
 
     def export(self, snapshot: int) -> Payload:
         """The bytes of ``snapshot``, without a copy; they keep its memory alive."""

@@ -88,10 +88,10 @@ class BatchedExecutor(Executor):
         self._sampler.forget(plan.freed_slabs)
         for new in plan.slabs:
             self._slabs[new.slab] = Slab(self.layout, new.rows, new.capacity)
-        for insert in plan.inserts:
-            store = self._snapshots if insert.state else self._blocks
-            store.insert(insert.block, insert.payload)
+        stores = (self._blocks, self._snapshots)
+        inserted = [stores[new.state].insert(new.block, new.payload) for new in plan.inserts]
         with self._watch.computing():
+            mx.eval(inserted)  # all at once: each time another thread has to wake up
             failed = self._restore(plan.restores)
             failed += self._restore_states(plan.state_restores)
             for move in plan.moves:

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 OVERRIDE = "MLX_LM_SERVER_BLAS"
 """Environment variable: the path of the library to load, or ``none``."""
 
+ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112
+"""Orders of matrices, as C calls of a BLAS name them."""
+
 _loaded: str | None = None
 
 
@@ -70,13 +73,23 @@ def load_fast_blas() -> str | None:
 
 def cblas_sgemm() -> Any | None:
     """The matrix product of the library that was loaded, with C's own calling convention."""
-    if _loaded is None:
-        return None
     integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
-    function = ctypes.CDLL(_loaded).cblas_sgemm
-    function.restype = None
     matrix = (pointer, integer)
-    function.argtypes = [*[integer] * 6, real, *matrix, *matrix, real, *matrix]
+    return _function("cblas_sgemm", *[integer] * 6, real, *matrix, *matrix, real, *matrix)
+
+
+def cblas_sgemm_batch() -> Any | None:
+    """Many products of different sizes in one call, if that library has it: an order, and
+    arrays of all else; of addresses one for each product, of the rest one for each group."""
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    return _function("cblas_sgemm_batch", integer, *[pointer] * 13, integer, pointer)
+
+
+def _function(name: str, *types: Any) -> Any | None:
+    function = None if _loaded is None else getattr(ctypes.CDLL(_loaded), name, None)
+    if function is not None:
+        function.restype = None
+        function.argtypes = types
     return function
 
 

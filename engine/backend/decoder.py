@@ -27,6 +27,7 @@ from engine.backend.products import Products
 from engine.backend.rotary import Rotary, Unsupported
 from engine.backend.rounding import Array, Arrays
 from engine.backend.threads import numpy_threads, threads
+from engine.backend.together import Together
 from engine.cache.layout import Kv, Layout
 from engine.cache.slabs import Slabs
 from engine.executor.ragged import Row
@@ -154,7 +155,7 @@ class Decoder:
         inner = model.model
         _expect(inner.embed_tokens, nn.Embedding)
         self._embedding: Array = np.asarray(inner.embed_tokens.weight)
-        products = Products()
+        self.products = products = Products()
         self._head = _Linear(products, self._embedding)
         if not model.args.tie_word_embeddings:
             self._head = _Linear.of(products, model.lm_head)
@@ -193,6 +194,21 @@ class DecoderBatch(HostBatch):
         self.positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
         ends = list(accumulate(row.width for row in rows))
         self._cuts = list(zip([0, *ends], ends, strict=False))
+        gemm = self.decoder.products.gemm_batch(len(rows)) if self.decoding else None
+        self._together = Together(gemm, layout, list(self.by_slab())) if gemm else None
+
+    def attend_to(
+        self,
+        layer: int,
+        asked: Arrays,
+        out: Arrays,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> None:
+        if self._together is None:
+            super().attend_to(layer, asked, out, window, sinks)
+        elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+            self._together.attend_to(layer, asked, out, window)
 
     def logits(self, model: Any, inputs: mx.array, *, silent: bool = False) -> mx.array:
         given = np.asarray(inputs)

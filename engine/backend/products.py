@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.backend.blas import cblas_sgemm
+from engine.backend.blas import (
+    AS_IT_IS,
+    ROW_MAJOR,
+    TRANSPOSED,
+    cblas_sgemm,
+    cblas_sgemm_batch,
+)
 from engine.backend.rounding import Array
 from engine.backend.timing import shortest_s
 
@@ -32,8 +38,6 @@ WORTH_IT = 0.92
 """More padding than there has to be must take at most this part of the time without."""
 LONG_S = 0.02
 """What takes longer is tried once."""
-
-_ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 
 
 def _one_by_one(x: Array, weight: Array) -> Array:
@@ -66,10 +70,10 @@ class _Blas:
     def _product(self, left: Array, right: Array) -> Array:
         """left @ right.T"""
         out = np.empty((len(left), len(right)), np.float32)
-        left, left_order, left_stride = _operand(left, _AS_IT_IS, _TRANSPOSED)
-        right, right_order, right_stride = _operand(right, _TRANSPOSED, _AS_IT_IS)
+        left, left_order, left_stride = _operand(left, AS_IT_IS, TRANSPOSED)
+        right, right_order, right_stride = _operand(right, TRANSPOSED, AS_IT_IS)
         self._sgemm(
-            *(_ROW_MAJOR, left_order, right_order, *out.shape, left.shape[1], 1.0),
+            *(ROW_MAJOR, left_order, right_order, *out.shape, left.shape[1], 1.0),
             *(left.ctypes.data, left_stride, right.ctypes.data, right_stride),
             *(0.0, out.ctypes.data, len(right)),
         )
@@ -85,13 +89,20 @@ def _operand(x: Array, by_rows: int, by_columns: int) -> tuple[Array, int, int]:
     return np.ascontiguousarray(x), by_rows, x.shape[1]
 
 
-def libraries() -> list[tuple[Way, ...]]:
-    """The ways that there are here, by library."""
+class Library(NamedTuple):
+    """``ways`` to multiply with it, and what it has for many products at once."""
+
+    ways: tuple[Way, ...]
+    gemm_batch: Any | None = None
+
+
+def libraries() -> list[Library]:
+    """Those that there are here."""
+    found = [Library((_one_by_one, _plain, _turned))]
     sgemm = cblas_sgemm()
-    found: list[tuple[Way, ...]] = [(_one_by_one, _plain, _turned)]
     if sgemm is not None:
         blas = _Blas(sgemm)
-        found.append((blas.plain, blas.turned))
+        found.append(Library((blas.plain, blas.turned), cblas_sgemm_batch()))
     return found
 
 
@@ -107,11 +118,12 @@ class Products:
 
     def __init__(self) -> None:
         self._choices: dict[tuple[int, ...], list[Choice]] = {}
+        self._gemm_batches: list[Any | None] = []
 
     def measure(self, weights: Sequence[Array]) -> None:
         """Tries all ways on a few of ``weights`` of each shape: a second or two."""
         available = libraries()
-        every = [way for ways in available for way in ways]
+        every = [way for library in available for way in library.ways]
         count = Counter(weight.shape for weight in weights)
         seconds = {
             shape: _measured([weight for weight in weights if weight.shape == shape], every)
@@ -119,13 +131,20 @@ class Products:
         }
         for rows in range(1, ROWS[-1] + 1):
             # All of a pass in one library: the threads of the other one would not rest at once.
-            totals: list[tuple[float, dict[tuple[int, ...], Choice]]] = []
-            for ways in available:
-                best = {shape: _best(rows, ways, took) for shape, took in seconds.items()}
+            totals: list[tuple[float, Library, dict[tuple[int, ...], Choice]]] = []
+            for library in available:
+                best = {shape: _best(rows, library.ways, took) for shape, took in seconds.items()}
                 total = sum(count[shape] * took for shape, (took, _) in best.items())
-                totals.append((total, {shape: choice for shape, (_, choice) in best.items()}))
-            for shape, choice in min(totals, key=lambda each: each[0])[1].items():
+                choices = {shape: choice for shape, (_, choice) in best.items()}
+                totals.append((total, library, choices))
+            _, library, choices = min(totals, key=lambda each: each[0])
+            self._gemm_batches.append(library.gemm_batch)
+            for shape, choice in choices.items():
                 self._choices.setdefault(shape, []).append(choice)
+
+    def gemm_batch(self, rows: int) -> Any | None:
+        """`blas.cblas_sgemm_batch`, where a pass of so many rows is computed by that library."""
+        return self._gemm_batches[min(rows, len(self._gemm_batches)) - 1]
 
     def __call__(self, x: Array, weight: Array) -> Array:
         """x @ weight.T of (rows, in) and (out, in); in memory by rows or by columns."""

@@ -12,8 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine import backend
 from engine.backend import decoder
+from engine.backend.blas import cblas_sgemm_batch
 from engine.backend.decoder import DecoderBatch
 from engine.backend.host import HostBatch
+from engine.backend.products import Products
 from engine.backend.rotary import Rotary, Unsupported
 from engine.cache.layout import probe
 from engine.cache.slabs import Slab, Slabs
@@ -53,9 +55,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _ours_in_place() -> None:
+@pytest.fixture(autouse=True, params=["by NumPy", "together"])
+def _ours_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by each of the libraries, whichever is faster here."""
     ragged.install()
+    gemm = None if request.param == "by NumPy" else cblas_sgemm_batch()
+    if gemm is None and request.param == "together":
+        pytest.skip("the BLAS that was loaded does not multiply many at once")
+    monkeypatch.setattr(Products, "gemm_batch", lambda self, rows: gemm)
 
 
 def tiny(name: str, **changes: Any) -> Any:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from engine.backend.blas import load_fast_blas
-from engine.backend.products import MOST_PADDED_ROWS, ROWS, Products, libraries
+from engine.backend.products import MOST_PADDED_ROWS, ROWS, Library, Products, libraries
 from engine.backend.rounding import Array
 
 WIDTH, COUNT = 40, 24
-WAYS = [way for ways in libraries() for way in ways]
+WAYS = [way for library in libraries() for way in library.ways]
 
 
 def some(rows: int, columns: int, order: str = "C") -> Array:
@@ -60,19 +60,23 @@ def test_the_fastest_way_is_taken_and_one_library_for_all_shapes(
         second: lambda rows, large: 3.0 if large or rows % 8 else 0.5,
         third: lambda rows, large: 0.4 if large else 2.0,
     }
-    monkeypatch.setattr("engine.backend.products.libraries", lambda: [(first, second), (third,)])
+    two = [Library((first, second)), Library((third,), "many at once")]
+    monkeypatch.setattr("engine.backend.products.libraries", lambda: two)
     monkeypatch.setattr(
         "engine.backend.products._seconds",
         lambda way, x, weights: took[way](len(x), len(weights[0]) == COUNT),
     )
     large, small = some(COUNT, WIDTH), some(8, WIDTH)
 
-    def chosen(*weights: Array) -> list[tuple[int, int]]:
+    def chosen(*weights: Array) -> list[tuple[int, int, object]]:
         products = Products()
         products.measure(weights)
-        choices = products._choices[small.shape]
-        return [(choices[rows - 1].rows, WAYS.index(choices[rows - 1].multiply)) for rows in (3, 8)]
+        choices = [(rows, products._choices[small.shape][rows - 1]) for rows in (3, 8)]
+        return [
+            (choice.rows, WAYS.index(choice.multiply), products.gemm_batch(rows))
+            for rows, choice in choices
+        ]
 
-    assert chosen(small) == [(8, 1), (8, 1)]
-    assert chosen(small, large) == [(8, 1), (8, 1)]
-    assert chosen(small, large, large, large) == [(3, 2), (8, 2)]
+    assert chosen(small) == [(8, 1, None), (8, 1, None)]
+    assert chosen(small, large) == [(8, 1, None), (8, 1, None)]
+    assert chosen(small, large, large, large) == [(3, 2, "many at once"), (8, 2, "many at once")]

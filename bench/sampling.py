@@ -7,10 +7,13 @@ as it gets. Medians; a line's controls are set for every row.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import time
 from typing import Any
 
+from engine.backend import allocation
 from engine.backend.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports mlx
@@ -55,6 +58,9 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=500, help="tokens generated before")
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
+    if added := allocation.environment(os.environ):  # as engines have it: read at the start
+        command = [sys.executable, "-m", "bench.sampling", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **added})
     real = _logits(options.rows)
     flat = mx.random.normal(real.shape, key=mx.random.key(1))
     mx.eval(flat)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy
 
 from engine.backend import arrays
+from engine.backend.threads import in_parallel, threads
 from engine.plan import Decode, Slot
 from engine.sampling import noise
 from engine.sampling.filters import Filter, kept
@@ -26,6 +28,8 @@ from engine.sampling.penalties import adjust
 
 MIN_TEMPERATURE = 1e-6
 """Below this a logit divided by it may not be a number."""
+WORTH_THREADS = 65_536
+"""Logits of rows that are drawn from, from which on threads pay."""
 
 
 class Sampled(NamedTuple):
@@ -105,36 +109,55 @@ class Sampler:
 
 def choose(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
     """The tokens (rows,), int32, that ``logits`` (rows, vocab) and each row's noise give."""
+    if arrays.library() is numpy:
+        return mx.array(_choose_by_rows(numpy.asarray(logits.astype(mx.float32)), decodes))
+    tokens = mx.argmax(logits, axis=-1)
     drawn = [row for row, decode in enumerate(decodes) if decode.sampling.temperature > 0]
-    if not drawn:
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-    xp = arrays.library()
-    x = arrays.given(xp, logits.astype(mx.float32))
-    keys = [noise.key(decodes[i].sampling.seed, decodes[i].output_index) for i in drawn]
-    uniform = arrays.given(xp, noise.uniform(keys, x.shape[-1]))
-    tokens = xp.argmax(x, axis=-1)
-    if xp is mx:
+    if drawn:
         rows = mx.array(drawn)
-        tokens[rows] = _draw(xp, x[rows], uniform, [decodes[row] for row in drawn])
-        return tokens.astype(mx.int32)
-    # A row at a time: what is computed with stays in the processor's cache.
-    for i, row in enumerate(drawn):
-        alone = slice(row, row + 1)
-        tokens[row] = _draw(xp, x[alone], uniform[i : i + 1], decodes[alone])[0]
-    return mx.array(tokens).astype(mx.int32)
+        some = logits[rows].astype(mx.float32)
+        tokens[rows] = _draw(mx, some, [decodes[row] for row in drawn])
+    return tokens.astype(mx.int32)
+
+
+def _choose_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
+    """The same of NumPy's arrays, a row at a time, so that what is computed with stays in the
+    processor's cache."""
+    tokens = numpy.zeros(len(decodes), numpy.int32)
+
+    def share(first: int) -> None:
+        for row in range(first, len(decodes), step):
+            alone = numpy.ascontiguousarray(logits[row : row + 1])
+            if decodes[row].sampling.temperature > 0:
+                tokens[row] = _draw(numpy, alone, decodes[row : row + 1])[0]
+            else:
+                tokens[row] = alone.argmax()
+
+    drawn = sum(decode.sampling.temperature > 0 for decode in decodes)
+    step = threads() if drawn * logits.shape[-1] >= WORTH_THREADS else 1
+    in_parallel([partial(share, first) for first in range(step)])
+    return tokens
 
 
 @numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
-def _draw(xp: Any, logits: Any, uniform: Any, decodes: Sequence[Decode]) -> Any:
+def _draw(xp: Any, logits: Any, decodes: Sequence[Decode]) -> Any:
     """Samples every row; all have a temperature above 0."""
+    filters = [_filter(decode, logits.shape[-1]) for decode in decodes]
+    tokens = xp.arange(logits.shape[-1])[None]
+    if not all(f.passes for f in filters):
+        stays = kept(xp, logits, filters)
+        if xp is mx:
+            logits = mx.where(stays, logits, -math.inf)
+        elif stays.any():  # the row's tokens that are left: mostly a few
+            tokens = stays.nonzero()[1][None]
+            logits = logits[stays][None]
     temperatures = [max(d.sampling.temperature, MIN_TEMPERATURE) for d in decodes]
+    keys = [noise.key(d.sampling.seed, d.output_index) for d in decodes]
     scores = logits - xp.max(logits, axis=-1, keepdims=True)
     scores = scores * xp.array([1 / t for t in temperatures], dtype=xp.float32)[:, None]
-    scores = scores + noise.gumbel(xp, uniform)
-    filters = [_filter(decode, logits.shape[-1]) for decode in decodes]
-    if not all(f.passes for f in filters):
-        scores = xp.where(kept(xp, logits, filters), scores, -math.inf)
-    return xp.argmax(scores, axis=-1)
+    scores = scores + noise.gumbel(xp, noise.uniform(xp, keys, tokens))
+    best = xp.argmax(scores, axis=-1)
+    return best if xp is mx else tokens[0, best]
 
 
 def _filter(decode: Decode, vocab_size: int) -> Filter:

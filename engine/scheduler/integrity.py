@@ -32,6 +32,7 @@ def _memory(config: SchedulerConfig, memory: Memory, in_flight: list[Step]) -> I
     charged = sum(config.bytes_of(slab.rows, slab.capacity) for slab in memory.slots.slabs())
     charged += len(memory.pool) * config.block_bytes
     charged += len(memory.snapshots) * config.state_bytes
+    charged += sum(memory.fetched.values()) * config.block_bytes
     condemned_bytes = sum(
         memory.bytes_of(block) for step in in_flight for _, block in step.condemned
     )
@@ -65,7 +66,12 @@ def _slots(config: SchedulerConfig, roster: Roster, memory: Memory) -> Iterator[
         yield f"{roster.count(State.DECODING)} sequences decode, over {config.max_batch_size}"
     if len(roster.live) != len(holders) + len(roster.waiting) + len(roster.loading):
         yield f"{len(roster.live)} are live, another number is in some state"
+    for seq in memory.fetched:
+        if seq not in roster.loading.values() and not seq.payloads:
+            yield f"{seq.request.request_id} has room for blocks that nobody sends"
     for seq in roster.live.values():
+        if len(seq.payloads) > memory.fetched.get(seq, 0):
+            yield f"{seq.request.request_id} has {len(seq.payloads)} blocks in no ledger"
         name = f"{seq.request.request_id} ({seq.state.name})"
         if seq.state is State.FINISHED or (seq.slot is not None) != (seq.state in HOLDING):
             yield f"{name} has slot {seq.slot}"

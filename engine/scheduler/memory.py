@@ -7,6 +7,7 @@ from itertools import count
 from engine.plan import Evict, Slab, Slot
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.pool import Block, BlockPool
+from engine.scheduler.sequence import Sequence
 from engine.scheduler.slots import SlotTable
 from engine.scheduler.snapshots import SnapshotPool
 
@@ -49,6 +50,7 @@ class Memory:
         self.pool = BlockPool(clock)
         self.snapshots = SnapshotPool(config.kept_states, clock)
         self.slots = SlotTable()
+        self.fetched: dict[Sequence, int] = {}
         self.withdrawn_bytes = 0
         self.evictions: list[Evict] = []
         self.exported: dict[int, bytes] = {}
@@ -88,6 +90,32 @@ class Memory:
             if slot is not None:
                 return slot, capacity
         return None
+
+    def set_aside(self, seq: Sequence, blocks: int) -> int:
+        """Takes memory for up to so many blocks of ``seq`` that are to come from the kvstore, and
+        returns for how many. It stays reserved until `add_block` has used it or `give_back` was
+        called; but whoever finds no room otherwise may have it, and ``seq`` computes them."""
+        free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
+        blocks = max(0, min(blocks, free // self._config.block_bytes))
+        if blocks:
+            self._make_room(blocks * self._config.block_bytes)
+            self.ledger.reserve(blocks * self._config.block_bytes)
+            self.fetched[seq] = blocks
+        return blocks
+
+    def give_back(self, seq: Sequence, but: int = 0) -> int:
+        """Ends what `set_aside` took for ``seq``, ``but`` so many blocks; how many it has left."""
+        had = self.fetched.pop(seq, 0)
+        left = min(had, but)
+        self.ledger.release((had - left) * self._config.block_bytes)
+        if left:
+            self.fetched[seq] = left
+        return left
+
+    def add_fetched_block(self, block_hash: bytes, seq: Sequence) -> Block | None:
+        """The same as `add_block` for one that came for ``seq``, in the room set aside for it."""
+        self.give_back(seq, but=self.fetched.get(seq, 0) - 1)
+        return self.add_block(block_hash, stored=True)
 
     def add_block(self, block_hash: bytes, *, stored: bool = False) -> Block | None:
         """A new pinned block, or None when there is no room for it."""
@@ -146,6 +174,9 @@ class Memory:
         self.pool.clear()
         self.snapshots.clear()
         self.slots.clear()
+        for seq in self.fetched:
+            seq.payloads.clear()
+        self.fetched.clear()
         self.withdrawn_bytes = 0
         self.ledger.used_bytes = 0
         self.forget_changes()
@@ -195,17 +226,22 @@ class Memory:
         return self.ledger.shortfall(size_bytes) <= self._empty_bytes() + self._cached_bytes() // 2
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Frees empty slabs, then the blocks and snapshots used longest ago, until
-        ``size_bytes`` fit. Gives up nothing when that would not be enough."""
+        """Frees empty slabs, then the blocks and snapshots used longest ago, then what was
+        fetched for sequences that wait, until ``size_bytes`` fit. Gives up nothing when that
+        would not be enough."""
         if self.ledger.shortfall(size_bytes) > self._reclaimable_bytes():
             return False
         while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty()):
             slab = self.slots.pop_empty()
             self.ledger.release(self._config.bytes_of(slab.rows, slab.capacity))
             self.freed_slabs.append(slab.slab)
-        while self.ledger.shortfall(size_bytes) > 0:
+        while self.ledger.shortfall(size_bytes) > 0 and self._cached_bytes():
             blocks_first = self.pool.oldest_use < self.snapshots.oldest_use
             self._evict_oldest(self.pool if blocks_first else self.snapshots)
+        while self.ledger.shortfall(size_bytes) > 0:
+            last = next(reversed(self.fetched))
+            last.payloads.clear()
+            self.give_back(last)
         return True
 
     def _evict_oldest(self, pool: BlockPool) -> None:
@@ -220,7 +256,10 @@ class Memory:
         return self.snapshots if block.state else self.pool
 
     def _reclaimable_bytes(self) -> int:
-        return self._empty_bytes() + self._cached_bytes()
+        return self._empty_bytes() + self._cached_bytes() + self._fetched_bytes()
+
+    def _fetched_bytes(self) -> int:
+        return sum(self.fetched.values()) * self._config.block_bytes
 
     def _cached_bytes(self) -> int:
         blocks_bytes = self.pool.evictable * self._config.block_bytes

@@ -148,6 +148,7 @@ class Planner:
             self._restore(seq, draft)
             self._keeper.begin(seq)
             seq.payloads.clear()
+            self._memory.give_back(seq)
 
     def _ask_store(self, seq: Sequence, cached: int, reusable: int) -> bool:
         """Sends ``seq``, at the head of the queue, to wait for the kvstore, where that
@@ -156,9 +157,13 @@ class Planner:
             return False
         if len(self._roster.loading) >= self._config.completion_batch_size:
             return False
+        self._memory.pool.refresh(seq.hashes[:cached])
+        room = self._memory.set_aside(seq, reusable - cached)
+        if not room:
+            return False
         self._roster.waiting.pop()
         seq.asked, seq.first_asked = True, cached
-        self._outputs.fetches.append((self._next_ticket, seq.hashes[cached:reusable]))
+        self._outputs.fetches.append((self._next_ticket, seq.hashes[cached : cached + room]))
         self._roster.load(seq, self._next_ticket)
         self._next_ticket += 1
         return True
@@ -207,7 +212,7 @@ class Planner:
             if block is not None:
                 self._memory.pool.pin(block)
             elif number in seq.payloads:
-                block = self._memory.add_block(seq.hashes[number], stored=True)
+                block = self._memory.add_fetched_block(seq.hashes[number], seq)
                 if block is None:
                     break
                 draft.inserts.append(Insert(block.id, seq.payloads[number]))

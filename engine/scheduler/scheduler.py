@@ -122,7 +122,8 @@ class Scheduler:
         """The kvstore's answer to a fetch: its blocks from the first one on, or none."""
         seq = self._roster.loading.pop(ticket, None)
         if seq is not None:
-            seq.payloads = dict(enumerate(payloads, seq.first_asked))
+            room = self._memory.give_back(seq, but=len(payloads))
+            seq.payloads = dict(enumerate(payloads[:room], seq.first_asked))
             self._roster.enqueue(seq)
 
     # -- steps ---------------------------------------------------------------------
@@ -311,6 +312,7 @@ class Scheduler:
             seq.extend_hashes()
             seq.saved = self._memory.pool.refresh(seq.hashes[: seq.publishable])
             self._keeper.settle(seq)
+        self._memory.give_back(seq)
         self._roster.finish(seq)
 
     def _fail(self, step: Step, result: StepResult) -> None:

@@ -169,6 +169,43 @@ def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
     engine.assert_nothing_left()
 
 
+def test_what_is_on_its_way_from_the_kvstore_has_room_in_the_ledger() -> None:
+    before = Engine(config(store=True, store_policy="write_through"))
+    serve(before, request("a", SHARED[:50]))
+    engine = Engine(config(blocks=32, store=True))
+    engine.stored, engine.store_answers = before.stored, False
+    first, second = request("first", SHARED[:50]), request("second", [7] * 90, max_tokens=8)
+    engine.submit(first)
+    engine.schedule()
+    assert engine.scheduler.stats().used_blocks == 12
+    engine.submit(second)
+    engine.schedule()
+    (_, hashes), (_, rest) = engine.fetches
+    assert (len(hashes), len(rest)) == (12, 20), "no more is asked for than there is room"
+    engine.scheduler.abort("first")
+    engine.scheduler.abort("second")
+    engine.run()
+    assert engine.scheduler.stats().used_blocks == 0
+
+
+def test_who_runs_takes_the_room_of_what_was_fetched_for_those_that_wait() -> None:
+    before = Engine(config(store=True, store_policy="write_through"))
+    serve(before, request("a", SHARED[:60]))
+    engine = Engine(config(blocks=32, store=True))
+    engine.stored, engine.store_answers = before.stored, False
+    fetching = engine.submit(request("fetching", SHARED[:60]))
+    engine.schedule()
+    assert engine.scheduler.stats().used_blocks == 14
+    quick = engine.submit(request("quick", [1, 2, 3], max_tokens=100))
+    engine.run()
+    engine.assert_right(quick)
+    assert fetching.end is None
+    engine.store_answers = True
+    engine.run()
+    engine.assert_right(fetching)
+    assert cached(fetching) == (0, 0), "there was no room for them, so they were computed"
+
+
 def test_evicted_blocks_go_to_the_kvstore_once() -> None:
     engine = Engine(config(blocks=48, store=True))
     serve(engine, request("a", SHARED[:60]))

@@ -39,7 +39,8 @@ class Ledger:
 
 class Memory:
     """Slots, blocks and snapshots under one ledger, and the evictions, freed and new slabs
-    that the plan in the making must carry for it."""
+    that the plan in the making must carry for it. ``fetched`` says for how many blocks there is
+    room that come from the kvstore, or have come, for sequences that hold no slot yet."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -239,7 +240,7 @@ class Memory:
             blocks_first = self.pool.oldest_use < self.snapshots.oldest_use
             self._evict_oldest(self.pool if blocks_first else self.snapshots)
         while self.ledger.shortfall(size_bytes) > 0:
-            last = next(reversed(self.fetched))
+            last = max(self.fetched, key=lambda seq: seq.order)
             last.payloads.clear()
             self.give_back(last)
         return True

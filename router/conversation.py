@@ -5,9 +5,12 @@ Every API that takes conversations is translated into these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+
+from router.errors import InvalidRequest
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:/@-]+\Z")]
 
@@ -91,3 +94,29 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
 
 
 ToolMode = Literal["none", "auto", "required"]
+
+PromptEnding = Literal["generation_prompt", "last_message", "open_message"]
+"""Behind the last message a prompt goes on with the beginning of a reply, or does not; or it ends
+within that message, which the reply goes on from."""
+
+
+def prompt_ending(
+    messages: Sequence[ChatMessage] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+) -> PromptEnding:
+    """What the fields of those names ask for. Raises `InvalidRequest`."""
+    if not continue_final_message:
+        return "last_message" if add_generation_prompt is False else "generation_prompt"
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.tool_calls or last.function_call:
+        raise InvalidRequest(
+            "'continue_final_message' needs a last message of the assistant's, without calls.",
+            param="continue_final_message",
+        )
+    if add_generation_prompt:
+        raise InvalidRequest(
+            "'add_generation_prompt' does not go with 'continue_final_message'.",
+            param="add_generation_prompt",
+        )
+    return "open_message"

@@ -153,7 +153,11 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
         assert model.renderer is not None  # `_submit` has seen it
         return [
             await model.renderer.render_chat(
-                request.messages, request.told_tools, request.template_args, scope
+                request.messages,
+                request.told_tools,
+                request.template_args,
+                scope,
+                ending=request.prompt_ending,
             )
         ]
 

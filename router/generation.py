@@ -32,6 +32,9 @@ from shared.settings import Settings
 from shared.wire import Grammar, Sampling
 
 MAX_SEQUENCES = 128
+TAIL_TOKENS = 64
+"""Of a prompt whose text goes on: what the detokenizer sees of it, for a space that it would leave
+out at a beginning."""
 REPETITION_CONTEXT = 20
 """mlx-lm's default of ``repetition_context_size``."""
 
@@ -108,6 +111,8 @@ class Generation:
                 text = TextStream(
                     renderer.detokenizer(), request.stop_strings, request.min_tokens or 0
                 )
+                if request.continues:
+                    text.begin(prompt[-TAIL_TOKENS:])
                 aligned = request.alternatives is not None
                 self.choices.append(
                     Choice(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from router.conversation import ChatMessage, Tool
+from router.conversation import ChatMessage, PromptEnding, Tool
 from router.history import Comparison, History
 from router.parsing.formats import ReplyFormat, detect
 from router.replies import Replies
@@ -145,16 +145,14 @@ class Renderer:
         template_args: Mapping[str, Any],
         scope: str | None = None,
         *,
-        add_generation_prompt: bool = True,
+        ending: PromptEnding = "generation_prompt",
         add_special_tokens: bool = False,
     ) -> list[int]:
         """The token ids of a conversation, with those of earlier replies in ``scope`` where they
         are known (`router.history`). Raises `InvalidRequest`."""
 
         def render() -> list[int]:
-            text = self._template.render(
-                messages, tools, template_args, add_generation_prompt=add_generation_prompt
-            )
+            text = self._template.render(messages, tools, template_args, ending=ending)
             if add_special_tokens:
                 return self._encode(text.replace(CUT, ""))
             return self._pieces(text) if scope is None else self._history.tokens(scope, text)

@@ -19,9 +19,11 @@ from router.conversation import (
     AllowedTools,
     ChatMessage,
     FunctionName,
+    PromptEnding,
     Tool,
     ToolChoice,
     ToolMode,
+    prompt_ending,
 )
 from router.errors import InvalidRequest, NotSupported
 from router.structured import Bound
@@ -91,8 +93,6 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "continue_final_message": (False,),
-        "add_generation_prompt": (True,),
     }
 
     stream_options: StreamOptions | None = None
@@ -130,13 +130,19 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
             )
 
     @property
+    def continues(self) -> bool:
+        """Whether the answer goes on where the prompt ends, within a text."""
+        return False
+
+    @property
     def wants_usage_event(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """``enable_thinking`` may be here or among ``chat_template_kwargs``; a ``reasoning_effort``
-    of ``none`` says that it is false."""
+    of ``none`` says that it is false. With ``continue_final_message`` the answer goes on from the
+    last message, which is the assistant's; nothing of that is repeated."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -146,6 +152,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
 
@@ -155,12 +163,18 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     audio: Any = None
     modalities: Any = None
     web_search_options: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: Any = None
 
     @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_ending(self) -> PromptEnding:
+        return prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
+
+    @property
+    def continues(self) -> bool:
+        return self.prompt_ending == "open_message"
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -218,6 +232,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
+            )
+        if self.continues and self.grammar is not None:
+            raise InvalidRequest(
+                "Structured output does not go with an answer that continues a message.",
+                param="continue_final_message",
             )
         self._check_tools()
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.conversation import ChatMessage, FunctionCall, Tool
+from router.conversation import ChatMessage, FunctionCall, PromptEnding, Tool
 from router.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class ChatTemplate:
         tools: Sequence[Tool],
         asked: Mapping[str, Any],
         *,
-        add_generation_prompt: bool = True,
+        ending: PromptEnding = "generation_prompt",
     ) -> str:
         """The prompt, with a `CUT` in what is not to become a control token. Raises
         `InvalidRequest` for what the template does not take: content of other kinds, an
@@ -107,14 +107,14 @@ class ChatTemplate:
             args = self._args | self._defused(dict(asked))
         except RecursionError:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
-        return self._render(conversation, described, args, add_generation_prompt)
+        return self._render(conversation, described, args, ending)
 
     def _render(
         self,
         conversation: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         args: dict[str, Any],
-        add_generation_prompt: bool,
+        ending: PromptEnding,
     ) -> str:
         # An argument that this template or tokenizer raises on is left out: the last
         # one given first, then all of them.
@@ -124,7 +124,7 @@ class ChatTemplate:
         failure: Exception | None = None
         for attempt in attempts:
             try:
-                return self._apply(conversation, tools, attempt, add_generation_prompt)
+                return self._apply(conversation, tools, attempt, ending)
             except Exception as error:  # a template is a program of somebody else
                 failure = failure or error
         logger.debug("the chat template raised", exc_info=failure)
@@ -137,14 +137,17 @@ class ChatTemplate:
         conversation: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         args: Mapping[str, Any],
-        add_generation_prompt: bool,
+        ending: PromptEnding,
     ) -> str:
+        # Only where it says something: templates that are functions do not know the argument.
+        continued = {"continue_final_message": True} if ending == "open_message" else {}
         return str(
             self._tokenizer.apply_chat_template(
                 conversation,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=ending == "generation_prompt",
+                **continued,
                 **{**self._defaults, **args},
             )
         )
@@ -243,7 +246,7 @@ class ChatTemplate:
                 "content": "",
                 "tool_calls": [{**_PROBE_CALL, "function": function}],
             }
-            return self._apply([asked, called], [_PROBE_TOOL], self._args, False)
+            return self._apply([asked, called], [_PROBE_TOOL], self._args, "last_message")
 
         try:
             return "{'probed'" in probe({"probed": "x"})

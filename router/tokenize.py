@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.body import read_json_body
-from router.conversation import MAX_TOOLS, ChatMessage, Tool
+from router.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
 from router.core import Router
 from router.engines import Model
 from router.errors import InvalidRequest
@@ -25,24 +25,27 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     before a text, and not before a conversation, whose template has them.
     """
 
-    neutral: ClassVar = {"continue_final_message": (False,)}
-
     model: Annotated[str, Meta(max_length=512)] | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     chat_template: Any = None
-    continue_final_message: Any = None
     mm_processor_kwargs: Any = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("One of 'prompt' and 'messages' is needed.", param="prompt")
+        _ = self.prompt_ending
+
+    @property
+    def prompt_ending(self) -> PromptEnding:
+        return prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
 
 
 class TokenizeAnswer(Struct, frozen=True, kw_only=True):
@@ -77,7 +80,7 @@ async def tokenize(http: Request) -> Response:
                 request.messages,
                 request.tools or (),
                 request.chat_template_kwargs or {},
-                add_generation_prompt=request.add_generation_prompt is not False,
+                ending=request.prompt_ending,
                 add_special_tokens=bool(request.add_special_tokens),
             )
         texts = await renderer.names(tokens) if request.return_token_strs else None

@@ -38,13 +38,15 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     choice = body.tool_choice
     config = body.output_config
     fields = sampling_fields(body)
+    messages = _messages(body)
     asked = body.output_format or (config.format if config else None)
     if asked is not None:
         fields["response_format"] = _response_format(asked)
     return translated(
         ChatRequest(
             **fields,
-            messages=_messages(body),
+            messages=messages,
+            continue_final_message=messages[-1].role == "assistant",
             max_tokens=own.max_tokens if own else None,
             stop=own.stop_sequences if own else None,
             tools=[_tool(tool, index) for index, tool in enumerate(body.tools or ())],
@@ -124,11 +126,9 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
                 found += _user(turn, where, names)
             case "system":
                 found.append(ChatMessage("system", _text(turn.content, where, _PARAGRAPH)))
-    if found[-1].role == "assistant":
-        raise NotSupported(
-            "A last message of the assistant's, for the answer to go on from, is not supported.",
-            param="messages",
-        )
+    if found[-1].tool_calls:
+        where = f"messages[{len(body.messages) - 1}]"
+        raise InvalidRequest(f"The calls in '{where}' have no results.", param=where)
     return found
 
 

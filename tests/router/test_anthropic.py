@@ -72,6 +72,16 @@ def test_an_answer_is_a_message(server: Server, engine: ScriptedEngine) -> None:
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
+def test_an_answer_goes_on_from_a_last_message_of_the_assistants(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Callable[..., Any]
+) -> None:
+    engine.behaviour.script = says('"a": 1}')
+    answer = ask(server, [*HI, {"role": "assistant", "content": "{"}])
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"][0]["text"] == '"a": 1}'
+    assert asked(engine, tokenizer).endswith("<|assistant|>{")
+
+
 def test_a_stream_has_anthropics_order(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.cached_tokens = 5
     start, begin, ping, *deltas, stop, delta, last = streamed(server)
@@ -182,7 +192,18 @@ def test_what_a_request_says_of_sampling_arrives(server: Server, engine: Scripte
         ({"temperature": 1.5}, "temperature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*HI, {"role": "assistant", "content": "so"}]}, "last message"),
+        (
+            {
+                "messages": [
+                    *HI,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "messages[1]",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),

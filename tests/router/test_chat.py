@@ -546,3 +546,62 @@ def blocks_in_common(one: list[int], other: list[int]) -> int:
     """How many blocks of 16 are the same from the beginning, and leave a token to compute."""
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(same if same is not None else min(len(one), len(other)), len(one) - 1) // 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_goes_on_from_the_last_message(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Callable[..., Any], stream
+) -> None:
+    engine.behaviour.script = says(" are four.")
+    given = [
+        {"role": "user", "content": "What are two and two?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Two and two"}]},
+    ]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = ask(server, *given, **fields, stream=stream)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        choices = [event["choices"][0] for event in events(answer.text)]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    else:
+        text = message_of(answer)["content"]
+    assert text == " are four."
+    prompt = tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>assistant\nTwo and two")
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "param"),
+    [
+        ({"role": "user", "content": "x"}, {}, "continue_final_message"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {},
+            "continue_final_message",
+        ),
+        (
+            {"role": "assistant", "content": "x"},
+            {"add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+        (
+            {"role": "assistant", "content": "x"},
+            {"response_format": {"type": "json_object"}},
+            "continue_final_message",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_go_on_is_a_400(
+    server: Server,
+    engine: ScriptedEngine,
+    last: dict[str, Any],
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    asked = {"role": "user", "content": "hi"}
+    answer = ask(server, asked, last, continue_final_message=True, **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param

@@ -65,6 +65,12 @@ def test_a_conversation_may_end_without_the_models_turn(server: Server) -> None:
     assert post(server, "/detokenize", tokens=whole[len(open_end) :])["prompt"] == "<|assistant|>"
 
 
+def test_a_conversation_may_end_within_its_last_message(server: Server) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "one, two"}]
+    tokens = post(server, "/tokenize", messages=messages, continue_final_message=True)["tokens"]
+    assert post(server, "/detokenize", tokens=tokens)["prompt"].endswith("<|assistant|>one, two")
+
+
 def test_the_template_gets_its_arguments(server: Server) -> None:
     tokens = post(server, "/tokenize", messages=MESSAGES, chat_template_kwargs={"extra": "more"})[
         "tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from router.core import Router
@@ -28,20 +28,23 @@ class Piece(NamedTuple):
     def join(cls, pieces: Sequence[Piece]) -> Piece:
         """All of ``pieces`` as one, each call in one piece too."""
         scored = [piece.tokens for piece in pieces if piece.tokens is not None]
-        calls: dict[int, CallDelta] = {}
-        for delta in (delta for piece in pieces for delta in piece.calls):
-            begun = calls.get(delta.number)
-            calls[delta.number] = (
-                delta
-                if begun is None
-                else begun._replace(arguments=begun.arguments + delta.arguments)
-            )
         return cls(
             "".join(piece.text for piece in pieces),
             [token for tokens in scored for token in tokens] if scored else None,
             "".join(piece.reasoning for piece in pieces),
-            tuple(calls.values()),
+            _one_each(call for piece in pieces for call in piece.calls),
         )
+
+
+def _one_each(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+    """``deltas`` with one for each call."""
+    calls: dict[int, CallDelta] = {}
+    for delta in deltas:
+        begun = calls.get(delta.number)
+        if begun is not None:
+            delta = begun._replace(arguments=begun.arguments + delta.arguments)
+        calls[delta.number] = delta
+    return tuple(calls.values())
 
 
 class Echo(NamedTuple):
@@ -116,7 +119,7 @@ class Choice:
             "".join(part.text for part in parts),
             tokens,
             "".join(part.reasoning for part in parts),
-            tuple(call for part in parts for call in part.calls),
+            _one_each(call for part in parts for call in part.calls),
         )
 
     def _take(self, shown: str) -> Part:

@@ -19,6 +19,7 @@ from router.parsing.grammars import (
     json_rule,
     template_of,
 )
+from router.parsing.live import LiveCalls
 from router.parsing.marked import MarkedReply, call_id, short_call_id
 from router.reply import PlainReply, ReplyParser
 from router.structured import lark
@@ -68,12 +69,17 @@ class Replies:
         tools = asked.tools if format.tools is not None else ()
         if format.is_plain and not tools:
             return PlainReply()
+        template = self._template(asked)
+        live = None
+        if asked.must and tools and template is not None and not template.argument:
+            live = LiveCalls(template, [tool.function.name for tool in tools])
         return MarkedReply(
             format,
             format.begins_after(self._tail(prompt)),
             [describe(tool) for tool in tools],
             one_call=not asked.several,
             new_id=self._new_id,
+            live=live,
         )
 
     def grammar(

@@ -16,6 +16,7 @@ from router.parsing.calls import (
     with_plain_properties,
 )
 from router.parsing.formats import Marker, ReplyFormat, State, harmony_state
+from router.parsing.live import LiveCalls
 from router.parsing.prose import Prose
 from router.reply import CallDelta, Part
 from router.text import possible_beginning
@@ -37,7 +38,8 @@ class MarkedReply:
     """A `router.reply.ReplyParser` for a reply in ``format``, which begins in ``state``.
 
     Calls count if they are of ``tools``, each as a whole; what looks like one and does not
-    parse stays the text that it is. With ``one_call`` nothing matters after the first.
+    parse stays the text that it is. With ``live`` nothing but calls can come behind reasoning.
+    With ``one_call`` nothing matters after the first.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class MarkedReply:
         *,
         one_call: bool = False,
         new_id: Callable[[], str] = call_id,
+        live: LiveCalls | None = None,
     ) -> None:
         self._format = format
         self._state = state
         self._tools = with_plain_properties(tools)
         self._one_call = one_call
         self._new_id = new_id
+        self._live = live
         self._markers = format.markers(calls=bool(tools))
         self._pending = ""
         self._header = ""
@@ -72,7 +76,19 @@ class MarkedReply:
 
     @property
     def called(self) -> bool:
-        return bool(self._ids)
+        cut_short = self._live is not None and self._live.begun > self._live.ended
+        return len(self._ids) > cut_short
+
+    @property
+    def _live_here(self) -> LiveCalls | None:
+        """Reasoning may speak of calls too: no grammar binds it."""
+        apart = self._state is State.TOOL and self._called_from is State.REASONING
+        return None if apart else self._live
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether something other than reasoning has been said, text or the beginning of calls."""
+        return not self._text.fresh or any(piece.strip() for piece in self._maybe_json or ())
 
     @property
     def complete(self) -> bool:
@@ -101,6 +117,11 @@ class MarkedReply:
         out = _Gathered()
         if self.complete:
             return out.part()
+        live = self._live
+        if live is not None and live.begun:
+            if live.begun > live.ended:
+                self._say(self._pending, out)
+            return out.part()  # or else it is the beginning of another call
         self._say(self._pending, out)
         self._pending = ""
         if self._state is State.TOOL and not self._close_call("", out, parse=not cut):
@@ -125,6 +146,7 @@ class MarkedReply:
         match self._state:
             case State.NORMAL if self._maybe_json is not None:
                 self._maybe_json.append(text)
+                self._follow(text, out)
                 if not may_become_json_calls(self._maybe_json):
                     out.text.append(self._text.add("".join(self._maybe_json)))
                     self._maybe_json = None
@@ -134,6 +156,7 @@ class MarkedReply:
                 out.reasoning.append(self._reasoning.add(text))
             case State.TOOL:
                 self._call.append(text)
+                self._follow(text, out)
             case State.HEADER:
                 self._header += text
 
@@ -147,7 +170,7 @@ class MarkedReply:
             self._titled = True
         if after is None:
             after = harmony_state(self._header)
-        if after is State.REASONING and before is State.NORMAL and not self._text.fresh:
+        if after is State.REASONING and before is State.NORMAL and self._speaks:
             self._say(marker.text, out)  # in the middle of a text it is only spoken of
             return
         if after is State.TOOL and not self._tools:
@@ -163,9 +186,18 @@ class MarkedReply:
             self._reasoning.marker()
         self._header = ""
         self._state = after
+        if after is State.TOOL:
+            self._follow(self._call[0], out)
 
     def _close_call(self, end: str, out: _Gathered, *, parse: bool = True) -> bool:
         """Whether the call that goes up to ``end`` is over; without one it is in any case."""
+        live = self._live_here
+        if live is not None and live.begun:
+            if live.begun > live.ended:
+                self._follow(end, out)  # part of a string
+                return False
+            self._state = State.NORMAL
+            return True
         opening, *inner = self._call
         text = "".join(inner)
         syntax = self._format.tools
@@ -181,6 +213,17 @@ class MarkedReply:
         self._state = self._called_from
         self._say("".join(self._call) + end, out)
         return False
+
+    def _follow(self, text: str, out: _Gathered) -> None:
+        """Tells of the calls in ``text`` as far as it goes, where it can be nothing else."""
+        if self._live_here is None:
+            return
+        for name, arguments in self._live_here.feed(text):
+            if name is not None:
+                self._text.marker()
+                out.calls.append(self._numbered(Call(name, arguments)))
+            elif arguments:
+                out.calls.append(CallDelta(len(self._ids) - 1, arguments))
 
     def _take_calls(self, text: str, out: _Gathered) -> bool:
         assert self._format.tools is not None

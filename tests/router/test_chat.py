@@ -290,6 +290,25 @@ def test_calls_that_must_be_made_go_to_the_engine_as_a_grammar(
     assert engine.got(Submit)[-1].grammar is None  # type: ignore[attr-defined]
 
 
+def test_arguments_of_calls_that_must_be_made_are_streamed_as_they_come(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
+) -> None:
+    engine.behaviour.script = says(f"<think>So: add</think>\n\n{CALL}\n{CALL}")
+    fields: dict[str, Any] = {"tools": [ADD], "tool_choice": "required"}
+    whole = message_of(ask(server, **fields))["tool_calls"]
+    assert [call["function"]["arguments"] for call in whole] == ['{"a": 1, "b": 2}'] * 2
+    choices = deltas_of(server, **fields)
+    deltas = [call for choice in choices for call in choice["delta"].get("tool_calls") or ()]
+    assert len(deltas) > 8
+    for index in (0, 1):
+        first, *rest = (delta for delta in deltas if delta["index"] == index)
+        assert first["id"] and first["function"]["name"] == "add"
+        assert not any("id" in delta or "name" in delta["function"] for delta in rest)
+        text = "".join(delta["function"]["arguments"] for delta in (first, *rest))
+        assert json.loads(text) == {"a": 1, "b": 2}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
 def test_strict_arguments_go_to_the_engine_as_a_grammar(
     server: Server, engine: ScriptedEngine, says: Callable[..., Any]
 ) -> None:

@@ -66,12 +66,14 @@ def accumulated(events: list[Any]) -> list[Any]:
     return blocks
 
 
+@pytest.mark.parametrize("choice", ["auto", "any"])
 @pytest.mark.parametrize("step", [1, 3, 200])
 def test_a_message_has_blocks_of_each_kind(
-    server: Server, engine: ScriptedEngine, step: int
+    server: Server, engine: ScriptedEngine, step: int, choice: str
 ) -> None:
+    """Calls that must be made are told of while they are written, others as a whole."""
     engine.behaviour.tokens_per_step = step
-    fields = {"max_tokens": 300, "tools": [TOOL]}
+    fields = {"max_tokens": 300, "tools": [TOOL], "tool_choice": {"type": choice}}
     message = test_anthropic.ask(server, **fields).json()
     thinking, text, first, second = message["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "which 🌍?")
@@ -80,7 +82,10 @@ def test_a_message_has_blocks_of_each_kind(
     assert first["input"] == second["input"] == {"a": 1, "b": 2}
     assert message["stop_reason"] == "tool_use"
     assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
-    *streamed, one, two = accumulated(test_anthropic.streamed(server, **fields))
+    events = test_anthropic.streamed(server, **fields)
+    deltas = [event for event in events if event.get("delta", {}).get("partial_json")]
+    assert (len(deltas) > 2) == (choice == "any" and step < 200)
+    *streamed, one, two = accumulated(events)
     kept = [
         {name: block[name] for name in whole}
         for block, whole in zip(streamed, message["content"], strict=False)
@@ -90,18 +95,23 @@ def test_a_message_has_blocks_of_each_kind(
     assert one["id"].startswith("toolu_") and one["id"] != two["id"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("step", [1, 3, 200])
 def test_a_response_has_items_of_each_kind(
-    server: Server, engine: ScriptedEngine, step: int
+    server: Server, engine: ScriptedEngine, step: int, choice: str
 ) -> None:
     engine.behaviour.tokens_per_step = step
-    answer = test_responses.ask(server, tools=[FUNCTION])
+    fields = {"tools": [FUNCTION], "tool_choice": choice}
+    answer = test_responses.ask(server, **fields)
     reasoning, message, first, second = answer.json()["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "which 🌍?"}]
     assert message["content"][0]["text"] == "Adding 日本."
     assert (first["name"], first["arguments"]) == ("add", '{"a": 1, "b": 2}')
     assert first["call_id"] != second["call_id"]
-    events = test_responses.streamed(server, tools=[FUNCTION])
+    events = test_responses.streamed(server, **fields)
+    deltas = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert (len(deltas) > 2) == (choice == "required" and step < 200)
+    assert "".join(delta["delta"] for delta in deltas) == '{"a": 1, "b": 2}' * 2
     assert [bare(item) for item in events[-1]["response"]["output"]] == [
         bare(item) for item in answer.json()["output"]
     ]

@@ -32,8 +32,9 @@ def chat():
 
 
 def stream():
-    parts = list(client(instructor.Mode.JSON_SCHEMA).create_partial(response_model=City, **fields))
-    check(parts[-1].city in CITIES, parts)
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+        parts = list(client(mode).create_partial(response_model=City, **fields))
+        check(len(parts) > 2 and parts[-1].city in CITIES, parts)
 
 
 def tools():

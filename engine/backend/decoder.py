@@ -195,20 +195,8 @@ class DecoderBatch(HostBatch):
         ends = list(accumulate(row.width for row in rows))
         self._cuts = list(zip([0, *ends], ends, strict=False))
         gemm = self.decoder.products.gemm_batch(len(rows)) if self.decoding else None
-        self._together = Together(gemm, layout, list(self.by_slab())) if gemm else None
-
-    def attend_to(
-        self,
-        layer: int,
-        asked: Arrays,
-        out: Arrays,
-        window: int | None = None,
-        sinks: Array | None = None,
-    ) -> None:
-        if self._together is None:
-            super().attend_to(layer, asked, out, window, sinks)
-        elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-            self._together.attend_to(layer, asked, out, window)
+        if gemm is not None:
+            self._together = Together(gemm, layout, list(self.by_slab()))
 
     def logits(self, model: Any, inputs: mx.array, *, silent: bool = False) -> mx.array:
         given = np.asarray(inputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import numpy as np
 
 from engine.backend.rounding import Array, Arrays, keep
 from engine.backend.threads import in_parallel, threads
+from engine.backend.together import Together
 from engine.cache.grouping import runs
 from engine.cache.layout import Layout
 from engine.cache.slabs import Slab, Slabs
@@ -74,10 +76,7 @@ class HostBatch(RaggedBatch):
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
-        work: list[_Decode] | list[_Prefill] = (
-            self._decodes() if self.decoding else self._prefills()
-        )
-        self._shares = _share(work)
+        self._together: Together | None = None
         self._stretches = [
             (
                 slab,
@@ -88,6 +87,11 @@ class HostBatch(RaggedBatch):
             )
             for slab, first, rows in self.by_slab()
         ]
+
+    @cached_property
+    def _shares(self) -> list[list[_Decode | _Prefill]]:
+        """Attention as each thread does it, where it is NumPy's."""
+        return _share(self._decodes() if self.decoding else self._prefills())
 
     def _decodes(self) -> list[_Decode]:
         work = []
@@ -175,6 +179,10 @@ class HostBatch(RaggedBatch):
     ) -> None:
         """Attention of each row's queries, scaled, (kv_heads, queries of a kv head, width,
         dim), into the same places of ``out``; of decoding rows these are one array."""
+        if self._together is not None:
+            assert isinstance(asked, np.ndarray) and isinstance(out, np.ndarray) and sinks is None
+            self._together.attend_to(layer, asked, out, window)
+            return
 
         def share(pieces: Sequence[_Decode | _Prefill]) -> Callable[[], None]:
             def run() -> None:

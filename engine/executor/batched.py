@@ -88,8 +88,10 @@ class BatchedExecutor(Executor):
         self._sampler.forget(plan.freed_slabs)
         for new in plan.slabs:
             self._slabs[new.slab] = Slab(self.layout, new.rows, new.capacity)
-        stores = (self._blocks, self._snapshots)
-        inserted = [stores[new.state].insert(new.block, new.payload) for new in plan.inserts]
+        inserted: list[mx.array] = []
+        for insert in plan.inserts:
+            store = self._snapshots if insert.state else self._blocks
+            inserted += store.insert(insert.block, insert.payload)
         with self._watch.computing():
             mx.eval(inserted)  # all at once: each time another thread has to wake up
             failed = self._restore(plan.restores)

@@ -94,8 +94,9 @@ class Memory:
 
     def set_aside(self, seq: Sequence, blocks: int) -> int:
         """Takes memory for up to so many blocks of ``seq`` that are to come from the kvstore, and
-        returns for how many. It stays reserved until `add_block` has used it or `give_back` was
-        called; but whoever finds no room otherwise may have it, and ``seq`` computes them."""
+        returns for how many. It stays reserved until `add_fetched_block` has used it or
+        `give_back` was called; but whoever finds no room otherwise may have it, and ``seq``
+        computes them."""
         free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
         blocks = max(0, min(blocks, free // self._config.block_bytes))
         if blocks:

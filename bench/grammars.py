@@ -27,11 +27,11 @@ import jsonschema  # noqa: E402
 from bench.client import complete  # noqa: E402
 from bench.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.servers import ours  # noqa: E402
-from engine import backend  # noqa: E402
+from engine.batch import device  # noqa: E402
 from engine.grammar.library import Library  # noqa: E402
-from engine.grammar.replica import vocabulary_of  # noqa: E402
+from engine.replica.grammars import vocabulary_of  # noqa: E402
 from engine.model.load import load, resolve  # noqa: E402
-from engine.replica import build  # noqa: E402
+from engine.replica.build import build  # noqa: E402
 from engine.sampling.masks import Masking, Masks  # noqa: E402
 from shared.settings import Settings  # noqa: E402
 from shared.wire import Grammar, Sampling, Submit  # noqa: E402
@@ -109,7 +109,7 @@ class _Timed(Masking):
 
 def _share_of_a_step(model: str, rows: int) -> float:
     """The time of the masks of a step, as a part of the whole time of one."""
-    backend.prepare()
+    device.prepare()
     loaded = load(resolve(model))
     replica = build(loaded, Settings(model=model, no_ssd=True))
     masking = _Timed(Library(vocabulary_of(loaded).load()), loaded.vocab_size)

@@ -18,11 +18,11 @@ class Driver:
 
     def __init__(self, model: str, kv_bits: Literal[4, 8, 16] = 16) -> None:
         load_fast_blas()
-        from engine import backend
+        from engine.batch import device
         from engine.model.load import load, resolve
-        from engine.replica import build
+        from engine.replica.build import build
 
-        backend.prepare()
+        device.prepare()
         self._loaded = load(resolve(model))
         settings = dataclasses.replace(
             Settings(),

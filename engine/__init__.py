@@ -1,0 +1,1 @@
+"""One replica of a model: schedule, run, sample, cache."""

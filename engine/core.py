@@ -11,12 +11,12 @@ import msgspec
 
 from engine.executor.base import Executor, PendingStep, is_allocation_failure
 from engine.grammar.gate import Gate, Passed, Verdict
-from engine.inbox import Compiled, Fetched, Inbox, Item, NewRouter
-from engine.link import Link
+from engine.io.inbox import Compiled, Fetched, Inbox, Item, NewRouter
+from engine.io.link import Link
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler
-from engine.status import Status
-from engine.store_client import StoreClient
+from engine.io.status import Status
+from engine.io.store_client import StoreClient
 from shared import wire
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The router: HTTP in front, engines behind; everything between a request and its answer."""

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from engine import backend
+from engine.batch import device
 from engine.backend.blas import load_fast_blas
-from engine.inbox import Compiled, Fetched, Inbox
-from engine.link import Link
+from engine.io.inbox import Compiled, Fetched, Inbox
+from engine.io.link import Link
 from engine.model.errors import ModelNotFound
-from engine.status import Status
+from engine.io.status import Status
 from shared import logs, settings, wire
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
@@ -85,12 +85,12 @@ def serve(
     """Loads the model and serves until drained. Raises `ModelNotFound`."""
     load_fast_blas()  # before anything imports mlx, which the imports below do
     from engine.core import Core
-    from engine.grammar.replica import open_gate
+    from engine.replica.grammars import open_gate
     from engine.model import load as models
-    from engine.replica import build
-    from engine.store_client import StoreClient
+    from engine.replica.build import build
+    from engine.io.store_client import StoreClient
 
-    backend.prepare()
+    device.prepare()
     path = models.resolve(options.model)
     loaded = models.load(
         path,

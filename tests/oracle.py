@@ -18,7 +18,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.cache.quantization import Precision
-from engine.executor.oracle import make_cache
+from engine.proving.oracle import make_cache
 
 MOST_GAP = 1e-3
 EXACT = Precision()

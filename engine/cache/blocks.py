@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from engine.backend import host_blocks
+from engine.cache import host_blocks
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.quantization import Quantized, codes_of, pack, unpack
 from engine.cache.slabs import Kept, Slab, in_slab

@@ -1,0 +1,1 @@
+"""Runs one plan on the device and returns what it sampled."""

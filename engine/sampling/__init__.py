@@ -1,0 +1,1 @@
+"""Tokens from logits, a row each: filters, penalties, noise, masks, log-probabilities."""

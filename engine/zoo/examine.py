@@ -10,14 +10,14 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.generate import generate_step
 
-from engine import backend
+from engine.batch import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
-from engine.executor.choose import choose
-from engine.executor.oracle import sample
-from engine.executor.replay import Replay
-from engine.executor.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
+from engine.proving.choose import choose
+from engine.proving.oracle import sample
+from engine.proving.replay import Replay
+from engine.proving.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
 from engine.plan import Chunk, Decode, Plan, Slab, Slot
 from engine.zoo.build import build
 from engine.zoo.configs import VOCAB_SIZE, config
@@ -58,7 +58,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def examine(name: str, built: Callable[[str], Any] = build) -> Finding | None:
     """Builds architecture ``name`` and tries it; None where mlx-lm's module is no model."""
     started = time.perf_counter()
-    backend.prepare()
+    device.prepare()
     try:
         model = built(name)
         if model is None:

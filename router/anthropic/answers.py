@@ -22,10 +22,10 @@ from router.anthropic.schemas import (
     StopReason,
     Usage,
 )
-from router.choice import Choice, Piece
+from router.generation.choice import Choice, Piece
 from router.errors import ApiError
-from router.events import as_event
-from router.generation import Generation
+from router.api.events import as_event
+from router.generation.generation import Generation
 
 
 class MessageWriter:

@@ -24,9 +24,9 @@ from router.anthropic.schemas import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from router.blanks import Blanks
-from router.choice import Piece
-from router.reply import CallDelta
+from router.api.blanks import Blanks
+from router.generation.choice import Piece
+from router.tokens.reply import CallDelta
 
 Delta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 

@@ -19,11 +19,11 @@ from router.anthropic.schemas import (
     TokenCount,
 )
 from router.anthropic.translation import chat_request
-from router.body import read_json_body
-from router.core import Router
-from router.endpoints import ChatEndpoint
-from router.engines import Model
-from router.schemas import ChatRequest, parse
+from router.api.body import read_json_body
+from router.fleet.core import Router
+from router.api.endpoints import ChatEndpoint
+from router.fleet.engines import Model
+from router.schemas.schemas import ChatRequest, parse
 
 
 class Messages(ChatEndpoint[MessagesRequest]):

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from router.conversation import MAX_TOOLS, ToolName
-from router.schemas import (
+from router.schemas.conversation import MAX_TOOLS, ToolName
+from router.schemas.schemas import (
     MAX_STOP_STRINGS,
     Count,
     SamplingRequest,

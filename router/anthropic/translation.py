@@ -15,7 +15,7 @@ from router.anthropic.schemas import (
     ToolUseChoice,
     Turn,
 )
-from router.conversation import (
+from router.schemas.conversation import (
     ChatMessage,
     Function,
     FunctionCall,
@@ -26,8 +26,8 @@ from router.conversation import (
     ToolMode,
 )
 from router.errors import InvalidRequest, NotSupported
-from router.schemas import ChatRequest, sampling_fields, translated
-from router.structured import JsonSchemaFormat, ResponseFormat
+from router.schemas.schemas import ChatRequest, sampling_fields, translated
+from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _PARAGRAPH = "\n\n"
 

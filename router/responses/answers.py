@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from router.choice import Choice, Piece
+from router.generation.choice import Choice, Piece
 from router.errors import ApiError
-from router.events import as_event
-from router.generation import Generation
-from router.logprobs import chat_logprobs
-from router.objects import ChatToken
+from router.api.events import as_event
+from router.generation.generation import Generation
+from router.tokens.logprobs import chat_logprobs
+from router.schemas.objects import ChatToken
 from router.responses.objects import (
     Completed,
     Created,

@@ -9,18 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.core import Router
-from router.endpoints import ChatEndpoint
-from router.engines import Model
+from router.fleet.core import Router
+from router.api.endpoints import ChatEndpoint
+from router.fleet.engines import Model
 from router.errors import InvalidRequest, NotFound, NotSupported
-from router.operations import Operation, generation
+from router.api.operations import Operation, generation
 from router.responses.answers import ResponseWriter
 from router.responses.objects import Deletion, ItemList, ResponseObject, StreamEvent
 from router.responses.schemas import InputItem, ResponsesRequest
 from router.responses.store import ResponseStore, Turn
 from router.responses.translation import chat_request, read_input
 from router.responses.truncation import fit
-from router.schemas import ChatRequest
+from router.schemas.schemas import ChatRequest
 
 _MB = 1_000_000
 _MOST_ITEMS = 100

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from router.objects import ChatToken
+from router.schemas.objects import ChatToken
 from router.responses.schemas import FunctionTool, Reasoning, TextConfig, ToolSelection
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -6,10 +6,10 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from router.blanks import Blanks
-from router.choice import Piece
-from router.objects import ChatToken
-from router.reply import CallDelta
+from router.api.blanks import Blanks
+from router.generation.choice import Piece
+from router.schemas.objects import ChatToken
+from router.tokens.reply import CallDelta
 from router.responses.objects import (
     ArgumentsDelta,
     ArgumentsDone,

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from router.conversation import MAX_TOOLS, ToolName
+from router.schemas.conversation import MAX_TOOLS, ToolName
 from router.errors import InvalidRequest
-from router.schemas import Alternatives, Count, SamplingRequest
+from router.schemas.schemas import Alternatives, Count, SamplingRequest
 
 MAX_ITEMS = 10_000
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from router.conversation import (
+from router.schemas.conversation import (
     AllowedTools,
     ChatMessage,
     Function,
@@ -29,8 +29,8 @@ from router.responses.schemas import (
     TextFormat,
     ToolSelection,
 )
-from router.schemas import ChatRequest, sampling_fields, translated
-from router.structured import JsonSchemaFormat, ResponseFormat
+from router.schemas.schemas import ChatRequest, sampling_fields, translated
+from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _Value = TypeVar("_Value")
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from router.schemas import ChatRequest
+from router.schemas.schemas import ChatRequest
 
 
 async def fit(

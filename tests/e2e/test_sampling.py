@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
-from router.vocabulary import Vocabulary
+from router.tokens.vocabulary import Vocabulary
 from tests.e2e.server import Server, serving
 from tests.oracle import Oracle, oracle
 from tests.tiny_models import EOS, VOCAB_SIZE

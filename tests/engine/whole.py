@@ -12,15 +12,15 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engine import backend
+from engine.batch import device
 from engine.core import Core
 from engine.grammar.gate import Gate
-from engine.inbox import Inbox
-from engine.link import Link
+from engine.io.inbox import Inbox
+from engine.io.link import Link
 from engine.model.load import load
-from engine.replica import build
+from engine.replica.build import build
 from engine.scheduler import Scheduler
-from engine.status import Status
+from engine.io.status import Status
 from shared import wire
 from shared.settings import Settings
 
@@ -30,7 +30,7 @@ class Whole:
     that a router would believe to be in memory. ``after_step`` is called after each turn."""
 
     def __init__(self, path: Path, **settings: object) -> None:
-        backend.prepare()
+        device.prepare()
         gc.collect()
         self.before_bytes = mx.get_active_memory()
         self.loaded = load(path)

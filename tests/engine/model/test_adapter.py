@@ -16,7 +16,7 @@ import pytest
 
 from engine.model.errors import AdapterUnusable, ModelNotFound
 from engine.model.load import load
-from engine.replica import build
+from engine.replica.build import build
 from shared.exits import EXIT_CONFIG
 from shared.settings import Settings
 from tests.tiny_models import make_adapter

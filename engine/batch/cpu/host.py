@@ -1,0 +1,297 @@
+"""Attention over slabs on the CPU, in NumPy.
+
+On Linux MLX's CPU computes exponentials one by one and everything but matmuls on one
+thread. NumPy's exponential is vectorised, and its operations run on several threads
+when called from several. So attention leaves the graph: queries, keys and values of a
+layer are evaluated, and the slabs are read and written where they lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+
+from engine.cache.rounding import Array, Arrays, keep
+from engine.backend.threads import in_parallel, threads
+from engine.batch.cpu.together import Together
+from engine.cache.grouping import runs
+from engine.cache.layout import Layout
+from engine.cache.slabs import Slab, Slabs
+from engine.batch.ragged import RaggedBatch, Row
+
+CALL_COST_TOKENS = 125
+"""The fixed cost of attending once, see `engine.cache.grouping`."""
+WORTH_THREADS = 3_000
+"""Positions attended to in a layer, over all rows, from which on threads pay."""
+QUERIES_AT_ONCE = 64
+"""Small enough that scores stay in the cache, and that little above the diagonal is computed."""
+ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
+"""Minus infinity where a key comes after its query, else 0. One for all widths: tables for each
+of them would take more than a hundred kilobytes that no ledger knows."""
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """Rows ``first`` to ``last`` (inclusive) of a slab: ``members`` of the batch lie at
+    ``places`` among them and have ``lengths`` positions each, the longest ``length``."""
+
+    slab: Slab
+    first: int
+    last: int
+    length: int
+    members: tuple[int, ...]
+    places: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def cost(self) -> int:
+        return (self.last - self.first + 1) * self.length
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Queries ``first`` to ``last`` (exclusive, counted in the input) of one row."""
+
+    slab: Slab
+    member: int
+    row: Row
+    first: int
+    last: int
+
+    @property
+    def cost(self) -> int:
+        return (self.last - self.first) * (self.row.start + self.last)
+
+
+class HostBatch(RaggedBatch):
+    """For layers in float32. All state is up to date when the model's code returns."""
+
+    writes_in_place = True
+
+    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slabs, rows)
+        self._new: dict[int, tuple[mx.array, mx.array]] = {}
+        self._together: Together | None = None
+        self._stretches = [
+            (
+                slab,
+                first,
+                rows,
+                np.array([row.slot.row for row in rows]),
+                np.array([row.start for row in rows]),
+            )
+            for slab, first, rows in self.by_slab()
+        ]
+
+    @cached_property
+    def _shares(self) -> list[list[_Decode | _Prefill]]:
+        """Attention as each thread does it, where it is NumPy's."""
+        return _share(self._decodes() if self.decoding else self._prefills())
+
+    def _decodes(self) -> list[_Decode]:
+        work = []
+        parts = threads() if sum(row.end for row in self.rows) >= WORTH_THREADS else 1
+        for slab, first, rows in self.by_slab():
+            numbers = [row.slot.row for row in rows]
+            for run in runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
+                inside = [i for i, n in enumerate(numbers) if run.first <= n <= run.last]
+                for piece in _cut(inside, parts):
+                    chosen = [rows[i] for i in piece]
+                    work.append(
+                        _Decode(
+                            slab,
+                            chosen[0].slot.row,
+                            chosen[-1].slot.row,
+                            max(row.end for row in chosen),
+                            tuple(first + i for i in piece),
+                            tuple(row.slot.row - chosen[0].slot.row for row in chosen),
+                            tuple(row.end for row in chosen),
+                        )
+                    )
+        return work
+
+    def _prefills(self) -> list[_Prefill]:
+        return [
+            _Prefill(slab, first + i, row, start, min(start + QUERIES_AT_ONCE, row.width))
+            for slab, first, rows in self.by_slab()
+            for i, row in enumerate(rows)
+            for start in range(0, row.width, QUERIES_AT_ONCE)
+        ]
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        self._new[layer] = (keys, values)
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        new = self._new.pop(layer, None)  # nothing, where the layer was attended to before
+        mx.eval(queries, new or ())
+        if new is not None:
+            self.store(layer, np.asarray(new[0]), np.asarray(new[1]))
+        batch, heads, width, _ = queries.shape
+        kept = self.layout.layers[layer]
+        kv_heads, value_dim = kept.kv_heads, kept.value_dim
+        asked: Array = np.asarray(queries).reshape(batch, kv_heads, heads // kv_heads, width, -1)
+        asked = asked * np.float32(scale)
+        out = np.zeros((*asked.shape[:-1], value_dim), np.float32)
+        extra = None if sinks is None else np.asarray(sinks).reshape(kv_heads, -1, 1, 1)
+        self.attend_to(layer, asked, out, window, extra)
+        return mx.array(out.reshape(batch, heads, width, value_dim))
+
+    def store(self, layer: int, keys: Arrays, values: Arrays) -> None:
+        """Writes each row's (kv_heads, at least its width, dim) at its position, rounded
+        where it is quantized."""
+        kinds = self.layout.arrays[2 * layer : 2 * layer + 2]
+        kept = keep(keys, values, kinds[0].quantization, kinds[1].quantization)
+        for number, (new, scales) in enumerate(kept, 2 * layer):
+            for slab, first, rows, numbers, starts in self._stretches:
+                target = np.asarray(slab.arrays[number])
+                marks = None if scales is None else np.asarray(slab.scales[number])
+                if self.decoding and isinstance(new, np.ndarray):
+                    last = first + len(rows)
+                    target[numbers, :, starts] = new[first:last, :, 0]
+                    if marks is not None and isinstance(scales, np.ndarray):
+                        marks[:, numbers, :, starts] = scales[first:last, :, :, 0]
+                    continue
+                for i, row in enumerate(rows, first):
+                    target[row.slot.row, :, row.start : row.end] = new[i][:, : row.width]
+                    if marks is not None and scales is not None:
+                        place = marks[:, row.slot.row, :, row.start : row.end]
+                        place[...] = scales[i][:, :, : row.width]
+
+    def attend_to(
+        self,
+        layer: int,
+        asked: Arrays,
+        out: Arrays,
+        window: int | None = None,
+        sinks: Array | None = None,
+    ) -> None:
+        """Attention of each row's queries, scaled, (kv_heads, queries of a kv head, width,
+        dim), into the same places of ``out``; of decoding rows these are one array."""
+        if self._together is not None:
+            assert isinstance(asked, np.ndarray) and isinstance(out, np.ndarray) and sinks is None
+            self._together.attend_to(layer, asked, out, window)
+            return
+
+        def share(pieces: Sequence[_Decode | _Prefill]) -> Callable[[], None]:
+            def run() -> None:
+                for piece in pieces:
+                    if isinstance(piece, _Prefill):
+                        _prefill(piece, layer, asked, out, window, sinks)
+                    elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+                        _decode(piece, layer, asked, out, window, sinks)
+
+            return run
+
+        in_parallel([share(pieces) for pieces in self._shares])
+
+
+def _decode(
+    piece: _Decode,
+    layer: int,
+    asked: Array,
+    out: Array,
+    window: int | None,
+    sinks: Array | None,
+) -> None:
+    low = 0 if window is None else max(0, min(piece.lengths) - window)
+    keys, values = (
+        np.asarray(piece.slab.arrays[2 * layer + i])[
+            piece.first : piece.last + 1, :, low : piece.length
+        ]
+        for i in (0, 1)
+    )
+    members, rows = list(piece.members), piece.last - piece.first + 1
+    queries = asked[members, :, :, 0]
+    if rows != len(members):  # rows in between attend to something; nobody looks
+        spread = np.zeros((rows, *queries.shape[1:]), np.float32)
+        spread[list(piece.places)] = queries
+        queries = spread
+    # Many rows by few: OpenBLAS takes half as long as for few by many.
+    scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
+    for place, length in zip(piece.places, piece.lengths, strict=True):
+        scores[place, :, :, length - low :] = -np.inf
+        if window is not None and length - window > low:
+            scores[place, :, :, : length - window - low] = -np.inf
+    result = _softmax_times(scores, values, None if sinks is None else sinks[..., 0])
+    out[members, :, :, 0] = result if rows == len(members) else result[list(piece.places)]
+
+
+def _prefill(
+    piece: _Prefill,
+    layer: int,
+    asked: Arrays,
+    out: Arrays,
+    window: int | None,
+    sinks: Array | None,
+) -> None:
+    row, count = piece.row, piece.last - piece.first
+    start, end = row.start + piece.first, row.start + piece.last
+    low = 0 if window is None else max(0, start - window + 1)
+    keys, values = (
+        np.asarray(piece.slab.arrays[2 * layer + i])[row.slot.row, :, low:end] for i in (0, 1)
+    )
+    for head in range(keys.shape[0]):
+        queries = asked[piece.member][head, :, piece.first : piece.last]
+        scores = (queries.reshape(-1, queries.shape[-1]) @ keys[head].T).reshape(
+            -1, count, end - low
+        )
+        scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
+        if window is not None and end - low > window:
+            scores += _outside(start - low, count, end - low, window)
+        result = _softmax_times(scores, values[head], None if sinks is None else sinks[head])
+        out[piece.member][head, :, piece.first : piece.last] = result
+
+
+def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:
+    """softmax(scores) @ values, in place of scores. ``sinks`` are further scores, one for
+    each row of ``scores``, that take their share and bring no value."""
+    highest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = np.maximum(highest, sinks)
+    scores -= highest
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - highest)
+    result: Array = scores @ values
+    result /= total
+    return result
+
+
+def _outside(first: int, count: int, keys: int, window: int) -> Array:
+    """(count, keys): minus infinity where a key is ``window`` or more before its query."""
+    queries = np.arange(first, first + count)[:, None]
+    far = np.arange(keys)[None] <= queries - window
+    return np.where(far, np.float32(-np.inf), np.float32(0))
+
+
+def _cut(items: list[int], parts: int) -> list[list[int]]:
+    """``items`` in up to ``parts`` stretches of about the same length."""
+    cuts = [len(items) * i // parts for i in range(parts + 1)]
+    return [items[a:b] for a, b in pairwise(cuts) if a < b]
+
+
+def _share(work: Sequence[_Decode | _Prefill]) -> list[list[_Decode | _Prefill]]:
+    """Divides ``work`` between the threads, the dearest piece first; or does not, where
+    that would cost more than it saves."""
+    if sum(piece.cost for piece in work) < WORTH_THREADS:
+        return [list(work)]
+    shares: list[list[_Decode | _Prefill]] = [[] for _ in range(threads())]
+    loads = [0] * len(shares)
+    for piece in sorted(work, key=lambda piece: -piece.cost):
+        least = loads.index(min(loads))
+        shares[least].append(piece)
+        loads[least] += piece.cost
+    return [share for share in shares if share]

@@ -1,0 +1,137 @@
+"""Batches for models that do something of their own with keys, values or masks.
+
+Some compute with the keys, or expand, cut or cast them; for these each layer's cache
+hands out arrays. Slower than handles, since rows are brought side by side in every
+layer, and still one pass for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from engine.batch.graph import GraphBatch
+from engine.cache.layout import LayerLayout, Layout
+from engine.cache.slabs import Slabs
+from engine.batch.ragged import Row, effective_window
+
+
+class DenseBatch(GraphBatch):
+    """Decoding rows padded to the longest, under a mask; chunks one row at a time, for
+    which everything is as in mlx-lm's own caches, but that windows are masks too."""
+
+    how = "dense"
+    pads = False
+    mask_axes = 4
+    """(batch, heads, queries, keys)"""
+
+    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slabs, rows)
+        self.longest = max(row.end for row in rows)
+        self._dense_masks: dict[int | None, mx.array] = {}
+
+    def kv_view(self, number: int, layer: LayerLayout) -> Any:
+        return DenseView(self, number, layer)
+
+    def fetch(self, number: int) -> mx.array:
+        """Array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
+        parts = []
+        for slab, _, rows in self.by_slab():
+            numbers = [row.slot.row for row in rows]
+            if slab.arrays[number].size == 0:
+                return slab.arrays[number][: len(self.rows), :, : self.longest]
+            picked: slice | mx.array = mx.array(numbers)
+            if numbers == list(range(numbers[0], numbers[-1] + 1)):
+                picked = slice(numbers[0], numbers[-1] + 1)
+            part = slab.values(number, picked, self.longest)
+            missing = self.longest - part.shape[2]
+            if missing > 0:
+                part = mx.pad(part, [(0, 0), (0, 0), (0, missing), (0, 0)])
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def mask(self, window: int | None) -> mx.array:
+        """What each row may see: its own positions, of the last ``window``. For several
+        decoding rows (batch, 1, 1, keys), for one row (queries, keys)."""
+        if window not in self._dense_masks:
+            positions = mx.arange(self.longest)
+            if len(self.rows) == 1:
+                ends = mx.arange(self.rows[0].start, self.rows[0].end)[:, None]
+            else:
+                ends = mx.array([row.start for row in self.rows])
+                ends = ends.reshape(-1, *[1] * (self.mask_axes - 1))
+            mask = positions <= ends
+            if window is not None:
+                mask = mask & (positions > ends - window)
+            self._dense_masks[window] = mask
+        return self._dense_masks[window]
+
+
+class GroupedDenseBatch(DenseBatch):
+    """For models that split their heads into groups before they apply the mask."""
+
+    mask_axes = 5
+
+
+class RowBatch(DenseBatch):
+    """For models that know only one position for all rows: each row in a pass of its own."""
+
+    how = "row by row"
+    one_row = True
+
+
+class DenseView:
+    """One layer's cache that hands out arrays, as mlx-lm's do."""
+
+    start_position = 0
+    """Where a chunked cache begins; this one keeps everything."""
+
+    def __init__(self, batch: DenseBatch, number: int, layer: LayerLayout) -> None:
+        self._batch = batch
+        self._number = number
+        self._window = layer.window
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self._batch.offset
+
+    @property
+    def keys(self) -> mx.array:
+        return self._batch.fetch(2 * self._number)
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        """Some models tie other arrays to these, to have them evaluated: ours are anyway."""
+
+    @property
+    def values(self) -> mx.array:
+        return self._batch.fetch(2 * self._number + 1)
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        """As with `keys`."""
+
+    def maybe_trim_front(self) -> None:
+        """Nothing: what is too far back is masked."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._batch.write(self._number, keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        window = effective_window(window_size, self._window)
+        if window is not None and self._batch.longest <= window:
+            window = None
+        if len(self._batch.rows) == 1 and window is None:
+            if N == 1:
+                return None
+            if not return_array:
+                return "causal"
+        return self._batch.mask(window)

@@ -1,0 +1,206 @@
+"""Attention over slabs as operations of MLX's graph: for GPUs, and for 16-bit on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from engine.cache.grouping import runs
+from engine.cache.layout import Layout
+from engine.cache.quantization import FUSED_GROUPS
+from engine.cache.slabs import Kept, Slab, Slabs
+from engine.batch.ragged import RaggedBatch, Row
+
+CALL_COST_TOKENS = 150
+"""The fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of the batch (``members``) that attend in one call.
+
+    Where they are not exactly the slab's rows ``first`` to ``last``, ``picks`` has for
+    each of these a row of the batch, and ``places`` for each member its place there.
+    """
+
+    slab: Slab
+    first: int
+    last: int
+    length: int
+    members: tuple[int, ...]
+    picks: mx.array | None = None
+    places: mx.array | None = None
+
+    @property
+    def stretch(self) -> slice:
+        return slice(self.first, self.last + 1)
+
+    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        keys = self.slab.values(2 * layer, self.stretch, self.length)
+        return keys, self.slab.values(2 * layer + 1, self.stretch, self.length)
+
+
+class GraphBatch(RaggedBatch):
+    """Decoding rows attend run by run, the rows of a prefill one by one."""
+
+    multiplies_codes = mx.default_device() == mx.gpu
+    """Whether decoding rows attend straight to codes, without the values being made of
+    them. On the CPU that takes several times as long as attention to fp32. For the many
+    queries of a prefill the values are made, and attended to without keeping scores."""
+
+    def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
+        super().__init__(layout, slabs, rows)
+        self._masks: dict[tuple[int, int | None], mx.array | str | None] = {}
+        self._slabs: list[tuple[Slab, int, int, mx.array | None, mx.array | None]] = []
+        self._groups: list[_Group] = []
+        for slab, first, stretch in self.by_slab():
+            self._add(slab, first, stretch)
+
+    def _add(self, slab: Slab, first: int, rows: Sequence[Row]) -> None:
+        numbers = [row.slot.row for row in rows]
+        scattered = self.decoding and len(rows) > 2
+        self._slabs.append(
+            (
+                slab,
+                first,
+                first + len(rows),
+                mx.array(numbers) if scattered else None,
+                mx.array([row.start for row in rows]) if scattered else None,
+            )
+        )
+        if not self.decoding:
+            for i, row in enumerate(rows, first):
+                number = row.slot.row
+                self._groups.append(_Group(slab, number, number, row.end, (i,)))
+            return
+        for run in runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
+            inside = [
+                i for i, number in enumerate(numbers, first) if run.first <= number <= run.last
+            ]
+            picks = places = None
+            if len(inside) != run.last - run.first + 1:
+                at = {self.rows[i].slot.row: i for i in inside}
+                picks = mx.array([at.get(n, inside[0]) for n in range(run.first, run.last + 1)])
+                places = mx.array([row - run.first for row in at])
+            self._groups.append(_Group(slab, *run, tuple(inside), picks, places))
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        for number, new in ((2 * layer, keys), (2 * layer + 1, values)):
+            if new.size == 0:
+                continue
+            kept = Kept.of(new, self.layout.arrays[number])
+            for slab, first, end, rows, positions in self._slabs:
+                if rows is not None and positions is not None:
+                    slab.put_each(number, rows, positions, kept.batch(first, end))
+                    continue
+                for i in range(first, end):
+                    row = self.rows[i]
+                    slab.put(number, row.slot.row, row.start, kept.row(i, row.width))
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        outputs: list[mx.array] = []
+        for number, group in enumerate(self._groups):
+            mask = self._mask(number, group, window)
+            first, last = group.members[0], group.members[-1] + 1
+            if self.decoding:
+                wanted = queries[first:last] if group.picks is None else queries[group.picks]
+                if sinks is None and self._multiplies_codes(layer):
+                    out = _attend_to_codes(wanted, group, layer, scale, mask, self.layout)
+                else:
+                    keys, values = group.keys_and_values(layer)
+                    out = mx.fast.scaled_dot_product_attention(
+                        wanted, keys, values, scale=scale, mask=mask, sinks=sinks
+                    )
+                if group.places is not None:
+                    out = out[group.places]
+            else:
+                count = self.rows[first].width
+                keys, values = group.keys_and_values(layer)
+                out = mx.fast.scaled_dot_product_attention(
+                    queries[first:last, :, :count],
+                    keys,
+                    values,
+                    scale=scale,
+                    mask=mask,
+                    sinks=sinks,
+                )
+                padding = queries.shape[2] - count
+                if padding:
+                    out = mx.pad(out, [(0, 0), (0, 0), (0, padding), (0, 0)])
+            outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _multiplies_codes(self, layer: int) -> bool:
+        return self.multiplies_codes and all(
+            kind.quantization is not None
+            and kind.quantization.group_size in FUSED_GROUPS
+            and not kind.unpacked
+            for kind in self.layout.arrays[2 * layer : 2 * layer + 2]
+        )
+
+    def _mask(self, number: int, group: _Group, window: int | None) -> mx.array | str | None:
+        key = (number, window)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(group, window)
+        return self._masks[key]
+
+    def _make_mask(self, group: _Group, window: int | None) -> mx.array | str | None:
+        if window is not None and group.length <= window:
+            window = None
+        if not self.decoding:
+            row = self.rows[group.members[0]]
+            if window is None:
+                return "causal" if row.width > 1 else None
+            queries = mx.arange(row.start, row.end)[:, None]
+            positions = mx.arange(group.length)[None]
+            return (positions <= queries) & (positions > queries - window)
+        ends = {self.rows[i].slot.row: self.rows[i].end for i in group.members}
+        if window is None and group.picks is None and set(ends.values()) == {group.length}:
+            return None
+        # A row between the members attends to one position; nobody looks at its output.
+        lengths = mx.array([ends.get(n, 1) for n in range(group.first, group.last + 1)])[:, None]
+        positions = mx.arange(group.length)[None]
+        mask = positions < lengths
+        if window is not None:
+            mask = mask & (positions >= lengths - window)
+        return mask[:, None, None]
+
+
+def _attend_to_codes(
+    queries: mx.array,
+    group: _Group,
+    layer: int,
+    scale: float,
+    mask: mx.array | str | None,
+    layout: Layout,
+) -> mx.array:
+    """Attention of (rows, heads, 1, dim), one query each, in fp32 as the scales are wider
+    than bfloat16."""
+    rows, heads = queries.shape[:2]
+    kv_heads = layout.layers[layer].kv_heads
+
+    def product(x: mx.array, number: int, transpose: bool) -> mx.array:
+        how = layout.arrays[number].quantization
+        assert how is not None
+        codes = group.slab.arrays[number][group.stretch, :, : group.length]
+        scales = group.slab.scales[number][:, group.stretch, :, : group.length]
+        wide = scales.astype(mx.float32)
+        return mx.quantized_matmul(
+            x, codes, *wide, transpose=transpose, group_size=how.group_size, bits=how.bits
+        )
+
+    asked = queries.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, -1) * scale
+    scores = product(asked, 2 * layer, transpose=True)
+    if isinstance(mask, mx.array):
+        scores = mx.where(mask, scores, -mx.inf)
+    out = product(mx.softmax(scores, axis=-1), 2 * layer + 1, transpose=False)
+    return out.reshape(rows, heads, 1, -1).astype(queries.dtype)

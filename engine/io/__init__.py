@@ -1,0 +1,1 @@
+"""The IO thread: messages to and from the router and the kvstore."""

@@ -1,0 +1,71 @@
+"""The proof that a model may be batched, made before it serves anything.
+
+A model's code may do with keys, masks, state or offsets what slots do not expect, and
+then answers would be wrong without an error. So the loaded model itself is run both
+ways on a few made-up sequences of uneven length, through mlx-lm's own caches and
+through the batched executor, and must give the same logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from engine.cache.layout import Layout
+from engine.executor.batched import BatchedExecutor
+from engine.proving.oracle import Sample, sample
+from engine.batch.ragged import RaggedBatch
+from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
+
+RELATIVE_TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}
+"""Of the spread (standard deviation) of the logits of a position."""
+
+LONGEST_WINDOW = 40
+"""Longer windows are not left behind in a proof, since that would take too long."""
+
+STEPS = 2
+
+QUANTIZED_TOLERANCE = {8: 0.5, 4: 3.0}
+"""Rounding in another order changes a code here and there, and with the codes of one layer
+those of the next. So little is left to compare: that it runs, and what it says is like it.
+Everything else was proven without quantization, through the same code."""
+
+
+class NotBatchable(Exception):
+    """Batched logits differ from mlx-lm's, or batching raised; the message says how."""
+
+
+def samples(model: Any, layout: Layout, vocab_size: int) -> list[Sample]:
+    """What to prove with: the last one begins at once, in a slot that was used before."""
+    windows = [layer.window for layer in layout.layers if layer.window]
+    longest = min(min(windows, default=0), LONGEST_WINDOW) + 9
+    return _samples(model, layout, vocab_size, (longest, 5, 12, 1))
+
+
+def short_samples(model: Any, layout: Layout, vocab_size: int) -> list[Sample]:
+    """Less of the same."""
+    return _samples(model, layout, vocab_size, (9, 5))
+
+
+def _samples(model: Any, layout: Layout, vocab_size: int, lengths: tuple[int, ...]) -> list[Sample]:
+    return [
+        sample(model, length, STEPS, vocab_size, seed, 1, layout.precision)
+        for seed, length in enumerate(lengths)
+    ]
+
+
+def prove(model: Any, layout: Layout, batch: type[RaggedBatch], given: list[Sample]) -> None:
+    """Raises `NotBatchable` unless ``model`` answers ``given`` in a ``batch`` as it does
+    alone."""
+    trial = Trial(BatchedExecutor(model, layout, BLOCK_SIZE, batch))
+    try:
+        trial.run_short(given)
+    except StepFailed as error:
+        raise NotBatchable(str(error)) from error
+    except Exception as error:
+        raise NotBatchable(f"{type(error).__name__}: {error}") from error
+    tolerance = RELATIVE_TOLERANCE.get(given[0].expected[0].dtype, 1e-1)
+    tolerance = QUANTIZED_TOLERANCE.get(layout.kv_bits, tolerance)
+    if not trial.worst <= tolerance:
+        raise NotBatchable(f"logits differ by {trial.worst:.3g} of their spread")

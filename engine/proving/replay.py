@@ -1,0 +1,122 @@
+"""mlx-lm on keys and values as a slot has them: what quantized ones are compared with.
+
+Two ways of computing a key differ by rounding, and where one of them is a code above the
+other, logits differ by as much as a step of the codes does, or by another expert. No
+tolerance for that would still show a wrong row. So here each stored row has to be a rounding
+of what mlx-lm computes when its caches hold the rows before it as the slot has them; and
+logits have to be what it says over these very rows, as exactly as without quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.cache.layout import Kv, Layout, Node, States
+from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
+from engine.cache.slabs import Kept
+from engine.executor.batched import BatchedExecutor
+from engine.proving.oracle import Sample, distance, logits_with
+from engine.plan import Slot
+
+NOISE = 1e-4
+"""By how much two ways of computing keys or values may differ, as a part of the largest."""
+HALF_STEP = 0.5 * (1 + 2.0**-9)
+"""How far from what it stands for a code may be; another rounding to fp16 may make the steps
+that much larger."""
+
+
+class NotARounding(Exception):
+    """What a slot keeps does not stand for what mlx-lm computes; the message says where."""
+
+
+class Replay:
+    """Compares what ``executor`` stores, and then says of it, with mlx-lm's ``model``."""
+
+    def __init__(self, model: Any, executor: BatchedExecutor) -> None:
+        self._model = model
+        self._executor = executor
+
+    def difference(self, slot: Slot, one: Sample, step: int, logits: mx.array) -> float:
+        """Distance of ``logits``, which are those of decode ``step`` of ``one`` in ``slot``,
+        from mlx-lm's, in standard deviations of these: from the nearer one of the two ways of
+        computing a prompt that `oracle.sample` has. Raises `NotARounding`."""
+        found: list[float] = []
+        wrong: NotARounding | None = None
+        stored = self._executor.stored(slot, one.position(step) + 1)
+        for at_once in (len(one.prompt), 1):
+            try:
+                found.append(distance(logits, self._logits(one, step, stored, at_once)))
+            except NotARounding as raised:
+                wrong = raised
+            if found and found[-1] <= NOISE:
+                break
+        if not found and wrong is not None:
+            raise wrong
+        return min(found)
+
+    def _logits(self, one: Sample, step: int, stored: Sequence[Kept], at_once: int) -> mx.array:
+        """mlx-lm's (vocab,) after decode ``step``, over what is ``stored``."""
+        layout = self._executor.layout
+        caches = make_prompt_cache(self._model)
+        for part, number in _kv_caches(caches, layout.tree):
+            part.update_and_fetch = _Update(part.update_and_fetch, layout, number, stored)
+        tokens = one.tokens[: one.position(step) + 1]
+        return logits_with(self._model, caches, tokens, len(one.prompt), at_once)[-1]
+
+
+def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[Any, int]]:
+    """mlx-lm's caches of keys and values, and the number of the layer of each."""
+    for part, node in zip(caches, tree, strict=True):
+        if isinstance(node, Kv):
+            yield part, node.layer
+        elif not isinstance(node, States):
+            yield from _kv_caches(part.caches, node)
+
+
+class _Update:
+    """In the place of a cache's ``update_and_fetch``: checks what it is given, and has the
+    cache keep what the slot has instead."""
+
+    def __init__(self, stock: Any, layout: Layout, layer: int, stored: Sequence[Kept]) -> None:
+        self._stock = stock
+        self._layer = layer
+        self._stored = stored[2 * layer : 2 * layer + 2]
+        self._how = [kind.quantization for kind in layout.arrays[2 * layer : 2 * layer + 2]]
+        self._end = 0
+
+    def __call__(self, *computed: mx.array) -> Any:
+        start, self._end = self._end, self._end + computed[0].shape[2]
+        kept = [_stretch(whole, start, self._end) for whole in self._stored]
+        for name, ours, theirs, how in zip(
+            ("keys", "values"), kept, computed, self._how, strict=True
+        ):
+            if theirs.size and not _stands_for(ours, theirs, how):
+                raise NotARounding(
+                    f"layer {self._layer} keeps other {name} than mlx-lm computes, "
+                    f"among those from position {start} on"
+                )
+        return self._stock(*(part.array for part in kept))
+
+
+def _stretch(kept: Kept, start: int, end: int) -> Kept:
+    scales = None if kept.scales is None else kept.scales[..., start:end, :]
+    return Kept(kept.array[..., start:end, :], scales)
+
+
+def _stands_for(kept: Kept, computed: mx.array, how: Quantization | None) -> bool:
+    """Whether ``kept`` is ``computed`` (..., dim), rounded in the way of ``how``: values of codes,
+    and no other values that are as near."""
+    ours, wide = kept.array.astype(mx.float32), computed.astype(mx.float32)
+    allowed = NOISE * mx.max(mx.abs(wide))
+    of_codes = mx.array(True)
+    if how is not None and kept.scales is not None:
+        steps = mx.repeat(quantize(wide, how).scales[0], how.group_size, axis=-1)
+        allowed = allowed + HALF_STEP * steps.astype(mx.float32)
+        codes = codes_of(ours, kept.scales, how)
+        stood_for = dequantize(Quantized(codes, kept.scales), how).astype(kept.array.dtype)
+        of_codes = mx.array_equal(kept.array, stood_for)
+    return bool((of_codes & mx.all(mx.abs(ours - wide) <= allowed)).item())

@@ -1,0 +1,213 @@
+"""Drives an executor as a scheduler might, and compares all logits with mlx-lm's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from engine.executor.base import Executor
+from engine.proving.oracle import Sample
+from engine.proving.replay import NotARounding, Replay
+from engine.plan import (
+    Chunk,
+    Decode,
+    Insert,
+    Move,
+    Plan,
+    Restore,
+    RestoreState,
+    Save,
+    SaveState,
+    Slab,
+    Slot,
+    StepResult,
+)
+from shared.wire import Sampling
+
+BLOCK_SIZE = 16
+CAPACITY = 96
+GREEDY = Sampling(temperature=0.0, seed=1)
+
+
+class StepFailed(Exception):
+    """A chunk raised; the message says what."""
+
+
+class Trial:
+    """``worst`` is the largest difference so far, ``where`` the stage that gave it. With a
+    ``replay`` that says what is right, and not what samples expect."""
+
+    def __init__(self, executor: Executor, replay: Replay | None = None) -> None:
+        self._executor = executor
+        self._replay = replay
+        self._logits: dict[Slot, mx.array] = {}
+        executor.observer = self._observe
+        self._step = 0
+        self._stage = ""
+        self.worst = 0.0
+        self.where = ""
+
+    def run_short(self, samples: Sequence[Sample]) -> None:
+        """What shows whether rows disturb each other; for an executor that batches."""
+        self.run(slabs=(Slab(0, 4, CAPACITY),))
+        self.join_and_leave(samples, pace=1)
+
+    def run_all(self, samples: Sequence[Sample]) -> None:
+        """All that the executor can do. ``samples`` are five, the first one and the last
+        one longer than two blocks."""
+        if self._executor.max_sequences == 1:
+            self.one_by_one(samples)
+            return
+        self.run(slabs=(Slab(0, 4, CAPACITY), Slab(1, 1, CAPACITY)))
+        self.join_and_leave(samples)
+        if self._executor.prefix_cache:
+            self.rewind(samples)
+            self.reuse_a_prefix(samples)
+        self.move(samples)
+
+    # -- stages ----------------------------------------------------------------
+
+    def one_by_one(self, samples: Sequence[Sample]) -> None:
+        """One sequence after the other, prefilled in two chunks."""
+        self._stage = "one at a time"
+        for number, one in enumerate(samples):
+            slot = Slot(number, 0)
+            self.run(slabs=(Slab(number, 1, CAPACITY),), chunks=_chunks(slot, one)[:1])
+            for chunk in _chunks(slot, one)[1:]:
+                self.run(chunks=(chunk,))
+            for step in range(one.steps):
+                self.decode((slot, one, step))
+
+    def join_and_leave(self, samples: Sequence[Sample], pace: int = 2) -> None:
+        """Every ``pace`` steps another one joins; each leaves when it is done. There are
+        three slots, so that the later ones take over what the first ones left."""
+        self._stage = "joining and leaving"
+        free = [Slot(0, row) for row in (3, 0, 2)]
+        waiting = list(samples)
+        joining: dict[Slot, tuple[Sample, list[Chunk]]] = {}
+        running: dict[Slot, tuple[Sample, int]] = {}
+        turn = 0
+        while waiting or joining or running:
+            if waiting and free and turn % pace == 0:
+                slot, one = free.pop(), waiting.pop(0)
+                joining[slot] = (one, list(_chunks(slot, one)))
+            turn += 1
+            chunks = tuple(left.pop(0) for _, left in joining.values() if left)
+            decodes = [(slot, one, step) for slot, (one, step) in running.items()]
+            if decodes or chunks:
+                self.decode(*reversed(decodes), chunks=chunks)
+            for slot, one, step in decodes:
+                running[slot] = (one, step + 1)
+                if step + 1 == one.steps:
+                    del running[slot]
+                    free.append(slot)
+            for slot in [slot for slot, (_, left) in joining.items() if not left]:
+                running[slot] = (joining.pop(slot)[0], 0)
+
+    def rewind(self, samples: Sequence[Sample]) -> None:
+        """One row goes back while another goes on."""
+        self._stage = "rewinding"
+        back, other = (Slot(0, 2), samples[4]), (Slot(0, 0), samples[1])
+        self.prefill(*back)
+        self.prefill(*other)
+        self.decode((*other, 0), (*back, 0), keep=(SaveState(back[0], back[1].position(1), 20),))
+        for step in range(1, back[1].steps - 1):
+            self.decode((*back, step), (*other, step))
+        if self._executor.row_bytes:
+            self.run(state_restores=(RestoreState(back[0], back[1].position(1), 20),))
+        self.decode((*back, 1), (*other, back[1].steps - 1))
+
+    def reuse_a_prefix(self, samples: Sequence[Sample]) -> None:
+        """Two blocks of the last sequence, by way of bytes, begin two other slots."""
+        self._stage = "reusing a prefix"
+        one, source = samples[4], Slot(0, 2)
+        end = 2 * BLOCK_SIZE
+        saved = self.run(
+            chunks=(Chunk(source, 0, one.prompt[:end]),),
+            saves=(Save(source, 0, (1, 2)),) * self._executor.keeps_kv,
+            state_saves=(SaveState(source, end, 3),) * bool(self._executor.row_bytes),
+            exports=(1, 2, 3),
+        )
+        inserts = tuple(
+            Insert(number + 10, tuple(bytes(part) for part in parts), state=number == 3)
+            for number, parts in saved.exported
+        )
+        self.prefill(source, samples[0])
+        self.run(inserts=inserts)
+        for number, target in enumerate((Slot(0, 1), Slot(0, 3))):
+            self.run(
+                restores=(Restore(target, 0, (11, 12)),) * self._executor.keeps_kv,
+                state_restores=(RestoreState(target, end, 13),) * bool(self._executor.row_bytes),
+            )
+            self.run(chunks=(Chunk(target, end, one.prompt[end:-1]),))
+            for step in range(one.steps):
+                beside = () if number else ((source, samples[0], step),)
+                self.decode((target, one, step), *beside)
+
+    def move(self, samples: Sequence[Sample]) -> None:
+        """A sequence goes on in another slab, together with one that stayed."""
+        self._stage = "moving"
+        one, other = samples[0], samples[2]
+        self.prefill(Slot(0, 1), one)
+        self.prefill(Slot(0, 3), other)
+        self.decode((Slot(0, 1), one, 0), (Slot(0, 3), other, 0))
+        self.run(moves=(Move(Slot(0, 1), Slot(1, 0), one.position(1)),))
+        for step in range(1, one.steps):
+            self.decode((Slot(1, 0), one, step), (Slot(0, 3), other, step))
+
+    # -- steps -----------------------------------------------------------------
+
+    def run(self, **parts: Any) -> StepResult:
+        self._step += 1
+        result = self._executor.dispatch(Plan(step=self._step, **parts)).read()
+        if result.failed:
+            raise StepFailed(result.failed[0][1])
+        return result
+
+    def prefill(self, slot: Slot, one: Sample) -> None:
+        for chunk in _chunks(slot, one):
+            self.run(chunks=(chunk,))
+
+    def decode(
+        self,
+        *decodes: tuple[Slot, Sample, int],
+        chunks: tuple[Chunk, ...] = (),
+        keep: tuple[SaveState, ...] = (),
+    ) -> StepResult:
+        """Runs (slot, sample, step) in one plan, and compares what comes. ``keep`` is ignored
+        where there is no state."""
+        result = self.run(
+            decodes=tuple(
+                Decode(slot, one.position(step), one.token(step), step, GREEDY)
+                for slot, one, step in decodes
+            ),
+            chunks=chunks,
+            state_saves=keep if self._executor.row_bytes else (),
+        )
+        for slot, one, step in decodes:
+            difference = self._difference(slot, one, step)
+            if not difference <= self.worst:
+                self.worst, self.where = difference, self._stage
+        return result
+
+    def _difference(self, slot: Slot, one: Sample, step: int) -> float:
+        logits = self._logits.pop(slot)
+        if self._replay is None:
+            return one.difference(step, logits)
+        try:
+            return self._replay.difference(slot, one, step, logits)
+        except NotARounding as wrong:
+            raise NotARounding(f"{self._stage}: {wrong}") from wrong
+
+    def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
+        self._logits = {decode.slot: row for decode, row in zip(decodes, logits, strict=True)}
+
+
+def _chunks(slot: Slot, one: Sample) -> tuple[Chunk, ...]:
+    """The prompt but its last token, in two pieces where there are tokens for two."""
+    tokens = one.prompt[:-1]
+    middle = len(tokens) * 2 // 5
+    pieces = ((0, tokens[:middle]), (middle, tokens[middle:]))
+    return tuple(Chunk(slot, start, piece) for start, piece in pieces if piece)

@@ -1,0 +1,1 @@
+"""One replica put together: memory sizes, executor, scheduler, grammars."""

@@ -1,0 +1,1 @@
+"""What all generating endpoints share: body, operations, streaming, writers of answers."""

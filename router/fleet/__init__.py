@@ -1,0 +1,1 @@
+"""The engines behind the router: registry, queue, placement, and sequences in flight."""

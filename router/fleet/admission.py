@@ -1,0 +1,89 @@
+"""Who may come in: the limit of concurrent requests, the queue's, and memory pressure."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from router.errors import TooManyRequests, Unavailable
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from router.fleet.engines import Model
+
+_RETRY_AFTER_S = 2.0
+_LONGEST_RETRY_AFTER_S = 120.0
+_MEMORY_RETRY_AFTER_S = 5.0
+
+
+class DrainRate:
+    """How fast sequences leave, from the last ones that did."""
+
+    def __init__(self, window: int = 32, clock: Callable[[], float] = time.monotonic) -> None:
+        self._departures: deque[float] = deque(maxlen=window)
+        self._clock = clock
+
+    def note(self) -> None:
+        self._departures.append(self._clock())
+
+    def wait_s(self, ahead: int) -> float:
+        """The estimated time until ``ahead`` sequences are gone and one more has a place."""
+        if len(self._departures) < 2:
+            return _RETRY_AFTER_S
+        # Counted up to now, so that a queue that stands still looks slow.
+        elapsed_s = self._clock() - self._departures[0]
+        estimate_s = (ahead + 1) * elapsed_s / (len(self._departures) - 1)
+        return min(max(estimate_s, 1.0), _LONGEST_RETRY_AFTER_S)
+
+
+class Admission:
+    def __init__(self, settings: Settings, drain_rate: DrainRate) -> None:
+        self._settings = settings
+        self._drain_rate = drain_rate
+        self.requests = 0
+        """Running and queued together."""
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts one request while it is served. Raises `TooManyRequests`."""
+        limit = self._settings.max_concurrent_requests
+        if limit and self.requests >= limit:
+            raise TooManyRequests(
+                f"The server has {self.requests} requests, which is its limit.",
+                code="too_many_concurrent_requests",
+                retry_after_s=self._drain_rate.wait_s(0),
+            )
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+
+    def check_queue(self, model: Model, waiting: int, new: int) -> None:
+        """Whether ``new`` sequences may join ``waiting`` ones. Raises `TooManyRequests`.
+
+        A request whose own sequences are more than the queue holds is let in while
+        nobody waits: it could never come in otherwise.
+        """
+        places = sum(engine.places for engine in model.ready_engines)
+        limit = self._settings.max_queue_size
+        if waiting and waiting + new > limit + places:
+            raise TooManyRequests(
+                f"The queue is full ({waiting} waiting).",
+                code="queue_full",
+                retry_after_s=self._drain_rate.wait_s(waiting),
+            )
+
+    def check_memory(self, model: Model) -> None:
+        """Raises `Unavailable` when every ready engine is under memory pressure."""
+        ready = model.ready_engines
+        threshold = self._settings.memory_pressure_threshold
+        if ready and min(engine.memory_pressure for engine in ready) >= threshold:
+            raise Unavailable(
+                "The server is short of KV cache memory.",
+                code="memory_pressure",
+                retry_after_s=max(_MEMORY_RETRY_AFTER_S, self._drain_rate.wait_s(0)),
+            )

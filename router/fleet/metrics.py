@@ -1,0 +1,156 @@
+"""What Prometheus sees: the router's own counts, and the engines' from their beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from router.fleet.engines import Engine, Model
+
+_PREFIX = "mlx_lm_server_"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SHORT_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 5, 10)
+
+_ENGINE_COUNTERS = {
+    "steps": ("steps_total", "Steps that the engine has run"),
+    "step_seconds": ("step_seconds_total", "Time spent in steps"),
+    "schedule_seconds": ("schedule_seconds_total", "Host time spent on making plans"),
+    "build_seconds": ("build_seconds_total", "Host time spent on putting steps together"),
+    "sample_seconds": ("sample_seconds_total", "Host time spent on choosing tokens"),
+    "emit_seconds": ("emit_seconds_total", "Host time spent on passing tokens on"),
+    "batch_rows": ("batch_rows_total", "Rows of all decode steps"),
+    "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts"),
+    "prefill_tokens": ("prefill_tokens_total", "Tokens of prompts that were computed"),
+    "cached_ram_tokens": ("cached_ram_tokens_total", "Tokens of prompts found in RAM"),
+    "cached_ssd_tokens": ("cached_ssd_tokens_total", "Tokens of prompts found on SSD"),
+    "generated_tokens": ("generated_tokens_total", "Tokens generated"),
+    "preemptions": ("preemptions_total", "Sequences put back for want of memory"),
+    "engine_aborts": ("aborts_total", "Requests that engines were told to drop"),
+    "engine_dropped_messages": ("dropped_messages_total", "Messages an engine did not understand"),
+    "store_reads": ("store_reads_total", "Blocks read from the KV store"),
+    "store_writes": ("store_writes_total", "Blocks written to the KV store"),
+    "store_drops": ("store_drops_total", "Blocks the KV store did not take"),
+    "store_corrupt": ("store_corrupt_total", "Damaged blocks found"),
+    "store_read_bytes": ("store_read_bytes_total", "Bytes read from the KV store"),
+    "store_written_bytes": ("store_written_bytes_total", "Bytes written to the KV store"),
+}
+"""Name without prefix and ``_total``: the field of `EngineStats`, and the help."""
+
+_ENGINE_GAUGES = {
+    "active_sequences": ("running", "Sequences in the engine's batch"),
+    "used_blocks": ("used_blocks", "KV cache blocks in use"),
+    "free_blocks": ("free_blocks", "KV cache blocks free"),
+    f"{_PREFIX}engine_waiting_sequences": ("waiting", "Sequences waiting in the engine"),
+    f"{_PREFIX}kv_limit_bytes": ("limit_bytes", "Limit of the engine's memory ledger"),
+    f"{_PREFIX}kv_unevictable_bytes": ("unevictable_bytes", "Held by running sequences"),
+    f"{_PREFIX}kept_states": ("kept_states", "Kept states of recurrent layers"),
+    f"{_PREFIX}active_memory_bytes": ("active_memory_bytes", "Memory MLX has in use"),
+}
+
+
+class Metrics:
+    """The router's counters; ``watch`` adds what is read when Prometheus asks."""
+
+    def __init__(self, version: str) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+
+        def counter(name: str, help_: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(_PREFIX + name, help_, list(labels), registry=self.registry)
+
+        def histogram(name: str, help_: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(
+                f"{_PREFIX}{name}_seconds", help_, buckets=buckets, registry=self.registry
+            )
+
+        self.requests = counter("requests", "Answers by path and status", ("path", "status"))
+        self.first_token = histogram("time_to_first_token", "From admission to the first token")
+        self.inter_token = histogram("inter_token", "Between two deltas", _SHORT_SECONDS)
+        self.end_to_end = histogram("end_to_end", "From admission to the end of the answer")
+        self.queue_time = histogram("queue_time", "From admission to an engine")
+        self.prefill_time = histogram("prefill", "Prefill of one sequence")
+        self.decode_time = histogram("decode", "Decode of one sequence")
+        self.aborts = counter("aborts", "Sequences given up: client gone, timeout, drain")
+        self.resumed = counter("resumed_requests", "Sequences submitted once more")
+        self.timeouts = counter("timeouts", "Sequences ended by a timeout")
+        self.restarts = counter("engine_restarts", "Engines that were lost", ("engine",))
+        self.dropped_messages = counter("dropped_messages", "Wire messages not understood")
+        build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
+        build.labels(version).set(1)
+
+    def watch(
+        self,
+        models: Callable[[], Iterable[Model]],
+        waiting: Callable[[str], int],
+        clean: Callable[[], bool],
+    ) -> None:
+        self.registry.register(_EngineCollector(models, waiting, clean))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(
+        self,
+        models: Callable[[], Iterable[Model]],
+        waiting: Callable[[str], int],
+        clean: Callable[[], bool],
+    ) -> None:
+        self._models = models
+        self._waiting = waiting
+        self._clean = clean
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        engines = [(model.id, engine) for model in self._models() for engine in model.engines]
+        for name, (field, help_) in _ENGINE_GAUGES.items():
+            yield _family(GaugeMetricFamily(name, help_, labels=_LABELS), engines, field)
+        for name, (field, help_) in _ENGINE_COUNTERS.items():
+            counter = CounterMetricFamily(_PREFIX + name, help_, labels=_LABELS)
+            yield _family(counter, engines, field)
+        hits = GaugeMetricFamily(
+            "cache_hit_rate", "Part of the prompts' tokens found in a cache", labels=_LABELS
+        )
+        ready = GaugeMetricFamily(f"{_PREFIX}engine_ready", "Takes requests", labels=_LABELS)
+        for model, engine in engines:
+            hits.add_metric([model, engine.name], _hit_rate(engine))
+            ready.add_metric([model, engine.name], float(engine.trouble is None))
+        yield from (hits, ready)
+        queued = GaugeMetricFamily(
+            "queued_requests", "Sequences waiting for an engine", labels=["model"]
+        )
+        for served in self._models():
+            queued.add_metric([served.id], self._waiting(served.id))
+        yield queued
+        yield GaugeMetricFamily("dist_fatal", "1: a tensor parallel group has failed", value=0)
+        yield GaugeMetricFamily(
+            "shutdown_clean",
+            "0: the shutdown that is going on had to cut requests",
+            value=float(self._clean()),
+        )
+
+
+_LABELS = ("model", "engine")
+
+
+def _family(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    engines: Iterable[tuple[str, Engine]],
+    field: str,
+) -> Metric:
+    for model, engine in engines:
+        family.add_metric([model, engine.name], getattr(engine.stats, field))
+    return family
+
+
+def _hit_rate(engine: Engine) -> float:
+    stats = engine.stats
+    cached = stats.cached_ram_tokens_total + stats.cached_ssd_tokens_total
+    return cached / stats.prompt_tokens_total if stats.prompt_tokens_total else 0.0

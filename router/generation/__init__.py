@@ -1,0 +1,1 @@
+"""One request while it runs: its sequences and the text of its choices."""

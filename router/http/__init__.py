@@ -1,0 +1,1 @@
+"""The web application: middleware, connections, and the endpoints that generate nothing."""

@@ -1,0 +1,197 @@
+"""The OpenAPI document (3.1), made of the table of operations and the types they name.
+
+Sources: OpenAPI Specification 3.1.1; msgspec's JSON schemas, of the 2020-12 dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from router.errors import ApiError, TooManyRequests, Unauthorized, Unavailable
+from router.api.operations import Operation
+from router.schemas.schemas import RequestBody, unsupported_fields
+
+_Json = dict[str, Any]
+
+_REF = "#/components/schemas/{name}"
+_REQUEST_ID = {
+    "description": "Names this request in the server's log; the client's own where it sent one.",
+    "schema": {"type": "string"},
+}
+_RETRY_AFTER = {
+    "description": "Seconds after which a new try makes sense.",
+    "schema": {"type": "integer", "minimum": 1},
+}
+_AUTHENTICATE = {
+    "description": "How a key is given.",
+    "schema": {"type": "string"},
+}
+
+
+def document(
+    operations: Sequence[Operation],
+    *,
+    version: str,
+    server_url: str,
+    keys_needed: bool,
+    metrics_key_needed: bool,
+) -> bytes:
+    """The document as JSON. ``server_url`` is where ``operations`` are found."""
+    needed = {"open": None, "key": keys_needed, "metrics key": metrics_key_needed}
+    types = list(dict.fromkeys(_types(operations)))
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    references = dict(zip(types, schemas, strict=True))
+    for kind in types:
+        if isinstance(kind, type) and issubclass(kind, RequestBody):
+            name = references[kind]["$ref"].rpartition("/")[2]
+            _mark_unsupported(kind, components[name]["properties"])
+    paths: dict[str, _Json] = {}
+    for operation in operations:
+        described = _operation(operation, references)
+        described["security"] = _security(needed[operation.access])
+        paths.setdefault(operation.template, {})[operation.method.lower()] = described
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "mlx-lm-server",
+                "version": version,
+                "summary": "LLM serving on MLX, behind the APIs of OpenAI and Anthropic.",
+                "license": {"name": "MIT", "identifier": "MIT"},
+            },
+            "servers": [{"url": server_url}],
+            "tags": [{"name": tag} for tag in dict.fromkeys(each.tag for each in operations)],
+            "paths": paths,
+            "components": {
+                "schemas": _tidied(components),
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                },
+            },
+        }
+    )
+
+
+def _types(operations: Sequence[Operation]) -> Iterator[Any]:
+    for operation in operations:
+        kinds = (operation.body, operation.answer, operation.event, operation.error_body)
+        yield from (kind for kind in kinds if kind is not None)
+
+
+def _operation(operation: Operation, references: dict[Any, _Json]) -> _Json:
+    words = operation.template.replace("{", "").replace("}", "").strip("/")
+    described: _Json = {
+        "operationId": f"{operation.method.lower()}_{words}".replace("/", "_"),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in _path_parameters(operation.template)
+        ]
+        + [
+            {"name": name, "in": "query", "schema": schema}
+            for name, schema in operation.query.items()
+        ],
+        "responses": _responses(operation, references),
+    }
+    if operation.body is not None:
+        content: _Json = {"schema": references[operation.body]}
+        if operation.example is not None:
+            content["example"] = operation.example
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    return described
+
+
+def _path_parameters(template: str) -> list[str]:
+    return [part[1:-1] for part in template.split("/") if part.startswith("{")]
+
+
+def _security(key_needed: bool | None) -> list[_Json]:
+    """Either header will do; an empty one among them says that none is needed."""
+    if key_needed is None:
+        return []
+    known: list[_Json] = [{"bearer": []}, {"x-api-key": []}]
+    return known if key_needed else [{}, *known]
+
+
+def _responses(operation: Operation, references: dict[Any, _Json]) -> _Json:
+    responses: _Json = {}
+    for error in operation.all_errors:
+        responses[str(error.status)] = {
+            "description": error.__doc__ or "",
+            "headers": {"x-request-id": _REQUEST_ID, **_error_headers(error)},
+            "content": {"application/json": {"schema": references[operation.error_body]}},
+        }
+    headers = {
+        name: {"description": says, "schema": {"type": "string"}}
+        for name, says in operation.headers.items()
+    }
+    for status in operation.statuses:
+        responses[str(status)] = {
+            "description": "The answer." if status == 200 else "The same, when it is not ready.",
+            "headers": {"x-request-id": _REQUEST_ID, **headers},
+            "content": _content(operation, references),
+        }
+    return dict(sorted(responses.items()))
+
+
+def _error_headers(error: type[ApiError]) -> _Json:
+    if issubclass(error, Unauthorized):
+        return {"www-authenticate": _AUTHENTICATE}
+    if issubclass(error, TooManyRequests | Unavailable):
+        return {"retry-after": _RETRY_AFTER}
+    return {}
+
+
+def _content(operation: Operation, references: dict[Any, _Json]) -> _Json:
+    if operation.answer is None:
+        return {operation.media_type: {"schema": {"type": "string"}}}
+    content: _Json = {operation.media_type: {"schema": references[operation.answer]}}
+    if operation.event is not None:
+        kinds = [references[operation.event], references[operation.error_body]]
+        content["text/event-stream"] = {"schema": _event({"anyOf": kinds}, operation.last_data)}
+    return content
+
+
+def _event(content: _Json, last_data: str | None) -> _Json:
+    """One server-sent event, in the form that OpenAPI 3.2 has for them."""
+    data: _Json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": content,
+    }
+    if last_data is not None:
+        data = {"anyOf": [data, {"const": last_data}]}
+    return {
+        "type": "object",
+        "description": "One event of a stream.",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
+
+
+def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
+    """Fields that are refused but for neutral values: their schemas have just these."""
+    for name in unsupported_fields(kind):
+        properties[name] = {
+            "enum": [None, *kind.neutral.get(name, ())],
+            "description": "Not supported: other values are refused.",
+        }
+
+
+def _tidied(value: Any) -> Any:
+    """Descriptions in Markdown, and patterns that end as ECMA's do."""
+    if isinstance(value, list):
+        return [_tidied(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tidied = {name: _tidied(each) for name, each in value.items()}
+    if isinstance(description := tidied.get("description"), str):
+        tidied["description"] = description.replace("``", "`")
+    if isinstance(pattern := tidied.get("pattern"), str):
+        tidied["pattern"] = pattern.replace("\\Z", "$")
+    return tidied

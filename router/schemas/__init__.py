@@ -1,0 +1,1 @@
+"""Requests and answers as data, with the checks of their fields."""

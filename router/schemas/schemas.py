@@ -1,0 +1,361 @@
+"""The bodies of requests, as OpenAI has them.
+
+Every field that is read has a type and a range, so that a body which decodes is
+valid by itself; what depends on the model is checked in `router.generation.generation`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from router.schemas.conversation import (
+    MAX_TOOLS,
+    AllowedTools,
+    ChatMessage,
+    FunctionName,
+    PromptEnding,
+    Tool,
+    ToolChoice,
+    ToolMode,
+    prompt_ending,
+)
+from router.errors import InvalidRequest, NotSupported
+from router.schemas.structured import Bound
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class RequestBody(Struct, frozen=True, kw_only=True):
+    """A body of any API. Fields of type ``Any`` are those that are not supported: a value
+    but a neutral one is refused by name."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Values beside null that ask for nothing, by field. True and 1 are told apart."""
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for fields that do not go together."""
+
+
+class SamplingRequest(Bound, RequestBody, frozen=True, kw_only=True):
+    """What requests of every API may say of how an answer is generated. None means "not
+    given" everywhere."""
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    repetition_context_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
+    """What both kinds of completion share."""
+
+    neutral = {
+        "top_logprobs": (0,),
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+        "include_stop_str_in_output": (False,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+    }
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    max_tokens: Count | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    prompt_logprobs: Alternatives | None = None
+
+    # Not there yet.
+    best_of: Any = None
+    suffix: Any = None
+    include_stop_str_in_output: Any = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to report for each token; None for no log-probabilities."""
+        return None
+
+    @property
+    def echoed(self) -> list[str | list[int]] | None:
+        """The prompts that shall come before their answers, as text or token ids."""
+        return None
+
+    def check(self) -> None:
+        _ = self.grammar  # raises where a field of it is wrong
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "'prompt_logprobs' do not go with 'stream'.", param="prompt_logprobs"
+            )
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on where the prompt ends, within a text."""
+        return False
+
+    @property
+    def wants_usage_event(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """``enable_thinking`` may be here or among ``chat_template_kwargs``; a ``reasoning_effort``
+    of ``none`` says that it is false. With ``continue_final_message`` the answer goes on from the
+    last message, which is the assistant's; nothing of that is repeated."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+
+    echo: Any = None
+    functions: Any = None  # before there were `tools`
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_ending(self) -> PromptEnding:
+        return prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
+
+    @property
+    def continues(self) -> bool:
+        return self.prompt_ending == "open_message"
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that may be called."""
+        if self.tool_choice == "none":
+            return []
+        names = self._chosen_names
+        return [tool for tool in self.tools or () if names is None or tool.function.name in names]
+
+    @property
+    def told_tools(self) -> list[Tool]:
+        """Those that the model is told of: all where a grammar sees to it which is called, so that
+        the prompt is the same whatever the choice."""
+        return list(self.tools or ()) if self.must_call else self.usable_tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call of one of ``usable_tools``."""
+        match self.tool_choice:
+            case ToolChoice(allowed_tools=AllowedTools(mode=mode)):
+                return mode == "required"
+            case ToolChoice():
+                return True
+            case mode:
+                return mode == "required"
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether one tool is named that has to be called."""
+        return isinstance(self.tool_choice, ToolChoice) and self.tool_choice.type == "function"
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools."""
+        args = dict(self.chat_template_kwargs or {})
+        thinking = False if self.reasoning_effort == "none" else self.enable_thinking
+        if thinking is not None:
+            args.setdefault("enable_thinking", thinking)
+        if self.reasoning_effort not in (None, "none"):
+            args.setdefault("reasoning_effort", self.reasoning_effort)
+        return args
+
+    @property
+    def _chosen_names(self) -> frozenset[str] | None:
+        match self.tool_choice:
+            case ToolChoice(function=FunctionName(name=name)):
+                return frozenset((name,))
+            case ToolChoice(allowed_tools=AllowedTools(tools=tools)):
+                return frozenset(tool.function.name for tool in tools)
+            case _:
+                return None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
+            )
+        if self.continues and self.grammar is not None:
+            raise InvalidRequest(
+                "Structured output does not go with an answer that continues a message.",
+                param="continue_final_message",
+            )
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise InvalidRequest(
+                    f"There are two tools with the name '{name}'.",
+                    param=f"tools[{index}].function.name",
+                    code="invalid_value",
+                )
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice) and getattr(choice, choice.type) is None:
+            raise InvalidRequest(
+                f"A 'tool_choice' of type '{choice.type}' needs '{choice.type}'.",
+                param=f"tool_choice.{choice.type}",
+            )
+        unknown = (self._chosen_names or frozenset()) - set(names)
+        if unknown or (self.must_call and not names):
+            missing = f"the tool '{min(unknown)}'" if unknown else "tools"
+            raise InvalidRequest(
+                f"'tool_choice' needs {missing}, which 'tools' does not have.",
+                param="tool_choice",
+                code="invalid_value",
+            )
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
+
+    top_logprobs: Any = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoed(self) -> list[str | list[int]] | None:
+        return self.prompts if self.echo else None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt as text or as token ids. Raises `InvalidRequest` when kinds are mixed."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(item) for item in self.prompt}
+        if len(kinds) > 1:
+            raise InvalidRequest(
+                "'prompt' must be a string, a list of strings, token ids, or a list of lists of"
+                " token ids.",
+                param="prompt",
+                code="invalid_value",
+            )
+        if kinds == {int}:
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        return [item for item in self.prompt if not isinstance(item, int)]
+
+
+_Body = TypeVar("_Body", bound=RequestBody)
+
+
+def parse(body: bytes, kind: type[_Body]) -> _Body:
+    """The request in ``body``. Raises `InvalidRequest` that names the field."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
+    refuse_unsupported(request)
+    request.check()
+    return request
+
+
+def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
+    """The fields that requests of every API have, by name."""
+    return {name: getattr(request, name) for name in SamplingRequest.__struct_fields__}
+
+
+def translated(request: ChatRequest) -> ChatRequest:
+    """``request``, which was made of a body of another API. Raises `InvalidRequest`."""
+    refuse_unsupported(request)
+    request.check()
+    return request
+
+
+def refuse_unsupported(request: RequestBody) -> None:
+    """Raises `NotSupported` for a field that would change the meaning of the answer."""
+    for name in unsupported_fields(type(request)):
+        value = getattr(request, name)
+        if value is None or any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in request.neutral.get(name, ())
+        ):
+            continue
+        raise NotSupported(f"'{name}' is not supported yet.", param=name)
+
+
+@cache
+def unsupported_fields(kind: type[RequestBody]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
+
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def _named(reason: str) -> InvalidRequest:
+    """``reason`` is msgspec's: "Expected `int`, got `str` - at `$.n`"."""
+    path = _PATH.search(reason)
+    param = path.group(1) if path else ""
+    missing = _MISSING.search(reason)
+    if missing:
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+    reason = _PATH.sub("", reason).replace("`", "'")
+    at = f"'{param}': " if param else ""
+    return InvalidRequest(f"Invalid {at}{reason}.", param=param or None, code="invalid_value")

@@ -1,0 +1,1 @@
+"""Between text and tokens: templates, tokenizing, detokenizing, parsing of replies."""

@@ -1,0 +1,164 @@
+"""Which tokens belong to a text, and how likely they were."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.schemas.objects import (
+    Alternative,
+    ChatLogprobs,
+    ChatToken,
+    PromptLogprobs,
+    PromptToken,
+    TextLogprobs,
+)
+from router.tokens.vocabulary import Vocabulary
+from shared.wire import TokenLogprobs
+
+LEAST = -9999.0
+"""Stands for a probability of zero, as in OpenAI's answers: JSON has no infinity."""
+
+
+class ScoredToken(NamedTuple):
+    """``offset`` is where its text begins, in characters of the whole text. A prompt's first
+    token has no ``scores``."""
+
+    id: int
+    offset: int
+    scores: TokenLogprobs | None
+
+
+class Alignment:
+    """Gives out tokens along with the text that they became.
+
+    Text may lag behind its tokens, by half a character or what could be a stop string. A
+    token goes out with the first piece that shows something of it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waiting: deque[ScoredToken] = deque()
+        self._length = 0
+        self._begun = False
+
+    def begin(self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], text: str) -> None:
+        """The prompt comes first; ``text`` is what it is in the answer."""
+        whole = "".join(self._decoder.decode(self._vocabulary.raw(token)) for token in prompt)
+        # A tokenizer may put a begin token or a space in front that are not of the text.
+        ahead = len(whole) - len(text) if whole.endswith(text) else 0
+        self._decoder.reset()
+        position = 0
+        for token, own in zip(prompt, [None, *scores], strict=True):
+            offset = min(max(0, position - ahead), len(text))
+            self._waiting.append(ScoredToken(token, offset, own))
+            position += len(self._decoder.decode(self._vocabulary.raw(token)))
+        self._length, self._begun = len(text), True
+
+    def add(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs]) -> None:
+        for token, own in zip(tokens, scores, strict=True):
+            self._waiting.append(ScoredToken(token, self._length, own))
+            text = self._decoder.decode(self._vocabulary.raw(token))
+            if text and not self._begun:
+                self._begun = True
+                text = text[1:] if self._vocabulary.trims_space and text[0] == " " else text
+            self._length += len(text)
+
+    def shown(self, length: int) -> list[ScoredToken]:
+        """The tokens that begin within the first ``length`` characters, once each."""
+        out = []
+        while self._waiting and self._waiting[0].offset < length:
+            out.append(self._waiting.popleft())
+        return out
+
+    def rest(self) -> list[ScoredToken]:
+        """All that are left: those at the end that are no text."""
+        out = list(self._waiting)
+        self._waiting.clear()
+        return out
+
+
+class Details(NamedTuple):
+    """What it takes to show log-probabilities: how many alternatives for each token."""
+
+    vocabulary: Vocabulary
+    alternatives: int
+
+
+def chat_logprobs(tokens: Sequence[ScoredToken], details: Details) -> ChatLogprobs:
+    vocabulary, count = details
+
+    def named(token: int, logprob: float) -> Alternative:
+        return Alternative(
+            token=vocabulary.text(token),
+            logprob=max(logprob, LEAST),
+            bytes=list(vocabulary.raw(token)),
+        )
+
+    content = []
+    for token in tokens:
+        if token.scores is not None:
+            own = named(token.id, token.scores.chosen)
+            others = list(zip(token.scores.top_ids, token.scores.top, strict=True))[:count]
+            content.append(
+                ChatToken(
+                    token=own.token,
+                    logprob=own.logprob,
+                    bytes=own.bytes,
+                    top_logprobs=[named(*other) for other in others],
+                )
+            )
+    return ChatLogprobs(content)
+
+
+def text_logprobs(tokens: Sequence[ScoredToken], details: Details) -> TextLogprobs:
+    """The alternatives have the token itself too, even where it is not among the likeliest."""
+    vocabulary, count = details
+
+    def alternatives(token: ScoredToken) -> dict[str, float] | None:
+        if token.scores is None:
+            return None
+        return {
+            vocabulary.name(other): max(logprob, LEAST)
+            for other, logprob in _alternatives(token.id, token.scores, count)
+        }
+
+    return TextLogprobs(
+        tokens=[vocabulary.name(token.id) for token in tokens],
+        token_logprobs=[
+            None if token.scores is None else max(token.scores.chosen, LEAST) for token in tokens
+        ],
+        top_logprobs=[alternatives(token) for token in tokens],
+        text_offset=[token.offset for token in tokens],
+    )
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], scores: Sequence[TokenLogprobs], details: Details
+) -> PromptLogprobs:
+    """In vLLM's form."""
+    vocabulary, count = details
+    out: PromptLogprobs = [None]
+    for token, own in zip(prompt[1:], scores, strict=True):
+        ranks = {other: rank for rank, other in enumerate(own.top_ids, 1)}
+        out.append(
+            {
+                str(other): PromptToken(
+                    logprob=max(logprob, LEAST),
+                    rank=ranks.get(other),
+                    decoded_token=vocabulary.text(other),
+                )
+                for other, logprob in _alternatives(token, own, count)
+            }
+        )
+    return out
+
+
+def _alternatives(token: int, scores: TokenLogprobs, count: int) -> list[tuple[int, float]]:
+    """The ``count`` most likely tokens, and ``token`` where it is not one of them."""
+    found = dict(zip(scores.top_ids[:count], scores.top[:count], strict=True))
+    found.setdefault(token, scores.chosen)
+    return list(found.items())

@@ -1,0 +1,1 @@
+"""Replies taken apart: reasoning, tool calls, and the grammars that enforce them."""

@@ -1,0 +1,284 @@
+"""Grammars that hold replies to calls of given tools, in the way that a model writes them.
+
+The result is Lark in llguidance's dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from router.schemas.conversation import Function
+from router.tokens.parsing.formats import Block
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As templates write it when the call comes back: then it has the same tokens."""
+
+_MAX_CALLS = 16
+_OTHER_PROPERTIES = (
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "minProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+)
+_COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
+
+
+class CallTemplate(NamedTuple):
+    """How calls are written: ``before`` them all, then each with ``begin``, its arguments and
+    ``end``, ``between`` them, and ``after`` them all. Arguments are a JSON object, or each is
+    written with ``argument`` and ``argument_end`` around it. ``{name}``, ``{key}`` stand for names,
+    ``{number}`` for any number."""
+
+    begin: str
+    end: str
+    between: str = ""
+    before: str = ""
+    after: str = ""
+    argument: str = ""
+    argument_end: str = ""
+
+
+_PLAIN = CallTemplate('{"name": "{name}", "arguments": ', "}")
+_GLM = CallTemplate(
+    "<tool_call>{name}\n",
+    "</tool_call>",
+    "\n",
+    argument="<arg_key>{key}</arg_key>\n<arg_value>",
+    argument_end="</arg_value>\n",
+)
+_MISTRAL_LIST = _PLAIN._replace(before="[TOOL_CALLS][", between=", ", after="]")
+
+TEMPLATES: Mapping[str, CallTemplate] = {
+    "json": _PLAIN._replace(between="\n"),
+    "json_tools": CallTemplate(
+        '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"
+    ),
+    "harmony": CallTemplate(
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""
+    ),
+    "mistral": CallTemplate("[TOOL_CALLS]{name}[ARGS]", ""),
+    "kimi_k2": CallTemplate(
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        before="<|tool_calls_section_begin|>",
+        after="<|tool_calls_section_end|>",
+    ),
+    "kimi_k3": CallTemplate(
+        '<|open|>call tool="{name}" index="{number}"<|sep|><|open|>json type="object"<|sep|>',
+        "<|close|>json<|sep|><|close|>call<|sep|>",
+        before="<|open|>tools<|sep|>",
+        after="<|close|>tools<|sep|>",
+    ),
+    "qwen3_coder": CallTemplate(
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        "\n",
+        argument="<parameter={key}>\n",
+        argument_end="\n</parameter>\n",
+    ),
+    "glm47": _GLM,
+    "laguna": _GLM,
+    "longcat": CallTemplate(
+        "<longcat_tool_call>{name}\n",
+        "</longcat_tool_call>",
+        "\n",
+        argument="<longcat_arg_key>{key}</longcat_arg_key>\n<longcat_arg_value>",
+        argument_end="</longcat_arg_value>\n",
+    ),
+    "minimax_m2": CallTemplate(
+        '<invoke name="{name}">\n',
+        "</invoke>\n",
+        before="<minimax:tool_call>\n",
+        after="</minimax:tool_call>",
+        argument='<parameter name="{key}">',
+        argument_end="</parameter>\n",
+    ),
+    "minicpm5": CallTemplate(
+        '<function name="{name}">',
+        "</function>",
+        argument='<param name="{key}">',
+        argument_end="</param>",
+    ),
+}
+"""By the name of the tool parser that reads them."""
+
+
+class Tokens(NamedTuple):
+    """What a grammar has to know of a tokenizer: the ``control`` tokens, which only match as
+    themselves and never as text, by their text."""
+
+    control: Mapping[str, int]
+
+    def lark(self, text: str) -> str:
+        """Something that matches exactly ``text``; nothing for no text."""
+        if not text:
+            return ""
+        if not self.control:
+            return json.dumps(text, ensure_ascii=False)
+        longest_first = sorted(self.control, key=len, reverse=True)
+        found = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
+        return " ".join(
+            f"<[{self.control[each]}]>"
+            if each in self.control
+            else json.dumps(each, ensure_ascii=False)
+            for each in found
+            if each
+        )
+
+    def free(self, *without: str) -> str:
+        """A terminal for any text in which none of ``without`` is; it has no control tokens."""
+        spelled = [each for each in without if each not in self.control]
+        anything = "/(?s:.*)/"
+        return " & ".join([anything, *(f"~/(?s:.*{_regex(each)}.*)/" for each in spelled if each)])
+
+
+def template_of(parser: str, functions: Sequence[Function], tokens: Tokens) -> CallTemplate | None:
+    """How calls of ``functions`` are written for ``parser``; None where that is not known."""
+    if parser == "mistral" and "[ARGS]" not in tokens.control:
+        return _MISTRAL_LIST
+    template = TEMPLATES.get(parser)
+    if template is not None and template.argument:
+        apart = all(not any(key in (f.parameters or {}) for key in _COMBINED) for f in functions)
+        return template if apart else None
+    return template
+
+
+def calls_grammar(
+    template: CallTemplate,
+    functions: Sequence[Function],
+    tokens: Tokens,
+    *,
+    several: bool,
+    think: Block | None = None,
+    unlike: str | None = None,
+    instead: str | None = None,
+) -> str:
+    """Lark for replies that call ``functions``, once or more where ``several``. ``think`` may come
+    first. ``unlike`` allows text too, around calls or alone, that does not have it; ``instead``
+    is what else a reply may be."""
+    rules = _alternatives("call", template, functions, tokens)
+    between = tokens.lark(template.between) if template.between else ""
+    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if several else ""
+    before, after = (tokens.lark(part) for part in (template.before, template.after))
+    start = f"{before} call{more} {after}".strip()
+    if instead is not None:
+        rules.append(f"instead: {instead}")
+        start = f"({start} | instead)"
+    if unlike is not None:
+        rules.append(f"TEXT: {tokens.free(unlike)}")
+        if unlike in tokens.control:
+            start = f"TEXT ({start} TEXT)?"
+        else:
+            # Text goes up to where a call begins, and with it: it is not known before.
+            rules.append(f"lead[suffix={json.dumps(unlike)}]: /(?s:.*)/")
+            begun = template._replace(begin=template.begin.removeprefix(unlike))
+            opened = begun if not template.before else template
+            rules += _alternatives("first", opened, functions, tokens)
+            before = tokens.lark(template.before.removeprefix(unlike))
+            start = f"(TEXT | lead {before} first{more} {after} TEXT?)"
+    if think is not None:
+        rules.append(f"THOUGHT: {tokens.free(think.end)}")
+        rules.append(f"thought: {tokens.lark(think.start)} THOUGHT {tokens.lark(think.end)}")
+        rules.append("SPACE: /[ \\n]{0,4}/")
+        start = f"(thought SPACE)? {start}"
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _alternatives(
+    rule: str, template: CallTemplate, functions: Sequence[Function], tokens: Tokens
+) -> list[str]:
+    """``rule`` is a call of any of ``functions``."""
+    rules = []
+    for number, function in enumerate(functions):
+        rules += _call_rules(f"{rule}{number}", template, function, tokens)
+    return [*rules, f"{rule}: " + " | ".join(f"{rule}{n}" for n in range(len(functions)))]
+
+
+def _call_rules(rule: str, template: CallTemplate, function: Function, tokens: Tokens) -> list[str]:
+    begin = template.begin.replace("{name}", function.name)
+    parts = [tokens.lark(part) for part in begin.split("{number}")]
+    rules = []
+    if "{number}" in begin:
+        rules.append(f"{rule}_number: /[0-9]{{1,3}}/")
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    if not template.argument:
+        rules.append(f"{rule}_arguments: {_json(parameters, function)}")
+        arguments = [f"{rule}_arguments"]
+    else:
+        arguments, more = _arguments(rule, template, function, parameters, tokens)
+        rules += more
+    end = [tokens.lark(template.end)] if template.end else []
+    return [f"{rule}: {' '.join([f' {rule}_number '.join(parts), *arguments, *end])}", *rules]
+
+
+def _arguments(
+    rule: str,
+    template: CallTemplate,
+    function: Function,
+    parameters: Mapping[str, Any],
+    tokens: Tokens,
+) -> tuple[list[str], list[str]]:
+    """Each property of ``parameters`` in order; those that are not required may be left out."""
+    used, rules = [], []
+    required = parameters.get("required", ())
+    end = tokens.lark(template.argument_end)
+    for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
+        name = f"{rule}_argument{number}"
+        used.append(name if key in required else f"{name}?")
+        own = schema if isinstance(schema, dict) else {}
+        choices = own.get("enum")
+        if choices and all(isinstance(each, str) for each in choices):
+            quoted = (json.dumps(each, ensure_ascii=False) for each in choices)
+            value = f"({' | '.join(quoted)}) {end}"
+        elif own.get("type") == "string":
+            value = f"{name}_value"
+            rules.append(_text_up_to(value, template.argument_end, tokens))
+        else:
+            value = f"{name}_value {end}"
+            shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
+            rules.append(f"{name}_value: {_json({**shared, **own}, function)}")
+        opening = tokens.lark(template.argument.replace("{key}", key))
+        rules.append(f"{name}: {opening} {value}")
+    return used, rules
+
+
+def _text_up_to(rule: str, end: str, tokens: Tokens) -> str:
+    if any(control in end for control in tokens.control):
+        # No text can have its first token, so that white space before it may be of the text.
+        return f"{rule}: /(?s:.*)/ {tokens.lark(end.lstrip())}"
+    return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"
+
+
+def _json(schema: Mapping[str, Any], function: Function) -> str:
+    """What of a schema is not understood is an error where it is strict, and otherwise left."""
+    style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
+    kind = {"type": "object"} if "properties" in schema else {}
+    return json_rule(_closed({**kind, **schema}), style)
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``schema`` without properties that it does not name, where it says nothing of them. A tool
+    expects none, and a small model would go on inventing them."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
+        return schema
+    own = {k: _closed(v) if isinstance(v, dict) else v for k, v in properties.items()}
+    names_all = all(key in properties for key in schema.get("required") or ())
+    if not names_all or any(key in schema for key in _OTHER_PROPERTIES):
+        return {**schema, "properties": own}
+    return {**schema, "properties": own, "additionalProperties": False}
+
+
+def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
+
+
+def _regex(text: str) -> str:
+    return re.sub(r"[\\.^$|?*+()\[\]{}/]", r"\\\g<0>", text).replace("\n", "\\n")

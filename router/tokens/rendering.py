@@ -1,0 +1,219 @@
+"""Prompts to token ids and back: a model's chat template, tokenizer and detokenizer.
+
+All of it comes from files that an engine gave. No code of a model runs here:
+templates run in the sandbox of transformers, and remote code is never trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from router.schemas.conversation import ChatMessage, PromptEnding, Tool
+from router.tokens.history import Comparison, History
+from router.tokens.parsing.formats import ReplyFormat, detect
+from router.tokens.replies import Replies
+from router.tokens.templates import CUT, ChatTemplate
+from router.tokens.text import Detokenizer
+from router.tokens.vocabulary import Vocabulary
+
+_Result = TypeVar("_Result")
+
+
+class SamplingDefaults:
+    """What a model's ``generation_config.json`` says where a request says nothing.
+
+    Without one the temperature is 0, as in mlx-lm's own server.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        greedy = config.get("do_sample") is False
+        sampled = config.get("do_sample") is True
+        self.temperature = 0.0 if greedy else _number(config, "temperature", 1.0 if sampled else 0)
+        self.top_p = _number(config, "top_p", 1.0)
+        self.top_k = int(_number(config, "top_k", 0))
+        self.min_p = _number(config, "min_p", 0.0)
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6
+    return float(cast(float, value)) if usable else float(default)
+
+
+class Renderer:
+    """One model's tokenizer. The tokenizer itself works on one thread of its own, off
+    the event loop; it does not stand being used by two at once."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        detokenizing: Any,
+        pool: ThreadPoolExecutor,
+        defaults: SamplingDefaults,
+        template_args: Mapping[str, Any],
+        format: ReplyFormat,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizing = detokenizing
+        self._format = format
+        self._pool = pool
+        self._template = ChatTemplate(tokenizer, template_args, thinks=not format.is_plain)
+        self.sampling_defaults = defaults
+        self.vocabulary = Vocabulary(detokenizing)
+        added = tokenizer.added_tokens_decoder
+        texts = {token: str(each) for token, each in added.items() if str(each)}
+        self._history = History(texts, self.vocabulary.raw, self._pieces)
+        self.replies = Replies(
+            format, tokenizer, self.vocabulary, short_ids=self._template.short_ids
+        )
+        self.eos_token_ids = frozenset(int(token) for token in tokenizer.eos_token_ids)
+        newline = tokenizer.encode("\n", add_special_tokens=False)
+        self.xtc_special_ids = sorted({*self.eos_token_ids, *newline})
+        """What XTC leaves alone: where an answer or a line ends should stay the model's choice."""
+
+    @classmethod
+    async def load(
+        cls,
+        directory: Path,
+        *,
+        tokenizer_options: Mapping[str, Any],
+        chat_template: str | None,
+        template_args: Mapping[str, Any],
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> Renderer:
+        """From the tokenizer files in ``directory``. Raises whatever the loader raises."""
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+        def load() -> Renderer:
+            tokenizer, detokenizing = _load(directory, tokenizer_options)
+            if chat_template is not None:
+                tokenizer._chat_template = None
+                tokenizer.chat_template = chat_template
+                tokenizer.has_chat_template = True
+            defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
+            format = detect(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
+            return cls(tokenizer, detokenizing, pool, defaults, template_args, format)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, load)
+        except BaseException:
+            pool.shutdown(wait=False)
+            raise
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh streaming detokenizer; cheap, for use on the event loop."""
+        return cast(Detokenizer, self._detokenizing.detokenizer)
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What this tokenizer and its template make possible."""
+        found = {
+            "chat": self._tokenizer.has_chat_template,
+            "tools": self._tokenizer.has_chat_template and self._format.tools is not None,
+            "reasoning": self._format.has_reasoning,
+        }
+        return [name for name, there in found.items() if there]
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a plain prompt, with the special tokens the model begins with."""
+        return await self._run(lambda: self._encode(text, add_special_tokens))
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of ``tokens``, special ones included."""
+        return await self._run(
+            lambda: str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        )
+
+    async def names(self, tokens: list[int]) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(tokens)))
+
+    async def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        template_args: Mapping[str, Any],
+        scope: str | None = None,
+        *,
+        ending: PromptEnding = "generation_prompt",
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """The token ids of a conversation, with those of earlier replies in ``scope`` where they
+        are known (`router.tokens.history`). Raises `InvalidRequest`."""
+
+        def render() -> list[int]:
+            text = self._template.render(messages, tools, template_args, ending=ending)
+            if add_special_tokens:
+                return self._encode(text.replace(CUT, ""))
+            return self._pieces(text) if scope is None else self._history.tokens(scope, text)
+
+        return await self._run(render)
+
+    def replied(self, scope: str, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Remembers the tokens that came behind ``prompt``, should a conversation go on there."""
+        self._pool.submit(self._history.extend, scope, list(prompt), list(output))
+
+    async def compare(self, scope: str, prompt: Sequence[int]) -> Comparison:
+        """``prompt``, which `render_chat` made, beside the closest earlier one."""
+        return await self._run(lambda: self._history.comparison(scope, prompt))
+
+    async def _run(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def own_tokens(self, text: str, tokens: Sequence[int]) -> Sequence[int]:
+        """``tokens`` of ``text`` without the begin token that `encode` put in front."""
+        bos = self._tokenizer.bos_token
+        added = bos is not None and not text.startswith(bos)
+        return tokens[1:] if added and tokens[:1] == [self._tokenizer.bos_token_id] else tokens
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        bos = self._tokenizer.bos_token
+        add_special_tokens &= bos is None or not text.startswith(bos)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _pieces(self, text: str) -> list[int]:
+        """The token ids of a rendered prompt, which has its special tokens already."""
+        pieces = [piece for piece in text.split(CUT) if piece]
+        encode = self._tokenizer.encode
+        return [t for piece in pieces for t in encode(piece, add_special_tokens=False)]
+
+
+def warm_up() -> None:
+    """The slow import, ahead of the first model. Takes seconds; call it on a thread."""
+    # The files are all here: nothing is ever looked up on the hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import mlx_lm.tokenizer_utils  # noqa: F401
+
+
+def _load(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The tokenizer, and the one to detokenize with: another one where detokenizing
+    calls into the tokenizer, which then would be used by two threads at once."""
+    warm_up()
+    from mlx_lm import tokenizer_utils
+
+    extra = {**options, "trust_remote_code": False}
+    config = _read_json(directory / "config.json")
+    eos = config.get("eos_token_id")
+    tokenizer = tokenizer_utils.load(directory, extra, eos_token_ids=eos)
+    if not isinstance(tokenizer.detokenizer, tokenizer_utils.NaiveStreamingDetokenizer):
+        return tokenizer, tokenizer
+    return tokenizer, tokenizer_utils.load(directory, extra, eos_token_ids=eos)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

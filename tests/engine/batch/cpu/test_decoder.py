@@ -1,0 +1,212 @@
+"""Decoders in NumPy against the same models in MLX, by logits."""
+
+import importlib
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.batch import device
+from engine.batch.cpu import decoder
+from engine.backend.blas import cblas_sgemm_batch
+from engine.batch.cpu.decoder import DecoderBatch
+from engine.batch.cpu.host import HostBatch
+from engine.batch.cpu.products import Products
+from engine.batch.cpu.rotary import Rotary, Unsupported
+from engine.cache.layout import probe
+from engine.cache.slabs import Slab, Slabs
+from engine.batch import ragged
+from engine.proving.choose import choose
+from engine.proving.proof import NotBatchable, prove, samples
+from engine.batch.ragged import Row
+from engine.plan import Slot
+from engine.zoo.build import _shaken, build
+from engine.zoo.configs import config
+
+pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "tied, pairs of neighbours": ("llama", {"tie_word_embeddings": True, "rope_traditional": True}),
+    "biases": ("llama", {"attention_bias": True}),
+    "llama 3's positions": ("llama", {"rope_scaling": LLAMA3_ROPE}),
+    "windows": (
+        "llama",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+        },
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@pytest.fixture(autouse=True, params=["by NumPy", "together"])
+def _ours_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by each of the libraries, whichever is faster here."""
+    ragged.install()
+    gemm = None if request.param == "by NumPy" else cblas_sgemm_batch()
+    if gemm is None and request.param == "together":
+        pytest.skip("the BLAS that was loaded does not multiply many at once")
+    monkeypatch.setattr(Products, "gemm_batch", lambda self, rows: gemm)
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict(config(name) | changes))
+    model.update(tree_map(_shaken, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture(params=KINDS, name="model")
+def _model(request: pytest.FixtureRequest) -> Any:
+    name, changes = KINDS[request.param]
+    return tiny(name, **changes)
+
+
+def bound(model: Any) -> type[DecoderBatch]:
+    found = decoder.bind(model, probe(model))
+    assert found is not None
+    return found
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return mx.random.randint(3, 90, (length,), key=mx.random.key(seed)).tolist()
+
+
+def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(model: Any) -> None:
+    layout, slabs, kind = probe(model), Slabs(), bound(model)
+    slabs[0], slabs[1] = Slab(layout, 4, 160), Slab(layout, 1, 160)
+    slots = (Slot(0, 0), Slot(0, 3), Slot(1, 0))
+    prompts = [prompt(i, length) for i, length in enumerate((97, 1, 38))]
+    caches = [make_prompt_cache(model) for _ in prompts]
+    alone = [model(mx.array([p]), cache=c)[0] for p, c in zip(prompts, caches, strict=True)]
+
+    rows = [Row(slot, 0, len(p)) for slot, p in zip(slots, prompts, strict=True)]
+    padded = mx.array([p + [0] * (97 - len(p)) for p in prompts])
+    together = kind(layout, slabs, rows).logits(model, padded)
+    for logits, expected in zip(together, alone, strict=True):
+        assert mx.allclose(logits[: len(expected)], expected, rtol=1e-3, atol=1e-3)
+
+    for step in range(3):
+        rows = [Row(r.slot, r.start + r.width, r.start + r.width + 1) for r in rows]
+        tokens = [[5 + step], [6], [7]]
+        together = kind(layout, slabs, rows).logits(model, mx.array(tokens))
+        for logits, token, cache in zip(together, tokens, caches, strict=True):
+            assert mx.allclose(logits, model(mx.array([token]), cache=cache)[0], 1e-3, 1e-3)
+
+
+def test_the_proof_accepts_it(model: Any) -> None:
+    layout = probe(model)
+    prove(model, layout, bound(model), samples(model, layout, 90))
+
+
+def test_the_proof_notices_a_wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    layout, kind, turn = probe(model), bound(model), Rotary.__call__
+    monkeypatch.setattr(Rotary, "__call__", lambda self, x, at: turn(self, x, at // 2))
+    with pytest.raises(NotBatchable):
+        prove(model, layout, kind, samples(model, layout, 90))
+
+
+def test_the_proof_notices_a_stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    layout, kind, store = probe(model), bound(model), DecoderBatch.store
+
+    def late(self: DecoderBatch, layer: int, keys: Any, values: Any) -> None:
+        store(self, layer, np.roll(keys, 1, axis=0) if self.decoding else keys, values)
+
+    monkeypatch.setattr(DecoderBatch, "store", late)
+    with pytest.raises(NotBatchable):
+        prove(model, layout, kind, samples(model, layout, 90))
+
+
+def test_a_pass_that_nobody_reads_stores_the_same(model: Any) -> None:
+    layout, kind, row = probe(model), bound(model), [Row(Slot(0, 0), 0, 70)]
+    kept = []
+    for silent in (False, True):
+        slabs = Slabs()
+        slabs[0] = Slab(layout, 1, 80)
+        kind(layout, slabs, row).logits(model, mx.array([prompt(1, 70)]), silent=silent)
+        kept.append([np.array(array) for array in slabs[0].arrays])
+    assert all(np.array_equal(a, b) and a.any() for a, b in zip(*kept, strict=True))
+
+
+def test_the_weights_are_there_once(model: Any) -> None:
+    logits = model(mx.array([[5, 6]]))
+    mx.eval(logits)
+    before = mx.get_active_memory()
+    kind = bound(model)
+    assert mx.get_active_memory() - before < 4096
+    assert mx.allclose(model(mx.array([[5, 6]])), logits)  # the model computes with them, too
+    assert kind.decoder
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", "mamba", "qwen3_moe"])
+def test_models_of_another_kind_are_left_to_mlx(name: str) -> None:
+    model = build(name)
+    assert decoder.bind(model, probe(model)) is None
+
+
+def test_layers_of_another_kind_are_left_to_mlx() -> None:
+    quantized, adapted, half = tiny("llama"), tiny("llama"), tiny("llama")
+    nn.quantize(quantized, group_size=32)
+    adapted.model.layers[1].mlp.up_proj = nn.Sequential(adapted.model.layers[1].mlp.up_proj)
+    half.set_dtype(mx.float16)
+    for model in (quantized, adapted, half):
+        assert decoder.bind(model, probe(model)) is None
+
+
+def test_positions_of_another_kind_are_left_to_mlx() -> None:
+    with pytest.raises(Unsupported):
+        Rotary(nn.RoPE(8), 16)  # half of each head
+    rotary = Rotary(nn.RoPE(16), 16)
+    with pytest.raises(Unsupported):
+        rotary.check(nn.RoPE(16, base=500_000))
+
+
+def test_far_positions_are_turned_like_near_ones() -> None:
+    for traditional in (False, True):
+        rope = nn.RoPE(16, traditional=traditional)
+        x = mx.random.normal((1, 3, 1, 16))
+        ours = Rotary(rope, 16)(np.asarray(x)[:, :, 0], np.array([9_999]))
+        assert np.allclose(ours, np.asarray(rope(x, offset=9_999))[:, :, 0], atol=1e-4)
+
+
+def test_it_is_chosen_on_the_cpu_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3")
+    classes = device.batch_classes(model, probe(model))
+    assert issubclass(classes[0], DecoderBatch) and classes[1:] == [HostBatch]
+    choice = choose(model, 90, 16)
+    assert issubclass(choice.executor._batch_class, DecoderBatch) and not choice.reason
+    monkeypatch.setenv(device.HOST_VARIABLE, "0")
+    (stock,) = device.batch_classes(model, probe(model))
+    assert not issubclass(stock, HostBatch)
+
+
+def test_every_number_of_rows_multiplies_alike() -> None:
+    linear = nn.Linear(48, 80)
+    products = decoder.Products()
+    ours = decoder._Linear.of(products, linear)
+    products.measure([ours.weight])
+    for rows in (*range(1, 20), 63, 64, 65, 200):
+        x = mx.random.normal((rows, 48), key=mx.random.key(rows))
+        for order in ("C", "F"):
+            product = ours(np.array(x, order=order))
+            assert np.allclose(product, np.asarray(linear(x)), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,207 @@
+"""What keys and values are rounded to: in MLX and in NumPy, and back to codes."""
+
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.cache.rounding import Kept, codes_in_place, keep, round_in_place
+from engine.cache.quantization import (
+    FUSED_GROUPS,
+    UNQUANTIZED,
+    Precision,
+    Quantization,
+    Quantized,
+    codes_of,
+    dequantize,
+    fused,
+    pack,
+    quantize,
+    unpack,
+)
+
+WAYS = [Quantization(bits, size) for bits in (8, 4) for size in (16, 32, 64, 128)]
+SPREADS = (1e-30, 1e-8, 1e-6, 1e-3, 1.0, 100.0, 1e4, 6e4, 1e5, 1e7, 1e30)
+OFFSETS = (0.0, 1.0, -1.0, 300.0, -300.0)
+
+
+def made_up() -> NDArray[np.float32]:
+    """(many, 128): all sizes, one-sided and constant groups, single large elements."""
+    random = np.random.default_rng(0)
+    rows = []
+    for spread in SPREADS:
+        for offset in OFFSETS:
+            part = (random.standard_normal((6, 128)) + offset) * spread
+            part[0] = offset * spread
+            part[1, 5] = 1000 * spread
+            part[2] = np.abs(part[2])
+            rows.append(part)
+    return np.concatenate(rows).astype(np.float32)
+
+
+def quantized(x: NDArray[np.float32], how: Quantization) -> Quantized:
+    return quantize(mx.array(x), how)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_numpy_rounds_to_the_very_numbers_of_mlx(how: Quantization) -> None:
+    x = made_up()
+    expected = quantized(x, how)
+    scales = round_in_place(x, how)
+    assert np.array_equal(scales, np.array(expected.scales))
+    assert np.array_equal(x, np.array(dequantize(expected, how)))
+    assert np.isfinite(x).all()
+
+
+def in_other_orders(x: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    """The same numbers, as products and transpositions leave them in memory."""
+    yield x
+    for order in itertools.permutations(range(x.ndim)):
+        laid_out = np.ascontiguousarray(x.transpose(order))
+        yield laid_out.transpose(np.argsort(order))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_a_row_is_rounded_to_depends_on_nothing_beside_it(how: Quantization) -> None:
+    """Bit for bit: not on the batch, its width or the place in it, nor on how arrays lie in
+    memory, nor on whether there is one array for all rows (decodes) or one for each (chunks)."""
+    random = np.random.default_rng(2)
+    keys, values = random.standard_normal((2, 5, 3, 90, 128)).astype(np.float32)
+    keys[1], values[2, :, ::3] = 0, np.abs(values[2, :, ::3])
+    alone: dict[tuple[int, int], list[bytes]] = {}
+    for row, position in itertools.product(range(5), (0, 1, 44, 89)):
+        place = (slice(row, row + 1), slice(None), slice(position, position + 1))
+        alone[row, position] = [
+            part.tobytes()
+            for kept in keep(keys[place], values[place], how, how)
+            for part in (np.asarray(kept.values)[0], np.asarray(kept.scales)[0])
+        ]
+
+    def check(kept: Sequence[Kept]) -> None:
+        for (row, position), expected in alone.items():
+            here = slice(position, position + 1)
+            found = []
+            for values_of_rows, scales in kept:
+                assert scales is not None
+                found += [values_of_rows[row][:, here].tobytes(), scales[row][:, :, here].tobytes()]
+            assert found == expected
+
+    for some_keys, some_values in zip(in_other_orders(keys), in_other_orders(values), strict=True):
+        check(keep(some_keys, some_values, how, how))
+        check(keep(list(some_keys), list(some_values), how, how))
+    for x, number in ((keys, 0), (values, 2)):
+        codes, scales = quantized(x, how)
+        read = np.array(dequantize(Quantized(codes, scales), how))
+        for (row, position), expected in alone.items():
+            assert read[row, :, position : position + 1].tobytes() == expected[number]
+            place = (slice(row, row + 1), slice(None), slice(position, position + 1))
+            one = quantized(x[place], how)
+            assert mx.array_equal(one.codes, codes[place])
+            assert mx.array_equal(one.scales, scales[:, *place])
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="on the CPU MLX compiles with a compiler")
+@pytest.mark.parametrize("how", WAYS[:2])
+def test_what_decode_steps_on_a_gpu_run_is_the_same(how: Quantization) -> None:
+    """But for the contraction of a product and a sum, which a compiler may do."""
+    x = made_up()[:, None]
+    x = x[np.abs(x).max(axis=-1)[:, 0] < 60_000]
+    (codes, scales), expected = fused(how)(mx.array(x)), quantized(x, how)
+    read, stood_for = dequantize(Quantized(codes, scales), how), dequantize(expected, how)
+    most = mx.repeat(expected.scales[0].astype(mx.float32), how.group_size, axis=-1)
+    assert codes.dtype == mx.uint8 and scales.shape == expected.scales.shape
+    assert mx.all(mx.abs(read - stood_for) <= 1.01 * most)
+    assert mx.mean(codes != expected.codes) < 1e-2
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_codes_can_be_had_back_from_the_values_they_stand_for(how: Quantization) -> None:
+    codes, scales = quantized(made_up(), how)
+    values = dequantize(Quantized(codes, scales), how)
+    assert mx.array_equal(codes_of(values, scales, how), codes)
+    again = codes_in_place(np.array(values), np.array(scales), how)
+    assert np.array_equal(again, np.array(codes))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_any_code_with_any_scale_and_bias_that_can_come_can_be_had_back(how: Quantization) -> None:
+    """Not only the scales that some numbers give: up to the largest bias for a scale."""
+    random = np.random.default_rng(1)
+    codes = random.integers(0, how.levels + 1, (2000, how.group_size), np.uint8)
+    scale = np.exp2(random.uniform(-24, 15, (2000, 1))).astype(np.float16)
+    most = np.minimum(scale.astype(np.float32) * 2.0**20, 65_000)
+    bias = (random.uniform(-1, 1, (2000, 1)) * most).astype(np.float16)
+    scales = np.stack([scale, bias])
+    values = codes * scale.astype(np.float32) + bias.astype(np.float32)
+    assert np.array_equal(codes_in_place(values, scales, how), codes)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_scale_is_never_so_small_that_its_bias_hides_the_codes(how: Quantization) -> None:
+    scale, bias = np.array(quantized(made_up(), how).scales).astype(np.float32)
+    assert (scale > 0).all() and (np.abs(bias) < 2.0**20 * scale).all()
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_the_error_is_at_most_half_a_step(how: Quantization) -> None:
+    x = made_up()
+    x = x[np.abs(x).max(axis=-1) < 60_000]
+    codes, scales = quantized(x, how)
+    step = np.repeat(np.array(scales[0]).astype(np.float32), how.group_size, axis=-1)
+    error = np.abs(np.array(dequantize(Quantized(codes, scales), how)) - x)
+    assert (error <= 0.5 * step + 1e-6 * np.abs(x)).all()
+    groups = x.reshape(len(x), -1, how.group_size)
+    width = np.ptp(groups, axis=-1) + 2 * np.abs(groups).max(axis=-1) * 2.0**-10
+    assert (np.array(scales[0]) <= width / how.levels * 1.003 + 2.0**-22).all()
+
+
+def test_to_quantize_again_would_change_a_block_and_to_have_codes_back_does_not() -> None:
+    how = Quantization(8, 64)
+    codes, scales = quantized(made_up(), how)
+    values = dequantize(Quantized(codes, scales), how)
+    assert not mx.array_equal(quantize(values, how).scales, scales)
+    assert mx.array_equal(codes_of(values, scales, how), codes)
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if how.group_size in FUSED_GROUPS])
+def test_packed_codes_are_those_of_mlx(how: Quantization) -> None:
+    codes, scales = quantized(made_up(), how)
+    wide = scales.astype(mx.float32)
+    packed = pack(codes, how.bits)
+    assert packed.nbytes == len(codes) * how.code_bytes(128)
+    read = mx.dequantize(
+        packed.view(mx.uint32), wide[0], wide[1], group_size=how.group_size, bits=how.bits
+    )
+    assert mx.array_equal(read, dequantize(Quantized(codes, scales), how))
+    assert mx.array_equal(unpack(packed, how.bits), codes)
+
+
+def test_what_is_no_number_stays_none_and_spoils_only_its_group() -> None:
+    x = made_up()[:4]
+    x[0, 3], x[1, 70] = np.nan, np.nan
+    how = Quantization(8, 64)
+    round_in_place(x, how)
+    spoiled = np.isnan(x).reshape(4, 2, 64)
+    assert spoiled[0, 0].all() and spoiled[1, 1].all() and spoiled.sum() == 128
+
+
+@pytest.mark.parametrize(
+    ("dim", "size"),
+    [(64, 64), (128, 64), (192, 64), (96, 32), (80, 16), (576, 64), (16, 16)],
+)
+def test_a_dim_that_the_group_size_does_not_divide_takes_a_smaller_one(dim: int, size: int) -> None:
+    assert Precision(8, 64).of(dim) == Quantization(8, size)
+
+
+def test_what_no_group_divides_and_what_is_to_be_whole_is_not_quantized() -> None:
+    assert Precision(8, 64).of(24) is None
+    assert Precision(8, 64).of(0) is None
+    assert UNQUANTIZED.of(64) is None
+
+
+def test_bytes_of_a_head_of_64() -> None:
+    assert [Precision(bits, 64).of(64).token_bytes(64) for bits in (8, 4)] == [68, 36]

@@ -1,0 +1,382 @@
+"""Executors over quantized KV against mlx-lm's own caches that hold the same codes."""
+
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+from engine.batch import device
+from engine.batch.cpu import host
+from engine.cache import host_blocks
+from engine.cache import rounding
+from engine.batch.graph import GraphBatch
+from engine.batch.cpu.host import HostBatch
+from engine.cache.rounding import Kept
+from engine.cache import slabs
+from engine.cache.layout import Kv, LayerLayout, Layout, probe
+from engine.cache.quantization import (
+    Precision,
+    Quantization,
+    Quantized,
+    codes_of,
+    dequantize,
+    quantize,
+    unpack,
+)
+from engine.proving import choose as choosing
+from engine.proving import oracle
+from engine.proving import trial
+from engine.executor.batched import BatchedExecutor
+from engine.proving.choose import choose
+from engine.batch.dense import DenseBatch, RowBatch
+from engine.batch.ragged import RaggedBatch
+from engine.proving.replay import NotARounding, Replay
+from engine.executor.serial import SerialExecutor
+from engine.proving.trial import GREEDY, Trial
+from engine.plan import Chunk, Decode, Evict, Insert, Move, Plan, Restore, Save, Slab, Slot
+from engine.zoo.build import build
+from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
+from tests import tiny_models
+from tests.tiny_models import KINDS, VOCAB_SIZE
+
+PRECISIONS = [Precision(8), Precision(4)]
+BLOCK = 16
+
+
+class CodesBatch(GraphBatch):
+    """As on a GPU."""
+
+    multiplies_codes = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    device.prepare()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tiny_model):
+    return load(tiny_model(request.param))
+
+
+@cache
+def load(path: Path):
+    return mlx_lm.load(str(path))[0]
+
+
+def distance(executor: BatchedExecutor, model) -> float:
+    """Of the logits in chunks, joining and leaving, rewinding, moving, and from blocks."""
+    made = Trial(executor, Replay(model, executor))
+    made.run_all(
+        [
+            oracle.sample(model, length, STEPS, VOCAB_SIZE, seed, ways=0)
+            for seed, length in enumerate(LENGTHS)
+        ]
+    )
+    return made.worst
+
+
+def distance_of(model, layout: Layout, batch_class: type[RaggedBatch]) -> float:
+    return distance(BatchedExecutor(model, layout, BLOCK, batch_class), model)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -> None:
+    executor, _, whole = choose(model, VOCAB_SIZE, BLOCK, precision)
+    assert isinstance(executor, BatchedExecutor) and not whole
+    assert distance(executor, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("batch_class", "unpacked", "bits"),
+    [
+        (HostBatch, True, 8),
+        (GraphBatch, True, 8),
+        (GraphBatch, False, 8),
+        (GraphBatch, False, 4),
+        (DenseBatch, True, 4),
+        (DenseBatch, False, 8),
+        (RowBatch, False, 8),
+    ],
+)
+def test_every_way_of_keeping_and_of_batching_is_the_same(
+    tiny_model, kind, batch_class, unpacked, bits
+) -> None:
+    model = load(tiny_model(kind))
+    layout = probe(model).quantized(Precision(bits), unpacked=unpacked)
+    assert distance_of(model, layout, batch_class) < TOLERANCE
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "gpt_bigcode"])
+def test_latents_softcaps_and_row_by_row_are_stored_quantized(name, precision) -> None:
+    model = build(name)
+    executor, reason, _ = choose(model, VOCAB_SIZE, BLOCK, precision)
+    assert isinstance(executor, BatchedExecutor)
+    assert executor.kv_bits == precision.bits and reason
+    assert distance(executor, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gpt_oss", False)])
+def test_attention_to_codes_is_attention_to_what_they_stand_for(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, kind, fused, precision
+) -> None:
+    """Heads of 32, for which MLX has kernels; with sinks the values are made of the codes."""
+    config = tiny_models._CONFIGS[kind] | {"head_dim": 32}
+    monkeypatch.setitem(tiny_models._CONFIGS, kind, config)
+    model = load(tiny_models.make_tiny(kind, tmp_path))
+    layout = probe(model).quantized(precision, unpacked=False)
+    assert layout.arrays[0].quantization == Quantization(precision.bits, 32)
+    products = []
+    stock = mx.quantized_matmul
+    monkeypatch.setattr(
+        mx, "quantized_matmul", lambda *a, **k: products.append(1) or stock(*a, **k)
+    )
+    assert distance_of(model, layout, CodesBatch) < TOLERANCE
+    assert bool(products) == fused
+
+
+class TestTheComparisonCatches:
+    """What is wrong with what is stored, however little that changes what is said."""
+
+    @pytest.fixture
+    def llama(self, tiny_model):
+        return load(tiny_model("llama"))
+
+    def is_wrong(self, model, batch_class=HostBatch, unpacked=True) -> None:
+        layout = probe(model).quantized(Precision(8), unpacked=unpacked)
+        with pytest.raises(NotARounding, match="than mlx-lm computes"):
+            distance_of(model, layout, batch_class)
+
+    def test_keys_and_values_that_are_not_rounded(self, llama, monkeypatch) -> None:
+        def keep(keys, values, *hows):
+            rounded = rounding.keep(keys, values, *hows)
+            return [
+                Kept(new, kept.scales) for new, kept in zip((keys, values), rounded, strict=True)
+            ]
+
+        monkeypatch.setattr(host, "keep", keep)
+        self.is_wrong(llama)
+
+    def test_codes_that_are_two_too_high(self, llama, monkeypatch) -> None:
+        put = slabs.Slab.put_each
+
+        def raised(slab, number, rows, positions, kept):
+            if number == 3:
+                dim = kept.array.shape[-1]
+                step = mx.repeat(kept.scales[0].astype(mx.float32), 16, axis=-1)
+                first = mx.arange(dim) == 0
+                kept = kept._replace(array=kept.array + mx.where(first, 2 * step, 0))
+            put(slab, number, rows, positions, kept)
+
+        monkeypatch.setattr(slabs.Slab, "put_each", raised)
+        self.is_wrong(llama, GraphBatch)
+
+    def test_scales_of_another_row(self, llama, monkeypatch) -> None:
+        values = slabs.Slab.values
+
+        def rolled(slab, *args):
+            kept = slab.scales
+            slab.scales = {n: mx.roll(s, 1, axis=1) for n, s in kept.items()}
+            try:
+                return values(slab, *args)
+            finally:
+                slab.scales = kept
+
+        monkeypatch.setattr(slabs.Slab, "values", rolled)
+        self.is_wrong(llama, GraphBatch, unpacked=False)
+
+    def test_blocks_that_lose_their_scales(self, llama, monkeypatch) -> None:
+        give = host_blocks.give
+
+        def unscaled(slab, group, row, start, parts):
+            give(slab, group, row, start, [parts[0], [mx.ones_like(s) for s in parts[1]]])
+
+        monkeypatch.setattr(host_blocks, "give", unscaled)
+        self.is_wrong(llama)
+
+    def test_blocks_that_are_quantized_once_more(self, llama, monkeypatch) -> None:
+        give = host_blocks.give
+
+        def again(slab, group, row, start, parts):
+            how = group.kind.quantization
+            pairs = zip(*parts, strict=True)
+            twice = [quantize(dequantize(Quantized(*pair), how), how) for pair in pairs]
+            give(slab, group, row, start, [list(part) for part in zip(*twice, strict=True)])
+
+        monkeypatch.setattr(host_blocks, "give", again)
+        self.is_wrong(llama)
+
+
+# -- what blocks hold ----------------------------------------------------------------
+
+
+class Store:
+    """An executor that only stores."""
+
+    def __init__(self, model, batch_class=HostBatch, unpacked=True, precision=PRECISIONS[0]):
+        layout = probe(model).quantized(precision, unpacked=unpacked)
+        self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
+        self.step, self.block = 0, 0
+        self.run(slabs=(Slab(0, 3, 128), Slab(1, 1, 128)))
+
+    def run(self, **parts):
+        self.step += 1
+        return self.executor.dispatch(Plan(step=self.step, **parts)).read()
+
+    def compute(self, row: int, tokens: tuple[int, ...], *pieces: int) -> None:
+        start = 0
+        for end in (*pieces, len(tokens)):
+            self.run(chunks=(Chunk(Slot(0, row), start, tokens[start:end]),))
+            start = end
+
+    def saved(self, slot: Slot, count: int) -> list[tuple[bytes, ...]]:
+        """The bytes of the first ``count`` blocks of what lies in ``slot``."""
+        blocks = tuple(range(self.block, self.block + count))
+        self.block += count
+        self.run(saves=(Save(slot, 0, blocks),))
+        exported = self.run(evictions=tuple(Evict(b, export=True) for b in blocks)).exported
+        return [tuple(bytes(part) for part in one.payload) for one in exported]
+
+    def restore(self, slot: Slot, payloads) -> None:
+        blocks = tuple(range(self.block, self.block + len(payloads)))
+        self.block += len(payloads)
+        inserts = tuple(Insert(b, p) for b, p in zip(blocks, payloads, strict=True))
+        self.run(inserts=inserts, restores=(Restore(slot, 0, blocks),))
+
+
+WAYS = [
+    (HostBatch, True, Precision(8)),
+    (HostBatch, True, Precision(4)),
+    (GraphBatch, True, Precision(8)),
+    (GraphBatch, False, Precision(8)),
+    (GraphBatch, False, Precision(4)),
+]
+TOKENS = tuple(range(20, 20 + 3 * BLOCK))
+
+
+@pytest.mark.parametrize(("batch_class", "unpacked", "precision"), WAYS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_block_has_one_content_whichever_way_it_came(
+    tiny_model, kind, batch_class, unpacked, precision
+) -> None:
+    """Saved, by way of bytes in another slot, moved to another slab, and saved again: the same
+    bytes, since nothing is quantized twice."""
+    store = Store(load(tiny_model(kind)), batch_class, unpacked, precision)
+    store.compute(0, TOKENS)
+    first = store.saved(Slot(0, 0), 3)
+    assert len(set(first)) == 3
+    store.restore(Slot(0, 2), first)
+    assert store.saved(Slot(0, 2), 3) == first
+    store.run(moves=(Move(Slot(0, 2), Slot(1, 0), len(TOKENS)),))
+    assert store.saved(Slot(1, 0), 3) == first
+
+
+@pytest.mark.parametrize("length", [7, 100])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(tiny_model, kind, length) -> None:
+    """Every way in which arrays may lie in memory, on the way to the slots."""
+    model = load(tiny_model(kind))
+    for batch_class in (*device.batch_classes(model, probe(model)), DenseBatch):
+        store = Store(model, batch_class)
+        store.compute(0, tuple(range(5, 5 + length)))
+        store.run(decodes=(Decode(Slot(0, 0), length, 7, 0, GREEDY),))
+        slab, layout = store.executor._slabs[0], store.executor.layout
+        for number, kind_of_array in enumerate(layout.arrays):
+            how = kind_of_array.quantization
+            values = slab.arrays[number][0, :, : length + 1]
+            scales = slab.scales[number][:, 0, :, : length + 1]
+            assert mx.all(mx.max(mx.abs(values), axis=-1) > 0)
+            stood_for = dequantize(Quantized(codes_of(values, scales, how), scales), how)
+            assert mx.array_equal(values, stood_for)
+
+
+@pytest.mark.parametrize("other", [way[:2] for way in WAYS[2:4]])
+def test_blocks_are_the_same_bytes_however_slots_keep_them(tiny_model, other) -> None:
+    model = load(tiny_model("llama"))
+    store, another = Store(model), Store(model, *other)
+    store.compute(0, TOKENS)
+    blocks = store.saved(Slot(0, 0), 3)
+    another.restore(Slot(0, 1), blocks)
+    assert another.saved(Slot(0, 1), 3) == blocks
+
+
+def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model) -> None:
+    """But for a code here and there, that other rounding in fp32 brought over a border."""
+    store = Store(load(tiny_model("qwen3")))
+    store.compute(0, TOKENS)
+    store.compute(1, TOKENS, 5, 16, 17, 40)
+    (one, two) = (store.saved(Slot(0, row), 3) for row in (0, 1))
+    how, group = Quantization(8, 16), store.executor.layout.groups[0]
+
+    def values(payload):
+        (codes, scales) = (
+            mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
+            for data, (shape, dtype) in zip(payload, group.parts(BLOCK), strict=True)
+        )
+        return codes, dequantize(Quantized(unpack(codes, 8), scales), how)
+
+    for a, b in zip(one, two, strict=True):
+        (codes, read), (others, read_too) = values(a), values(b)
+        assert mx.mean(codes != others) < 1e-3
+        assert mx.max(mx.abs(read - read_too)) <= 0.02 * mx.max(mx.abs(read))
+
+
+# -- bytes, and what is not quantized -------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.55), (4, 0.3)])
+def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(bits, most) -> None:
+    layer = LayerLayout(3, 64, 64, mx.bfloat16, None)
+    layout = Layout((layer, layer), (), (Kv(0), Kv(1)))
+    packed = layout.quantized(Precision(bits), unpacked=True)
+    assert packed.block_token_bytes <= most * layout.block_token_bytes
+    assert packed.slot_token_bytes == packed.block_token_bytes, "bfloat16 gives no codes back"
+
+
+@pytest.mark.parametrize("unpacked", [True, False])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_slabs_and_blocks_take_what_the_layout_says(tiny_model, unpacked, bits) -> None:
+    model = load(tiny_model("gpt_oss"))
+    layout = probe(model).quantized(Precision(bits), unpacked=unpacked)
+    slab = slabs.Slab(layout, 3, 64)
+    kept = sum(array.nbytes for array in slab.contents) - slab.last.nbytes
+    assert kept == 3 * 64 * layout.slot_token_bytes
+    store = Store(model, GraphBatch, unpacked, Precision(bits))
+    store.compute(0, TOKENS)
+    (block, *_) = store.saved(Slot(0, 0), 3)
+    assert sum(map(len, block)) == BLOCK * layout.block_token_bytes
+
+
+def test_heads_that_no_group_divides_stay_whole_and_are_named(tmp_path, monkeypatch) -> None:
+    config = tiny_models._CONFIGS["llama"] | {"head_dim": 24}
+    monkeypatch.setitem(tiny_models._CONFIGS, "llama", config)
+    model = load(tiny_models.make_tiny("llama", tmp_path))
+    executor, _, whole = choose(model, VOCAB_SIZE, BLOCK, Precision(8))
+    assert executor.kv_bits == 16
+    assert whole == "2 of 2 layers: no group of 16 elements or more divides heads of 24"
+
+
+def test_what_slots_cannot_hold_stays_whole() -> None:
+    executor, _, whole = choose(build("deepseek_v41"), VOCAB_SIZE, BLOCK, Precision(8))
+    assert isinstance(executor, SerialExecutor) and executor.kv_bits == 16
+    assert whole == "mlx-lm's own caches"
+
+
+def test_a_model_that_does_not_run_quantized_runs_whole(tiny_model, monkeypatch) -> None:
+    stock = choosing.prove
+
+    def picky(model, layout, *rest):
+        if layout.kv_bits < 16:
+            raise choosing.NotBatchable("it says nonsense")
+        stock(model, layout, *rest)
+
+    monkeypatch.setattr(choosing, "prove", picky)
+    executor, reason, whole = choose(load(tiny_model("llama")), VOCAB_SIZE, BLOCK, Precision(8))
+    assert (executor.kv_bits, reason, whole) == (16, "", "any layer: it says nonsense")
+    assert trial.BLOCK_SIZE == BLOCK

@@ -1,0 +1,137 @@
+"""The store of recurrent state: who has which, and what stays alive."""
+
+import mlx.core as mx
+import pytest
+
+from engine.cache.layout import Layout, StateLayout
+from engine.cache.snapshots import SnapshotStore
+from engine.cache.states import StateStore
+from engine.executor.batched import BatchedExecutor
+from engine.proving.choose import choose
+from engine.plan import Chunk, Decode, Plan, RestoreState, SaveState, Slab, Slot
+from engine.zoo.build import build
+from shared.wire import Sampling
+
+A, B, C = Slot(0, 0), Slot(0, 1), Slot(1, 0)
+
+
+def rows(*numbers: int) -> list[mx.array]:
+    return [mx.array([[float(n), float(n)] for n in numbers])]
+
+
+def values(store: StateStore, *slots: Slot) -> list[float]:
+    return store.get(0, slots)[:, 0].tolist()
+
+
+def test_each_slot_has_its_own_state_in_any_batch() -> None:
+    store = StateStore()
+    store.put((A, B, C), rows(1, 2, 3))
+    assert values(store, C, A) == [3, 1]
+    store.put((C, A), rows(30, 10))
+    assert values(store, A, B, C) == [10, 2, 30]
+
+
+def test_the_state_of_a_batch_that_stays_the_same_is_not_copied() -> None:
+    store = StateStore()
+    (touched,) = store.put((A, B), rows(1, 2))
+    assert store.get(0, (A, B)) is touched
+    assert store.get(0, (B, A)) is not touched
+
+
+def test_a_slot_that_is_left_behind_keeps_its_own_row_only() -> None:
+    store = StateStore()
+    wide = [mx.zeros((2, 1 << 20))]
+    mx.eval(store.put((A, B), wide))
+    mx.eval(store.put((A,), [mx.zeros((1, 1 << 20))]))
+    del wide
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    store.free(0)
+    assert before - mx.get_active_memory() == 2 * 4 << 20
+
+
+def test_a_copy_does_not_follow_what_it_was_copied_from() -> None:
+    store = StateStore()
+    store.put((A, B), rows(1, 2))
+    store.copy(B, C)
+    store.put((A, B), rows(10, 20))
+    assert values(store, A, B, C) == [10, 20, 2]
+
+
+def test_a_freed_slab_takes_its_state_with_it() -> None:
+    store = StateStore()
+    store.put((A, C), rows(1, 3))
+    store.free(0)
+    assert values(store, C) == [3]
+    with pytest.raises(KeyError):
+        store.get(0, (A,))
+
+
+def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None:
+    layout = Layout((), (StateLayout((1 << 20,), mx.float32),), ())
+    states = StateStore()
+    snapshots = SnapshotStore(layout, states)
+    mx.eval(states.put((A, B), [mx.stack([mx.zeros(1 << 20), mx.ones(1 << 20)])]))
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.eval(snapshots.save(B, 1))
+    states.free(0)
+    assert mx.get_active_memory() - before == -4 << 20
+    states.put((A,), [mx.full((1, 1 << 20), 7.0)])
+    copied = tuple(bytes(part) for part in snapshots.export(1))
+    snapshots.insert(2, copied)
+    for number, slot in ((1, A), (2, C)):
+        snapshots.restore(slot, number)
+        assert mx.all(states.get(0, (slot,)) == 1).item()
+        snapshots.evict(number)
+        assert number not in snapshots
+    assert mx.all(states.get(0, (A,)) == 1).item()
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_one_whose_state_could_not_be_kept_fails_and_others_do_not(name: str) -> None:
+    """With look-ahead a plan may restore what the one before it failed to save."""
+    executor = choose(build(name), 320, 16).executor
+    greedy = Sampling(temperature=0.0, seed=1)
+    good = tuple(range(5, 21))
+    slabs = (Slab(0, 2, 32), Slab(1, 1, 32))
+    executor.dispatch(Plan(step=1, slabs=slabs, chunks=(Chunk(B, 0, good),))).read()
+    result = executor.dispatch(
+        Plan(step=2, chunks=(Chunk(A, 0, (1, 2, "x")),), state_saves=(SaveState(A, 16, 1),))
+    ).read()
+    assert [slot for slot, _ in result.failed] == [A]
+    result = executor.dispatch(
+        Plan(
+            step=3,
+            state_restores=(RestoreState(C, 16, 1),),
+            decodes=(Decode(B, 16, 9, 0, greedy), Decode(C, 16, 9, 0, greedy)),
+            state_saves=(SaveState(B, 17, 2), SaveState(C, 17, 3)),
+            exports=(2, 3),
+        )
+    ).read()
+    assert [slot for slot, _ in result.failed] == [C]
+    assert [one.block for one in result.exported] == [2]
+    alone = choose(build(name), 320, 16).executor
+    alone.dispatch(Plan(step=1, slabs=(Slab(0, 2, 32),), chunks=(Chunk(B, 0, good),))).read()
+    expected = alone.dispatch(Plan(step=2, decodes=(Decode(B, 16, 9, 0, greedy),))).read().tokens
+    assert result.tokens[:1] == expected
+
+
+def test_a_chunk_that_raises_leaves_the_state_of_others_alone() -> None:
+    model = build("mamba")
+    executor = choose(model, 320, 16).executor
+    assert isinstance(executor, BatchedExecutor)
+    greedy = Sampling(temperature=0.0, seed=1)
+
+    def tokens(bad: bool) -> list[int]:
+        said: list[int] = []
+        chunks = [Chunk(B, 0, (7, 8, 9))] + [Chunk(A, 0, (1, 2, "x"))] * bad
+        executor.dispatch(Plan(step=1, slabs=(Slab(0, 2, 32),), chunks=tuple(chunks))).read()
+        for index in range(4):
+            token = said[-1] if said else 10
+            decode = Decode(B, 3 + index, token, index, greedy)
+            said += executor.dispatch(Plan(step=2, decodes=(decode,))).read().tokens
+        executor.dispatch(Plan(step=3, freed_slabs=(0,))).read()
+        return said
+
+    assert tokens(bad=True) == tokens(bad=False)

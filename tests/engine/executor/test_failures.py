@@ -1,0 +1,182 @@
+"""MLX finds no memory in the middle of a step: whoever can goes on, nobody gets a wrong text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from engine.cache.blocks import BlockStore
+from engine.cache.layout import UnsupportedLayout
+from engine.cache.slabs import Slab
+from engine.executor.batched import _Pending
+from engine.executor.serial import SerialExecutor
+from engine.sampling.sampler import Sampler
+from tests.engine.whole import Whole
+from tests.oracle import oracle
+from tests.tiny_models import VOCAB_SIZE
+
+NO_MEMORY = RuntimeError("[malloc_or_wait] Unable to allocate 12582912 bytes.")
+REQUESTS = 8
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Callable[..., Path]) -> Whole:
+    return Whole(tiny_model("llama"), num_blocks=256)
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "look-ahead"])
+def whole(request: pytest.FixtureRequest, engine: Whole) -> Whole:
+    engine.renew(request.param)
+    return engine
+
+
+def prompts() -> list[list[int]]:
+    pick = random.Random(5)
+    shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(40)]
+    return [
+        shared[: 40 * (n % 2)] + [pick.randrange(3, VOCAB_SIZE) for _ in range(n + 3)]
+        for n in range(REQUESTS)
+    ]
+
+
+def failing(original: Callable[..., Any], when: Iterator[bool]) -> Callable[..., Any]:
+    """``original``, but that it raises ``when`` that is so."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(when):
+            raise NO_MEMORY
+        return original(*args, **kwargs)
+
+    return call
+
+
+def at(*calls: int) -> Iterator[bool]:
+    number = 0
+    while True:
+        yield number in calls
+        number += 1
+
+
+def check_texts(whole: Whole, path: Path, but: str = "") -> None:
+    truth = oracle(path)
+    for number, prompt in enumerate(prompts()):
+        if f"r{number}" != but:
+            text = whole.texts[f"r{number}"]
+            assert len(text) == 20 + number
+            truth.check_same(prompt, text, greedy(path, number))
+
+
+@cache
+def greedy(path: Path, number: int) -> list[int]:
+    return oracle(path).greedy(prompts()[number], 20 + number)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "calls"),
+    [
+        (Slab, "__init__", (0,)),
+        (Slab, "__init__", (1,)),
+        (BlockStore, "save", (2,)),
+        (BlockStore, "restore", (0,)),
+        (Sampler, "sample", (0, 1, 2)),
+        (Sampler, "sample", (9,)),
+        (_Pending, "read", (0,)),
+        (_Pending, "read", (11,)),
+    ],
+)
+def test_all_begin_again_and_get_their_text(
+    whole: Whole,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    calls: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), at(*calls)))
+    for number, prompt in enumerate(prompts()):
+        whole.submit(f"r{number}", prompt, 20 + number)
+        if number == 3:
+            for _ in range(3):
+                whole.turn()
+    whole.run()
+    assert {end.finish for end in whole.ends.values()} == {"length"}
+    assert whole.scheduler.stats().preemptions_total >= 2
+    assert whole.cached == set(whole.scheduler.cached_hashes())
+    assert whole.scheduler.stats().unevictable_bytes == 0
+    check_texts(whole, tiny_model("llama"))
+
+
+def test_a_chunk_without_memory_is_no_error_of_its_request(
+    whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, prompt in enumerate(prompts()):
+        whole.submit(f"r{number}", prompt, 20 + number)
+    batch = whole.executor._batch_class  # type: ignore[attr-defined]
+    monkeypatch.setattr(batch, "logits", failing(batch.logits, at(0, 1, 5)))
+    whole.run()
+    assert {end.finish for end in whole.ends.values()} == {"length"}
+    check_texts(whole, tiny_model("llama"))
+
+
+def test_one_that_never_fits_ends_with_an_error_and_nobody_else(
+    whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = prompts()
+    given[3] = given[3] + [9] * 100
+    for number, prompt in enumerate(given):
+        whole.submit(f"r{number}", prompt, 20 + number)
+    batch = whole.executor._batch_class  # type: ignore[attr-defined]
+    logits = batch.logits
+
+    def short_of_memory(self: Any, model: Any, tokens: mx.array, **more: Any) -> mx.array:
+        if (tokens == 9).sum().item() > 50:
+            raise NO_MEMORY
+        return logits(self, model, tokens, **more)
+
+    monkeypatch.setattr(batch, "logits", short_of_memory)
+    whole.run()
+    finishes = {name: end.finish for name, end in whole.ends.items()}
+    assert finishes.pop("r3") == "error"
+    assert "Unable to allocate" in (whole.ends["r3"].error or "")
+    assert set(finishes.values()) == {"length"}
+    check_texts(whole, tiny_model("llama"), but="r3")
+
+
+def test_a_failure_that_is_nobodys_ends_the_engine(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor starts another one."""
+    whole.submit("a", prompts()[0], 4)
+    monkeypatch.setattr(type(whole.executor), "dispatch", failing(lambda: None, at(*range(9))))
+    whole.turn()
+    assert not whole.ends, "it may have been the cache that was too large"
+    whole.turn()
+    assert whole.ends["a"].finish == "error"
+    monkeypatch.setattr(whole.scheduler, "schedule", lambda: "a plan without anybody")
+    with pytest.raises(RuntimeError, match="no sequence in it"):
+        whole.turn()
+
+
+def unsupported(model: Any) -> None:
+    raise UnsupportedLayout("of a kind that slots cannot hold")
+
+
+def test_models_that_run_one_at_a_time_go_on_too(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("llama")
+    monkeypatch.setattr("engine.proving.choose.probe", unsupported)
+    whole = Whole(path)
+    assert isinstance(whole.executor, SerialExecutor)
+    for number, prompt in enumerate(prompts()):
+        whole.submit(f"r{number}", prompt, 20 + number)
+    monkeypatch.setattr(Sampler, "sample", failing(Sampler.sample, at(5)))
+    whole.run()
+    assert {end.finish for end in whole.ends.values()} == {"length"}
+    check_texts(whole, path)

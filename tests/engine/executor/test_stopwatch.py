@@ -1,0 +1,50 @@
+import time
+
+import mlx.core as mx
+import pytest
+
+from engine.batch.graph import GraphBatch
+from engine.cache.layout import probe
+from engine.batch import ragged
+from engine.executor.batched import BatchedExecutor
+from engine.executor.stopwatch import Stopwatch
+from engine.plan import Chunk, Decode, Plan, Slab, Slot
+from engine.zoo.build import build
+from shared.wire import Sampling
+
+LONG_S = 0.2
+
+
+class Slow(GraphBatch):
+    def logits(self, model, inputs, *, silent=False):
+        time.sleep(LONG_S)
+        return super().logits(model, inputs, silent=silent)
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="there the host does not compute")
+def test_what_the_host_does_for_a_step_is_told_apart_from_computing() -> None:
+    ragged.install()
+    model = build("llama")
+    executor = BatchedExecutor(model, probe(model), 16, Slow)
+    slot = Slot(0, 0)
+    decode = Decode(slot, 4, 5, 0, Sampling(temperature=0.7, seed=1))
+    for plan in (
+        Plan(step=1, slabs=(Slab(0, 1, 32),), chunks=(Chunk(slot, 0, (5, 6, 7, 8)),)),
+        Plan(step=2, decodes=(decode,)),
+    ):
+        result = executor.dispatch(plan).read()
+        assert result.elapsed_s >= LONG_S
+        assert 0 < result.build_s + result.sample_s <= result.elapsed_s - LONG_S
+    assert result.sample_s > 0
+
+
+def test_handing_work_to_a_device_is_part_of_building() -> None:
+    for asynchronous in (True, False):
+        watch = Stopwatch(asynchronous)
+        with watch.computing():
+            time.sleep(LONG_S)
+        with watch.sampling():
+            time.sleep(LONG_S)
+        build_s, sample_s = watch.stop()
+        assert sample_s >= LONG_S
+        assert (build_s >= LONG_S) == asynchronous

@@ -1,0 +1,275 @@
+"""The engine's IO thread, in a process whose main thread may do nothing at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+
+from shared import wire
+from shared.exits import EXIT_OK, EXIT_STUCK
+from tests.engine.io.link_process import HELLO
+
+STALL_S = 1.0
+DRAIN_S = 1.0
+PATIENCE_S = 30.0
+
+Kind = TypeVar("Kind", bound=wire.Message)
+
+
+class Engine:
+    """The process, and the router's end of its socket."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        endpoint = f"ipc://{directory}/engines"
+        self._socket.bind(endpoint)
+        self.tokenizer = directory / "tokenizer.json"
+        self.tokenizer.write_text("the tokenizer")
+        self._log = directory / "log"
+        arguments = [endpoint, str(STALL_S), str(DRAIN_S), str(self.tokenizer)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.io.link_process", *arguments],
+            cwd=Path(__file__).parents[3],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+        )
+        assert self._line() == "started"
+        self.peer = b""
+        self.hear(wire.Beat)
+
+    def tell(self, command: str) -> str:
+        """Has the main thread do something, and gives its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def serve(self) -> None:
+        """Its model is loaded."""
+        self.tell("introduce")
+        self.tell("phase ready")
+
+    def send(self, message: wire.Message) -> None:
+        self.send_raw(*wire.encode(message))
+
+    def send_raw(self, *frames: Any) -> None:
+        self._socket.send_multipart([self.peer, *frames])
+
+    def hear(self, kind: type[Kind]) -> Kind:
+        """The next message of ``kind``; others are passed over."""
+        return self.hear_with_frames(kind)[0]
+
+    def hear_with_frames(self, kind: type[Kind]) -> tuple[Kind, list[bytes]]:
+        deadline = time.monotonic() + PATIENCE_S
+        while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            self.peer, *frames = self._socket.recv_multipart()
+            message, payload = wire.decode(frames, wire.ToRouter)
+            if isinstance(message, kind):
+                return message, payload
+        raise AssertionError(f"no {kind.__name__}: {self.log}")
+
+    def hears_no(self, kind: type[wire.Message], beats: int = 2) -> bool:
+        """Whether none of ``kind`` comes before so many beats have."""
+        while beats:
+            message = self.hear(wire.Message)
+            if isinstance(message, kind):
+                return False
+            beats -= isinstance(message, wire.Beat)
+        return True
+
+    def signal(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def ends(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def lives_for(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._socket.close()
+        self._context.term()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def engine(socket_dir: Path) -> Iterator[Engine]:
+    engine = Engine(socket_dir)
+    yield engine
+    engine.close()
+
+
+def submit(request_id: str = "r") -> wire.Submit:
+    return wire.Submit(
+        request_id=request_id,
+        attempt=3,
+        token_ids=[5],
+        sampling=wire.Sampling(seed=0),
+        max_tokens=4,
+        stop_token_ids=[2],
+    )
+
+
+# -- stalls ----------------------------------------------------------------------
+
+
+def test_an_engine_whose_main_thread_hangs_with_requests_ends_itself(engine: Engine) -> None:
+    engine.serve()
+    engine.tell("live")
+    began = time.monotonic()
+    assert engine.ends() == EXIT_STUCK
+    assert STALL_S < time.monotonic() - began < STALL_S + 5
+    assert "requests wait and nothing was computed" in engine.log
+
+
+def test_a_main_thread_that_takes_no_message_is_stuck_too(engine: Engine) -> None:
+    engine.serve()
+    engine.send(submit())
+    assert engine.ends() == EXIT_STUCK
+    assert "requests wait and nothing was computed" in engine.log
+
+
+def test_beats_say_for_how_long_nothing_was_computed(engine: Engine) -> None:
+    engine.serve()
+    engine.tell("live")
+    while (beat := engine.hear(wire.Beat)).stalled_s < STALL_S / 4:
+        pass
+    assert beat.stalled_s <= STALL_S
+    assert beat.phase == "ready"
+    assert beat.live[0].request_id == "r"
+
+
+@pytest.mark.parametrize("phase", ["loading", "warming"])
+def test_loading_and_warming_may_take_their_time(engine: Engine, phase: str) -> None:
+    engine.tell(f"phase {phase}")
+    engine.tell("live")
+    assert engine.lives_for(2 * STALL_S)
+    assert engine.hear(wire.Beat).phase == phase
+
+
+def test_an_engine_without_requests_is_not_stuck_nor_one_that_computes(engine: Engine) -> None:
+    engine.serve()
+    assert engine.lives_for(1.5 * STALL_S)
+    engine.tell("live")
+    for _ in range(10):
+        engine.tell("progress")
+        assert engine.lives_for(STALL_S / 4)
+    engine.tell("idle")
+    assert engine.lives_for(1.5 * STALL_S)
+
+
+# -- signals ---------------------------------------------------------------------
+
+
+def test_a_signal_drains_while_the_main_thread_does_not_look(engine: Engine) -> None:
+    engine.serve()
+    engine.signal()
+    assert engine.tell("take") == "Drain"
+    assert engine.process.poll() is None
+
+
+def test_a_second_signal_ends_at_once(engine: Engine) -> None:
+    engine.serve()
+    engine.signal()
+    assert engine.tell("take") == "Drain"
+    began = time.monotonic()
+    engine.signal()
+    assert engine.ends() == EXIT_OK
+    assert time.monotonic() - began < DRAIN_S / 2
+    assert "draining took" not in engine.log
+
+
+def test_draining_ends_when_it_takes_too_long(engine: Engine) -> None:
+    engine.serve()
+    engine.signal()
+    assert engine.tell("take") == "Drain"
+    assert engine.ends() == EXIT_OK
+    assert "draining took over 1 s" in engine.log
+
+
+def test_an_engine_that_still_loads_ends_at_the_first_signal(engine: Engine) -> None:
+    engine.signal()
+    assert engine.ends() == EXIT_OK
+
+
+# -- routers ---------------------------------------------------------------------
+
+
+def test_another_router_is_told_to_the_main_thread_and_the_same_one_is_not(engine: Engine) -> None:
+    engine.serve()
+    for router_id in ("one", "one", "two"):
+        engine.send(wire.Ping(router_id=router_id))
+        assert engine.hear(wire.Hello) == HELLO
+    engine.send(wire.Abort(request_id="last", attempt=0))
+    told = ""
+    while "Abort" not in told:
+        told += engine.tell("take") + " "
+    assert told.split() == ["NewRouter", "NewRouter", "Abort"]
+    assert "another router" in engine.log
+
+
+def test_a_router_that_asks_too_early_hears_as_soon_as_the_model_is_loaded(engine: Engine) -> None:
+    engine.send(wire.Ping(router_id="one"))
+    assert engine.hears_no(wire.Hello)
+    engine.tell("introduce")
+    assert engine.hear(wire.Hello) == HELLO
+
+
+def test_a_request_that_comes_while_the_model_loads_is_refused_as_full(engine: Engine) -> None:
+    engine.send(submit())
+    refused = engine.hear(wire.Refused)
+    assert (refused.request_id, refused.attempt, refused.reason) == ("r", 3, "full")
+
+
+def test_only_files_of_the_tokenizer_are_given_and_each_once(engine: Engine) -> None:
+    engine.serve()
+    names = ["tokenizer.json", "../log", "/etc/passwd", "config.json", *["tokenizer.json"] * 9]
+    engine.send(wire.FilesWanted(names=names))
+    files, contents = engine.hear_with_frames(wire.Files)
+    assert (files.names, contents) == (["tokenizer.json"], [b"the tokenizer"])
+
+
+def test_a_file_that_has_vanished_is_not_given_and_ends_nothing(engine: Engine) -> None:
+    engine.serve()
+    engine.tokenizer.unlink()
+    engine.send(wire.FilesWanted(names=["tokenizer.json"]))
+    assert engine.hear(wire.Files).names == []
+    assert engine.lives_for(0.2)
+
+
+def test_rubbish_is_counted_and_dropped(engine: Engine) -> None:
+    engine.serve()
+    rubbish = [b"", b"\xc1", b"\x00" * 100, os.urandom(1000), b"\x91" * 100_000]
+    for frame in rubbish:
+        engine.send_raw(frame)
+    while engine.hear(wire.Beat).stats.dropped_messages_total < len(rubbish):
+        pass
+    engine.send(wire.Ping(router_id="one"))
+    assert engine.hear(wire.Hello) == HELLO
+    assert "a message was dropped" in engine.log

@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.io import store_client
+from engine.io.store_client import Payload, StoreClient
+from shared import wire
+from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
+from tests.kvstore.process import Process
+
+TIMEOUT_S = 1.0
+
+
+class Engine:
+    """An IO thread around a client, as an engine has it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.answers: dict[int, list[list[Payload]]] = {}
+        self._tickets = iter(range(1_000_000))
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._stop = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pool = ThreadPoolExecutor(3)
+        self.client = StoreClient(
+            self._context, endpoint, NAMESPACE, self._pool, self._on_fetched, self.wake, TIMEOUT_S
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def wake(self) -> None:
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            pass  # awake already
+
+    def fetch(self, *numbers: int) -> list[Payload]:
+        """Waits for the one answer."""
+        ticket = next(self._tickets)
+        self.client.fetch(ticket, [hash_of(number) for number in numbers])
+        wait_until(lambda: ticket in self.answers)
+        return self.answers[ticket][0]
+
+    def holds(self, *numbers: int, size: int = 1000) -> bool:
+        """Whether a fetch gives all of these blocks; unchanged, whatever it gives."""
+        payloads = self.fetch(*numbers)
+        for number, payload in zip(numbers, payloads, strict=False):
+            assert payload == payload_of(number, size), f"block {number} differs"
+        return len(payloads) == len(numbers)
+
+    def store(self, *numbers: int, size: int = 1000) -> None:
+        """Returns when they are stored; the kvstore may not be connected yet."""
+        wait_until(lambda: self.client.is_ready)
+        writes = self.client.stats.writes + len(numbers)
+        for number in numbers:
+            assert self.client.store(hash_of(number), payload_of(number, size))
+        wait_until(lambda: self.client.stats.writes == writes)
+
+    def close(self) -> None:
+        self._stop = True
+        self.wake()
+        self._thread.join()
+        self._pool.shutdown()
+        self._context.destroy(linger=0)
+        self._woken.close()
+        self._wake.close()
+        assert all(len(answers) == 1 for answers in self.answers.values())
+
+    def _on_fetched(self, ticket: int, payloads: list[Payload]) -> None:
+        self.answers.setdefault(ticket, []).append(payloads)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.client.socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while not self._stop:
+            ready = dict(poller.poll(100))
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+            if self.client.socket in ready:
+                self.client.on_readable()
+            self.client.tick(time.monotonic())
+        self.client.close()
+
+
+@pytest.fixture
+def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
+    process = Process(tmp_path / "blocks", socket_dir / "kvstore")
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def engine(kvstore: Process) -> Iterator[Engine]:
+    engine = Engine(kvstore.endpoint)
+    yield engine
+    engine.close()
+
+
+def took(action: Callable[[], object]) -> float:
+    start = time.monotonic()
+    action()
+    return time.monotonic() - start
+
+
+def test_blocks_come_back_up_to_the_first_gap(kvstore: Process, engine: Engine) -> None:
+    kvstore.start()
+    engine.store(1, 2, 4)
+    wait_until(lambda: engine.holds(1, 2) and engine.holds(4))
+    assert engine.fetch(1, 2, 3, 4) == [payload_of(1), payload_of(2)]
+    assert engine.fetch(3, 1) == []
+    assert engine.fetch() == []
+    assert engine.fetch(4, 2, 1) == [payload_of(number) for number in (4, 2, 1)]
+    wait_until(lambda: engine.client.stats.store is not None)
+    stats = engine.client.stats
+    assert stats.writes == 3 and stats.drops == 0 and stats.corrupt == 0
+    assert stats.read_bytes > 0 and stats.written_bytes > 3000
+
+
+def test_many_large_blocks_at_once(kvstore: Process, engine: Engine) -> None:
+    kvstore.start()
+    numbers = list(range(60))
+    engine.store(*numbers, size=300_000)
+    wait_until(lambda: engine.holds(*numbers, size=300_000))
+    random.Random(1).shuffle(numbers)
+    assert engine.holds(*numbers, size=300_000)
+
+
+def test_without_a_kvstore_everything_is_a_miss_at_once(engine: Engine) -> None:
+    assert took(lambda: engine.fetch(1, 2)) < TIMEOUT_S / 2
+    assert not engine.client.store(hash_of(1), payload_of(1))
+    engine.client.touch([hash_of(1)])
+    assert engine.client.stats.drops == 1
+    assert engine.client.stats.store is None
+
+
+def test_blocks_survive_restarts_of_both(kvstore: Process, engine: Engine) -> None:
+    kvstore.start()
+    engine.store(1, 2, 3)
+    wait_until(lambda: engine.holds(1, 2, 3))
+    assert kvstore.stop() == 0
+    kvstore.start()
+    other = Engine(kvstore.endpoint)
+    wait_until(lambda: other.holds(1, 2, 3))
+    other.close()
+
+
+def test_a_kvstore_killed_and_restarted_under_a_live_engine(
+    kvstore: Process, engine: Engine
+) -> None:
+    kvstore.start()
+    engine.store(1, 2)
+    wait_until(lambda: engine.holds(1, 2))
+    for _ in range(2):
+        kvstore.kill()
+        wait_until(lambda: engine.client.stats.store is None)
+        assert took(lambda: engine.fetch(1)) < TIMEOUT_S / 2
+        assert not engine.client.store(hash_of(9), payload_of(9))
+        kvstore.start()
+        wait_until(lambda: engine.holds(1, 2))
+        engine.store(3)
+
+
+def test_a_kvstore_killed_while_asked_gives_each_fetch_one_answer(
+    kvstore: Process, engine: Engine
+) -> None:
+    kvstore.start()
+    engine.store(1, 2)
+    wait_until(lambda: engine.holds(1))
+    kvstore.pause()
+    tickets = range(2_000_000, 2_000_050)
+    for ticket in tickets:
+        engine.client.fetch(ticket, [hash_of(1), hash_of(2)])
+    kvstore.kill()
+    wait_until(lambda: all(ticket in engine.answers for ticket in tickets))
+
+
+def test_a_kvstore_that_hangs_costs_one_timeout_and_is_used_again_when_it_wakes(
+    kvstore: Process, engine: Engine
+) -> None:
+    kvstore.start()
+    engine.store(1)
+    wait_until(lambda: engine.holds(1))
+    kvstore.pause()
+    assert engine.fetch(1) == []
+    assert took(lambda: [engine.fetch(1) for _ in range(5)]) < TIMEOUT_S
+    assert not engine.client.store(hash_of(2), payload_of(2))
+    kvstore.resume()
+    wait_until(lambda: engine.holds(1))
+
+
+def test_an_idle_engine_notices_a_hang_before_a_request_has_to(
+    kvstore: Process, engine: Engine
+) -> None:
+    kvstore.start()
+    engine.store(1)
+    kvstore.pause()
+    wait_until(lambda: not engine.client.is_ready)
+    assert took(lambda: engine.fetch(1)) < TIMEOUT_S / 2
+    kvstore.resume()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "swap"])
+def test_a_bad_file_is_a_miss_and_gone_afterwards(
+    kvstore: Process, engine: Engine, damage: str
+) -> None:
+    kvstore.start()
+    engine.store(1, 2, 3)
+    wait_until(lambda: engine.holds(1, 2, 3))
+    path = file_path(kvstore, 2)
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": data[:-10],
+            "flip": data[:-1] + bytes([data[-1] ^ 1]),
+            "empty": b"",
+            "swap": file_path(kvstore, 3).read_bytes(),
+        }[damage]
+    )
+    assert engine.fetch(1, 2, 3) == [payload_of(1)]
+    assert engine.client.stats.corrupt == 1
+    wait_until(lambda: not path.exists())
+    engine.store(2)
+    wait_until(lambda: engine.holds(1, 2, 3))
+
+
+def test_a_file_that_vanished_or_is_something_else_is_a_miss(
+    kvstore: Process, engine: Engine
+) -> None:
+    kvstore.start()
+    engine.store(1, 2)
+    wait_until(lambda: engine.holds(1, 2))
+    file_path(kvstore, 2).unlink()
+    assert engine.fetch(1, 2) == [payload_of(1)]
+    path = file_path(kvstore, 1)
+    path.unlink()
+    os.mkfifo(path)
+    assert engine.fetch(1) == []
+    engine.store(1)  # takes the place of what was there
+    wait_until(lambda: engine.holds(1))
+
+
+def test_an_engine_on_another_machine_gets_the_same_blocks(
+    kvstore: Process, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine is one where the kvstore's paths lead nowhere."""
+
+    def no_such_path(path: str, limit: int) -> bytes:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(store_client, "_read", no_such_path)
+    kvstore.start()
+    numbers = list(range(80))  # more than one answer holds
+    engine.store(*numbers, size=300_000)
+    wait_until(lambda: engine.holds(*numbers, size=300_000))
+    assert engine.fetch(0, 1, 99, 2) == [payload_of(number, 300_000) for number in (0, 1)]
+
+
+def test_stores_beyond_the_bound_are_dropped_and_counted(
+    kvstore: Process, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_client, "MAX_STORES", 4)
+    monkeypatch.setattr(store_client, "STORE_TIMEOUT_S", 2.0)
+    kvstore.start()
+    engine.store(1)
+    kvstore.pause()
+    taken = [engine.client.store(hash_of(n), payload_of(n)) for n in range(2, 12)]
+    assert sum(taken) == 4 and engine.client.stats.drops == 6
+    wait_until(lambda: engine.client.stats.drops == 10)  # the others after the time-out
+    kvstore.resume()
+    engine.store(50)
+
+
+def test_a_payload_that_cannot_be_sent_is_dropped_alone(kvstore: Process, engine: Engine) -> None:
+    kvstore.start()
+    engine.store(1)
+    strided = memoryview(bytes(100))[::2]
+    assert engine.client.store(hash_of(2), [strided])
+    wait_until(lambda: engine.client.stats.drops == 1)
+    engine.store(3)
+
+
+def test_a_touched_chain_outlives_others(tmp_path: Path, socket_dir: Path) -> None:
+    kvstore = Process(
+        *(tmp_path / "blocks", socket_dir / "kvstore"),
+        *("--ssd-max-size-gb", "0.000004", "--ssd-durability", "persistent"),
+    )
+    kvstore.start()
+    engine = Engine(kvstore.endpoint)
+    engine.store(1, 2, 3)  # about 1.3 kB each: three fit
+    engine.client.touch([hash_of(1), hash_of(2)])
+    engine.store(4)
+    assert engine.holds(1, 2) and engine.holds(4)
+    assert engine.fetch(3) == []
+    engine.close()
+    kvstore.end()
+
+
+def test_a_peer_that_talks_rubbish_is_a_miss(socket_dir: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.ROUTER)
+    peer.set(zmq.RCVTIMEO, 200)
+    peer.bind(f"ipc://{socket_dir}/kvstore")
+    engine = Engine(f"ipc://{socket_dir}/kvstore")
+    ticket = 3_000_000
+
+    def talk() -> None:
+        while ticket not in engine.answers:
+            try:
+                name, *frames = peer.recv_multipart()
+            except zmq.Again:
+                continue
+            peer.send_multipart([name, b"rubbish", b"more"])
+            message, _ = wire.decode(frames, wire.ToStore)
+            match message:
+                case wire.Locate():
+                    peer.send_multipart([name, *wire.encode(wire.Nonce(path="/dev/null"))])
+                case wire.Get(ticket=number):
+                    reply = wire.GetReply(ticket=number, count=5)
+                    peer.send_multipart(
+                        [name, *wire.encode(reply, *[os.urandom(2000) for _ in range(5)])]
+                    )
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    wait_until(lambda: engine.client.store(hash_of(1), payload_of(1)))
+    engine.client.fetch(ticket, [hash_of(1), hash_of(2)])
+    wait_until(lambda: ticket in engine.answers)
+    talker.join()
+    assert engine.answers[ticket] == [[]]
+    engine.close()
+    peer.close(linger=0)
+    context.destroy(linger=0)
+
+
+def file_path(kvstore: Process, number: int) -> Path:
+    (path,) = kvstore.directory.glob(f"{NAMESPACE}/*/*/{hash_of(number).hex()}.safetensors")
+    return path

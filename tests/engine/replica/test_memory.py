@@ -1,0 +1,249 @@
+"""The memory of the device: how much of it is taken, and that the ledger knows of all of it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.replica import memory
+from engine.cache.quantization import Precision
+from shared.wire import Sampling
+from tests.engine.whole import Whole
+from tests.oracle import Oracle
+from tests.tiny_models import VOCAB_SIZE
+
+GB = 10**9
+SHARED_BUFFER_BYTES = 16 << 10
+"""MLX lets a small array keep a buffer that is larger than itself by so much."""
+
+
+def load_with(whole: Whole, count: int, seed: int, longest: int = 900, outputs: int = 60) -> None:
+    """Random requests, some with the same beginnings, some greedy and some with penalties."""
+    pick = random.Random(seed)
+    shared = longest // 3
+    prefixes = [[pick.randrange(3, VOCAB_SIZE) for _ in range(shared)] for _ in range(3)]
+    for number in range(count):
+        prompt = pick.choice(prefixes)[: pick.randrange(shared)]
+        prompt = prompt + [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(1, longest))]
+        sampling = Sampling(
+            seed=number,
+            temperature=pick.choice([0.0, 1.0]),
+            repetition_penalty=pick.choice([1.0, 1.0, 1.2]),
+        )
+        logprobs = pick.choice([None, None, 3])
+        whole.submit(
+            f"{seed}/{number}",
+            prompt,
+            pick.randrange(1, outputs),
+            sampling=sampling,
+            logprobs=logprobs,
+        )
+
+
+def numpy_bytes() -> int:
+    """What NumPy has allocated since `tracemalloc` started; its views of MLX's arrays have no
+    memory of their own."""
+    only = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+    return sum(t.size for t in tracemalloc.take_snapshot().filter_traces([only]).traces)
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+class Watch:
+    """Compares, when all that a step started is done, what MLX holds with what the ledger and
+    the weights say. ``worst`` is the largest distance, as a part of the latter."""
+
+    numpy_every_steps = 20
+
+    def __init__(self, whole: Whole, allowed_bytes: int = 0) -> None:
+        self.worst = 0.0
+        self.most_bytes = 0
+        self.most_numpy_bytes = 0
+        self._steps = 0
+        self._whole, self._allowed_bytes = whole, allowed_bytes
+        whole.after_step = self
+
+    def __call__(self) -> None:
+        whole, stats = self._whole, self._whole.scheduler.stats()
+        mx.synchronize()
+        known = whole.scheduler._memory.ledger.used_bytes
+        assert known <= stats.limit_bytes
+        self.most_bytes = max(self.most_bytes, known)
+        self._steps += 1
+        if tracemalloc.is_tracing() and self._steps % self.numpy_every_steps == 0:
+            self.most_numpy_bytes = max(self.most_numpy_bytes, numpy_bytes())
+        unknown = abs(whole.kept_bytes - known) - self._allowed_bytes
+        self.worst = max(self.worst, unknown / (known + whole.weight_bytes))
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
+def test_the_ledger_knows_what_is_held(
+    tiny_model: Callable[..., Path], kind: str, kv_bits: int
+) -> None:
+    whole = Whole(
+        tiny_model(kind), num_blocks=2048 * 16 // kv_bits, max_batch_size=8, kv_bits=kv_bits
+    )
+    watch = Watch(whole, memory.table_bytes(32, whole.loaded.context_length) // 4)
+    for seed in range(2):
+        load_with(whole, 24, seed)
+        whole.run()
+    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.worst < 0.02
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "qwen3_next"])
+@pytest.mark.usefixtures("traced")
+def test_numpy_keeps_nothing_between_steps_that_the_ledger_does_not_know(
+    tiny_model: Callable[..., Path], kind: str, kv_bits: int
+) -> None:
+    """Counted by Python, since NumPy's arrays are not MLX's."""
+    probe = np.zeros(100_000, np.uint8)
+    assert numpy_bytes() >= probe.nbytes
+    del probe
+    whole = Whole(tiny_model(kind), num_blocks=256, max_batch_size=8, kv_bits=kv_bits)
+    watch = Watch(whole)
+    load_with(whole, 12, seed=5)
+    before_bytes = numpy_bytes()
+    whole.run()
+    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.most_numpy_bytes - before_bytes < 0.02 * (watch.most_bytes + whole.weight_bytes)
+
+
+def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[..., Path]) -> None:
+    """Rows that nobody has used yet hold no state, but have a claim to it."""
+    whole = Whole(tiny_model("mamba"), max_batch_size=8, completion_batch_size=8)
+    states = 8 * len(whole.executor.layout.states)  # type: ignore[attr-defined]
+    watch = Watch(whole, states * SHARED_BUFFER_BYTES)
+    load_with(whole, 16, seed=1, longest=400)
+    whole.run()
+    assert watch.worst < 0.02
+    ledger = whole.scheduler._memory.ledger
+    assert ledger.used_bytes > 0.9 * 8 * whole.executor.row_bytes
+
+
+@pytest.mark.parametrize(("kv_bits", "num_blocks"), [(16, 32), (8, 128)])
+def test_the_ledger_knows_what_is_held_of_a_real_model(
+    demo_model: Path, kv_bits: int, num_blocks: int
+) -> None:
+    whole = Whole(
+        demo_model,
+        num_blocks=num_blocks,
+        max_batch_size=4,
+        completion_batch_size=4,
+        kv_bits=kv_bits,
+    )
+    watch = Watch(whole)
+    load_with(whole, 6, seed=1, longest=90, outputs=12)
+    whole.run()
+    assert watch.most_bytes > 0.8 * whole.scheduler.stats().limit_bytes
+    assert watch.worst < 0.005
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
+    tiny_model: Callable[..., Path], kv_bits: int
+) -> None:
+    path = tiny_model("llama")
+    pick = random.Random(3)
+    shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(90)]
+    requests: dict[str, tuple[list[int], int]] = {}
+    for number in range(40):
+        prompt = shared[: pick.choice([0, 0, 40, 90])]
+        prompt = prompt + [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(1, 60))]
+        requests[f"r{number}"] = prompt, pick.randrange(1, 160)
+
+    def run(num_blocks: int, look_ahead: bool) -> Whole:
+        whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits)
+        whole.renew(look_ahead)
+        watch = Watch(whole, memory.table_bytes(32, whole.loaded.context_length) // 4)
+        for number, (name, (prompt, max_tokens)) in enumerate(requests.items()):
+            whole.submit(name, prompt, max_tokens, priority=number % 3 // 2)
+        whole.run()
+        assert watch.worst < 0.02
+        assert {end.finish for end in whole.ends.values()} == {"length"}
+        return whole
+
+    roomy = run(4096, look_ahead=False)
+    assert roomy.scheduler.stats().preemptions_total == 0
+    oracle = Oracle(path, rounded=Precision(kv_bits))
+    for look_ahead in (False, True):
+        pressed = run(64, look_ahead)
+        assert pressed.scheduler.stats().preemptions_total > 5
+        assert pressed.scheduler.stats().unevictable_bytes == 0
+        for name, (prompt, max_tokens) in requests.items():
+            assert len(pressed.texts[name]) == max_tokens
+            oracle.check_same(prompt, pressed.texts[name], roomy.texts[name])
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, gpu: bool) -> None:
+    monkeypatch.setattr(memory, "device_memory_bytes", lambda: size_bytes)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu if gpu else mx.cpu)
+
+
+def test_the_pool_takes_what_the_device_has_beside_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_device(monkeypatch, 64 * GB, gpu=True)
+    alone = memory.default_num_blocks(10**6, 10 * GB, engines=1)
+    assert 0.85 * 53_000 < alone < 53_000
+    shared = memory.default_num_blocks(10**6, 10 * GB, engines=2)
+    assert 2 * (shared * 10**6 + 10 * GB) < 64 * GB
+    on_a_device(monkeypatch, 64 * GB, gpu=False)
+    assert memory.default_num_blocks(10**6, 10 * GB, engines=1) < alone / 2
+
+
+def test_a_device_too_small_for_the_least_pool_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_a_device(monkeypatch, 8 * GB, gpu=True)
+    with caplog.at_level(logging.WARNING):
+        assert memory.default_num_blocks(10**6, 6 * GB, engines=1) == memory.MIN_BLOCKS
+    assert "--num-blocks" in caplog.text
+
+
+@pytest.mark.parametrize("metal", [True, False])
+def test_metal_keeps_resident_what_the_engines_share(
+    monkeypatch: pytest.MonkeyPatch, metal: bool
+) -> None:
+    wired: list[int] = []
+    on_a_device(monkeypatch, 64 * GB, gpu=True)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    memory.set_limits(engines=4)
+    assert wired == ([16 * GB] if metal else [])
+
+
+def test_the_same_memory_keeps_more_than_twice_the_blocks_in_8_bits(
+    tiny_model: Callable[..., Path],
+) -> None:
+    kept = []
+    limit_bytes = 0
+    for kv_bits in (16, 8):
+        whole = Whole(tiny_model("llama"), num_blocks=256, kv_bits=kv_bits)
+        if limit_bytes:
+            block_bytes = 16 * whole.executor.block_token_bytes
+            blocks = limit_bytes // block_bytes
+            whole = Whole(tiny_model("llama"), num_blocks=blocks, kv_bits=kv_bits)
+        limit_bytes = limit_bytes or whole.scheduler.stats().limit_bytes
+        assert whole.scheduler.stats().limit_bytes <= limit_bytes
+        for number in range(60):
+            whole.submit(f"{number}", [3 + (number * 7 + i * i) % 300 for i in range(200)], 2)
+            whole.run()
+        kept.append(len(whole.cached))
+    assert 100 < kept[0] < 256 and kept[1] > 2 * kept[0]

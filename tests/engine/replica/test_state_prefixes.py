@@ -1,0 +1,167 @@
+"""Prefixes of models with recurrent layers, through a whole replica: what is reused gives the
+logits that computing gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.proving.oracle import distance
+from engine.plan import Decode
+from engine.scheduler.draft import Draft
+from tests.engine.whole import Whole
+from tests.tiny_models import VOCAB_SIZE
+
+KINDS = ("mamba", "jamba", "qwen3_next", "nemotron_h")
+BLOCK = 16
+TOLERANCE = 1e-4
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+class Observed(Whole):
+    """Compares the logits of each decode with those of mlx-lm's own caches for the tokens of
+    its sequence, all in one pass. ``worst`` is in standard deviations of them."""
+
+    def __init__(self, path: Path, **settings: object) -> None:
+        super().__init__(path, **settings)
+        self.executor.observer = self._observe
+        self.forget()
+
+    def forget(self) -> None:
+        """What was compared so far."""
+        self._ours: dict[str, list[mx.array]] = {}
+        self._prompts: dict[str, list[int]] = {}
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int, **fields: object) -> None:
+        super().submit(name, prompt, max_tokens, **fields)
+        self._prompts[name] = prompt
+        self._ours[name] = []
+
+    def serve(self, name: str, prompt: list[int], max_tokens: int = 20) -> list[int]:
+        self.submit(name, prompt, max_tokens)
+        self.run()
+        return self.texts[name]
+
+    def reused(self, name: str) -> int:
+        usage = self.ends[name].usage
+        assert usage is not None
+        return usage.cached_ram_tokens
+
+    def assert_right(self) -> None:
+        for name, prompt in self._prompts.items():
+            said = self.texts[name]
+            assert len(self._ours[name]) >= len(said) > 0
+            cache: Any = make_prompt_cache(self.loaded.model)
+            tokens = mx.array([[*prompt, *said[:-1]]])
+            theirs = self.loaded.model(tokens, cache=cache)[0, len(prompt) - 1 :]
+            for ours, expected in zip(self._ours[name], theirs, strict=False):
+                assert distance(ours, expected) < TOLERANCE, name
+
+    def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
+        live = {
+            seq.slot: name
+            for name, seq in self.scheduler._roster.live.items()
+            if seq.slot is not None
+        }
+        for decode, row in zip(decodes, logits, strict=True):
+            ours = self._ours[live[decode.slot]]
+            del ours[decode.output_index :]  # a preempted one does not decode anything twice
+            ours.append(row)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Observed:
+    return Observed(tiny_model(request.param))
+
+
+@pytest.fixture
+def whole(shared: Observed) -> Observed:
+    """One that has served other tests, with other prompts."""
+    shared.forget()
+    return shared
+
+
+def test_a_prompt_goes_on_from_kept_state_as_if_it_were_computed(whole: Observed) -> None:
+    prompt = random_tokens(1, 200)
+    first = whole.serve("first", prompt)
+    assert whole.serve("again", prompt) == first
+    whole.serve("longer", [*prompt, *random_tokens(2, 50)])
+    assert whole.reused("again") == whole.reused("longer") == 176
+    whole.assert_right()
+
+
+def test_every_turn_computes_what_is_new_and_less_than_two_blocks(whole: Observed) -> None:
+    history = random_tokens(3, 40)
+    for turn in range(5):
+        said = whole.serve(f"turn {turn}", history, max_tokens=24)
+        if turn:
+            known = len(history) - 9
+            assert known - whole.reused(f"turn {turn}") <= BLOCK
+        history = [*history, *said, *random_tokens(turn, 9)]
+    whole.assert_right()
+
+
+def test_those_who_come_together_compute_their_prefix_once(whole: Observed) -> None:
+    prefix = random_tokens(4, 160)
+    for number in range(4):
+        whole.submit(f"{number}", [*prefix, *random_tokens(number, 10 + number)], 6)
+    whole.run()
+    assert [whole.reused(f"{number}") >= 144 for number in range(4)] == [False, True, True, True]
+    whole.assert_right()
+
+
+def test_what_was_preempted_goes_on_from_kept_state(
+    whole: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner, grow = whole.scheduler._planner, whole.scheduler._planner._grow
+    preempted = []
+
+    def preempt(draft: Draft) -> bool:
+        seq = whole.scheduler._roster.live.get("0")
+        if not preempted and seq is not None and seq.outputs == 30:
+            preempted.append(seq)
+            planner._preempt(seq, draft)
+        return grow(draft)
+
+    monkeypatch.setattr(planner, "_grow", preempt)
+    before = whole.scheduler.stats().prefill_tokens_total
+    for number in range(3):
+        whole.submit(f"{number}", random_tokens(10 + number, 45), 40)
+    whole.run()
+    assert preempted
+    assert whole.scheduler.stats().prefill_tokens_total - before <= 3 * 44 + BLOCK
+    whole.assert_right()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_what_had_to_go_is_computed_again(tiny_model: Callable[..., Path], kept: int) -> None:
+    whole = Observed(tiny_model("nemotron_h"), sequence_cache_size=kept)
+    for turn in range(3):
+        for number in range(2):
+            whole.serve(f"{number}, turn {turn}", random_tokens(number, 100), max_tokens=20)
+        assert whole.scheduler.stats().kept_states == kept
+    assert whole.reused("1, turn 2") == 0
+    whole.assert_right()
+
+
+def test_state_without_the_blocks_before_it_is_of_no_use(tiny_model: Callable[..., Path]) -> None:
+    whole = Observed(tiny_model("qwen3_next"))
+    prompt = random_tokens(5, 100)
+    whole.serve("first", prompt)
+    memory = whole.scheduler._memory
+    memory._evict_oldest(memory.pool)
+    while len(memory.pool) > 3:
+        memory._evict_oldest(memory.pool)
+    whole.serve("again", prompt)
+    assert whole.reused("again") == 0
+    whole.assert_right()

@@ -1,0 +1,244 @@
+"""Sequences that a grammar binds, through scheduler and executor on tiny random models.
+
+What such a model says is noise, so whatever it says shows that nothing else was allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.replica import build as replica
+from engine.executor.batched import BatchedExecutor
+from engine.proving.choose import Choice
+from engine.executor.serial import SerialExecutor
+from engine.grammar.library import Library
+from engine.replica.grammars import vocabulary_of
+from engine.sampling.masks import Masking
+from shared import wire
+from shared.wire import Grammar, Sampling
+from tests.engine.whole import Whole
+from tests.tiny_models import EOS
+
+PATTERN = "[a-f]{3,6}-[0-9]{2}(, [A-Z]{1,4}){0,3}"
+WORDS = Grammar(kind="regex", source=PATTERN)
+HOT = Sampling(seed=3, temperature=1.5)
+Build = Callable[..., Whole]
+
+
+@pytest.fixture
+def whole(tiny_model: Callable[..., Path]) -> Build:
+    def make(kind: str = "llama", **settings: object) -> Whole:
+        settings = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
+        whole = Whole(tiny_model(kind), **settings)
+        library = Library(vocabulary_of(whole.loaded).load())
+        whole.executor.use_grammars(Masking(library, whole.loaded.vocab_size))
+        return whole
+
+    return make
+
+
+def ask(whole: Whole, name: str, length: int = 9, **fields: Any) -> None:
+    fields = {"grammar": WORDS, "sampling": HOT, "stop_token_ids": [EOS]} | fields
+    max_tokens = fields.pop("max_tokens", 60)
+    seed = sum(map(ord, name))
+    prompt = [3 + (seed * (i + 1)) % 250 for i in range(length)]
+    whole.submit(name, prompt, max_tokens, **fields)
+
+
+def text(whole: Whole, name: str) -> str:
+    tokens = whole.texts[name]
+    if whole.ends[name].stop_token is not None:
+        tokens = tokens[:-1]
+    decoded: str = whole.loaded.tokenizer.decode(tokens)
+    return decoded
+
+
+def assert_bound(whole: Whole, *names: str) -> None:
+    for name in names:
+        assert whole.ends[name].finish == "stop", whole.ends[name]
+        assert re.fullmatch(PATTERN, text(whole, name)), text(whole, name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba", "gpt_oss"])
+def test_an_answer_is_of_its_grammar_and_ends_with_it(whole: Build, kind: str) -> None:
+    engine = whole(kind)
+    for number in range(6):
+        ask(engine, f"a{number}", 3 + 5 * number, sampling=Sampling(seed=number, temperature=2.0))
+    ask(engine, "greedy", sampling=Sampling(seed=0))
+    engine.run()
+    assert_bound(engine, "greedy", *(f"a{number}" for number in range(6)))
+    assert len({text(engine, f"a{number}") for number in range(6)}) > 1
+
+
+def test_rows_without_a_grammar_are_as_they_are_without_such_neighbours(whole: Build) -> None:
+    texts = []
+    for neighbours in (0, 3):
+        engine = whole()
+        ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=30)
+        for number in range(neighbours):
+            ask(engine, f"bound{number}")
+        engine.run()
+        texts.append(engine.texts["free"])
+        assert_bound(engine, *(f"bound{number}" for number in range(neighbours)))
+    assert texts[0] == texts[1]
+
+
+def test_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serial(model: Any, *_: object) -> Choice:
+        return Choice(SerialExecutor(model, 512), "for this test")
+
+    monkeypatch.setattr(replica, "choose", serial)
+    engine = whole()
+    assert isinstance(engine.executor, SerialExecutor)
+    ask(engine, "a")
+    ask(engine, "b", 30)
+    engine.run()
+    assert_bound(engine, "a", "b")
+
+
+def test_looking_ahead_gives_the_same(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step's tokens are not read yet when the next one is dispatched."""
+
+    def play() -> tuple[Whole, dict[str, list[int]]]:
+        engine = whole()
+        for number in range(4):
+            ask(engine, f"a{number}", 4 + 9 * number)
+        ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=25)
+        ask(engine, "penalized", sampling=Sampling(seed=1, temperature=1, frequency_penalty=1.5))
+        engine.run()
+        return engine, engine.texts
+
+    expected = play()[1]
+    start = BatchedExecutor.__init__
+
+    def looking_ahead(self: BatchedExecutor, *args: Any) -> None:
+        start(self, *args)
+        self.look_ahead = True
+
+    monkeypatch.setattr(BatchedExecutor, "__init__", looking_ahead)
+    engine, texts = play()
+    assert engine.executor.look_ahead
+    assert texts == expected
+    assert_bound(engine, "penalized", *(f"a{number}" for number in range(4)))
+
+
+def test_one_that_gave_up_its_slot_goes_on_where_it_was(whole: Build) -> None:
+    long = {"grammar": Grammar(kind="regex", source="([a-f]{5}[0-9]{5}){8}"), "max_tokens": 120}
+    alone = {}
+    for name in "abcd":
+        engine = whole(num_blocks=50)
+        ask(engine, name, 40, **long)
+        engine.run()
+        alone[name] = engine.texts[name]
+    crowd = whole(num_blocks=50)
+    for name in "abcd":
+        ask(crowd, name, 40, **long)
+    crowd.run()
+    assert crowd.scheduler.stats().preemptions_total > 0
+    assert crowd.texts == alone
+    for name in "abcd":
+        assert re.fullmatch("([a-f]{5}[0-9]{5}){8}", text(crowd, name))
+
+
+@pytest.mark.parametrize("known", [1, 4, 9])
+def test_a_request_that_lost_its_engine_goes_on_within_its_grammar(
+    whole: Build, known: int
+) -> None:
+    first = whole()
+    ask(first, "a", grammar=Grammar(kind="regex", source="[a-f]{12}"))
+    first.run()
+    second = whole()
+    generated = first.texts["a"][:known]
+    ask(
+        second,
+        "a",
+        grammar=Grammar(kind="regex", source="[a-f]{12}"),
+        generated=generated,
+        attempt=1,
+    )
+    second.texts["a"] = list(generated)
+    second.run()
+    assert second.texts["a"] == first.texts["a"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_tokens": 40},
+        {"stop_token_ids": []},  # ignore_eos
+        {"min_tokens": 40, "stop_token_ids": []},
+        {"min_tokens": 1},
+    ],
+)
+def test_an_answer_ends_only_where_its_grammar_may_and_always_where_it_must(
+    whole: Build, fields: dict[str, Any]
+) -> None:
+    engine = whole()
+    ask(engine, "a", **fields)
+    engine.run()
+    assert_bound(engine, "a")
+    if "min_tokens" not in fields or fields["min_tokens"] > 1:
+        # Nothing else ends it before it is as long as it can be.
+        assert len(re.findall(", ", text(engine, "a"))) == 3
+
+
+def test_every_control_of_sampling_goes_with_a_grammar(whole: Build) -> None:
+    engine = whole()
+    letters = dict.fromkeys(range(200, 300), 100.0)
+    controls: dict[str, Sampling] = {
+        "penalties": Sampling(
+            seed=1,
+            temperature=1,
+            repetition_penalty=1.8,
+            presence_penalty=2,
+            frequency_penalty=2,
+        ),
+        "bias": Sampling(seed=1, temperature=1, logit_bias=list(letters.items())),
+        "xtc": Sampling(seed=1, temperature=1, xtc_probability=1, xtc_threshold=0.01),
+        "filters": Sampling(seed=1, temperature=2, top_p=0.5, top_k=3, min_p=0.1),
+        "one": Sampling(seed=1, temperature=2, top_k=1, xtc_probability=1, min_p=1),
+        "cold": Sampling(seed=1, temperature=1e-7),
+    }
+    for name, sampling in controls.items():
+        ask(engine, name, sampling=sampling)
+    ask(engine, "scored", logprobs=3, prompt_logprobs=1)
+    engine.run()
+    assert_bound(engine, "scored", *controls)
+
+
+def test_a_grammar_may_begin_after_tokens_that_come_first(whole: Build) -> None:
+    engine = whole()
+    (mark,) = engine.loaded.tokenizer.encode("q")
+    grammar = Grammar(kind="regex", source=PATTERN, after=[mark])
+    sampling = Sampling(seed=5, temperature=1, logit_bias=[(mark, 4.0)])
+    ask(engine, "a", grammar=grammar, sampling=sampling, max_tokens=400)
+    engine.run()
+    before, _, answer = text(engine, "a").partition("q")
+    assert re.fullmatch(PATTERN, answer)
+    assert before
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(whole: Build) -> None:
+    """Its source passes, and at the second token its parser is over llguidance's limit."""
+    engine = whole()
+    many = ",".join(f'"k{i}":{{"type":"string"}}' for i in range(2000))
+    wide = Grammar(kind="json_schema", source=f'{{"type":"object","properties":{{{many}}}}}')
+    ask(engine, "wide", grammar=wide)
+    ask(engine, "a")
+    ask(engine, "free", grammar=None, max_tokens=12, stop_token_ids=[])
+    engine.run()
+    assert engine.ends["wide"].finish == "error"
+    assert "items" in (engine.ends["wide"].error or "")
+    assert_bound(engine, "a")
+    assert len(engine.texts["free"]) == 12
+
+
+def test_a_token_outside_the_vocabulary_is_refused(whole: Build) -> None:
+    engine = whole()
+    ask(engine, "a", grammar=wire.Grammar(kind="regex", source="a", after=[320]))
+    engine.run()
+    assert engine.refused["a"].param == "grammar"

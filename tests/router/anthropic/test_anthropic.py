@@ -1,0 +1,355 @@
+"""Anthropic's Messages API over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from router.anthropic.blocks import Blocks
+from router.generation.choice import Piece
+from router.tokens.reply import CallDelta
+from shared.wire import Submit
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def ask(server: Server, messages: list[Any] | None = None, **fields: Any) -> httpx.Response:
+    body = {"max_tokens": 50, "messages": HI if messages is None else messages, **fields}
+    return server.client.post("/v1/messages", json=body)
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, each of which has the name that its data says."""
+    found = []
+    for event in text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + found[-1]["type"]
+    return found
+
+
+def streamed(server: Server, messages: list[Any] | None = None, **fields: Any) -> list[Any]:
+    answer = ask(server, messages, stream=True, **fields)
+    assert answer.status_code == 200, answer.text
+    return events(answer.text)
+
+
+def asked(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    """The prompt that the engine got last."""
+    return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
+
+
+def test_an_answer_is_a_message(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.cached_tokens = 5
+    answer = ask(server, system="be kind", model="tiny")
+    assert answer.status_code == 200, answer.text
+    (submit,) = engine.got(Submit)
+    body = answer.json()
+    assert body.pop("id").startswith("msg_")
+    assert body == {
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [{"type": "text", "text": "hello world", "citations": None}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len(submit.token_ids) - 5,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 5,
+            "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 0},
+            "service_tier": "standard",
+        },
+    }
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_an_answer_goes_on_from_a_last_message_of_the_assistants(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Callable[..., Any]
+) -> None:
+    engine.behaviour.script = says('"a": 1}')
+    answer = ask(server, [*HI, {"role": "assistant", "content": "{"}])
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"][0]["text"] == '"a": 1}'
+    assert asked(engine, tokenizer).endswith("<|assistant|>{")
+
+
+def test_a_stream_has_anthropics_order(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.cached_tokens = 5
+    start, begin, ping, *deltas, stop, delta, last = streamed(server)
+    (submit,) = engine.got(Submit)
+    assert start["type"] == "message_start"
+    message = start["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    assert message["usage"]["input_tokens"] == len(submit.token_ids)
+    block = {"type": "text", "text": "", "citations": None}
+    assert begin == {"type": "content_block_start", "index": 0, "content_block": block}
+    assert ping == {"type": "ping"}
+    assert {event["type"] for event in deltas} == {"content_block_delta"}
+    assert {event["delta"]["type"] for event in deltas} == {"text_delta"}
+    assert "".join(event["delta"]["text"] for event in deltas) == "hello world"
+    assert stop == {"type": "content_block_stop", "index": 0}
+    assert delta["type"] == "message_delta"
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert delta["usage"]["input_tokens"] == len(submit.token_ids) - 5
+    assert delta["usage"]["cache_read_input_tokens"] == 5
+    assert delta["usage"]["output_tokens"] == 5
+    assert last == {"type": "message_stop"}
+
+
+def test_the_stop_sequence_that_was_found_is_told(server: Server, engine: ScriptedEngine) -> None:
+    fields: dict[str, Any] = {"stop_sequences": ["xyz", " wor", "ld"]}
+    body = ask(server, **fields).json()
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", " wor")
+    assert body["content"][0]["text"] == "hello"
+    delta = streamed(server, **fields)[-2]["delta"]
+    assert delta == {"stop_reason": "stop_sequence", "stop_sequence": " wor"}
+
+
+def test_an_answer_without_room_says_which_limit_it_met(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
+) -> None:
+    engine.behaviour.script = says("hello" * 600)
+    assert ask(server, max_tokens=3).json()["stop_reason"] == "max_tokens"
+    long = ask(server, max_tokens=9999).json()
+    assert long["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_an_empty_answer_has_no_block(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
+) -> None:
+    engine.behaviour.script = says("")
+    assert ask(server).json()["content"] == []
+    assert [event["type"] for event in streamed(server)] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+def test_blocks_become_the_messages_of_a_conversation(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one", **cached}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hmm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "xxxx"},
+                {"type": "text", "text": "two"},
+                {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}, **cached},
+                {"type": "tool_use", "id": "toolu_2", "name": "f", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "three", **cached},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_2",
+                    "is_error": True,
+                    "content": [{"type": "text", "text": "four"}],
+                },
+                {"type": "text", "text": "five"},
+                {"type": "text", "text": "six"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "zero", **cached}, {"type": "text", "text": "more"}]
+    answer = ask(server, messages, system=system, cache_control={"type": "ephemeral"})
+    assert answer.status_code == 200, answer.text
+    assert asked(engine, tokenizer) == (
+        "<|system|>zero\n\nmore\n<|user|>one\n<|assistant|>two\n"
+        "<|tool|>three\n<|tool|>Error: four\n<|user|>five\n\nsix\n<|assistant|>"
+    )
+
+
+def test_what_a_request_says_of_sampling_arrives(server: Server, engine: ScriptedEngine) -> None:
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+    accepted = {"metadata": {"user_id": "u"}, "service_tier": "auto", "unknown": [1]}
+    answer = ask(server, **sampling, **accepted)
+    assert answer.status_code == 200, answer.text
+    submit = engine.got(Submit)[-1]
+    assert {name: getattr(submit.sampling, name) for name in sampling} == sampling
+    assert submit.max_tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (
+            {
+                "messages": [
+                    *HI,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "messages[1]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "computer_20250124"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    server: Server, engine: ScriptedEngine, fields: dict[str, Any], named: str
+) -> None:
+    answer = ask(server, **{"messages": HI, **fields})
+    assert answer.status_code == 400, answer.text
+    body = answer.json()
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert named in body["error"]["message"]
+    assert body["request_id"] == answer.headers["request-id"]
+
+
+def test_every_error_has_anthropics_shape(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
+) -> None:
+    client = server.client
+    kinds = {
+        404: client.post("/v1/messages/batches", json={}),
+        405: client.get("/v1/messages"),
+        413: ask(server, [{"role": "user", "content": "x" * 30_000}]),
+        415: client.post("/v1/messages", content="x", headers={"content-type": "text/plain"}),
+    }
+    kinds |= {400: client.post("/v1/messages", content=b"{")}
+    unknown = ask(server, model="nobody")
+    types = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}
+    for status, answer in [*kinds.items(), (404, unknown)]:
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error["type"] == types.get(status, "invalid_request_error")
+    too_long = ask(server, [{"role": "user", "content": "x" * 3000}])
+    assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_keys_may_come_in_anthropics_header(start_server: Callable[..., Server]) -> None:
+    server = start_server("--api-key=sesame")
+    refused = ask(server)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    server.client.headers.update({"x-api-key": "sesame", "anthropic-version": "2023-06-01"})
+    busy = ask(server)  # no engine is there
+    assert (busy.status_code, busy.json()["error"]["type"]) == (503, "overloaded_error")
+    assert int(busy.headers["retry-after"]) >= 1
+
+
+def test_an_error_in_a_stream_is_an_event(
+    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[..., Any]
+) -> None:
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=2)
+    server.wait_ready()
+    body = {"max_tokens": 9, "messages": HI, "stream": True}
+    text = ""
+    with server.client.stream("POST", "/v1/messages", json=body) as answer:
+        for part in answer.iter_text():
+            text += part
+            if "text_delta" in text:
+                engine.kill()
+    last = events(text)[-1]
+    assert last["type"] == "error"
+    assert last["error"]["type"] == "overloaded_error"
+
+
+def test_a_client_that_goes_frees_the_engine(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.hold_tokens_after = 0
+    body = {"max_tokens": 9, "messages": HI, "stream": True}
+    with server.client.stream("POST", "/v1/messages", json=body) as answer:
+        chunks = answer.iter_bytes()  # (which closes the connection when nobody holds it)
+        next(chunks)
+        assert engine.running
+    eventually(lambda: not engine.running)
+
+
+def test_tokens_are_counted_as_they_would_be_sent(server: Server, engine: ScriptedEngine) -> None:
+    body = {"messages": HI, "system": "be kind", "tools": []}
+    count = server.client.post("/v1/messages/count_tokens", json=body).json()
+    assert not engine.got(Submit)
+    assert ask(server, system="be kind").json()["usage"]["input_tokens"] == count["input_tokens"]
+    wrong = server.client.post("/v1/messages/count_tokens", json={"messages": []})
+    assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+
+
+CALLS = [
+    Piece(reasoning="I "),
+    Piece(reasoning="think.", text="\n\n"),
+    Piece(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
+    Piece(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
+    Piece(text="\n"),
+]
+
+
+def test_thinking_and_calls_are_blocks_of_their_own() -> None:
+    stream, whole = Blocks(show_thinking=True), Blocks(show_thinking=True)
+    found = [event for piece in CALLS for event in stream.feed(piece)] + stream.finish()
+    whole.feed(Piece.join(CALLS))
+    whole.finish()
+    assert whole.finished == stream.finished
+    thinking, first, second = stream.finished
+    assert thinking.thinking == "I think."  # type: ignore[union-attr]
+    assert (first.id, first.input) == ("toolu_a", {"x": 1})  # type: ignore[union-attr]
+    assert (second.id, second.input) == ("toolu_b", {})  # type: ignore[union-attr]
+    kinds = [
+        event.__struct_config__.tag if not hasattr(event, "delta") else event.delta
+        for event in found
+    ]
+    names = [k if isinstance(k, str) else k.__struct_config__.tag for k in kinds]  # type: ignore[union-attr]
+    assert names == [
+        *("content_block_start", "ping", "thinking_delta", "thinking_delta"),
+        *("signature_delta", "content_block_stop"),
+        *("content_block_start", "input_json_delta", "input_json_delta", "content_block_stop"),
+        *("content_block_start", "input_json_delta", "content_block_stop"),
+    ]
+
+
+def test_thinking_that_shall_be_omitted_leaves_its_signature() -> None:
+    blocks = Blocks(show_thinking=False)
+    blocks.feed(Piece.join(CALLS))
+    blocks.finish()
+    thinking = blocks.finished[0]
+    assert thinking.thinking == ""  # type: ignore[union-attr]
+    assert thinking.signature  # type: ignore[union-attr]
+
+
+def test_blank_text_is_an_answer_where_nothing_else_is_said() -> None:
+    blocks = Blocks(show_thinking=True)
+    assert not blocks.feed(Piece("\n"))
+    blocks.finish()
+    assert [block.text for block in blocks.finished] == ["\n"]  # type: ignore[union-attr]
+
+
+def test_a_call_that_was_cut_short_has_no_input() -> None:
+    blocks = Blocks(show_thinking=True)
+    blocks.feed(Piece(calls=(CallDelta(0, '{"x": ', "call_a", "f"),)))
+    blocks.finish()
+    assert blocks.finished[0].input == {}  # type: ignore[union-attr]

@@ -1,0 +1,209 @@
+"""Keys, origins, paths, probes, models and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from router.api.body import read_json_body
+from router.errors import BodyTooSlow
+from shared.wire import EngineStats
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Server:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# comment\nfrom-file\n\nanother\n")
+    return start_server(
+        "--api-key=sesame",
+        f"--api-key-file={keys}",
+        "--metrics-key=scrape",
+        "--cors-origin=https://app.example",
+        "--root-path=/llm",
+        "--memory-pressure-threshold=0.5",
+    )
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("key", ["sesame", "from-file", "another"])
+def test_each_key_lets_in(guarded: Server, key: str) -> None:
+    assert guarded.client.get("/v1/models", headers=bearer(key)).status_code == 200
+    assert guarded.client.get("/v1/models", headers={"x-api-key": key}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer"},
+        bearer("sesam"),
+        {"authorization": "sesame"},
+        bearer("# comment"),
+        {"x-api-key": "x"},
+    ],
+)
+def test_anything_else_does_not(guarded: Server, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/v1/chat/completions", "/nothing"):
+        answer = guarded.client.post(path, headers=headers, json={})
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_keys_are_never_logged(guarded: Server) -> None:
+    guarded.client.get("/v1/models", headers=bearer("sesame"))
+    guarded.client.get("/v1/models", headers=bearer("wrong-key"))
+    log = guarded.log.read_text()
+    assert "sesame" not in log
+    assert "wrong-key" not in log
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz", "/version"])
+def test_probes_need_no_key(guarded: Server, path: str) -> None:
+    assert guarded.client.get(path).status_code in (200, 503)
+
+
+def test_metrics_have_a_key_of_their_own(guarded: Server) -> None:
+    assert guarded.client.get("/metrics").status_code == 401
+    assert guarded.client.get("/metrics", headers=bearer("sesame")).status_code == 401
+    assert guarded.client.get("/metrics", headers=bearer("scrape")).status_code == 200
+
+
+def test_only_the_allowed_origin_may_call(guarded: Server) -> None:
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
+    allowed = guarded.client.options(
+        "/v1/chat/completions", headers={"origin": "https://app.example", **ask}
+    )
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    other = guarded.client.options(
+        "/v1/chat/completions", headers={"origin": "https://evil.example", **ask}
+    )
+    assert "access-control-allow-origin" not in other.headers
+    refused = guarded.client.post(
+        "/v1/chat/completions", headers={"origin": "https://app.example"}, json={}
+    )
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://app.example"
+
+
+def test_the_root_path_may_be_there_or_stripped(guarded: Server) -> None:
+    for path in ("/livez", "/llm/livez"):
+        assert guarded.client.get(path).status_code == 200
+    assert guarded.client.get("/llm/v1/models").status_code == 401
+    assert guarded.client.get("/llm/v1/models", headers=bearer("sesame")).status_code == 200
+
+
+def test_health_follows_memory_pressure(guarded: Server, start_engine: Start, says: Any) -> None:
+    engine = start_engine(guarded, script=says("hi"))
+    guarded.wait_ready()
+    headers = bearer("sesame")
+    for used, status, code in ((10, "ok", 200), (40, "degraded", 200), (50, "overloaded", 503)):
+        engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=used)
+        eventually(lambda status=status: guarded.client.get("/health").json()["status"] == status)
+        assert guarded.client.get("/health").status_code == code
+    answer = guarded.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "memory_pressure"
+    assert int(answer.headers["retry-after"]) >= 1
+    engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=0)
+    eventually(lambda: guarded.client.get("/health").json()["status"] == "ok")
+    answer = guarded.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert answer.status_code == 200
+
+
+def test_models_are_listed_and_shown(server: Server, engine: ScriptedEngine) -> None:
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny"
+    assert model["object"] == "model"
+    assert model["context_length"] == 512
+    assert model["ready_replicas"] == 1
+    assert server.client.get("/v1/models/tiny").json() == model
+
+
+def test_without_an_engine_the_server_lives_but_is_not_ready(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server()
+    assert server.client.get("/livez").status_code == 200
+    readyz = server.client.get("/readyz")
+    assert readyz.status_code == 503
+    assert readyz.json()["reasons"] == ["no engine has joined yet"]
+    assert server.client.get("/health").status_code == 503
+    assert server.chat().status_code == 503
+
+
+def test_an_engine_that_loads_is_not_ready_yet(server: Server, start_engine: Start) -> None:
+    engine = start_engine(server, phase="loading")
+    eventually(lambda: "loading" in server.client.get("/readyz").text)
+    assert server.client.get("/readyz").status_code == 503
+    engine.behaviour.phase = "ready"
+    server.wait_ready()
+
+
+def test_metrics_have_the_names_dashboards_know(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.stats = EngineStats(
+        running=2,
+        used_blocks=5,
+        free_blocks=59,
+        prompt_tokens_total=100,
+        cached_ram_tokens_total=25,
+    )
+    assert server.chat().status_code == 200
+    label = '{engine="engine-0",model="tiny"}'
+    eventually(lambda: f"used_blocks{label} 5.0" in scrape(server))
+    text = scrape(server)
+    for line in (
+        f"active_sequences{label} 2.0",
+        f"free_blocks{label} 59.0",
+        f"cache_hit_rate{label} 0.25",
+        'queued_requests{model="tiny"} 0.0',
+        "dist_fatal 0.0",
+        "shutdown_clean 1.0",
+        f"mlx_lm_server_cached_ram_tokens_total{label} 25.0",
+    ):
+        assert line in text, line
+    for name in ("time_to_first_token", "inter_token", "end_to_end", "queue_time"):
+        assert f"mlx_lm_server_{name}_seconds_count" in text
+    assert 'mlx_lm_server_requests_total{path="/v1/chat/completions",status="200"}' in text
+    assert "mlx_lm_server_build_info{" in text
+
+
+def test_paths_with_names_in_them_are_counted_together(server: Server) -> None:
+    for name in ("one", "another"):
+        assert server.client.get(f"/v1/models/{name}").status_code == 404
+    assert server.client.get("/nothing").status_code == 404
+    text = scrape(server)
+    assert 'requests_total{path="/v1/models/{model}",status="404"} 2.0' in text
+    assert 'requests_total{path="other",status="404"} 1.0' in text
+
+
+def scrape(server: Server) -> str:
+    answer = server.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    # Prometheus does not care for the order of labels; this test does.
+    return answer.text.replace(
+        '{model="tiny",engine="engine-0"}', '{engine="engine-0",model="tiny"}'
+    )
+
+
+def test_a_slow_body_is_a_408() -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
+    with pytest.raises(BodyTooSlow):
+        asyncio.run(read_json_body(Request(scope, receive), 100, timeout_s=0.05))

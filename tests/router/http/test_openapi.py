@@ -1,0 +1,134 @@
+"""The description of the API, and the page that shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from router.schemas.schemas import ChatRequest, unsupported_fields
+from tests.router.conftest import Server
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture(scope="module")
+def guarded(start_server: Callable[..., Server]) -> Server:
+    return start_server("--api-key=sesame", "--metrics-key=scrape", "--root-path=/llm")
+
+
+@pytest.fixture
+def document(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.client.get("/openapi.json").json()
+    return found
+
+
+def test_the_description_is_valid_openapi(document: dict[str, Any]) -> None:
+    assert document["openapi"] == "3.1.0"
+    OpenAPIV31SpecValidator(document).validate()
+
+
+def test_every_operation_answers_as_described(
+    server: Server, document: dict[str, Any], engine: ScriptedEngine
+) -> None:
+    for template, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            earlier = server.client.post("/v1/responses", json={"input": "hello"}).json()["id"]
+            path = template.replace("{model}", "tiny").replace("{response_id}", earlier)
+            answer = server.client.request(
+                method, path, json=content["example"] if content else None
+            )
+            assert answer.status_code in (200, 400), (path, answer.text)
+            check(document, operation, answer)
+
+
+def check(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response) -> None:
+    described = operation["responses"][str(answer.status_code)]
+    media_type = answer.headers["content-type"].partition(";")[0]
+    schema = described["content"][media_type]["schema"]
+    if media_type == "application/json":
+        whole = {**schema, "components": document["components"]}
+        jsonschema.validate(answer.json(), whole)
+
+
+def test_errors_are_described(document: dict[str, Any], server: Server) -> None:
+    statuses = "200 400 401 404 408 413 415 429 500 503 504"
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        operation = document["paths"][path]["post"]
+        assert list(operation["responses"]) == statuses.split()
+        assert "retry-after" in operation["responses"]["429"]["headers"]
+        check(document, operation, server.client.post(path, json={}))
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+)
+def test_the_events_of_a_stream_are_as_described(
+    path: str, document: dict[str, Any], server: Server, engine: ScriptedEngine
+) -> None:
+    operation = document["paths"][path]["post"]
+    content = operation["responses"]["200"]["content"]["text/event-stream"]
+    data = content["schema"]["properties"]["data"]
+    json_data, ends = (data, []) if "anyOf" not in data else (data["anyOf"][0], data["anyOf"][1:])
+    schema = {**json_data["contentSchema"], "components": document["components"]}
+    body = operation["requestBody"]["content"]["application/json"]["example"]
+    lines = server.client.post(path, json={**body, "stream": True}).text.splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    if ends:
+        assert events.pop() == ends[0]["const"]
+    assert len(events) >= 2  # tokens may come together
+    for event in events:
+        jsonschema.validate(json.loads(event), schema)
+
+
+def test_a_field_that_is_not_supported_is_described_by_what_is_let_through(
+    document: dict[str, Any], server: Server
+) -> None:
+    unsupported = unsupported_fields(ChatRequest)
+    assert unsupported
+    properties = document["components"]["schemas"]["ChatRequest"]["properties"]
+    for name in unsupported:
+        for value in properties[name]["enum"]:
+            assert server.chat(**{name: value}).status_code != 400, (name, value)
+        assert server.chat(**{name: {"x": 1}}).status_code == 400
+
+
+def test_keys_are_described_where_they_are_needed(server: Server, guarded: Server) -> None:
+    def security(server: Server, path: str, method: str = "get") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = server.client.get("/openapi.json").json()["paths"]
+        return found[path][method]["security"]  # type: ignore[call-overload, no-any-return]
+
+    ways = [{"bearer": []}, {"x-api-key": []}]
+    assert security(guarded, "/v1/models") == security(guarded, "/metrics") == ways
+    assert security(server, "/v1/models") == [{}, *ways]
+    assert security(guarded, "/livez") == []
+
+
+def test_the_description_says_where_the_server_is(server: Server, guarded: Server) -> None:
+    for asked, url in ((server, "/"), (guarded, "/llm")):
+        assert asked.client.get("/openapi.json").json()["servers"] == [{"url": url}]
+    assert guarded.client.get("/llm/openapi.json").status_code == 200
+
+
+def test_the_page_needs_no_key_and_nothing_from_elsewhere(guarded: Server) -> None:
+    for path in ("/docs", "/llm/docs"):
+        answer = guarded.client.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert not re.findall(r"(?:https?:)?//[\w-]+\.", answer.text)
+        assert not re.findall(r"""(?:src|href)=["']/""", answer.text)  # a proxy's path is kept
+
+
+def test_a_wrong_method_is_told_of_all_the_right_ones(server: Server) -> None:
+    answer = server.client.put("/v1/responses/r")
+    assert answer.status_code == 405
+    assert {"GET", "DELETE"} <= set(answer.headers["allow"].split(", "))

@@ -1,0 +1,286 @@
+"""Log-probabilities and echoed prompts, in both of OpenAI's formats, streamed and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm import tokenizer_utils
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from router.tokens.logprobs import Alignment
+from router.tokens.vocabulary import Vocabulary
+from shared.wire import Submit, TokenLogprobs
+from tests.router.conftest import Server
+from tests.router.scripted_engine import ScriptedEngine, prompt_scores_of, scores_of
+from tests.router.openai.test_completions import events
+from tests.router.tiny_tokenizer import write_tokenizer
+
+TEXTS = pytest.mark.parametrize(
+    "text", ["hello world", "日本語 🌍🏽 é", " a\n\n  b ", "end \ufffd"]
+)
+STOPS = pytest.mark.parametrize("stop", [None, ["🌍"], ["lo w", "b"]])
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return Vocabulary(tokenizer_utils.load(path))
+
+
+def test_a_chat_has_each_token_with_its_bytes_and_alternatives(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, vocabulary: Vocabulary
+) -> None:
+    engine.behaviour.script = lambda submit: [*tokenizer.encode("hello é").ids, 1]
+    choice = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]
+    assert engine.got(Submit)[0].logprobs == 2
+    content = choice["logprobs"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+    ids = tokenizer.encode("hello é").ids
+    assert [bytes(token["bytes"]) for token in content] == [b"hello", b" ", b"\xc3", b"\xa9"]
+    assert [token["token"] for token in content] == ["hello", " ", "\ufffd", "\ufffd"]
+    assert choice["message"]["content"] == "hello é"
+    for position, (token, entry) in enumerate(zip(ids, content, strict=True)):
+        scores = scores_of(token, position, 2)
+        assert entry["logprob"] == scores.chosen
+        assert [other["logprob"] for other in entry["top_logprobs"]] == scores.top
+        expected = [list(vocabulary.raw(other)) for other in scores.top_ids]
+        assert [other["bytes"] for other in entry["top_logprobs"]] == expected
+
+
+def test_logprobs_of_a_chat_without_alternatives_have_an_empty_list(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    content = server.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert engine.got(Submit)[0].logprobs == 0
+    assert content and all(token["top_logprobs"] == [] for token in content)
+
+
+def test_a_completion_has_parallel_lists(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, vocabulary: Vocabulary
+) -> None:
+    text = "hello world é"
+    engine.behaviour.script = lambda submit: [*tokenizer.encode(text).ids, 1]
+    choice = server.complete("x", logprobs=3).json()["choices"][0]
+    found = choice["logprobs"]
+    assert choice["text"] == text
+    half = ["bytes:\\xc3", "bytes:\\xa9"]
+    assert found["tokens"] == ["hello", " wor", "l", "d", " ", *half]
+    assert found["text_offset"] == [0, 5, 9, 10, 11, 12, 12]
+    for position, token in enumerate(tokenizer.encode(text).ids):
+        scores = scores_of(token, position, 3)
+        assert found["token_logprobs"][position] == scores.chosen
+        expected = dict(zip(map(vocabulary.name, scores.top_ids), scores.top, strict=True))
+        expected.setdefault(vocabulary.name(token), scores.chosen)
+        assert found["top_logprobs"][position] == expected
+
+
+@TEXTS
+@STOPS
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_a_stream_has_the_tokens_of_its_text_and_all_that_the_whole_answer_has(
+    server: Server,
+    engine: ScriptedEngine,
+    says: Callable[..., Any],
+    text: str,
+    stop: list[str] | None,
+    tokens_per_step: int,
+) -> None:
+    engine.behaviour.script = says(text)
+    engine.behaviour.tokens_per_step = tokens_per_step
+    body = {"stop": stop, "seed": 1, "prompt": "x", "logprobs": 2}
+    whole = server.complete(**body).json()["choices"][0]
+    chunks = [event["choices"][0] for event in events(server.complete(**body, stream=True).text)]
+    parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
+    for name, values in whole["logprobs"].items():
+        assert [value for part in parts for value in part[name]] == values
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    shown = 0
+    for chunk in chunks:
+        shown += len(chunk["text"])
+        assert all(offset <= shown for offset in (chunk["logprobs"] or {}).get("text_offset", ()))
+    if whole["finish_reason"] == "stop" and stop and len(whole["text"]) < len(text.strip(" ")):
+        assert all(offset < len(whole["text"]) for offset in whole["logprobs"]["text_offset"])
+    body["messages"] = [{"role": "user", "content": "x"}]
+    chat = {**body, "logprobs": True, "top_logprobs": 2}
+    whole = server.chat(**chat).json()["choices"][0]
+    chunks = [event["choices"][0] for event in events(server.chat(**chat, stream=True).text)]
+    content = [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["content"]]
+    assert content == whole["logprobs"]["content"]
+    said = b"".join(bytes(token["bytes"]) for token in content).decode(errors="replace")
+    assert said.removeprefix(" ").startswith(whole["message"]["content"].rstrip("\ufffd"))
+
+
+@pytest.mark.parametrize("prompt", ["hello 🌍 wor", " a ", "é", "<s>hello", [5, 6, 7, 200], [0, 9]])
+def test_an_echoed_prompt_comes_before_its_answer(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Any, prompt: Any
+) -> None:
+    engine.behaviour.script = says(" world")
+    body = {"prompt": prompt, "echo": True, "seed": 1, "n": 2}
+    choices = server.complete(**body).json()["choices"]
+    first = engine.got(Submit)[0]
+    assert first.logprobs is None and first.prompt_logprobs is None
+    if isinstance(prompt, str):
+        expected = prompt + " world"
+    else:
+        ids = [*prompt, *tokenizer.encode(" world").ids]
+        expected = tokenizer.decode(ids, skip_special_tokens=False)
+    assert [choice["text"] for choice in choices] == [expected, expected]
+    for index in (0, 1):
+        chunks = [
+            event["choices"][0] for event in events(server.complete(**body, stream=True).text)
+        ]
+        assert "".join(c["text"] for c in chunks if c["index"] == index) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hello é wor", [5, 6, 7], "x"])
+def test_an_echoed_prompt_has_log_probabilities_too(
+    server: Server,
+    engine: ScriptedEngine,
+    says: Any,
+    vocabulary: Vocabulary,
+    prompt: Any,
+    stream: bool,
+) -> None:
+    engine.behaviour.script = says("hello")
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, "stream": stream}
+    answer = server.complete(**body)
+    submits = engine.got(Submit)
+    # The first token of a prompt follows nothing: of one alone there is nothing to say.
+    wanted = 2 if len(submits[0].token_ids) > 1 else None
+    assert [submit.prompt_logprobs for submit in submits] == [wanted, None]
+    whole = [event["choices"][0] for event in events(answer.text)] if stream else []
+    for index in (0, 1):
+        if stream:
+            mine = [chunk for chunk in whole if chunk["index"] == index]
+            text = "".join(chunk["text"] for chunk in mine)
+            parts = [chunk["logprobs"] for chunk in mine if chunk["logprobs"]]
+            found = {name: [v for part in parts for v in part[name]] for name in parts[0]}
+        else:
+            choice = answer.json()["choices"][index]
+            text, found = choice["text"], choice["logprobs"]
+        ids = submits[0].token_ids
+        scores = prompt_scores_of(submits[0])
+        assert found["token_logprobs"][: len(ids)] == [None, *(own.chosen for own in scores)]
+        assert found["top_logprobs"][0] is None
+        assert all(len(each) in (2, 3) for each in found["top_logprobs"][1:])
+        assert found["tokens"] == [*map(vocabulary.name, ids), "hello"]
+        assert found["text_offset"][len(ids)] == len(text) - len("hello")
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            assert token.startswith("bytes:") or text[offset:].startswith(token)
+
+
+def test_log_probabilities_of_a_prompt_have_vllms_form(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    body = server.complete(["hello wor", "abc"], prompt_logprobs=1, n=2).json()
+    submits = engine.got(Submit)
+    assert [submit.prompt_logprobs for submit in submits] == [1, None, 1, None]
+    assert body["choices"][0]["logprobs"] is None
+    first, second, third, _ = (choice["prompt_logprobs"] for choice in body["choices"])
+    assert first == second and first != third
+    assert third[0] is None and len(third) == len(submits[2].token_ids)
+    token = submits[2].token_ids[1]
+    scores = scores_of(token, 0, 1)
+    expected = {
+        str(other): {
+            "logprob": scores.top[0],
+            "rank": 1,
+            "decoded_token": tokenizer.decode([other]),
+        }
+        for other in scores.top_ids
+    }
+    own = {"logprob": scores.chosen, "rank": None, "decoded_token": tokenizer.decode([token])}
+    expected.setdefault(str(token), own)
+    assert third[1] == expected
+    body = server.chat(prompt_logprobs=0).json()
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in server.chat().json()
+
+
+@pytest.mark.parametrize("field", [{"logprobs": 1}, {"prompt_logprobs": 1}])
+def test_an_engine_that_leaves_log_probabilities_out_is_no_answer(
+    server: Server, engine: ScriptedEngine, field: dict[str, int]
+) -> None:
+    engine.behaviour.omit_logprobs = True
+    answer = server.complete("abc", **field)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_lost"
+
+
+# -- tokens and text, without a server ------------------------------------------
+
+
+def sentencepiece(path: Path) -> Any:
+    """A tokenizer in the manner of Llama 2: ▁ for spaces, bytes for what it does not know."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    write_tokenizer(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer_utils.load(path)
+
+
+def byte_level(path: Path) -> Any:
+    write_tokenizer(path)
+    return tokenizer_utils.load(path)
+
+
+def whole_words(path: Path) -> Any:
+    """Neither of the two: it is decoded by the tokenizer itself."""
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    write_tokenizer(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer_utils.load(path)
+
+
+@pytest.mark.parametrize("kind", [sentencepiece, byte_level, whole_words])
+def test_tokens_are_their_bytes(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    tokenizer = kind(tmp_path)
+    text = "a b" if kind is whole_words else "ab a b é 🌍"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    vocabulary = Vocabulary(tokenizer)
+    pieces = [vocabulary.raw(token) for token in ids]
+    joined = b"".join(pieces).decode().removeprefix(" ")
+    assert joined == (text.replace(" ", "") if kind is whole_words else text)
+    assert vocabulary.name(ids[0]) == pieces[0].decode()
+    if kind is not whole_words:
+        assert vocabulary.join(ids) == vocabulary.join([*ids, ids[-4]]) == text
+        assert vocabulary.name(ids[-1]) == "bytes:\\x8d" and vocabulary.text(ids[-1]) == "\ufffd"
+    assert vocabulary.raw(10**6) == b""
+
+
+@pytest.mark.parametrize("kind", [sentencepiece, byte_level])
+def test_offsets_are_those_of_the_detokenized_text(kind: Any, tmp_path: Path) -> None:
+    tokenizer = kind(tmp_path)
+    ids = tokenizer.encode(" ab a é b", add_special_tokens=False)
+    detokenizer = tokenizer.detokenizer
+    for token in ids:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    text = detokenizer.text
+    alignment = Alignment(Vocabulary(tokenizer))
+    alignment.add(ids, [TokenLogprobs(chosen=-1.0)] * len(ids))
+    tokens = alignment.shown(len(text))
+    assert [token.id for token in tokens] == ids and not alignment.rest()
+    for token in tokens:
+        piece = tokenizer.decode([token.id]).strip()
+        if "\ufffd" not in piece:
+            assert text[token.offset :].lstrip(" ").startswith(piece)
+    assert tokens[-1].offset + len(tokenizer.decode([ids[-1]]).strip()) >= len(text) - 1

@@ -1,0 +1,221 @@
+"""Fields that bind an answer to a grammar, from the body to the engine and back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.errors import InvalidRequest
+from router.schemas.structured import Bound, choice, json_schema
+from shared.wire import MAX_GRAMMAR_BYTES, Accepted, Beat, LiveRequest, Refused, Submit, encode
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "null"}}}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source", "param"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            "json_schema",
+            '{"type":"object"}',
+            "response_format",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            TEXT,
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            "json_schema",
+            TEXT,
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            "json_schema",
+            '{"type":"object"}',
+            "structured_outputs.json_object",
+        ),
+        (
+            {"structured_outputs": {"regex": "[a-z]+"}},
+            "regex",
+            "[a-z]+",
+            "structured_outputs.regex",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", 'é"\n']}},
+            "lark",
+            'start: "a" | "é\\"\\n"',
+            "structured_outputs.choice",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'start: "a"'}},
+            "lark",
+            'start: "a"',
+            "structured_outputs.grammar",
+        ),
+        ({"guided_json": SCHEMA}, "json_schema", TEXT, "guided_json"),
+        ({"guided_json": TEXT}, "json_schema", TEXT, "guided_json"),
+        ({"guided_regex": "a|b"}, "regex", "a|b", "guided_regex"),
+        ({"guided_choice": ["yes", "no"]}, "lark", 'start: "yes" | "no"', "guided_choice"),
+        ({"guided_grammar": 'start: "b"'}, "lark", 'start: "b"', "guided_grammar"),
+    ],
+)
+def test_the_engine_gets_the_grammar_that_a_field_means(
+    server: Server,
+    engine: ScriptedEngine,
+    fields: dict[str, Any],
+    kind: str,
+    source: str,
+    param: str,
+) -> None:
+    assert server.chat(**fields).status_code == 200
+    assert server.complete(**fields, n=2).status_code == 200
+    grammars = [submit.grammar for submit in engine.got(Submit)]
+    assert len(grammars) == 3
+    for grammar in grammars:
+        assert (grammar.kind, grammar.source, grammar.param) == (kind, source, param)
+
+
+def test_without_such_a_field_there_is_no_grammar(server: Server, engine: ScriptedEngine) -> None:
+    fields = {"structured_outputs": None, "guided_json": None}
+    assert server.chat(response_format={"type": "text"}, **fields).status_code == 200
+    (submit,) = engine.got(Submit)
+    assert submit.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": "json"}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice",
+        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+        ({"guided_json": '{"type":'}, "guided_json"),
+        ({"guided_json": []}, "guided_json"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+)
+def test_a_bad_grammar_field_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
+    for answer in (server.chat(**fields), server.complete(**fields, stream=True)):
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param, answer.text
+
+
+def test_more_than_one_grammar_names_them_all() -> None:
+    bound = msgspec.convert(
+        {"guided_regex": "a", "guided_choice": ["b"], "response_format": {"type": "json_object"}},
+        Bound,
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        _ = bound.grammar
+    for name in ("response_format", "guided_regex", "guided_choice"):
+        assert f"'{name}'" in refused.value.message
+
+
+def test_a_grammar_has_a_largest_size() -> None:
+    fits = "a" * (MAX_GRAMMAR_BYTES - len('start: ""'))
+    assert choice([fits], "x").source
+    with pytest.raises(InvalidRequest, match="limit"):
+        choice([fits + "a"], "x")
+    with pytest.raises(InvalidRequest, match="limit"):
+        json_schema({"const": "é" * (MAX_GRAMMAR_BYTES // 2)}, "x")
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        json_schema("[" * 100_000, "x")
+
+
+def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    engine.behaviour.refuse = lambda submit: Refused(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        reason="invalid",
+        message="unclosed group",
+        param=submit.grammar.param,
+    )
+    answer = server.chat(guided_regex="(", stream=True)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "unclosed group"
+    assert answer.json()["error"]["param"] == "guided_regex"
+
+
+def test_a_grammar_that_is_being_compiled_is_neither_accepted_nor_lost(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    """Its engine mentions it in beats for longer than an unknown request is waited for."""
+    engine.behaviour.accept = False
+    engine.behaviour.hold_tokens_after = 0
+    engine.behaviour.beats = False
+
+    def compiling() -> None:
+        (submit,) = engine.got(Submit)
+        live = LiveRequest(
+            request_id=submit.request_id, attempt=submit.attempt, generated=0, accepted=False
+        )
+        for number in range(40):
+            beat = Beat(
+                engine=engine.name,
+                incarnation=engine.incarnation,
+                number=1000 + number,
+                phase="ready",
+                phase_s=1.0,
+                stalled_s=0.0,
+                live=[live],
+                stats=engine.behaviour.stats,
+            )
+            engine.say(*encode(beat))
+            time.sleep(0.08)
+
+    statuses: list[int] = []
+
+    def ask() -> None:
+        body = {"prompt": "x", "guided_regex": "a", "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            statuses.append(answer.status_code)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    eventually(lambda: len(engine.got(Submit)) == 1)
+    compiling()
+    assert not statuses
+    assert len(engine.got(Submit)) == 1
+    (submit,) = engine.got(Submit)
+    engine.behaviour.beats = True
+    engine.behaviour.hold_tokens_after = None
+    engine.say(*encode(Accepted(request_id=submit.request_id, attempt=submit.attempt)))
+    client.join(20)
+    assert statuses == [200]

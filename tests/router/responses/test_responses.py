@@ -1,0 +1,437 @@
+"""OpenAI's Responses API over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from router.generation.choice import Piece
+from router.errors import NotFound
+from router.tokens.reply import CallDelta
+from router.responses.output import Output
+from router.responses.store import ResponseStore, Turn
+from shared.wire import Submit
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+
+def ask(server: Server, given: Any = "hi", **fields: Any) -> httpx.Response:
+    return server.client.post("/v1/responses", json={"input": given, **fields})
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, named as their data says and numbered from 0."""
+    found = []
+    for event in text.strip().split("\n\n"):
+        if event.startswith(":"):
+            continue
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + found[-1]["type"]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def streamed(server: Server, given: Any = "hi", **fields: Any) -> list[Any]:
+    answer = ask(server, given, stream=True, **fields)
+    assert answer.status_code == 200, answer.text
+    return events(answer.text)
+
+
+def asked(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    """The prompt that the engine got last."""
+    return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
+
+
+def test_an_answer_is_a_response(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.cached_tokens = 5
+    body = ask(server, instructions="be kind", metadata={"a": "b"}, temperature=0.5).json()
+    (submit,) = engine.got(Submit)
+    assert body["id"].startswith("resp_")
+    assert (body["object"], body["status"], body["model"]) == ("response", "completed", "tiny")
+    (message,) = body["output"]
+    assert message.pop("id").startswith("msg_")
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [
+            {"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}
+        ],
+    }
+    assert body["usage"] == {
+        "input_tokens": len(submit.token_ids),
+        "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": len(submit.token_ids) + 5,
+    }
+    assert (body["error"], body["incomplete_details"]) == (None, None)
+    assert (body["instructions"], body["metadata"]) == ("be kind", {"a": "b"})
+    assert (body["temperature"], body["store"], body["tool_choice"]) == (0.5, True, "auto")
+    assert body["text"]["format"] == {"type": "text"}
+
+
+def test_a_stream_has_openais_order(server: Server, engine: ScriptedEngine) -> None:
+    created, running, added, part, *deltas, text, part_done, done, completed = streamed(server)
+    assert (created["type"], running["type"]) == ("response.created", "response.in_progress")
+    assert created["response"]["status"] == "in_progress"
+    assert (added["type"], part["type"]) == (
+        "response.output_item.added",
+        "response.content_part.added",
+    )
+    assert (added["item"]["status"], added["item"]["content"]) == ("in_progress", [])
+    place = {"item_id": added["item"]["id"], "output_index": 0, "content_index": 0}
+    assert place.items() <= part.items()
+    assert {event["type"] for event in deltas} == {"response.output_text.delta"}
+    assert all(place.items() <= event.items() for event in deltas)
+    assert "".join(event["delta"] for event in deltas) == "hello world"
+    assert (text["type"], text["text"]) == ("response.output_text.done", "hello world")
+    assert (part_done["type"], done["type"]) == (
+        "response.content_part.done",
+        "response.output_item.done",
+    )
+    assert part_done["part"] == done["item"]["content"][0]
+    assert completed["type"] == "response.completed"
+    assert completed["response"]["output"] == [done["item"]]
+    assert completed["response"]["status"] == "completed"
+    assert completed["response"]["id"] == created["response"]["id"]
+    stored = server.client.get("/v1/responses/" + created["response"]["id"])
+    assert stored.json() == completed["response"]
+
+
+def test_an_answer_that_found_no_end_is_incomplete(server: Server, engine: ScriptedEngine) -> None:
+    body = ask(server, max_output_tokens=2).json()
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["output"][-1]["status"] == "incomplete"
+    last = streamed(server, max_output_tokens=2)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
+
+
+def test_items_become_the_messages_of_a_conversation(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hmm"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "two"}],
+        },
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "three"},
+        {"role": "system", "content": "four"},
+        {"role": "user", "content": "five"},
+    ]
+    answer = ask(server, items, instructions="be kind")
+    assert answer.status_code == 200, answer.text
+    assert asked(engine, tokenizer) == (
+        "<|system|>be kind\n\nbe brief\n<|user|>one\n<|assistant|>two\n"
+        "<|tool|>three\n<|system|>four\n<|user|>five\n<|assistant|>"
+    )
+
+
+def test_a_response_goes_on_from_an_earlier_one(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    first = ask(server, "one", instructions="be kind").json()
+    second = ask(server, "two", previous_response_id=first["id"]).json()
+    assert second["previous_response_id"] == first["id"]
+    assert asked(engine, tokenizer) == (
+        "<|user|>one\n<|assistant|>hello world\n<|user|>two\n<|assistant|>"
+    )
+    server.client.delete("/v1/responses/" + first["id"])
+    assert ask(server, "three", previous_response_id=second["id"]).status_code == 200
+    assert asked(engine, tokenizer).startswith("<|user|>one\n<|assistant|>hello world\n<|user|>two")
+    items = server.client.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()
+    texts = [item["content"][0]["text"] for item in items["data"]]
+    assert texts == ["one", "hello world", "two"]
+    assert (items["has_more"], items["first_id"]) == (False, items["data"][0]["id"])
+    page = f"/v1/responses/{second['id']}/input_items?limit=1&after={items['last_id']}"
+    newest = server.client.get(page).json()
+    assert newest["has_more"]
+    assert newest["data"][0]["id"] == items["data"][1]["id"]
+
+
+def test_an_item_can_be_referred_to(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    first = ask(server, "one").json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    answer = ask(server, [reference, {"role": "user", "content": "two"}])
+    assert answer.status_code == 200, answer.text
+    assert asked(engine, tokenizer) == "<|assistant|>hello world\n<|user|>two\n<|assistant|>"
+    lost = ask(server, [{"id": "msg_nobody"}])
+    assert (lost.status_code, lost.json()["error"]["param"]) == (404, "input[0].id")
+
+
+def test_what_is_not_stored_is_not_found(server: Server, engine: ScriptedEngine) -> None:
+    body = ask(server, store=False).json()
+    assert body["store"] is False
+    client, url = server.client, "/v1/responses/" + body["id"]
+    missing = [
+        client.get(url),
+        client.delete(url),
+        client.post(url + "/cancel"),
+        client.get(url + "/input_items"),
+        ask(server, previous_response_id=body["id"]),
+    ]
+    for answer in missing:
+        assert answer.status_code == 404
+        assert "made room" in answer.json()["error"]["message"]
+    assert missing[-1].json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_stored_response_can_be_deleted_and_not_cancelled(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    body = ask(server).json()
+    url = "/v1/responses/" + body["id"]
+    assert server.client.get(url).json() == body
+    assert server.client.post(url + "/cancel").status_code == 400
+    deleted = server.client.delete(url).json()
+    assert deleted == {"id": body["id"], "object": "response", "deleted": True}
+    assert server.client.get(url).status_code == 404
+
+
+def test_keys_do_not_see_each_others_responses(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[..., Any],
+) -> None:
+    server = start_server("--api-key=one", "--api-key=two")
+    start_engine(server, script=says("hello"))
+    server.client.headers["authorization"] = "Bearer one"
+    server.wait_ready()
+    body = ask(server).json()
+    url = "/v1/responses/" + body["id"]
+    reference = [{"type": "item_reference", "id": body["output"][0]["id"]}]
+    assert server.client.get(url).status_code == 200
+    server.client.headers["authorization"] = "Bearer two"
+    assert server.client.get(url).status_code == 404
+    assert server.client.delete(url).status_code == 404
+    assert ask(server, previous_response_id=body["id"]).status_code == 404
+    assert ask(server, reference).status_code == 404
+
+
+def test_what_a_request_says_of_sampling_arrives(server: Server, engine: ScriptedEngine) -> None:
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+    accepted = {"user": "u", "service_tier": "auto", "unknown": [1], "background": False}
+    answer = ask(server, max_output_tokens=50, **sampling, **accepted)
+    assert answer.status_code == 200, answer.text
+    submit = engine.got(Submit)[-1]
+    assert {name: getattr(submit.sampling, name) for name in sampling} == sampling
+    assert submit.max_tokens == 50
+
+
+def test_log_probabilities_come_with_their_text(server: Server, engine: ScriptedEngine) -> None:
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = ask(server, **fields).json()["output"][0]["content"][0]["logprobs"]
+    assert "".join(token["token"] for token in whole) == "hello world"
+    assert all(len(token["top_logprobs"]) == 2 for token in whole)
+    found = streamed(server, **fields)
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert [token for event in deltas for token in event["logprobs"]] == whole
+    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == whole
+
+
+def test_a_long_conversation_loses_its_beginning_where_that_is_allowed(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    items = [{"role": "user", "content": f"{number} " + "x" * 90} for number in range(9)]
+    refused = ask(server, items, max_output_tokens=20)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "input"
+    answer = ask(server, items, truncation="auto", max_output_tokens=20, instructions="be kind")
+    assert answer.status_code == 200, answer.text
+    prompt = asked(engine, tokenizer)
+    assert prompt.startswith("<|system|>be kind\n<|user|>5 xxx")
+    assert len(engine.got(Submit)[-1].token_ids) <= 512 - 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"input": "x" * 2000}, "input"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
+) -> None:
+    answer = ask(server, **{"given": "hi", **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert param == "input" or param.split("[")[0].split(".")[0] in error["message"]
+
+
+def test_an_error_in_a_stream_is_told_twice(
+    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[..., Any]
+) -> None:
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=2)
+    server.wait_ready()
+    text = ""
+    body = {"input": "hi", "stream": True}
+    with server.client.stream("POST", "/v1/responses", json=body) as answer:
+        for part in answer.iter_text():
+            text += part
+            if "output_text.delta" in text:
+                engine.kill()
+    *_, error, failed = events(text)
+    assert (error["type"], error["code"]) == ("error", "engine_lost")
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert server.client.get("/v1/responses/" + failed["response"]["id"]).status_code == 404
+
+
+def test_a_client_that_goes_frees_the_engine(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.hold_tokens_after = 0
+    with server.client.stream(
+        "POST", "/v1/responses", json={"input": "hi", "stream": True}
+    ) as answer:
+        chunks = answer.iter_bytes()  # (which closes the connection when nobody holds it)
+        next(chunks)
+        assert engine.running
+    eventually(lambda: not engine.running)
+
+
+# -- output --------------------------------------------------------------------
+
+PIECES = [
+    Piece(reasoning="I "),
+    Piece(reasoning="think.", text="\n\n"),
+    Piece(text="So:"),
+    Piece(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
+    Piece(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
+    Piece(text="\n"),
+]
+
+
+@pytest.mark.parametrize("summarized", [False, True])
+def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> None:
+    stream, whole = Output(summarized=summarized), Output(summarized=summarized)
+    found = [event for piece in PIECES for event in stream.feed(piece)]
+    found += stream.finish("completed")
+    whole.feed(Piece.join(PIECES))
+    whole.finish("completed")
+    reasoning, message, first, second = (msgspec.to_builtins(item) for item in stream.items)
+    assert [msgspec.to_builtins(item)["type"] for item in whole.items] == [
+        *("reasoning", "message", "function_call", "function_call")
+    ]
+    texts = reasoning["summary" if summarized else "content"]
+    assert [part["text"] for part in texts] == ["I think."]
+    assert message["content"][0]["text"] == "\n\nSo:"
+    assert (first["call_id"], first["arguments"]) == ("call_a", '{"x": 1}')
+    assert (second["call_id"], second["arguments"]) == ("call_b", "{}")
+    tags = [str(event.__struct_config__.tag).removeprefix("response.") for event in found]
+    thought = (
+        [
+            "reasoning_summary_part.added",
+            *["reasoning_summary_text.delta"] * 2,
+            *("reasoning_summary_text.done", "reasoning_summary_part.done"),
+        ]
+        if summarized
+        else [
+            "content_part.added",
+            *["reasoning_text.delta"] * 2,
+            *("reasoning_text.done", "content_part.done"),
+        ]
+    )
+    arguments = "function_call_arguments."
+    assert tags == [
+        *("output_item.added", *thought, "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", arguments + "delta", arguments + "delta"),
+        *(arguments + "done", "output_item.done"),
+        *("output_item.added", arguments + "delta", arguments + "done", "output_item.done"),
+    ]
+
+
+# -- the store -----------------------------------------------------------------
+
+
+def turn(number: int, before: Turn | None = None, key: str = "k") -> Turn:
+    items = json.dumps([{"type": "message", "id": f"in_{number}", "content": "x" * 500}])
+    answer = json.dumps({"output": [{"type": "message", "id": f"out_{number}"}]})
+    return Turn(key, before, items.encode(), answer.encode())
+
+
+def test_the_store_forgets_what_was_used_longest_ago() -> None:
+    store = ResponseStore(max_bytes=10**6, max_responses=2)
+    store.keep("a", turn(1))
+    store.keep("b", turn(2))
+    store.find("k", "a")
+    store.keep("c", turn(3))
+    with pytest.raises(NotFound):
+        store.find("k", "b")
+    assert store.item("k", "in_2") is None
+    assert store.find("k", "a").ids() == ["in_1", "out_1"]
+
+
+def test_what_later_turns_build_on_stays_and_counts() -> None:
+    one = turn(1)
+    store = ResponseStore(max_bytes=10**6)
+    store.keep("a", one)
+    store.keep("b", turn(2, one))
+    both = store.size_bytes
+    store.delete("k", "a")
+    assert store.size_bytes == both
+    assert len(store.find("k", "b").conversation()) == 4
+    assert store.item("k", "in_1") is not None
+    store.delete("k", "b")
+    assert store.size_bytes == 0
+    assert store.item("k", "in_1") is None
+
+
+def test_a_turn_that_was_forgotten_meanwhile_counts_again() -> None:
+    one = turn(1)
+    store = ResponseStore(max_bytes=10**6)
+    store.keep("a", one)
+    store.delete("k", "a")
+    store.keep("b", turn(2, one))
+    assert store.size_bytes == one.size_bytes + turn(2).size_bytes
+    assert len(store.find("k", "b").conversation()) == 4
+
+
+def test_the_store_never_holds_more_than_it_may() -> None:
+    store = ResponseStore(max_bytes=5 * turn(0).size_bytes)
+    last: Turn | None = None
+    for number in range(50):
+        last = turn(number, last if number % 4 else None)
+        store.keep(str(number), last)
+        assert store.size_bytes <= 5 * turn(0).size_bytes + 100
+    assert 0 < len(store) <= 5
+    nothing = ResponseStore(max_bytes=0)
+    nothing.keep("a", turn(1))
+    assert (len(nothing), nothing.size_bytes) == (0, 0)

@@ -1,0 +1,218 @@
+"""The grammars as llguidance understands them: what is a call passes, what is none does not."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from router.schemas.conversation import Function
+from router.tokens.parsing.formats import Block
+from router.tokens.parsing.grammars import TEMPLATES, Tokens, calls_grammar, template_of
+from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.tokens.parsing.test_marked import format_of, named, read
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
+WEATHER = Function(
+    name="get_weather",
+    strict=True,
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"$ref": "#/$defs/days"},
+            "unit": {"enum": ["C", "F"]},
+        },
+        "$defs": {"days": {"type": "integer"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+)
+NOTHING = Function(name="nothing")
+FUNCTIONS = [WEATHER, NOTHING]
+TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters or {}}}
+         for f in FUNCTIONS]  # fmt: skip
+
+CALLS = {
+    "json": '{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}',
+    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "B<", "days": 3}}\n'
+    "</tool_call>",
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "B<", "days": 3}',
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "B<", "days": 3}',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    '<|tool_call_argument_begin|>{"city": "B<", "days": 3}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json'
+    ' type="object"<|sep|>{"city": "B<", "days": 3}<|close|>json<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nB<\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "glm47": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "laguna": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B<</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    "<longcat_arg_value>B<</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+    "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">B<'
+    '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minicpm5": '<function name="get_weather"><param name="city">B<</param>'
+    '<param name="days">3</param></function>',
+}
+
+
+class Checker:
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            self.tokenizer: Tokenizer = write_chat_tokenizer(Path(directory), markers=MARKERS)
+        added = json.loads(self.tokenizer.to_str())["added_tokens"]
+        # "[ARGS]" is not special here, so that both kinds are met.
+        self.tokens = Tokens(
+            {
+                each["content"]: each["id"]
+                for each in added
+                if each["special"] or each["content"][0] == "<"
+            }
+        )
+        size = self.tokenizer.get_vocab_size()
+        self._guide = LLTokenizer(self.tokenizer.to_str(), n_vocab=size, eos_token=[1])
+
+    def accepts(self, grammar: str, text: str) -> bool:
+        matcher = LLMatcher(self._guide, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def checker() -> Checker:
+    return Checker()
+
+
+def grammar_for(parser: str, checker: Checker, **options: Any) -> str:
+    template = TEMPLATES[parser]
+    return calls_grammar(template, FUNCTIONS, checker.tokens, **{"several": True, **options})
+
+
+def test_every_template_has_a_call_to_be_tried_with() -> None:
+    assert CALLS.keys() == TEMPLATES.keys()
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_a_call_is_what_its_grammar_allows_and_its_parser_reads(
+    checker: Checker, parser: str
+) -> None:
+    call = CALLS[parser]
+    grammar = grammar_for(parser, checker)
+    assert checker.accepts(grammar, call)
+    part = read(call, format_of(parser), tools=TOOLS)
+    assert named(part.calls) == [("get_weather", {"city": "B<", "days": 3})]
+    for wrong in (
+        "",
+        "Well. " + call,
+        call[:-3],
+        call.replace("get_weather", "get_time"),
+        call.replace("3", "three"),
+        call.replace("3", "3.5"),
+        call.replace("days", "hours"),
+    ):
+        assert not checker.accepts(grammar, wrong), wrong
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "kimi_k2", "json"])
+def test_several_calls_come_only_where_they_may(checker: Checker, parser: str) -> None:
+    template = TEMPLATES[parser]
+    call = CALLS[parser].removeprefix(template.before).removesuffix(template.after)
+    twice = template.before + call + template.between + call + template.after
+    assert checker.accepts(grammar_for(parser, checker), twice)
+    assert not checker.accepts(grammar_for(parser, checker, several=False), twice)
+    assert len(read(twice, format_of(parser), tools=TOOLS).calls) == 2
+
+
+def test_reasoning_may_come_first_where_it_is_allowed(checker: Checker) -> None:
+    text = "<think>\nIs 1 < 2?\n</think>\n\n" + CALLS["json_tools"]
+    think = Block("<think>", "</think>")
+    assert checker.accepts(grammar_for("json_tools", checker, think=think), text)
+    assert not checker.accepts(grammar_for("json_tools", checker), text)
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "minicpm5"])
+def test_around_free_calls_there_may_be_text(checker: Checker, parser: str) -> None:
+    start = format_of(parser).tools.start  # type: ignore[union-attr]
+    grammar = grammar_for(parser, checker, unlike=start)
+    call = CALLS[parser]
+    for text in ("Hello <b> & 日本", "First.\n" + call, call + "\nDone.", ""):
+        assert checker.accepts(grammar, text), text
+    for text in (call.replace("3", "three"), "x" + start, call[:-3]):
+        assert not checker.accepts(grammar, text), text
+
+
+def test_arguments_that_need_not_be_strict_may_have_a_schema_that_is_not_understood(
+    checker: Checker,
+) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "array", "contains": {"const": 1}}}}
+    call = '{"name": "f", "arguments": {"x": [2]}}'
+    for strict in (False, True):
+        function = Function(name="f", parameters=odd, strict=strict)
+        text = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+        if strict:
+            with pytest.raises(AssertionError, match="contains"):
+                checker.accepts(text, call)
+        else:
+            assert checker.accepts(text, call)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "others"),
+    [
+        (None, "{}", '{"x": 1}'),
+        ({"type": "object", "properties": {}}, "{}", '{"x": 1}'),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 3}', '{"a": 3, "b": 4}'),
+        (
+            {"properties": {"a": {"properties": {"b": {"type": "null"}}}}},
+            '{"a": {"b": null}}',
+            '{"a": {"b": null, "c": 1}}',
+        ),
+    ],
+)
+def test_arguments_are_those_that_the_schema_names(
+    checker: Checker, parameters: dict[str, Any] | None, arguments: str, others: str
+) -> None:
+    function = Function(name="f", parameters=parameters)
+    grammar = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+    assert checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
+    assert not checker.accepts(grammar, f'{{"name": "f", "arguments": {others}}}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {}, "additionalProperties": True},
+        {"properties": {"a": True}, "patternProperties": {"^b": {"type": "integer"}}},
+        {"properties": {"a": True}, "required": ["b"]},
+        {"properties": {"a": True}, "allOf": [{"properties": {"b": True}, "required": ["b"]}]},
+        {"properties": {}, "minProperties": 1},
+    ],
+)
+def test_other_arguments_come_where_the_schema_speaks_of_them(
+    checker: Checker, schema: dict[str, Any]
+) -> None:
+    function = Function(name="f", parameters={"type": "object", **schema})
+    grammar = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+    assert checker.accepts(grammar, '{"name": "f", "arguments": {"b": 1}}')
+
+
+def test_where_the_models_way_is_not_known_there_is_no_template(checker: Checker) -> None:
+    assert template_of("pythonic", FUNCTIONS, checker.tokens) is None
+    combined = Function(name="f", parameters={"anyOf": [{"type": "object"}]})
+    assert template_of("qwen3_coder", [combined], checker.tokens) is None
+    assert template_of("json_tools", [combined], checker.tokens) is not None
+    old = template_of("mistral", FUNCTIONS, checker.tokens)
+    assert old is not None and old.before == "[TOOL_CALLS]["

@@ -1,0 +1,112 @@
+"""Calls that are told of while they are written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.tokens.parsing.formats import State
+from router.tokens.parsing.grammars import TEMPLATES
+from router.tokens.parsing.live import LiveCalls
+from router.tokens.parsing.marked import MarkedReply
+from router.tokens.reply import CallDelta, Part
+from tests.router.tokens.parsing.test_marked import format_of
+
+ARGUMENTS = (
+    '{"city": "a \\"b\\" } ] { \\\\", "end": "<think></tool_call>", '
+    '"é🌍": [1, {"x": "}"}], "none": null}',
+    "{}",
+)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("add", "add_all")
+]
+PARSERS = [name for name, template in TEMPLATES.items() if not template.argument]
+
+
+def written(parser: str) -> str:
+    """A call of each tool."""
+    template = TEMPLATES[parser]
+    calls = [
+        template.begin.replace("{name}", tool["function"]["name"]).replace("{number}", str(number))
+        + ARGUMENTS[number]
+        + template.end
+        for number, tool in enumerate(TOOLS)
+    ]
+    return template.before + template.between.join(calls) + template.after
+
+
+def reply_of(parser: str, state: State | None = None, *, one_call: bool = False) -> MarkedReply:
+    format = format_of(parser)
+    live = LiveCalls(TEMPLATES[parser], ("add", "add_all"))
+    return MarkedReply(format, state or format.begins, TOOLS, one_call=one_call, live=live)
+
+
+def parts_of(reply: MarkedReply, text: str, size: int, *, cut: bool = False) -> list[Part]:
+    parts = [reply.feed(text[start : start + size]) for start in range(0, len(text), size)]
+    return [*parts, reply.finish(cut=cut)]
+
+
+def calls_of(parts: list[Part]) -> list[tuple[str | None, str]]:
+    """Names and arguments; each id comes once, with the name."""
+    calls: list[list[str | None]] = []
+    ids: list[str | None] = []
+    for delta in (delta for part in parts for delta in part.calls):
+        assert isinstance(delta, CallDelta)
+        if delta.number == len(calls):
+            calls.append([delta.name, ""])
+            ids.append(delta.id)
+        else:
+            assert delta.name is delta.id is None
+        calls[delta.number][1] += delta.arguments  # type: ignore[operator]
+    assert len(set(ids)) == len(ids) and None not in ids
+    return [(name, arguments or "") for name, arguments in calls]
+
+
+@pytest.mark.parametrize("size", [1, 3, 20, 1000])
+@pytest.mark.parametrize("parser", PARSERS)
+def test_arguments_are_told_as_they_are_written(parser: str, size: int) -> None:
+    reply = reply_of(parser)
+    parts = parts_of(reply, written(parser), size)
+    assert calls_of(parts) == [("add", ARGUMENTS[0]), ("add_all", ARGUMENTS[1])]
+    assert reply.called
+    assert not "".join(part.text + part.reasoning for part in parts).strip()
+    if size == 1:
+        assert sum(bool(part.calls) for part in parts) > len(ARGUMENTS[0]) / 2
+
+
+@pytest.mark.parametrize("parser", ["json", "json_tools"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_what_reasoning_says_of_calls_is_none(parser: str, opened: bool) -> None:
+    thought = TEMPLATES["json"].begin.replace("{name}", "add") + '{"city": 1'
+    text = ("" if opened else "<think>") + f"{thought}</think>\n\n{written(parser)}"
+    reply = reply_of(parser, State.REASONING if opened else None)
+    parts = parts_of(reply, text, 2)
+    assert "".join(part.reasoning for part in parts) == thought
+    assert [name for name, _ in calls_of(parts)] == ["add", "add_all"]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_cut_short_a_call_has_the_arguments_so_far(parser: str) -> None:
+    text = written(parser)
+    first = text.index(ARGUMENTS[0])
+    for end in range(first, len(text)):
+        reply = reply_of(parser)
+        parts = parts_of(reply, text[:end], 5, cut=True)
+        name, arguments = calls_of(parts)[0]
+        assert name == "add" and arguments == ARGUMENTS[0][: end - first]
+        assert reply.called == (arguments == ARGUMENTS[0])
+        assert not "".join(part.text for part in parts).strip()
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_with_one_call_nothing_counts_behind_it(parser: str) -> None:
+    reply = reply_of(parser, one_call=True)
+    for number, character in enumerate(written(parser)):
+        assert not reply.complete, number
+        reply.feed(character)
+        if number == written(parser).index(ARGUMENTS[0]) + len(ARGUMENTS[0]) - 1:
+            break
+    assert reply.complete
+    assert json.loads(ARGUMENTS[0])

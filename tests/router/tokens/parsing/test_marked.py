@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import json
+import pkgutil
+import random
+import time
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import mlx_lm.tool_parsers
+import pytest
+from mlx_lm import tokenizer_utils
+
+from router.generation.choice import Choice, Piece
+from router.fleet.core import Router
+from router.fleet.engines import Model
+from router.fleet.flight import Flight, Order
+from router.tokens.parsing.calls import JSON, ToolSyntax
+from router.tokens.parsing.formats import (
+    _HARMONY,
+    HARMONY_CALLS,
+    REASONING,
+    ReplyFormat,
+    State,
+    mlx_lm_syntax,
+)
+from router.tokens.parsing.marked import MarkedReply
+from router.tokens.reply import CallDelta, Part
+from router.tokens.text import TextStream
+from shared.settings import ReasoningParserName, ToolParserName
+from shared.wire import Delta, Sampling
+from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
+
+THINK = REASONING["think"]
+
+
+def format_of(parser: str) -> ReplyFormat:
+    if parser == "harmony":
+        return ReplyFormat(None, HARMONY_CALLS, _HARMONY, State.HEADER)
+    return ReplyFormat(THINK, JSON if parser == "json" else mlx_lm_syntax(parser))
+
+
+def read(
+    written: str,
+    format: ReplyFormat,
+    *,
+    size: int = 1,
+    state: State | None = None,
+    tools: Any = TOOLS,
+    cut: bool = False,
+    one_call: bool = False,
+) -> Part:
+    """``written`` taken apart, coming in pieces of ``size`` characters."""
+    reply = MarkedReply(format, state or format.begins, tools, one_call=one_call)
+    pieces = (written[start : start + size] for start in range(0, len(written), size))
+    parts = [reply.feed(piece) for piece in pieces]
+    parts.append(reply.finish(cut=cut))
+    return Part(
+        "".join(part.reasoning for part in parts),
+        "".join(part.text for part in parts),
+        tuple(call for part in parts for call in part.calls),
+    )
+
+
+def named(calls: Iterable[CallDelta]) -> list[tuple[str | None, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def sizes(written: str) -> list[int]:
+    return [1, 2, 3, 5, 7, 16, len(written)]
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_calls_are_found_however_a_reply_is_cut(reply: Reply) -> None:
+    for size in sizes(reply.written):
+        part = read(reply.written, format_of(reply.parser), size=size)
+        assert named(part.calls) == reply.calls
+        assert part.text == reply.text
+        assert len({call.id for call in part.calls}) == len(part.calls)
+        assert [call.number for call in part.calls] == list(range(len(part.calls)))
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_reasoning_before_calls_is_apart(reply: Reply) -> None:
+    if reply.parser == "harmony":
+        written, reasoning = reply.written, "Weather, so I ask."
+    else:
+        written = "<think>\nLet me <see>.\n\nOk\n</think>\n\n" + reply.written
+        reasoning = "Let me <see>.\n\nOk"
+    for size in sizes(written):
+        part = read(written, format_of(reply.parser), size=size)
+        assert part.reasoning == reasoning
+        assert named(part.calls) == reply.calls
+        assert part.text == (reply.text if reply.parser == "harmony" else reply.text.lstrip())
+
+
+def test_every_parser_of_mlx_lm_has_a_reply_and_a_flag() -> None:
+    shipped = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
+    assert shipped <= {reply.parser for reply in REPLIES}
+    assert {*shipped, "auto", "none", "json", "harmony"} == set(get_args(ToolParserName))
+    assert {*REASONING, "auto", "none", "harmony"} == set(get_args(ReasoningParserName))
+
+
+@pytest.mark.parametrize(("parser", "written"), BROKEN)
+def test_what_is_no_call_stays_text(parser: str, written: str) -> None:
+    for size in (1, 7, len(written)):
+        assert read(written, format_of(parser), size=size) == Part("", written)
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_without_tools_there_are_no_calls(reply: Reply) -> None:
+    if reply.parser in ("harmony", "kimi_k3"):
+        return
+    for size in (1, len(reply.written)):
+        assert read(reply.written, format_of(reply.parser), size=size, tools=[]).text == (
+            reply.written
+        )
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_a_reply_cut_short_has_only_calls_that_were_complete(reply: Reply) -> None:
+    for end in range(0, len(reply.written), 3):
+        part = read(reply.written[:end], format_of(reply.parser), size=9, cut=True)
+        assert named(part.calls) == reply.calls[: len(part.calls)]
+
+
+def test_of_json_cut_short_what_follows_complete_calls_is_text() -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    for begun in ("{", '{"name": "get_weath', '{"name": "get_weather", "arguments": {"city": "B'):
+        for before in (call, f"{call}\n{call}", f"[{call}, {call}]"):
+            part = read(f"{before}\n{begun}", format_of("json"), size=5, cut=True)
+            assert named(part.calls) == [("get_weather", {"city": "Paris"})] * before.count(call)
+            assert part.text == begun
+            ended = read(f"{before}\n{begun}", format_of("json"), size=5)
+            assert ended == Part("", f"{before}\n{begun}")
+        one = read(f"{call}\n{begun}", format_of("json"), size=5, cut=True, one_call=True)
+        assert (len(one.calls), one.text) == (1, "")
+
+
+@pytest.mark.parametrize("reply", [r for r in REPLIES if len(r.calls) > 1], ids=lambda r: r.parser)
+def test_of_calls_that_may_not_be_parallel_there_is_one(reply: Reply) -> None:
+    part = read(reply.written, format_of(reply.parser), one_call=True)
+    assert named(part.calls) == reply.calls[:1]
+
+
+def test_a_call_without_an_end_counts_when_the_reply_ended_by_itself() -> None:
+    written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}\n'
+    assert named(read(written, format_of("json_tools")).calls) == [("get_weather", BERLIN)]
+    assert read(written, format_of("json_tools"), cut=True) == Part("", written)
+
+
+def test_a_parser_that_makes_values_json_does_not_have_makes_no_call() -> None:
+    for value in ({1}, b"x", float("inf"), ...):
+        syntax = ToolSyntax("odd", "<c>", "</c>", lambda text, tools, value=value: {  # type: ignore[misc]
+            "name": "get_weather", "arguments": {"city": value}})  # fmt: skip
+        assert read("<c>x</c>", ReplyFormat(None, syntax)) == Part("", "<c>x</c>")
+
+
+def test_half_a_surrogate_pair_in_arguments_can_be_sent() -> None:
+    written = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>'
+    (call,) = read(written, format_of("json_tools")).calls
+    assert call.arguments.encode() == b'{"city": "\\ud83d"}'
+
+
+# -- reasoning -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "state", "expected"),
+    [
+        ("<think>a</think>b", State.NORMAL, Part("a", "b")),
+        ("\n<think>\n a \n</think>\n\n b ", State.NORMAL, Part("a", "b ")),
+        ("a \n</think>\nb", State.REASONING, Part("a", "b")),
+        ("a", State.REASONING, Part("a", "")),
+        ("<think>never ends ", State.NORMAL, Part("never ends", "")),
+        ("<think></think>b", State.NORMAL, Part("", "b")),
+        ("<think></think>", State.NORMAL, Part("", "")),
+        ("", State.NORMAL, Part("", "")),
+        ("", State.REASONING, Part("", "")),
+        (" \n", State.NORMAL, Part("", " \n")),
+        ("Write <think> first.</think>", State.NORMAL, Part("", "Write <think> first.</think>")),
+        ("a</think>b", State.NORMAL, Part("", "a</think>b")),
+        ("<thin", State.NORMAL, Part("", "<thin")),
+        ("<think>a</think>b<thi", State.NORMAL, Part("a", "b<thi")),
+        ("<think>a</th</think>b", State.NORMAL, Part("a</th", "b")),
+        ("<think>a</think><think>b</think>c", State.NORMAL, Part("ab", "c")),
+        ("ends with space \n", State.NORMAL, Part("", "ends with space \n")),
+    ],
+)
+def test_reasoning_is_between_its_markers(written: str, state: State, expected: Part) -> None:
+    for size in sizes(written + "."):
+        assert read(written, format_of("json_tools"), size=size, state=state) == expected
+
+
+def test_a_call_may_break_off_reasoning() -> None:
+    written = 'hm <tool_call>{"name": "get_weather", "arguments": {}}</tool_call>Then text'
+    part = read(written, format_of("json_tools"), state=State.REASONING)
+    assert (part.reasoning, part.text) == ("hm", "Then text")
+    assert named(part.calls) == [("get_weather", {})]
+
+
+def test_what_is_no_call_within_reasoning_stays_reasoning() -> None:
+    written = "I could write <tool_call>x</tool_call> now</think>b"
+    part = read(written, format_of("json_tools"), state=State.REASONING)
+    assert part == Part("I could write <tool_call>x</tool_call> now", "b")
+
+
+def test_text_is_shown_as_soon_as_no_marker_can_come_of_it() -> None:
+    reply = MarkedReply(format_of("json_tools"), State.NORMAL, TOOLS)
+    assert reply.feed("Hello") == Part("", "Hello")
+    assert reply.feed(" <t") == Part()
+    assert reply.feed("able>") == Part("", " <table>")
+
+
+def test_messages_with_headers_are_told_apart() -> None:
+    written = (
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Hello <b>."
+    )
+    for size in sizes(written):
+        assert read(written, format_of("harmony"), size=size) == Part("Think.", "Hello <b>.")
+    assert read("no header at all", format_of("harmony")) == Part("", "no header at all")
+
+
+def test_mlx_lms_own_response_formats_are_followed() -> None:
+    from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
+
+    from router.tokens.parsing.formats import Marker
+
+    transitions = {
+        State(state): tuple(Marker(text, State(to)) for text, to in edges)
+        for state, edges in RESPONSE_FORMAT["transitions"].items()
+    }
+    format = ReplyFormat(None, mlx_lm_syntax("muse_spark"), transitions, State.HEADER)
+    written = (
+        "to=self<|message|>Let me see.<|eom|><|start|>assistant to=user<|message|>One moment."
+        "<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>"
+        '<atem:invoke name="get_weather"><atem:parameter name="city">Berlin</atem:parameter>'
+        "</atem:invoke></atem:function_calls>"
+    )
+    for size in sizes(written):
+        part = read(written, format, size=size)
+        assert (part.reasoning, part.text) == ("Let me see.", "One moment.")
+        assert named(part.calls) == [("get_weather", {"city": "Berlin"})]
+
+
+@pytest.mark.parametrize(
+    ("parser", "written"),
+    [
+        ("gemma4", "<|tool_call>" + "call:a{" * 9000 + "<tool_call|>"),
+        ("pythonic", "<|tool_call_start|>" + "[a(" * 20000 + "<|tool_call_end|>"),
+        ("kimi_k3", "<|open|>tools<|sep|>" + "<|open|>call" * 5000 + "<|close|>tools<|sep|>"),
+        ("json_tools", '<tool_call>{"a": "' + "</tool_call>" * 5000),
+        ("json_tools", "<tool_call>" + '{"a":' * 200_000),
+    ],
+)
+def test_text_that_parsers_are_slow_with_is_no_call(parser: str, written: str) -> None:
+    started = time.process_time()
+    assert read(written, format_of(parser), size=1000).text == written
+    assert time.process_time() - started < 10  # read by mlx-lm's parsers it is minutes
+
+
+# -- in whole answers --------------------------------------------------------------
+
+
+PIECES = [
+    "a",
+    "é",
+    "e\u0301",
+    "日本",
+    "🌍",
+    "👩🏽‍🚀",
+    "\n",
+    " ",
+    "<",
+    "th",
+    "ink>",
+    "ｱ",
+    "ॐ",
+    "\ufffd",
+    "</",
+]
+
+
+def answers(
+    tokenizer: Any, written: str, stops: list[str], step: int, format: ReplyFormat
+) -> tuple[Piece, str]:
+    """``written`` as it comes in steps of so many tokens, and how it ended."""
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    order = Order("r", [1], Sampling(seed=0), len(ids), [])
+    flight = Flight(order, cast(Model, None), "", lambda: None)
+    cut = SimpleNamespace(dispatcher=SimpleNamespace(cut=lambda flight: flight.end()))
+    reply = MarkedReply(format, format.begins, TOOLS)
+    text = TextStream(tokenizer.detokenizer, stops)
+    choice = Choice(0, flight, text, reply, scored=flight, alignment=None, echo=None)
+    pieces = []
+    for start in range(0, len(ids), step):
+        if not flight.done:
+            own = ids[start : start + step]
+            finish: Any = "stop" if start + step >= len(ids) else None
+            flight.add(Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish))
+        pieces.append(choice.advance(cast(Router, cut)))
+    if not ids:
+        flight.end()
+    pieces.append(choice.advance(cast(Router, cut)))
+    return Piece.join(pieces), str(choice.finish_reason)
+
+
+def without_ids(answer: tuple[Piece, str]) -> tuple[Any, ...]:
+    piece, finish = answer
+    return piece.text, piece.reasoning, named(piece.calls), finish
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_chat_tokenizer(directory)
+    return tokenizer_utils.load(directory)
+
+
+def test_streams_and_whole_answers_say_the_same_for_random_text(tokenizer: Any) -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        written = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
+        start = draw.randrange(len(written))
+        stop = written[start : start + draw.randrange(1, 5)]
+        for stops in ([], [stop], [stop, "🌍\n"]):
+            whole = answers(tokenizer, written, stops, 1000, format_of("json_tools"))
+            for step in (1, 2, 5):
+                streamed = answers(tokenizer, written, stops, step, format_of("json_tools"))
+                assert without_ids(streamed) == without_ids(whole)
+            if "<think>" not in written:
+                shown = written.removeprefix(" ")  # mlx-lm's detokenizers begin without a space
+                ends = [(shown.find(s) + len(s), len(s)) for s in stops if s in shown]
+                end, stopped = min(ends, default=(len(shown), 0))
+                assert whole[0].text == shown[: end - stopped]
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_streams_and_whole_answers_say_the_same_with_a_stop_string_at_any_place(
+    tokenizer: Any, reply: Reply
+) -> None:
+    format = format_of(reply.parser)
+    for start in range(0, len(reply.written) - 3, 2):
+        stops = [reply.written[start : start + 3]]
+        whole = answers(tokenizer, reply.written, stops, 10_000, format)
+        assert without_ids(answers(tokenizer, reply.written, stops, 1, format)) == (
+            without_ids(whole)
+        )
+        assert whole[1] in ("stop", "tool_calls")

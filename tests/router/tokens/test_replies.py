@@ -1,0 +1,164 @@
+"""Reasoning, text and calls of one reply, in Anthropic's Messages and OpenAI's Responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from shared.wire import Submit
+from tests.router.anthropic import test_anthropic
+from tests.router.responses import test_responses
+from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.conftest import Server
+from tests.router.scripted_engine import ScriptedEngine
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+REPLY = f"<think>\nwhich 🌍?\n</think>\n\nAdding 日本.\n{CALL}\n{CALL}"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"name": "add", "input_schema": SCHEMA}
+FUNCTION = {"type": "function", "name": "add", "parameters": SCHEMA}
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat-model")
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server()
+
+
+@pytest.fixture
+def engine(
+    server: Server, start_engine: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+) -> ScriptedEngine:
+    output = [*tokenizer.encode(REPLY).ids, tokenizer.token_to_id("<|im_end|>")]
+    engine = start_engine(server, script=lambda submit: output, context_length=4096)
+    server.wait_ready()
+    return engine
+
+
+def accumulated(events: list[Any]) -> list[Any]:
+    """The content blocks that a Messages stream says, put together."""
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "partial": ""})
+        if event["type"] != "content_block_delta":
+            continue
+        delta, block = event["delta"], blocks[event["index"]]
+        for name in ("text", "thinking", "signature"):
+            if name in delta:
+                block[name] += delta[name]
+        block["partial"] += delta.get("partial_json", "")
+    return blocks
+
+
+@pytest.mark.parametrize("choice", ["auto", "any"])
+@pytest.mark.parametrize("step", [1, 3, 200])
+def test_a_message_has_blocks_of_each_kind(
+    server: Server, engine: ScriptedEngine, step: int, choice: str
+) -> None:
+    """Calls that must be made are told of while they are written, others as a whole."""
+    engine.behaviour.tokens_per_step = step
+    fields = {"max_tokens": 300, "tools": [TOOL], "tool_choice": {"type": choice}}
+    message = test_anthropic.ask(server, **fields).json()
+    thinking, text, first, second = message["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "which 🌍?")
+    assert (text["type"], text["text"]) == ("text", "Adding 日本.")
+    assert first["type"] == second["type"] == "tool_use"
+    assert first["input"] == second["input"] == {"a": 1, "b": 2}
+    assert message["stop_reason"] == "tool_use"
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+    events = test_anthropic.streamed(server, **fields)
+    deltas = [event for event in events if event.get("delta", {}).get("partial_json")]
+    assert (len(deltas) > 2) == (choice == "any" and step < 200)
+    *streamed, one, two = accumulated(events)
+    kept = [
+        {name: block[name] for name in whole}
+        for block, whole in zip(streamed, message["content"], strict=False)
+    ]
+    assert kept == [thinking, text]
+    assert one["partial"] == two["partial"] == '{"a": 1, "b": 2}'
+    assert one["id"].startswith("toolu_") and one["id"] != two["id"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("step", [1, 3, 200])
+def test_a_response_has_items_of_each_kind(
+    server: Server, engine: ScriptedEngine, step: int, choice: str
+) -> None:
+    engine.behaviour.tokens_per_step = step
+    fields = {"tools": [FUNCTION], "tool_choice": choice}
+    answer = test_responses.ask(server, **fields)
+    reasoning, message, first, second = answer.json()["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "which 🌍?"}]
+    assert message["content"][0]["text"] == "Adding 日本."
+    assert (first["name"], first["arguments"]) == ("add", '{"a": 1, "b": 2}')
+    assert first["call_id"] != second["call_id"]
+    events = test_responses.streamed(server, **fields)
+    deltas = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert (len(deltas) > 2) == (choice == "required" and step < 200)
+    assert "".join(delta["delta"] for delta in deltas) == '{"a": 1, "b": 2}' * 2
+    assert [bare(item) for item in events[-1]["response"]["output"]] == [
+        bare(item) for item in answer.json()["output"]
+    ]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+
+
+def bare(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def test_a_message_that_comes_back_has_the_tokens_that_were_generated(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    fields = {"max_tokens": 300, "tools": [TOOL], "cache_salt": "messages"}
+    content = test_anthropic.ask(server, HI, **fields).json()["content"]
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "3"}
+        for block in content
+        if block["type"] == "tool_use"
+    ]
+    following = [
+        *HI,
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": results},
+    ]
+    assert test_anthropic.ask(server, following, **fields).status_code == 200
+    check_continued(engine)
+
+
+def test_a_response_that_is_gone_on_from_has_the_tokens_that_were_generated(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    fields = {"tools": [FUNCTION], "cache_salt": "responses"}
+    first = test_responses.ask(server, **fields).json()
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
+        for item in first["output"]
+        if item["type"] == "function_call"
+    ]
+    answer = test_responses.ask(server, results, previous_response_id=first["id"], **fields)
+    assert answer.status_code == 200, answer.text
+    check_continued(engine)
+
+
+def check_continued(engine: ScriptedEngine) -> None:
+    first, second = (m for m in engine.got(Submit) if isinstance(m, Submit))
+    known = [*first.token_ids, *engine.behaviour.script(first)]
+    assert second.token_ids[: len(known)] == known

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.tokens.text import StopScanner, TextStream
+
+
+def scanned(pieces: list[str], stops: list[str]) -> str:
+    scanner = StopScanner(stops)
+    shown = "".join(scanner.feed(piece) for piece in pieces)
+    return shown if scanner.match is not None else shown + scanner.flush()
+
+
+def cut_by_hand(text: str, stops: list[str]) -> str:
+    """The text before the stop string that is complete first, character by character."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+@given(
+    st.text("abc🌍日", max_size=12),
+    st.lists(st.text("abc🌍日", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.data(),
+)
+def test_the_cut_does_not_depend_on_how_the_text_came(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert scanned(pieces, stops) == cut_by_hand(text, stops)
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    scanner = StopScanner(["END"])
+    assert scanner.feed("the E") == "the "
+    assert scanner.feed("N") == ""
+    assert scanner.feed("gine E") == "ENgine "
+    assert scanner.flush() == "E"
+
+
+@pytest.fixture(scope="module")
+def detokenizer(model_dir: Path) -> object:
+    from mlx_lm import tokenizer_utils
+
+    return tokenizer_utils.load(model_dir, {"trust_remote_code": False})
+
+
+@pytest.mark.parametrize("text", ["wait 🌍🏽 STOP", "日本語STOP日本", "a\n\nb STOPST", "é́STOP"])
+def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
+    text: str, detokenizer: object, tokenizer: object
+) -> None:
+    ids = tokenizer.encode(text).ids
+    for start in range(len(text)):
+        for end in range(start + 1, min(start + 5, len(text)) + 1):
+            stop = text[start:end]
+            stream = TextStream(detokenizer.detokenizer, [stop])
+            pieces = [stream.feed(token) for token in ids]
+            shown = "".join(pieces) + stream.finish()
+            assert shown == cut_by_hand(text, [stop])
+            assert "\ufffd" not in shown
+            assert stream.stopped
+
+
+def test_half_a_character_waits_for_its_other_half(detokenizer: object, tokenizer: object) -> None:
+    ids = tokenizer.encode("é🌍").ids
+    assert len(ids) == 6
+    stream = TextStream(detokenizer.detokenizer)
+    assert [stream.feed(token) for token in ids] == ["", "é", "", "", "", "🌍"]
+
+
+def test_tokens_after_the_stop_string_are_not_counted(
+    detokenizer: object, tokenizer: object
+) -> None:
+    ids = tokenizer.encode("ab.cd").ids
+    stream = TextStream(detokenizer.detokenizer, ["."])
+    assert "".join(map(stream.feed, ids)) == "ab"
+    assert stream.tokens == 3
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens(
+    detokenizer: object, tokenizer: object
+) -> None:
+    ids = tokenizer.encode("a.b.c").ids
+    stream = TextStream(detokenizer.detokenizer, ["."], min_tokens=3)
+    assert "".join(map(stream.feed, ids)) + stream.finish() == "a.b"
+
+
+def test_a_token_the_tokenizer_does_not_know_is_no_text(detokenizer: object) -> None:
+    stream = TextStream(detokenizer.detokenizer)
+    stream.feed(10**6)
+    stream.finish()
+    assert stream.tokens == 1

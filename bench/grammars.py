@@ -29,9 +29,9 @@ from bench.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.servers import ours  # noqa: E402
 from engine.batch import device  # noqa: E402
 from engine.grammar.library import Library  # noqa: E402
-from engine.replica.grammars import vocabulary_of  # noqa: E402
 from engine.model.load import load, resolve  # noqa: E402
 from engine.replica.build import build  # noqa: E402
+from engine.replica.grammars import vocabulary_of  # noqa: E402
 from engine.sampling.masks import Masking, Masks  # noqa: E402
 from shared.settings import Settings  # noqa: E402
 from shared.wire import Grammar, Sampling, Submit  # noqa: E402

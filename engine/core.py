@@ -13,10 +13,10 @@ from engine.executor.base import Executor, PendingStep, is_allocation_failure
 from engine.grammar.gate import Gate, Passed, Verdict
 from engine.io.inbox import Compiled, Fetched, Inbox, Item, NewRouter
 from engine.io.link import Link
-from engine.plan import Plan, StepResult
-from engine.scheduler import Scheduler
 from engine.io.status import Status
 from engine.io.store_client import StoreClient
+from engine.plan import Plan, StepResult
+from engine.scheduler import Scheduler
 from shared import wire
 
 logger = logging.getLogger(__name__)

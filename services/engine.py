@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from engine.batch import device
 from engine.backend.blas import load_fast_blas
+from engine.batch import device
 from engine.io.inbox import Compiled, Fetched, Inbox
 from engine.io.link import Link
-from engine.model.errors import ModelNotFound
 from engine.io.status import Status
+from engine.model.errors import ModelNotFound
 from shared import logs, settings, wire
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
@@ -85,10 +85,10 @@ def serve(
     """Loads the model and serves until drained. Raises `ModelNotFound`."""
     load_fast_blas()  # before anything imports mlx, which the imports below do
     from engine.core import Core
-    from engine.replica.grammars import open_gate
+    from engine.io.store_client import StoreClient
     from engine.model import load as models
     from engine.replica.build import build
-    from engine.io.store_client import StoreClient
+    from engine.replica.grammars import open_gate
 
     device.prepare()
     path = models.resolve(options.model)

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
+from router.fleet.core import Router
+from router.fleet.port import PortError
 from router.http.app import create_app
 from router.http.connections import Connection
-from router.fleet.core import Router
 from router.http.front import Keys
-from router.fleet.port import PortError
 from shared import logs
 from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from shared.link import HTTP_VARIABLE, SupervisorLink

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from engine.batch.graph import GraphBatch
+from engine.batch.ragged import Row, effective_window
 from engine.cache.layout import LayerLayout, Layout
 from engine.cache.slabs import Slabs
-from engine.batch.ragged import Row, effective_window
 
 
 class DenseBatch(GraphBatch):

@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
-    from engine.cache.layout import Layout
     from engine.batch.ragged import RaggedBatch
+    from engine.cache.layout import Layout
 
 HOST_VARIABLE = "MLX_LM_SERVER_HOST_OPS"
 """Environment variable: ``0`` leaves everything on the CPU to MLX."""
@@ -16,9 +16,9 @@ HOST_VARIABLE = "MLX_LM_SERVER_HOST_OPS"
 
 def prepare() -> None:
     """Puts our operations in the place of mlx-lm's. To be called before models are loaded."""
-    from engine.batch.cpu import gates
     from engine.backend.threads import keep_numpy_to_one_thread
     from engine.batch import ragged
+    from engine.batch.cpu import gates
 
     ragged.install()
     if uses_host():
@@ -56,8 +56,8 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     import mlx.core as mx
 
     from engine.batch.cpu import decoder
-    from engine.batch.graph import GraphBatch
     from engine.batch.cpu.host import HostBatch
+    from engine.batch.graph import GraphBatch
 
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):
         return [GraphBatch]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import runs
 from engine.cache.layout import Layout
 from engine.cache.quantization import FUSED_GROUPS
 from engine.cache.slabs import Kept, Slab, Slabs
-from engine.batch.ragged import RaggedBatch, Row
 
 CALL_COST_TOKENS = 150
 """The fixed cost of one attention call over one layer, see `engine.cache.grouping`."""

@@ -18,9 +18,9 @@ import mlx.core as mx
 from mlx_lm.models import base as mlx_lm_base
 
 from engine.backend.patching import replace
+from engine.batch.states import StateView
 from engine.cache.layout import Kv, LayerLayout, Layout, Node, States
 from engine.cache.slabs import Slab, Slabs
-from engine.batch.states import StateView
 from engine.plan import Slot
 
 _stock_attention = mlx_lm_base.scaled_dot_product_attention

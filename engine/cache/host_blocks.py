@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from engine.cache.rounding import codes_in_place
 from engine.backend.threads import in_parallel, threads
 from engine.cache.layout import StorageGroup
+from engine.cache.rounding import codes_in_place
 from engine.cache.slabs import Slab
 
 WORTH_THREADS = 500_000

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
 from engine.cache.slabs import Kept, Slab, Slabs
 from engine.cache.snapshots import SnapshotStore
 from engine.executor.base import Executor, PendingStep, is_allocation_failure
-from engine.batch.ragged import RaggedBatch, Row
 from engine.executor.stopwatch import Stopwatch
 from engine.plan import (
     Chunk,

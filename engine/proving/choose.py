@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from engine.batch import device
+from engine.batch.dense import DenseBatch, GroupedDenseBatch, RowBatch
+from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout, UnsupportedLayout, probe
 from engine.cache.quantization import SMALLEST_GROUP, UNQUANTIZED, Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
-from engine.batch.dense import DenseBatch, GroupedDenseBatch, RowBatch
-from engine.proving.proof import NotBatchable, prove, samples, short_samples
-from engine.batch.ragged import RaggedBatch
 from engine.executor.serial import SerialExecutor, measured_token_bytes
+from engine.proving.proof import NotBatchable, prove, samples, short_samples
 
 FALLBACKS = (DenseBatch, GroupedDenseBatch, RowBatch)
 

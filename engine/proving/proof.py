@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
 from engine.executor.batched import BatchedExecutor
 from engine.proving.oracle import Sample, sample
-from engine.batch.ragged import RaggedBatch
 from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
 
 RELATIVE_TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}

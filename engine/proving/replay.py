@@ -19,8 +19,8 @@ from engine.cache.layout import Kv, Layout, Node, States
 from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
 from engine.cache.slabs import Kept
 from engine.executor.batched import BatchedExecutor
-from engine.proving.oracle import Sample, distance, logits_with
 from engine.plan import Slot
+from engine.proving.oracle import Sample, distance, logits_with
 
 NOISE = 1e-4
 """By how much two ways of computing keys or values may differ, as a part of the largest."""

@@ -8,8 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from engine.executor.base import Executor
-from engine.proving.oracle import Sample
-from engine.proving.replay import NotARounding, Replay
 from engine.plan import (
     Chunk,
     Decode,
@@ -24,6 +22,8 @@ from engine.plan import (
     Slot,
     StepResult,
 )
+from engine.proving.oracle import Sample
+from engine.proving.replay import NotARounding, Replay
 from shared.wire import Sampling
 
 BLOCK_SIZE = 16

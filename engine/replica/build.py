@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from mlx.utils import tree_flatten
 
-from engine.batch import device
-
-from engine.replica import memory
 from engine.backend import allocation
+from engine.batch import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
-from engine.proving.choose import choose
 from engine.model.load import LoadedModel
+from engine.proving.choose import choose
+from engine.replica import memory
 from engine.scheduler import Scheduler, SchedulerConfig
 from shared.hashing import namespace
 from shared.settings import Settings

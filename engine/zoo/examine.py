@@ -14,11 +14,11 @@ from engine.batch import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
+from engine.plan import Chunk, Decode, Plan, Slab, Slot
 from engine.proving.choose import choose
 from engine.proving.oracle import sample
 from engine.proving.replay import Replay
 from engine.proving.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
-from engine.plan import Chunk, Decode, Plan, Slab, Slot
 from engine.zoo.build import build
 from engine.zoo.configs import VOCAB_SIZE, config
 

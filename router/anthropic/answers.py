@@ -22,9 +22,9 @@ from router.anthropic.schemas import (
     StopReason,
     Usage,
 )
-from router.generation.choice import Choice, Piece
-from router.errors import ApiError
 from router.api.events import as_event
+from router.errors import ApiError
+from router.generation.choice import Choice, Piece
 from router.generation.generation import Generation
 
 

@@ -20,8 +20,8 @@ from router.anthropic.schemas import (
 )
 from router.anthropic.translation import chat_request
 from router.api.body import read_json_body
-from router.fleet.core import Router
 from router.api.endpoints import ChatEndpoint
+from router.fleet.core import Router
 from router.fleet.engines import Model
 from router.schemas.schemas import ChatRequest, parse
 

@@ -15,6 +15,7 @@ from router.anthropic.schemas import (
     ToolUseChoice,
     Turn,
 )
+from router.errors import InvalidRequest, NotSupported
 from router.schemas.conversation import (
     ChatMessage,
     Function,
@@ -25,7 +26,6 @@ from router.schemas.conversation import (
     ToolChoice,
     ToolMode,
 )
-from router.errors import InvalidRequest, NotSupported
 from router.schemas.schemas import ChatRequest, sampling_fields, translated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 

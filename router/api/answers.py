@@ -11,11 +11,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
-from router.generation.choice import Choice, Piece
-from router.errors import ApiError
 from router.api.events import as_event
+from router.errors import ApiError
+from router.generation.choice import Choice, Piece
 from router.generation.generation import Generation
-from router.tokens.logprobs import Details, chat_logprobs, text_logprobs
 from router.schemas.objects import (
     AnswerFunction,
     AnswerMessage,
@@ -35,6 +34,7 @@ from router.schemas.objects import (
     ToolCallDelta,
     UsageBody,
 )
+from router.tokens.logprobs import Details, chat_logprobs, text_logprobs
 
 DONE = "[DONE]"
 """The data of the event that ends a stream."""

@@ -15,15 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.answers import DONE, AnswerWriter, ChatShape, CompletionWriter, Shape, TextShape
 from router.api.body import read_json_body
-from router.generation.cachedebug import explain
-from router.generation.choice import Piece
+from router.api.streaming import EventStream
+from router.errors import ApiError, ContextExceeded, ErrorBody, InvalidRequest
 from router.fleet.core import Router
 from router.fleet.engines import Model
-from router.errors import ApiError, ContextExceeded, ErrorBody, InvalidRequest
+from router.generation.cachedebug import explain
+from router.generation.choice import Piece
 from router.generation.generation import Generation
 from router.schemas.objects import ChatCompletion, ChatCompletionChunk, TextCompletion
-from router.tokens.replies import AskedCalls
-from router.tokens.reply import PlainReply, ReplyParser
 from router.schemas.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -31,7 +30,8 @@ from router.schemas.schemas import (
     RequestBody,
     parse,
 )
-from router.api.streaming import EventStream
+from router.tokens.replies import AskedCalls
+from router.tokens.reply import PlainReply, ReplyParser
 from shared.wire import Grammar
 
 _Body = TypeVar("_Body", bound=RequestBody)

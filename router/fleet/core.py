@@ -9,10 +9,10 @@ import logging
 import uuid
 from pathlib import Path
 
+from router.errors import ModelNotFound, Unavailable
 from router.fleet.admission import Admission
 from router.fleet.dispatch import Dispatcher
 from router.fleet.engines import Engine, Model, Registry
-from router.errors import ModelNotFound, Unavailable
 from router.fleet.files import FileStore
 from router.fleet.metrics import Metrics
 from router.fleet.port import EnginePort

@@ -7,8 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from router.fleet.admission import DrainRate
-from router.fleet.engines import Engine, Model
 from router.errors import (
     ApiError,
     EngineLost,
@@ -18,6 +16,8 @@ from router.errors import (
     NotSupported,
     Unavailable,
 )
+from router.fleet.admission import DrainRate
+from router.fleet.engines import Engine, Model
 from router.fleet.flight import BrokenFlight, Flight, FlightState
 from router.fleet.metrics import Metrics
 from router.fleet.placement import choose

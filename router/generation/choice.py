@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from router.fleet.core import Router
 from router.fleet.flight import Flight
-from router.tokens.logprobs import Alignment, ScoredToken
 from router.schemas.objects import FinishReason
+from router.tokens.logprobs import Alignment, ScoredToken
 from router.tokens.reply import CallDelta, Part, ReplyParser
 from router.tokens.text import TextStream
 

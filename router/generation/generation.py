@@ -12,21 +12,21 @@ from types import TracebackType
 
 from msgspec import UNSET, UnsetType
 
-from router.generation.choice import Choice, Echo, Piece
+from router.errors import ClientGone, ContextExceeded, InvalidRequest
 from router.fleet.core import Router
 from router.fleet.engines import Model
-from router.errors import ClientGone, ContextExceeded, InvalidRequest
 from router.fleet.flight import Flight, Order
-from router.tokens.logprobs import Alignment, Details, prompt_logprobs
+from router.generation.choice import Choice, Echo, Piece
 from router.schemas.objects import (
     CompletionTokensDetails,
     PromptLogprobs,
     PromptTokensDetails,
     UsageBody,
 )
+from router.schemas.schemas import GenerationRequest
+from router.tokens.logprobs import Alignment, Details, prompt_logprobs
 from router.tokens.rendering import Renderer
 from router.tokens.reply import ReplyParser
-from router.schemas.schemas import GenerationRequest
 from router.tokens.text import TextStream
 from shared.settings import Settings
 from shared.wire import Grammar, Sampling

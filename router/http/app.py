@@ -10,18 +10,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from router.http import openapi
 from router.anthropic.endpoints import CountTokens, Messages
 from router.anthropic.schemas import CountTokensRequest, TokenCount
-from router.fleet.core import Router
-from router.http.docs import show_docs
 from router.api.endpoints import ChatCompletions, Completions
+from router.api.operations import BODY_ERRORS, MODEL_ERRORS, Operation, generation, routes
 from router.errors import ModelNotFound
+from router.fleet.core import Router
+from router.http import openapi
+from router.http.docs import show_docs
 from router.http.front import Front, Keys, answer_http_exception
 from router.http.health import Health, Liveness, Readiness, health, readiness
 from router.http.models import ModelCard, ModelList, all_models, one_model
-from router.api.operations import BODY_ERRORS, MODEL_ERRORS, Operation, generation, routes
-from router.responses.endpoints import Responses
 from router.http.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -31,6 +30,7 @@ from router.http.tokenize import (
     tokenize,
 )
 from router.http.unserved import unserved_routes
+from router.responses.endpoints import Responses
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from router.fleet.engines import Model, Registry
 from router.errors import ModelNotFound
+from router.fleet.engines import Model, Registry
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from router.errors import ApiError, TooManyRequests, Unauthorized, Unavailable
 from router.api.operations import Operation
+from router.errors import ApiError, TooManyRequests, Unauthorized, Unavailable
 from router.schemas.schemas import RequestBody, unsupported_fields
 
 _Json = dict[str, Any]

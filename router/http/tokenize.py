@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.body import read_json_body
-from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
+from router.errors import InvalidRequest
 from router.fleet.core import Router
 from router.fleet.engines import Model
-from router.errors import InvalidRequest
-from router.tokens.rendering import Renderer
+from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
 from router.schemas.schemas import RequestBody, TokenId, parse
+from router.tokens.rendering import Renderer
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):

@@ -9,12 +9,10 @@ from typing import Literal
 
 import msgspec
 
-from router.generation.choice import Choice, Piece
-from router.errors import ApiError
 from router.api.events import as_event
+from router.errors import ApiError
+from router.generation.choice import Choice, Piece
 from router.generation.generation import Generation
-from router.tokens.logprobs import chat_logprobs
-from router.schemas.objects import ChatToken
 from router.responses.objects import (
     Completed,
     Created,
@@ -34,6 +32,8 @@ from router.responses.objects import (
 )
 from router.responses.output import Output
 from router.responses.schemas import Reasoning, ResponsesRequest, TextConfig, TextFormat
+from router.schemas.objects import ChatToken
+from router.tokens.logprobs import chat_logprobs
 
 
 class ResponseWriter:

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.fleet.core import Router
 from router.api.endpoints import ChatEndpoint
-from router.fleet.engines import Model
-from router.errors import InvalidRequest, NotFound, NotSupported
 from router.api.operations import Operation, generation
+from router.errors import InvalidRequest, NotFound, NotSupported
+from router.fleet.core import Router
+from router.fleet.engines import Model
 from router.responses.answers import ResponseWriter
 from router.responses.objects import Deletion, ItemList, ResponseObject, StreamEvent
 from router.responses.schemas import InputItem, ResponsesRequest

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from router.schemas.objects import ChatToken
 from router.responses.schemas import FunctionTool, Reasoning, TextConfig, ToolSelection
+from router.schemas.objects import ChatToken
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from router.api.blanks import Blanks
 from router.generation.choice import Piece
-from router.schemas.objects import ChatToken
-from router.tokens.reply import CallDelta
 from router.responses.objects import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -35,6 +33,8 @@ from router.responses.objects import (
     TextDelta,
     TextDone,
 )
+from router.schemas.objects import ChatToken
+from router.tokens.reply import CallDelta
 
 
 class Output:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from router.schemas.conversation import MAX_TOOLS, ToolName
 from router.errors import InvalidRequest
+from router.schemas.conversation import MAX_TOOLS, ToolName
 from router.schemas.schemas import Alternatives, Count, SamplingRequest
 
 MAX_ITEMS = 10_000

@@ -8,6 +8,15 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from router.errors import InvalidRequest, NotFound, NotSupported
+from router.responses.schemas import (
+    FunctionTool,
+    InputItem,
+    Part,
+    ResponsesRequest,
+    TextFormat,
+    ToolSelection,
+)
 from router.schemas.conversation import (
     AllowedTools,
     ChatMessage,
@@ -19,15 +28,6 @@ from router.schemas.conversation import (
     ToolCall,
     ToolChoice,
     ToolMode,
-)
-from router.errors import InvalidRequest, NotFound, NotSupported
-from router.responses.schemas import (
-    FunctionTool,
-    InputItem,
-    Part,
-    ResponsesRequest,
-    TextFormat,
-    ToolSelection,
 )
 from router.schemas.schemas import ChatRequest, sampling_fields, translated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat

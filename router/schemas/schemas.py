@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from router.errors import InvalidRequest, NotSupported
 from router.schemas.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -25,7 +26,6 @@ from router.schemas.conversation import (
     ToolMode,
     prompt_ending,
 )
-from router.errors import InvalidRequest, NotSupported
 from router.schemas.structured import Bound
 
 MAX_STOP_STRINGS = 16

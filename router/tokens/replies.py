@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from router.schemas.conversation import Tool
+from router.schemas.structured import lark
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import Block, ReplyFormat, State
 from router.tokens.parsing.grammars import (
@@ -22,7 +23,6 @@ from router.tokens.parsing.grammars import (
 from router.tokens.parsing.live import LiveCalls
 from router.tokens.parsing.marked import MarkedReply, call_id, short_call_id
 from router.tokens.reply import PlainReply, ReplyParser
-from router.schemas.structured import lark
 from router.tokens.templates import describe
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Grammar

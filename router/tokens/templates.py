@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool
 from router.errors import InvalidRequest
+from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from engine.core import Core
 from engine.grammar.gate import Gate
 from engine.io.inbox import Inbox
 from engine.io.link import Link
+from engine.io.status import Status
 from engine.model.load import load
 from engine.replica.build import build
 from engine.scheduler import Scheduler
-from engine.io.status import Status
 from shared import wire
 from shared.settings import Settings
 

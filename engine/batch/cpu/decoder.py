@@ -21,16 +21,16 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from engine.backend.threads import numpy_threads, threads
 from engine.batch.cpu.gates import silu_times
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.products import Products
 from engine.batch.cpu.rotary import Rotary, Unsupported
-from engine.cache.rounding import Array, Arrays
-from engine.backend.threads import numpy_threads, threads
 from engine.batch.cpu.together import Together
-from engine.cache.layout import Kv, Layout
-from engine.cache.slabs import Slabs
 from engine.batch.ragged import Row
+from engine.cache.layout import Kv, Layout
+from engine.cache.rounding import Array, Arrays
+from engine.cache.slabs import Slabs
 
 FAMILY = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose `Model` is what `Decoder` computes."""

@@ -16,13 +16,13 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from engine.cache.rounding import Array, Arrays, keep
 from engine.backend.threads import in_parallel, threads
 from engine.batch.cpu.together import Together
+from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import runs
 from engine.cache.layout import Layout
+from engine.cache.rounding import Array, Arrays, keep
 from engine.cache.slabs import Slab, Slabs
-from engine.batch.ragged import RaggedBatch, Row
 
 CALL_COST_TOKENS = 125
 """The fixed cost of attending once, see `engine.cache.grouping`."""

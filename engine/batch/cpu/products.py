@@ -21,8 +21,8 @@ from engine.backend.blas import (
     cblas_sgemm,
     cblas_sgemm_batch,
 )
-from engine.cache.rounding import Array
 from engine.backend.timing import shortest_s
+from engine.cache.rounding import Array
 
 Way = Callable[[Array, Array], Array]
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.backend.blas import AS_IT_IS, ROW_MAJOR, TRANSPOSED
-from engine.cache.rounding import Array
+from engine.batch.ragged import Row
 from engine.cache.grouping import runs
 from engine.cache.layout import LayerLayout, Layout
+from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
-from engine.batch.ragged import Row
 
 Pointers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Gemm = Callable[..., None]

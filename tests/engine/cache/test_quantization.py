@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.cache.rounding import Kept, codes_in_place, keep, round_in_place
 from engine.cache.quantization import (
     FUSED_GROUPS,
     UNQUANTIZED,
@@ -23,6 +22,7 @@ from engine.cache.quantization import (
     quantize,
     unpack,
 )
+from engine.cache.rounding import Kept, codes_in_place, keep, round_in_place
 
 WAYS = [Quantization(bits, size) for bits in (8, 4) for size in (16, 32, 64, 128)]
 SPREADS = (1e-30, 1e-8, 1e-6, 1e-3, 1.0, 100.0, 1e4, 6e4, 1e5, 1e7, 1e30)

@@ -10,12 +10,11 @@ import pytest
 
 from engine.batch import device
 from engine.batch.cpu import host
-from engine.cache import host_blocks
-from engine.cache import rounding
-from engine.batch.graph import GraphBatch
 from engine.batch.cpu.host import HostBatch
-from engine.cache.rounding import Kept
-from engine.cache import slabs
+from engine.batch.dense import DenseBatch, RowBatch
+from engine.batch.graph import GraphBatch
+from engine.batch.ragged import RaggedBatch
+from engine.cache import host_blocks, rounding, slabs
 from engine.cache.layout import Kv, LayerLayout, Layout, probe
 from engine.cache.quantization import (
     Precision,
@@ -26,17 +25,15 @@ from engine.cache.quantization import (
     quantize,
     unpack,
 )
-from engine.proving import choose as choosing
-from engine.proving import oracle
-from engine.proving import trial
+from engine.cache.rounding import Kept
 from engine.executor.batched import BatchedExecutor
-from engine.proving.choose import choose
-from engine.batch.dense import DenseBatch, RowBatch
-from engine.batch.ragged import RaggedBatch
-from engine.proving.replay import NotARounding, Replay
 from engine.executor.serial import SerialExecutor
-from engine.proving.trial import GREEDY, Trial
 from engine.plan import Chunk, Decode, Evict, Insert, Move, Plan, Restore, Save, Slab, Slot
+from engine.proving import choose as choosing
+from engine.proving import oracle, trial
+from engine.proving.choose import choose
+from engine.proving.replay import NotARounding, Replay
+from engine.proving.trial import GREEDY, Trial
 from engine.zoo.build import build
 from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
 from tests import tiny_models

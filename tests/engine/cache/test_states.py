@@ -7,8 +7,8 @@ from engine.cache.layout import Layout, StateLayout
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
 from engine.executor.batched import BatchedExecutor
-from engine.proving.choose import choose
 from engine.plan import Chunk, Decode, Plan, RestoreState, SaveState, Slab, Slot
+from engine.proving.choose import choose
 from engine.zoo.build import build
 from shared.wire import Sampling
 

@@ -10,15 +10,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
+from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch, bind
-from engine.batch.graph import GraphBatch
 from engine.batch.cpu.host import HostBatch
+from engine.batch.graph import GraphBatch
 from engine.cache.layout import UnsupportedLayout, probe
 from engine.cache.slabs import Slab as Rows
-from engine.batch import ragged
 from engine.executor.batched import BatchedExecutor
-from engine.proving.proof import NotBatchable, samples
-from engine.proving.proof import prove as prove_with
 from engine.executor.serial import SerialExecutor, measured_token_bytes
 from engine.plan import (
     Chunk,
@@ -32,6 +30,8 @@ from engine.plan import (
     Slab,
     Slot,
 )
+from engine.proving.proof import NotBatchable, samples
+from engine.proving.proof import prove as prove_with
 from engine.zoo.build import build
 from shared.wire import Sampling
 from tests.tiny_models import VOCAB_SIZE, make_tiny

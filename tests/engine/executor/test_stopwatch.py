@@ -3,9 +3,9 @@ import time
 import mlx.core as mx
 import pytest
 
+from engine.batch import ragged
 from engine.batch.graph import GraphBatch
 from engine.cache.layout import probe
-from engine.batch import ragged
 from engine.executor.batched import BatchedExecutor
 from engine.executor.stopwatch import Stopwatch
 from engine.plan import Chunk, Decode, Plan, Slab, Slot

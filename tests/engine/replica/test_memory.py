@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.replica import memory
 from engine.cache.quantization import Precision
+from engine.replica import memory
 from shared.wire import Sampling
 from tests.engine.whole import Whole
 from tests.oracle import Oracle

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.proving.oracle import distance
 from engine.plan import Decode
+from engine.proving.oracle import distance
 from engine.scheduler.draft import Draft
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE

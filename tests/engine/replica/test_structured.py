@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine.replica import build as replica
 from engine.executor.batched import BatchedExecutor
-from engine.proving.choose import Choice
 from engine.executor.serial import SerialExecutor
 from engine.grammar.library import Library
+from engine.proving.choose import Choice
+from engine.replica import build as replica
 from engine.replica.grammars import vocabulary_of
 from engine.sampling.masks import Masking
 from shared import wire

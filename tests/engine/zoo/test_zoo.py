@@ -4,12 +4,12 @@ import mlx.core as mx
 import pytest
 
 from engine.batch import device
+from engine.batch.dense import DenseBatch
 from engine.batch.graph import GraphBatch
+from engine.batch.ragged import RaggedBatch
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
 from engine.proving import choose
-from engine.batch.dense import DenseBatch
-from engine.batch.ragged import RaggedBatch
 from engine.zoo import examine as examining
 from engine.zoo.build import build
 from engine.zoo.configs import VOCAB_SIZE

@@ -14,8 +14,8 @@ from shared.wire import Abort, Submit
 from tests import agent_transcript as transcript
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
 from tests.router.openai.test_completions import events
+from tests.router.scripted_engine import ScriptedEngine
 
 PATH = "/v1/chat/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

@@ -14,8 +14,8 @@ from router.tokens.logprobs import Alignment
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Submit, TokenLogprobs
 from tests.router.conftest import Server
-from tests.router.scripted_engine import ScriptedEngine, prompt_scores_of, scores_of
 from tests.router.openai.test_completions import events
+from tests.router.scripted_engine import ScriptedEngine, prompt_scores_of, scores_of
 from tests.router.tiny_tokenizer import write_tokenizer
 
 TEXTS = pytest.mark.parametrize(

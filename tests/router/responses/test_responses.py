@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from router.generation.choice import Piece
 from router.errors import NotFound
-from router.tokens.reply import CallDelta
+from router.generation.choice import Piece
 from router.responses.output import Output
 from router.responses.store import ResponseStore, Turn
+from router.tokens.reply import CallDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine

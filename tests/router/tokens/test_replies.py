@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from shared.wire import Submit
 from tests.router.anthropic import test_anthropic
-from tests.router.responses import test_responses
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server
+from tests.router.responses import test_responses
 from tests.router.scripted_engine import ScriptedEngine
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

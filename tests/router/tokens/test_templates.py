@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from mlx_lm import tokenizer_utils
 
-from router.schemas.conversation import ChatMessage, Function, FunctionCall, Tool, ToolCall
 from router.errors import InvalidRequest
+from router.schemas.conversation import ChatMessage, Function, FunctionCall, Tool, ToolCall
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import HARMONY_CALLS, REASONING, State, detect
 from router.tokens.templates import CUT, ChatTemplate

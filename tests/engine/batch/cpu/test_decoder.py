@@ -10,20 +10,19 @@ from mlx import nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.batch import device
-from engine.batch.cpu import decoder
 from engine.backend.blas import cblas_sgemm_batch
+from engine.batch import device, ragged
+from engine.batch.cpu import decoder
 from engine.batch.cpu.decoder import DecoderBatch
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.products import Products
 from engine.batch.cpu.rotary import Rotary, Unsupported
+from engine.batch.ragged import Row
 from engine.cache.layout import probe
 from engine.cache.slabs import Slab, Slabs
-from engine.batch import ragged
+from engine.plan import Slot
 from engine.proving.choose import choose
 from engine.proving.proof import NotBatchable, prove, samples
-from engine.batch.ragged import Row
-from engine.plan import Slot
 from engine.zoo.build import _shaken, build
 from engine.zoo.configs import config
 

@@ -8,9 +8,9 @@ import pytest
 
 from engine.backend.blas import cblas_sgemm_batch
 from engine.batch.cpu.together import Together
+from engine.batch.ragged import Row
 from engine.cache.layout import LayerLayout, Layout
 from engine.cache.slabs import Slab
-from engine.batch.ragged import Row
 from engine.plan import Slot
 
 GEMM = cblas_sgemm_batch()

@@ -12,10 +12,10 @@ import mlx_lm.tool_parsers
 import pytest
 from mlx_lm import tokenizer_utils
 
-from router.generation.choice import Choice, Piece
 from router.fleet.core import Router
 from router.fleet.engines import Model
 from router.fleet.flight import Flight, Order
+from router.generation.choice import Choice, Piece
 from router.tokens.parsing.calls import JSON, ToolSyntax
 from router.tokens.parsing.formats import (
     _HARMONY,

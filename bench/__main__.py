@@ -18,7 +18,7 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports mlx
 
 from bench import prompts  # noqa: E402
-from bench.client import Stream, complete, together  # noqa: E402
+from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
@@ -73,7 +73,7 @@ def throughput(ports: Ports, runs: int) -> None:
             for which in _in_turn(run):
                 seed = 1000 * streams + 100 * run
                 texts = [prompts.text(seed + i, 128) for i in range(streams)]
-                rates[which].append(_rate(asyncio.run(together(ports[which], texts, 64))))
+                rates[which].append(_rate(asyncio.run(complete_all(ports[which], texts, 64))))
         mine, theirs = (statistics.median(each) for each in rates)
         ratio = statistics.median(a / b for a, b in zip(*rates, strict=True))
         ratios.append(ratio)
@@ -96,7 +96,7 @@ def prefix(ports: Ports, runs: int) -> None:
             warm[which].append(statistics.median(_first(port, ask) for ask in asks[1:]))
             head = prompts.text(60_000 + run, 1000)
             asks = [f"{head} {prompts.text(run * 10 + i, 28)}" for i in range(8)]
-            streams = asyncio.run(together(port, asks, 4))
+            streams = asyncio.run(complete_all(port, asks, 4))
             eight[which].append(max(stream.first_s for stream in streams))
             if which == 0:
                 alone = asyncio.run(complete(port, prompts.text(70_000 + run, 32), 12))
@@ -128,7 +128,7 @@ def join(ports: Ports, runs: int) -> None:
         print(f"{name:14}  {gap:17.2f} s  {first:24.2f} s  {alone:9.2f} s  {first / alone:.2f}")
 
 
-async def _join(port: int, seed: int) -> tuple[list[Stream], Stream]:
+async def _join(port: int, seed: int) -> tuple[list[StreamedAnswer], StreamedAnswer]:
     running = [
         asyncio.create_task(complete(port, prompts.text(seed + i, 40), 300)) for i in range(4)
     ]
@@ -159,7 +159,7 @@ def connects(ports: Ports, runs: int) -> None:
     """64 clients connect at the same moment; nobody is refused or reset."""
     for which, name in enumerate(NAMES):
         texts = [prompts.text(100_000 + i, 8) for i in range(64)]
-        streams = asyncio.run(together(ports[which], texts, 4))
+        streams = asyncio.run(complete_all(ports[which], texts, 4))
         errors = [stream.error for stream in streams if stream.error]
         starts = sorted(stream.first_s for stream in streams)
         print(
@@ -179,7 +179,7 @@ def stack(ports: Ports, runs: int) -> None:
                     seed = 110_000 + 1000 * streams + 100 * run
                     texts = [prompts.text(seed + i, 128) for i in range(streams)]
                     if which == 0:
-                        rates[0] = _rate(asyncio.run(together(ports[0], texts, 64)))
+                        rates[0] = _rate(asyncio.run(complete_all(ports[0], texts, 64)))
                     else:
                         rates[1] = driver.call("rate", texts, 64)
                 shares.append(1 - rates[0] / rates[1])
@@ -207,7 +207,7 @@ def _in_turn(run: int) -> tuple[int, int]:
     return (0, 1) if run % 2 == 0 else (1, 0)
 
 
-def _rate(streams: list[Stream]) -> float:
+def _rate(streams: list[StreamedAnswer]) -> float:
     for stream in streams:
         if stream.error:
             sys.exit(f"a request failed: {stream.error}")

@@ -12,7 +12,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass
-class Stream:
+class StreamedAnswer:
     """One streamed answer. Times are seconds since the request was sent; ``times`` has
     one for each event that brought text."""
 
@@ -33,7 +33,7 @@ class Stream:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> Stream:
+async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> StreamedAnswer:
     """Streams one greedy completion; what goes wrong is in ``error``."""
     body = {
         "prompt": prompt,
@@ -49,7 +49,7 @@ async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> St
         b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
     )
     loop = asyncio.get_running_loop()
-    stream = Stream()
+    stream = StreamedAnswer()
     began = time.perf_counter()
     try:
         transport, answer = await loop.create_connection(
@@ -89,7 +89,7 @@ class _Answer(asyncio.Protocol):
         else:
             self.complete.set_exception(exc)
 
-    def read(self, stream: Stream, began: float) -> None:
+    def read(self, stream: StreamedAnswer, began: float) -> None:
         """Raises `ValueError` for any status but 200."""
         whole = b"".join(data for _, data in self._pieces)
         if whole.split(maxsplit=2)[1:2] != [b"200"]:
@@ -102,7 +102,7 @@ class _Answer(asyncio.Protocol):
                     _take(json.loads(line[6:]), stream, at - began)
 
 
-def _take(event: dict[str, Any], stream: Stream, at_s: float) -> None:
+def _take(event: dict[str, Any], stream: StreamedAnswer, at_s: float) -> None:
     if "error" in event:
         stream.error = json.dumps(event["error"])
     usage = event.get("usage")
@@ -117,6 +117,8 @@ def _take(event: dict[str, Any], stream: Stream, at_s: float) -> None:
             stream.times.append(at_s)
 
 
-async def together(port: int, prompts: list[Any], max_tokens: int, **fields: Any) -> list[Stream]:
+async def complete_all(
+    port: int, prompts: list[Any], max_tokens: int, **fields: Any
+) -> list[StreamedAnswer]:
     """All ``prompts`` at once."""
     return await asyncio.gather(*(complete(port, p, max_tokens, **fields) for p in prompts))

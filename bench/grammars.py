@@ -28,11 +28,11 @@ from bench.client import complete  # noqa: E402
 from bench.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.servers import ours  # noqa: E402
 from engine.batch import device  # noqa: E402
-from engine.grammar.library import Library  # noqa: E402
+from engine.grammar.cache import GrammarCache  # noqa: E402
 from engine.model.load import load, resolve  # noqa: E402
-from engine.replica.build import build  # noqa: E402
-from engine.replica.grammars import vocabulary_of  # noqa: E402
-from engine.sampling.masks import Masking, Masks  # noqa: E402
+from engine.replica.build import build_replica  # noqa: E402
+from engine.replica.grammars import tokenizer_spec_of  # noqa: E402
+from engine.sampling.masks import GrammarMasker, TokenMasks  # noqa: E402
 from shared.settings import Settings  # noqa: E402
 from shared.wire import Grammar, Sampling, Submit  # noqa: E402
 
@@ -93,16 +93,16 @@ def _valid(schema: Schema, text: str) -> bool:
     return True
 
 
-class _Timed(Masking):
+class _Timed(GrammarMasker):
     """Notes how long masks took."""
 
-    def __init__(self, library: Library, vocab_size: int) -> None:
-        super().__init__(library, vocab_size)
+    def __init__(self, grammars: GrammarCache, vocab_size: int) -> None:
+        super().__init__(grammars, vocab_size)
         self.seconds: list[float] = []
 
-    def _compute(self, bound: Any) -> Masks:
+    def _compute(self, constrained: Any) -> TokenMasks:
         began = time.perf_counter()
-        masks = super()._compute(bound)
+        masks = super()._compute(constrained)
         self.seconds.append(time.perf_counter() - began)
         return masks
 
@@ -111,8 +111,8 @@ def _share_of_a_step(model: str, rows: int) -> float:
     """The time of the masks of a step, as a part of the whole time of one."""
     device.prepare()
     loaded = load(resolve(model))
-    replica = build(loaded, Settings(model=model, no_ssd=True))
-    masking = _Timed(Library(vocabulary_of(loaded).load()), loaded.vocab_size)
+    replica = build_replica(loaded, Settings(model=model, no_ssd=True))
+    masking = _Timed(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)
     replica.executor.use_grammars(masking)
     prompt = loaded.tokenizer.encode(PROMPT)
     for number, schema in enumerate(generate(rows, seed=1)):

@@ -13,14 +13,14 @@ from shared.settings import Settings
 from shared.wire import Delta, Sampling, Submit
 
 
-class Driver:
+class InProcessEngine:
     """The replica that `services.engine` would serve with, driven by a plain loop."""
 
     def __init__(self, model: str, kv_bits: Literal[4, 8, 16] = 16) -> None:
         load_fast_blas()
         from engine.batch import device
         from engine.model.load import load, resolve
-        from engine.replica.build import build
+        from engine.replica.build import build_replica
 
         device.prepare()
         self._loaded = load(resolve(model))
@@ -32,7 +32,7 @@ class Driver:
             completion_batch_size=32,
             no_ssd=True,
         )
-        self.replica = build(self._loaded, settings)
+        self.replica = build_replica(self._loaded, settings)
         self._number = 0
 
     @property
@@ -97,13 +97,13 @@ class Driver:
 
     def block(self, text: str) -> tuple[bytes | memoryview, ...]:
         """The first block of ``text``, as it goes to the kvstore."""
-        from engine.plan import Chunk, Evict, Plan, Save, Slab, Slot
+        from engine.plan import Chunk, Evict, Plan, Save, SlabSpec, Slot
 
         number, tokens = 1 << 30, self._loaded.tokenizer.encode(text)
         slot = Slot(number, 0)
         plan = Plan(
             step=0,
-            slabs=(Slab(number, 1, len(tokens)),),
+            new_slabs=(SlabSpec(number, 1, len(tokens)),),
             chunks=(Chunk(slot, 0, tuple(tokens)),),
             saves=(Save(slot, 0, (number,)),),
             exports=(number,),

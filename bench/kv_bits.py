@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from bench import prompts
-from bench.in_process import Driver
+from bench.in_process import InProcessEngine
 from shared import blockfile
 
 BITS: tuple[Literal[16, 8, 4], ...] = (16, 8, 4)
@@ -37,13 +37,15 @@ QUESTIONS = (
 
 def kv_bits(model: str, runs: int) -> None:
     """Bytes of blocks and files, agreement of the most likely tokens, time of steps."""
-    drivers: dict[int, Driver] = {bits: Driver(model, kv_bits=bits) for bits in BITS}
+    drivers: dict[int, InProcessEngine] = {
+        bits: InProcessEngine(model, kv_bits=bits) for bits in BITS
+    }
     _sizes(drivers)
     _agreement(drivers)
     _speed(drivers, runs)
 
 
-def _sizes(drivers: dict[int, Driver]) -> None:
+def _sizes(drivers: dict[int, InProcessEngine]) -> None:
     """``--kv-bits 16`` is the model's own type; of fp32 half of that is what 16 bits take."""
     print(
         "kv-bits   a block, bytes   its file   of the own type   of 16 bits   blocks in its place"
@@ -61,7 +63,7 @@ def _sizes(drivers: dict[int, Driver]) -> None:
         )
 
 
-def _agreement(drivers: dict[int, Driver]) -> None:
+def _agreement(drivers: dict[int, InProcessEngine]) -> None:
     """What each most expects at every place of the answers that 16 bits give."""
     asked, answers = drivers[16].answers(QUESTIONS, ANSWER_TOKENS)
     expected: list[list[int]] = []
@@ -80,7 +82,7 @@ def _agreement(drivers: dict[int, Driver]) -> None:
         print(f"{bits} bits: the same most likely token in {agreed:.2%} of {len(pairs)} steps")
 
 
-def _speed(drivers: dict[int, Driver], runs: int) -> None:
+def _speed(drivers: dict[int, InProcessEngine], runs: int) -> None:
     for rows in (1, 8, 16):
         texts = [prompts.ids(500 + i, 200) for i in range(rows)]
         times: dict[int, list[float]] = {16: [], 8: []}

@@ -89,7 +89,7 @@ def _ms(logits: mx.array, controls: dict[str, Any], outputs: int, runs: int) -> 
             Decode(
                 slot=Slot(0, row),
                 position=outputs + run,
-                token=None,
+                token_id=None,
                 output_index=outputs + run,
                 sampling=Sampling(seed=row, **controls),
                 logprobs=logprobs,
@@ -102,8 +102,8 @@ def _ms(logits: mx.array, controls: dict[str, Any], outputs: int, runs: int) -> 
         begun = time.perf_counter()
         sampled = sampler.sample(logits, decodes, inputs)
         mx.eval(sampled.arrays)
-        if sampled.scores is not None:
-            sampled.scores.read()
+        if sampled.logprobs is not None:
+            sampled.logprobs.read()
         times.append(1e3 * (time.perf_counter() - begun))
     return statistics.median(times[2:])
 

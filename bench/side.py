@@ -40,17 +40,17 @@ class Side(ABC):
 
 class Ours(Side):
     def __init__(self, model: str) -> None:
-        from bench.in_process import Driver
+        from bench.in_process import InProcessEngine
 
-        self._driver = Driver(model)
+        self._driver = InProcessEngine(model)
         self._executor = self._driver.replica.executor
 
     def prefill(self, start: int, tokens: int) -> float:
-        from engine.plan import Chunk, Plan, Slab, Slot
+        from engine.plan import Chunk, Plan, SlabSpec, Slot
 
         chunk = Chunk(Slot(0, 0), start, tuple(_noise(start, tokens)))
-        slab = Slab(0, 1, start + tokens + 16)
-        self._executor.dispatch(Plan(step=0, slabs=(slab,))).read()
+        slab = SlabSpec(0, 1, start + tokens + 16)
+        self._executor.dispatch(Plan(step=0, new_slabs=(slab,))).read()
         begun = time.perf_counter()
         self._executor.dispatch(Plan(step=0, chunks=(chunk,))).read()
         seconds = time.perf_counter() - begun
@@ -58,11 +58,11 @@ class Ours(Side):
         return seconds
 
     def decode(self, lengths: Sequence[int], steps: int) -> float:
-        from engine.plan import Decode, Plan, Slab, Slot
+        from engine.plan import Decode, Plan, SlabSpec, Slot
         from shared.wire import Sampling
 
-        slab = Slab(0, len(lengths), max(lengths) + steps + 16)
-        self._executor.dispatch(Plan(step=0, slabs=(slab,))).read()
+        slab = SlabSpec(0, len(lengths), max(lengths) + steps + 16)
+        self._executor.dispatch(Plan(step=0, new_slabs=(slab,))).read()
         seconds = []
         for index in range(steps + WARM_UP_STEPS):
             decodes = tuple(

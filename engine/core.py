@@ -10,28 +10,28 @@ import mlx.core as mx
 import msgspec
 
 from engine.executor.base import Executor, PendingStep, is_allocation_failure
-from engine.grammar.gate import Gate, Passed, Verdict
-from engine.io.inbox import Compiled, Fetched, Inbox, Item, NewRouter
-from engine.io.link import Link
-from engine.io.status import Status
+from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
+from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox, InboxMessage, NewRouter
+from engine.io.status import EngineStatus
 from engine.io.store_client import StoreClient
+from engine.io.thread import IOThread
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler
 from shared import wire
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 0.2
+REPORT_INTERVAL_S = 0.2
 IDLE_WAIT_S = 0.5
 """How long to sleep at most when there is nothing to do; what arrives wakes."""
 
 
 class _Failure(NamedTuple):
     reason: str
-    no_memory: bool
+    out_of_memory: bool
 
 
-class Core:
+class EngineCore:
     """Runs until it is drained. Everything here happens on the main thread."""
 
     def __init__(
@@ -40,18 +40,18 @@ class Core:
         scheduler: Scheduler,
         executor: Executor,
         inbox: Inbox,
-        link: Link,
-        status: Status,
+        link: IOThread,
+        status: EngineStatus,
         store: StoreClient | None,
-        gate: Gate,
+        grammar_queue: GrammarQueue,
         check_integrity: bool = False,
     ) -> None:
         self._scheduler, self._executor = scheduler, executor
         self._inbox, self._link, self._status = inbox, link, status
         self._store = store
-        self._gate = gate
+        self._grammar_queue = grammar_queue
         self._refused: list[wire.Refused] = []
-        self._check = check_integrity
+        self._check_integrity = check_integrity
         self._draining = False
         self._pending: PendingStep | None = None
         self._reported_at = 0.0
@@ -63,50 +63,50 @@ class Core:
         """Serves until told to drain and done with what was there."""
         worked = True
         while not (self._draining and self._scheduler.idle and self._pending is None):
-            worked = self.turn(0 if worked else IDLE_WAIT_S)
+            worked = self.run_once(0 if worked else IDLE_WAIT_S)
 
-    def turn(self, wait_s: float = 0) -> bool:
+    def run_once(self, wait_s: float = 0) -> bool:
         """Takes what has come, for which it waits up to ``wait_s``, runs a step, and says what
         came of it. False when there was nothing to run."""
-        self._take(self._inbox.take(wait_s))
+        self._handle_messages(self._inbox.take(wait_s))
         worked = self._step()
-        self._give()
-        self._report(worked)
+        self._send_outputs()
+        self._report_stats(worked)
         return worked
 
-    def _take(self, items: list[Item]) -> None:
+    def _handle_messages(self, items: list[InboxMessage]) -> None:
         for item in items:
             if isinstance(item, wire.Submit):
-                self._admit(self._gate.enter(item))
-            elif isinstance(item, Compiled):
-                for verdict in self._gate.compiled(item.grammar, item.outcome):
-                    self._admit(verdict)
+                self._submit(self._grammar_queue.add(item))
+            elif isinstance(item, GrammarCompiled):
+                for answer in self._grammar_queue.on_compiled(item.grammar, item.outcome):
+                    self._submit(answer)
             elif isinstance(item, wire.Abort):
-                self._gate.abort(item.request_id, item.attempt)
+                self._grammar_queue.abort(item.request_id, item.attempt)
                 self._scheduler.abort(item.request_id, item.attempt)
-            elif isinstance(item, Fetched):
-                self._scheduler.fetched(item.ticket, item.payloads)
+            elif isinstance(item, BlocksFetched):
+                self._scheduler.on_fetched(item.ticket, item.payloads)
             elif isinstance(item, NewRouter):
-                self._gate.clear()
+                self._grammar_queue.clear()
                 self._refused.clear()
                 self._scheduler.drop_all()
-                self._tell_all_hashes()
+                self._send_all_hashes()
             elif isinstance(item, wire.Drain):
                 self._draining = True
-                self._status.enter("draining")
-                self._refused += self._gate.drain()
+                self._status.enter_phase("draining")
+                self._refused += self._grammar_queue.refuse_all()
                 self._scheduler.drain()
         if items:  # not only after a step: the router misses what no beat mentions for long
-            self._tell_live()
+            self._report_live()
 
-    def _tell_live(self) -> None:
-        self._status.live = [*self._scheduler.live(), *self._gate.live()]
+    def _report_live(self) -> None:
+        self._status.live = [*self._scheduler.live(), *self._grammar_queue.live()]
 
-    def _admit(self, verdict: Verdict | None) -> None:
-        if isinstance(verdict, Passed):
-            self._scheduler.submit(verdict.request, verdict.grammar)
-        elif verdict is not None:
-            self._refused.append(verdict)
+    def _submit(self, answer: ReadyOrRefused | None) -> None:
+        if isinstance(answer, ReadyRequest):
+            self._scheduler.submit(answer.request, answer.grammar)
+        elif answer is not None:
+            self._refused.append(answer)
 
     def _step(self) -> bool:
         """Runs what is to be done now; False when there was nothing."""
@@ -120,7 +120,7 @@ class Core:
             logger.exception("a step failed: what was running begins again")
             failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))
         if failure is not None:  # only now: a traceback keeps arrays alive
-            self._start_over(failure)
+            self._recover(failure)
             return True
         if result is not None:
             self._apply(result)
@@ -132,10 +132,10 @@ class Core:
             step, self._pending = self._pending, step
         return None if step is None else step.read()
 
-    def _start_over(self, failure: _Failure) -> None:
+    def _recover(self, failure: _Failure) -> None:
         self._pending = None
         self._executor.reset()
-        if not self._scheduler.start_over(failure.reason, less_memory=failure.no_memory):
+        if not self._scheduler.recover(failure.reason, out_of_memory=failure.out_of_memory):
             raise RuntimeError(f"a step failed that had no sequence in it: {failure.reason}")
 
     def _apply(self, result: StepResult) -> None:
@@ -145,22 +145,22 @@ class Core:
         self._step_s += result.elapsed_s
         self._build_s += result.build_s
         self._sample_s += result.sample_s
-        if self._check:
+        if self._check_integrity:
             self._scheduler.check_integrity()
 
-    def _give(self) -> None:
+    def _send_outputs(self) -> None:
         started = time.perf_counter()
-        self._emit()
+        self._emit_outputs()
         self._emit_s += time.perf_counter() - started
 
-    def _emit(self) -> None:
+    def _emit_outputs(self) -> None:
         outputs = self._scheduler.take_outputs()
         messages: list[wire.Message] = [*outputs.messages, *self._refused]
         self._refused.clear()
         if outputs.deltas:
             messages.append(wire.Tokens(deltas=outputs.deltas))
-        if outputs.cached or outputs.uncached:
-            messages.append(self._event(outputs.cached, outputs.uncached))
+        if outputs.cache_added or outputs.cache_removed:
+            messages.append(self._cache_event(outputs.cache_added, outputs.cache_removed))
         if messages:
             self._link.send(messages)
         for ticket, hashes in outputs.fetches:
@@ -171,7 +171,7 @@ class Core:
             if outputs.touches:
                 self._link.touch(outputs.touches)
 
-    def _event(
+    def _cache_event(
         self, added: list[bytes], removed: list[bytes], snapshot: bool = False
     ) -> wire.CacheEvents:
         self._event_number += 1
@@ -179,15 +179,15 @@ class Core:
             number=self._event_number, added=added, removed=removed, snapshot=snapshot
         )
 
-    def _tell_all_hashes(self) -> None:
-        self._link.send([self._event(self._scheduler.cached_hashes(), [], snapshot=True)])
+    def _send_all_hashes(self) -> None:
+        self._link.send([self._cache_event(self._scheduler.cached_hashes(), [], snapshot=True)])
 
-    def _report(self, busy: bool) -> None:
+    def _report_stats(self, busy: bool) -> None:
         """Leaves the figures for the next beat; live requests at once, as they matter."""
-        self._tell_live()
+        self._report_live()
         self._status.progress = self._scheduler.progress
         now = time.monotonic()
-        if busy and now - self._reported_at < REPORT_S:
+        if busy and now - self._reported_at < REPORT_INTERVAL_S:
             return
         self._reported_at = now
         self._status.stats = msgspec.structs.replace(

@@ -33,57 +33,57 @@ from shared.wire import Grammar, Sampling, TokenLogprobs
 
 
 class Slot(NamedTuple):
-    slab: int
+    slab_id: int
     row: int
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class PlanOp(msgspec.Struct, frozen=True, array_like=True):
     """Base of the parts of a plan."""
 
 
-class Evict(Part, frozen=True):
+class Evict(PlanOp, frozen=True):
     """Forget ``block``, or the snapshot of that id; with ``export`` its bytes come back in
     the step's result."""
 
-    block: int
+    block_id: int
     export: bool = False
 
 
-class Slab(Part, frozen=True):
+class SlabSpec(PlanOp, frozen=True):
     """Allocate ``rows`` rows of ``capacity`` tokens under the new id ``slab``."""
 
-    slab: int
+    slab_id: int
     rows: int
     capacity: int
 
 
-class Insert(Part, frozen=True):
+class Insert(PlanOp, frozen=True):
     """``payload`` (as an earlier `Exported` had it) becomes ``block``, or with ``state`` the
     snapshot of that id."""
 
-    block: int
+    block_id: int
     payload: tuple[bytes | memoryview, ...]
-    state: bool = False
+    is_snapshot: bool = False
 
 
-class Restore(Part, frozen=True):
+class Restore(PlanOp, frozen=True):
     """Copy ``blocks`` into ``slot``, the first of them at position ``start``."""
 
     slot: Slot
     start: int
-    blocks: tuple[int, ...]
+    block_ids: tuple[int, ...]
 
 
-class RestoreState(Part, frozen=True):
+class RestoreState(PlanOp, frozen=True):
     """The state of ``slot`` becomes that of ``snapshot``, which was taken after
     ``position`` positions."""
 
     slot: Slot
     position: int
-    snapshot: int
+    snapshot_id: int
 
 
-class Move(Part, frozen=True):
+class Move(PlanOp, frozen=True):
     """Copy the first ``length`` positions of ``source`` to ``target``."""
 
     source: Slot
@@ -91,7 +91,7 @@ class Move(Part, frozen=True):
     length: int
 
 
-class Decode(Part, frozen=True):
+class Decode(PlanOp, frozen=True):
     """One token in, one token out.
 
     The input token is ``token``, or, where that is None, the token that the slot's
@@ -107,7 +107,7 @@ class Decode(Part, frozen=True):
 
     slot: Slot
     position: int
-    token: int | None
+    token_id: int | None
     output_index: int
     sampling: Sampling
     forbidden: tuple[int, ...] = ()
@@ -117,7 +117,7 @@ class Decode(Part, frozen=True):
     grammar: Grammar | None = None
 
 
-class Chunk(Part, frozen=True):
+class Chunk(PlanOp, frozen=True):
     """Compute the KV of ``token_ids`` at positions from ``start`` on. Samples nothing:
     the last token of a prompt goes through a `Decode`.
 
@@ -128,33 +128,33 @@ class Chunk(Part, frozen=True):
     slot: Slot
     start: int
     token_ids: tuple[int, ...]
-    followers: tuple[int, ...] = ()
+    target_ids: tuple[int, ...] = ()
     logprobs: int = 0
 
 
-class Save(Part, frozen=True):
+class Save(PlanOp, frozen=True):
     """Copy positions from ``start`` on into the new ``blocks``, one after the other,
     as they are when this plan's decodes and chunks are done."""
 
     slot: Slot
     start: int
-    blocks: tuple[int, ...]
+    block_ids: tuple[int, ...]
 
 
-class SaveState(Part, frozen=True):
+class SaveState(PlanOp, frozen=True):
     """Copy the slot's state into the new ``snapshot``, as it is when this plan's decodes
     and chunks are done, after ``position`` positions."""
 
     slot: Slot
     position: int
-    snapshot: int
+    snapshot_id: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
-    slabs: tuple[Slab, ...] = ()
+    new_slabs: tuple[SlabSpec, ...] = ()
     inserts: tuple[Insert, ...] = ()
     restores: tuple[Restore, ...] = ()
     state_restores: tuple[RestoreState, ...] = ()
@@ -170,11 +170,11 @@ class Exported(NamedTuple):
     """The content of a block or a snapshot: one buffer per storage group of the model, or per
     array of its state, always in the same order and of the same sizes for one namespace."""
 
-    block: int
+    block_id: int
     payload: tuple[bytes | memoryview, ...]
 
 
-class Scored(NamedTuple):
+class PromptLogprobs(NamedTuple):
     """Log-probabilities of the tokens that follow those at positions from ``start`` on."""
 
     slot: Slot
@@ -196,7 +196,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    scored: tuple[Scored, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     exported: tuple[Exported, ...] = ()
     failed: tuple[tuple[Slot, str], ...] = ()
     elapsed_s: float = 0.0

@@ -16,10 +16,10 @@ import zmq
 
 from engine.backend.blas import load_fast_blas
 from engine.batch import device
-from engine.io.inbox import Compiled, Fetched, Inbox
-from engine.io.link import Link
-from engine.io.status import Status
-from engine.model.errors import ModelNotFound
+from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox
+from engine.io.status import EngineStatus
+from engine.io.thread import IOThread
+from engine.model.errors import ModelUnavailable
 from shared import logs, settings, wire
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     if supervisor is not None:
         supervisor.watch(lambda: os._exit(EXIT_OK))
-    status, inbox = Status(), Inbox()
+    status, inbox = EngineStatus(), Inbox()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex
-    link = Link(
+    link = IOThread(
         context=context,
         endpoint=options.engine_socket,
         engine=name,
@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stall_timeout_s=options.stall_timeout_s,
         drain_timeout_s=options.drain_timeout_s,
     )
-    link.take_signals()
+    link.catch_signals()
     link.start()
     try:
         serve(options, context, link, inbox, status, engine=name, incarnation=incarnation)
-    except ModelNotFound as error:
+    except ModelUnavailable as error:
         logger.error("%s", error)
         return EXIT_CONFIG
     except Exception:
@@ -75,20 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(
     options: Settings,
     context: zmq.Context[zmq.Socket[bytes]],
-    link: Link,
+    link: IOThread,
     inbox: Inbox,
-    status: Status,
+    status: EngineStatus,
     *,
     engine: str,
     incarnation: str,
 ) -> None:
     """Loads the model and serves until drained. Raises `ModelNotFound`."""
     load_fast_blas()  # before anything imports mlx, which the imports below do
-    from engine.core import Core
+    from engine.core import EngineCore
     from engine.io.store_client import StoreClient
     from engine.model import load as models
-    from engine.replica.build import build
-    from engine.replica.grammars import open_gate
+    from engine.replica.build import build_replica
+    from engine.replica.grammars import open_grammar_queue
 
     device.prepare()
     path = models.resolve(options.model)
@@ -103,8 +103,8 @@ def serve(
         ),
         trust_remote_code=options.trust_remote_code,
     )
-    status.enter("warming")
-    replica = build(loaded, options)
+    status.enter_phase("warming")
+    replica = build_replica(loaded, options)
     store = None
     if options.kvstore_socket is not None and replica.uses_store:
         store = StoreClient(
@@ -112,11 +112,13 @@ def serve(
             options.kvstore_socket,
             replica.namespace.hex(),
             ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"),
-            on_fetched=lambda ticket, payloads: inbox.put(Fetched(ticket, payloads)),
+            on_fetched=lambda ticket, payloads: inbox.put(BlocksFetched(ticket, payloads)),
             wake=link.wake,
         )
         link.use_store(store)
-    gate = open_gate(loaded, replica.executor, lambda *done: inbox.put(Compiled(*done)))
+    grammar_queue = open_grammar_queue(
+        loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))
+    )
     names = options.served_model_name or (options.model,)
     link.introduce(
         wire.Hello(
@@ -138,25 +140,25 @@ def serve(
                 name: hashlib.sha256(file.read_bytes()).hexdigest()
                 for name, file in loaded.tokenizer_files.items()
             },
-            capabilities=[*replica.capabilities, *gate.capabilities],
+            capabilities=[*replica.capabilities, *grammar_queue.capabilities],
             kv_bits=replica.executor.kv_bits,
             version=importlib.metadata.version("mlx-lm-server"),
         ),
         loaded.tokenizer_files,
     )
-    status.enter("ready")
+    status.enter_phase("ready")
     logger.info("ready: %s", names[0])
-    Core(
+    EngineCore(
         scheduler=replica.scheduler,
         executor=replica.executor,
         inbox=inbox,
         link=link,
         status=status,
         store=store,
-        gate=gate,
+        grammar_queue=grammar_queue,
         check_integrity=CHECK_VARIABLE in os.environ,
     ).run()
-    gate.close()
+    grammar_queue.close()
 
 
 if __name__ == "__main__":

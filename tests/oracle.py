@@ -18,7 +18,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.cache.quantization import Precision
-from engine.proving.oracle import make_cache
+from engine.proving.oracle import make_rounding_cache
 
 MOST_GAP = 1e-3
 EXACT = Precision()
@@ -110,7 +110,7 @@ class Oracle:
     def _tie(self, tokens: list[int]) -> tuple[float, float]:
         """Gap between the two best tokens after ``tokens``, and the oracle's own noise."""
         at_once = self.model(mx.array([tokens]), cache=make_prompt_cache(self.model))[0, -1]
-        cache = make_cache(self.model, self._rounded)
+        cache = make_rounding_cache(self.model, self._rounded)
         for token in tokens:
             one_by_one = self.model(mx.array([[token]]), cache=cache)[0, -1]
             mx.eval(one_by_one)

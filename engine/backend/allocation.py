@@ -29,7 +29,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
 
 
-def claim(size: int) -> None:
+def prefault(size: int) -> None:
     """Writes to ``size`` bytes that the heap then keeps, so that it is not the first requests
     that wait for the system to find them: 3 ms a megabyte where a virtual machine's host has
     to as well. Nothing where the heap would give them back."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy
 
 
-def library() -> Any:
+def array_namespace() -> Any:
     """numpy where MLX computes on the CPU, else mlx.core: modules of the same functions.
 
     On the CPU MLX's exp is scalar and everything but matmuls runs on one thread: numpy's
@@ -17,6 +17,6 @@ def library() -> Any:
     return mx if mx.default_device() == mx.gpu else numpy
 
 
-def given(xp: Any, array: mx.array) -> Any:
+def asarray(xp: Any, array: mx.array) -> Any:
     """``array`` as one of ``xp``, without a copy: not to be written to."""
     return array if xp is mx else numpy.asarray(array)

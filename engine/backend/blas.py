@@ -18,9 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-OVERRIDE = "MLX_LM_SERVER_BLAS"
+BLAS_VARIABLE = "MLX_LM_SERVER_BLAS"
 """Environment variable: the path of the library to load, or ``none``."""
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112
@@ -40,7 +40,7 @@ def load_fast_blas() -> str | None:
     if _loaded or sys.platform != "linux" or _mlx_uses_cuda():
         return _loaded
     if "mlx.core" in sys.modules:
-        log.warning("no fast BLAS: mlx was imported before it could be loaded")
+        logger.warning("no fast BLAS: mlx was imported before it could be loaded")
         return None
     threads = physical_cores()
     # Read once, when the library starts; a thread for each hyper-thread makes it slower.
@@ -57,15 +57,15 @@ def load_fast_blas() -> str | None:
         except OSError as error:
             failures.append(str(error))
             continue
-        if _answers_for_everyone(library):
+        if _is_bound_globally(library):
             _loaded = str(path)
-            log.info("fast BLAS: %s, %d threads", path, threads)
+            logger.info("fast BLAS: %s, %d threads", path, threads)
             return _loaded
         failures.append(f"{path} does not provide cblas_sgemm")
-    log.warning(
+    logger.warning(
         "no fast BLAS, matmuls will be very slow: install %s or set %s to a library (%s)",
         "the package mkl" if platform.machine() == "x86_64" else "libopenblas0-pthread",
-        OVERRIDE,
+        BLAS_VARIABLE,
         "; ".join(failures) or "none found",
     )
     return None
@@ -117,10 +117,10 @@ def physical_cores() -> int:
     for cpu in cpus:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
-    return max(1, min(len(cores) or os.cpu_count() or 1, _quota()))
+    return max(1, min(len(cores) or os.cpu_count() or 1, _cpu_quota()))
 
 
-def _quota() -> int:
+def _cpu_quota() -> int:
     """The CPU limit of this control group in whole cores."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -137,7 +137,7 @@ def _mlx_uses_cuda() -> bool:
 
 
 def _candidates() -> Iterator[Path]:
-    override = os.environ.get(OVERRIDE)
+    override = os.environ.get(BLAS_VARIABLE)
     if override:
         if override != "none":
             yield Path(override)
@@ -153,7 +153,7 @@ def _candidates() -> Iterator[Path]:
         yield from sorted(Path(folder).glob("libopenblas*.so.0"))
 
 
-def _answers_for_everyone(library: ctypes.CDLL) -> bool:
+def _is_bound_globally(library: ctypes.CDLL) -> bool:
     """Whether ``cblas_sgemm``, looked up the way libmlx will, is this library's."""
     everyone = ctypes.CDLL(None)
     try:

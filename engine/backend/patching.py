@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 
-def replace(home: ModuleType, name: str, ours: Any) -> None:
+def patch(home: ModuleType, name: str, ours: Any) -> None:
     """Makes ``ours`` what ``home`` calls ``name``, also in model modules that took the
     old one from there when they were imported."""
     theirs = getattr(home, name)

@@ -22,7 +22,7 @@ _SET_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_thr
 
 
 @cache
-def threads() -> int:
+def num_threads() -> int:
     """How many pieces of work run at once."""
     return int(os.environ.get("MKL_NUM_THREADS") or 0) or physical_cores()
 
@@ -79,4 +79,4 @@ def _functions() -> tuple[Callable[[int], None], ...]:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, threads() - 1), thread_name_prefix="host")
+    return ThreadPoolExecutor(max(1, num_threads() - 1), thread_name_prefix="host")

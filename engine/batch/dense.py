@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import Row, effective_window
-from engine.cache.layout import LayerLayout, Layout
+from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slabs import Slabs
 
 
@@ -22,8 +22,8 @@ class DenseBatch(GraphBatch):
     """Decoding rows padded to the longest, under a mask; chunks one row at a time, for
     which everything is as in mlx-lm's own caches, but that windows are masks too."""
 
-    how = "dense"
-    pads = False
+    batching = "dense"
+    pads_rows = False
     mask_axes = 4
     """(batch, heads, queries, keys)"""
 
@@ -32,8 +32,8 @@ class DenseBatch(GraphBatch):
         self.longest = max(row.end for row in rows)
         self._dense_masks: dict[int | None, mx.array] = {}
 
-    def kv_view(self, number: int, layer: LayerLayout) -> Any:
-        return DenseView(self, number, layer)
+    def kv_view(self, number: int, layer: AttentionLayout) -> Any:
+        return DenseKVCacheView(self, number, layer)
 
     def fetch(self, number: int) -> mx.array:
         """Array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
@@ -45,7 +45,7 @@ class DenseBatch(GraphBatch):
             picked: slice | mx.array = mx.array(numbers)
             if numbers == list(range(numbers[0], numbers[-1] + 1)):
                 picked = slice(numbers[0], numbers[-1] + 1)
-            part = slab.values(number, picked, self.longest)
+            part = slab.read(number, picked, self.longest)
             missing = self.longest - part.shape[2]
             if missing > 0:
                 part = mx.pad(part, [(0, 0), (0, 0), (0, missing), (0, 0)])
@@ -78,17 +78,17 @@ class GroupedDenseBatch(DenseBatch):
 class RowBatch(DenseBatch):
     """For models that know only one position for all rows: each row in a pass of its own."""
 
-    how = "row by row"
-    one_row = True
+    batching = "row by row"
+    one_row_per_pass = True
 
 
-class DenseView:
+class DenseKVCacheView:
     """One layer's cache that hands out arrays, as mlx-lm's do."""
 
     start_position = 0
     """Where a chunked cache begins; this one keeps everything."""
 
-    def __init__(self, batch: DenseBatch, number: int, layer: LayerLayout) -> None:
+    def __init__(self, batch: DenseBatch, number: int, layer: AttentionLayout) -> None:
         self._batch = batch
         self._number = number
         self._window = layer.window

@@ -26,7 +26,7 @@ def prepare() -> None:
         gates.install()
 
 
-def adapt(model: Any) -> None:
+def tune(model: Any) -> None:
     """Fits our operations to ``model``, which has been loaded, and to this machine."""
     from engine.batch.cpu.matmuls import Matmuls, install
 
@@ -43,7 +43,7 @@ def uses_host() -> bool:
     return mx.default_device() == mx.cpu and os.environ.get(HOST_VARIABLE) != "0"
 
 
-def unpacks() -> bool:
+def slots_dequantized() -> bool:
     """Whether slots keep what quantized values stand for, as attention reads it, and not the
     codes: on the CPU attention to codes takes several times as long."""
     import mlx.core as mx

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from engine.batch.ragged import RaggedBatch, Row
-from engine.cache.grouping import runs
+from engine.cache.grouping import split_runs
 from engine.cache.layout import Layout
-from engine.cache.quantization import FUSED_GROUPS
-from engine.cache.slabs import Kept, Slab, Slabs
+from engine.cache.quantization import KERNEL_GROUPS
+from engine.cache.slabs import Slab, Slabs, StoredKV
 
 CALL_COST_TOKENS = 150
 """The fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
 
 
 @dataclass(frozen=True)
-class _Group:
+class _RowGroup:
     """Rows of the batch (``members``) that attend in one call.
 
     Where they are not exactly the slab's rows ``first`` to ``last``, ``picks`` has for
@@ -30,16 +30,16 @@ class _Group:
     last: int
     length: int
     members: tuple[int, ...]
-    picks: mx.array | None = None
-    places: mx.array | None = None
+    gather: mx.array | None = None
+    scatter: mx.array | None = None
 
     @property
-    def stretch(self) -> slice:
+    def row_slice(self) -> slice:
         return slice(self.first, self.last + 1)
 
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
-        keys = self.slab.values(2 * layer, self.stretch, self.length)
-        return keys, self.slab.values(2 * layer + 1, self.stretch, self.length)
+        keys = self.slab.read(2 * layer, self.row_slice, self.length)
+        return keys, self.slab.read(2 * layer + 1, self.row_slice, self.length)
 
 
 class GraphBatch(RaggedBatch):
@@ -54,7 +54,7 @@ class GraphBatch(RaggedBatch):
         super().__init__(layout, slabs, rows)
         self._masks: dict[tuple[int, int | None], mx.array | str | None] = {}
         self._slabs: list[tuple[Slab, int, int, mx.array | None, mx.array | None]] = []
-        self._groups: list[_Group] = []
+        self._groups: list[_RowGroup] = []
         for slab, first, stretch in self.by_slab():
             self._add(slab, first, stretch)
 
@@ -73,24 +73,24 @@ class GraphBatch(RaggedBatch):
         if not self.decoding:
             for i, row in enumerate(rows, first):
                 number = row.slot.row
-                self._groups.append(_Group(slab, number, number, row.end, (i,)))
+                self._groups.append(_RowGroup(slab, number, number, row.end, (i,)))
             return
-        for run in runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
+        for run in split_runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
             inside = [
                 i for i, number in enumerate(numbers, first) if run.first <= number <= run.last
             ]
-            picks = places = None
+            gather = scatter = None
             if len(inside) != run.last - run.first + 1:
                 at = {self.rows[i].slot.row: i for i in inside}
-                picks = mx.array([at.get(n, inside[0]) for n in range(run.first, run.last + 1)])
-                places = mx.array([row - run.first for row in at])
-            self._groups.append(_Group(slab, *run, tuple(inside), picks, places))
+                gather = mx.array([at.get(n, inside[0]) for n in range(run.first, run.last + 1)])
+                scatter = mx.array([row - run.first for row in at])
+            self._groups.append(_RowGroup(slab, *run, tuple(inside), gather, scatter))
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         for number, new in ((2 * layer, keys), (2 * layer + 1, values)):
             if new.size == 0:
                 continue
-            kept = Kept.of(new, self.layout.arrays[number])
+            kept = StoredKV.of(new, self.layout.arrays[number])
             for slab, first, end, rows, positions in self._slabs:
                 if rows is not None and positions is not None:
                     slab.put_each(number, rows, positions, kept.batch(first, end))
@@ -112,16 +112,16 @@ class GraphBatch(RaggedBatch):
             mask = self._mask(number, group, window)
             first, last = group.members[0], group.members[-1] + 1
             if self.decoding:
-                wanted = queries[first:last] if group.picks is None else queries[group.picks]
+                wanted = queries[first:last] if group.gather is None else queries[group.gather]
                 if sinks is None and self._multiplies_codes(layer):
-                    out = _attend_to_codes(wanted, group, layer, scale, mask, self.layout)
+                    out = _quantized_attention(wanted, group, layer, scale, mask, self.layout)
                 else:
                     keys, values = group.keys_and_values(layer)
                     out = mx.fast.scaled_dot_product_attention(
                         wanted, keys, values, scale=scale, mask=mask, sinks=sinks
                     )
-                if group.places is not None:
-                    out = out[group.places]
+                if group.scatter is not None:
+                    out = out[group.scatter]
             else:
                 count = self.rows[first].width
                 keys, values = group.keys_and_values(layer)
@@ -142,18 +142,18 @@ class GraphBatch(RaggedBatch):
     def _multiplies_codes(self, layer: int) -> bool:
         return self.multiplies_codes and all(
             kind.quantization is not None
-            and kind.quantization.group_size in FUSED_GROUPS
-            and not kind.unpacked
+            and kind.quantization.group_size in KERNEL_GROUPS
+            and not kind.dequantized
             for kind in self.layout.arrays[2 * layer : 2 * layer + 2]
         )
 
-    def _mask(self, number: int, group: _Group, window: int | None) -> mx.array | str | None:
+    def _mask(self, number: int, group: _RowGroup, window: int | None) -> mx.array | str | None:
         key = (number, window)
         if key not in self._masks:
             self._masks[key] = self._make_mask(group, window)
         return self._masks[key]
 
-    def _make_mask(self, group: _Group, window: int | None) -> mx.array | str | None:
+    def _make_mask(self, group: _RowGroup, window: int | None) -> mx.array | str | None:
         if window is not None and group.length <= window:
             window = None
         if not self.decoding:
@@ -164,7 +164,7 @@ class GraphBatch(RaggedBatch):
             positions = mx.arange(group.length)[None]
             return (positions <= queries) & (positions > queries - window)
         ends = {self.rows[i].slot.row: self.rows[i].end for i in group.members}
-        if window is None and group.picks is None and set(ends.values()) == {group.length}:
+        if window is None and group.gather is None and set(ends.values()) == {group.length}:
             return None
         # A row between the members attends to one position; nobody looks at its output.
         lengths = mx.array([ends.get(n, 1) for n in range(group.first, group.last + 1)])[:, None]
@@ -175,9 +175,9 @@ class GraphBatch(RaggedBatch):
         return mask[:, None, None]
 
 
-def _attend_to_codes(
+def _quantized_attention(
     queries: mx.array,
-    group: _Group,
+    group: _RowGroup,
     layer: int,
     scale: float,
     mask: mx.array | str | None,
@@ -191,8 +191,8 @@ def _attend_to_codes(
     def product(x: mx.array, number: int, transpose: bool) -> mx.array:
         how = layout.arrays[number].quantization
         assert how is not None
-        codes = group.slab.arrays[number][group.stretch, :, : group.length]
-        scales = group.slab.scales[number][:, group.stretch, :, : group.length]
+        codes = group.slab.arrays[number][group.row_slice, :, : group.length]
+        scales = group.slab.scales[number][:, group.row_slice, :, : group.length]
         wide = scales.astype(mx.float32)
         return mx.quantized_matmul(
             x, codes, *wide, transpose=transpose, group_size=how.group_size, bits=how.bits

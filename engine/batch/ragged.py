@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models import base as mlx_lm_base
 
-from engine.backend.patching import replace
-from engine.batch.states import StateView
-from engine.cache.layout import Kv, LayerLayout, Layout, Node, States
+from engine.backend.patching import patch
+from engine.batch.states import ArraysCacheView
+from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.slabs import Slab, Slabs
 from engine.plan import Slot
 
@@ -45,13 +45,13 @@ class RaggedBatch(ABC):
     (prefill), whose padding on the right is neither stored nor attended to.
     """
 
-    how = "ragged"
+    batching = "ragged"
     """What models get of this kind of batch, in a word."""
 
-    pads = True
+    pads_rows = True
     """Whether rows of uneven width may share a pass."""
 
-    one_row = False
+    one_row_per_pass = False
     """Whether every row has to have a pass of its own."""
 
     writes_in_place = False
@@ -73,25 +73,25 @@ class RaggedBatch(ABC):
         return [self._view(node) for node in self.layout.tree]
 
     def _view(self, node: Node) -> Any:
-        if isinstance(node, Kv):
+        if isinstance(node, KVNode):
             return self.kv_view(node.layer, self.layout.layers[node.layer])
-        if isinstance(node, States):
-            return StateView(self, node.numbers)
+        if isinstance(node, StateNode):
+            return ArraysCacheView(self, node.numbers)
         return tuple(self._view(part) for part in node)
 
-    def kv_view(self, number: int, layer: LayerLayout) -> Any:
+    def kv_view(self, number: int, layer: AttentionLayout) -> Any:
         """What stands in the place of mlx-lm's cache for layer ``number``."""
-        return LayerView(self, number, layer)
+        return KVCacheView(self, number, layer)
 
     def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
         """The rows of each slab, and the number in the batch of the first of them."""
         first = 0
-        for number, members in groupby(self.rows, key=lambda row: row.slot.slab):
+        for number, members in groupby(self.rows, key=lambda row: row.slot.slab_id):
             stretch = list(members)
             yield self.slabs[number], first, stretch
             first += len(stretch)
 
-    def logits(self, model: Any, inputs: mx.array, *, silent: bool = False) -> mx.array:
+    def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
         """Runs ``model`` on ``inputs`` (batch, width): (batch, width, vocab). With ``silent``
         nobody reads them, and all that counts is what is stored."""
         found: mx.array = model(inputs, cache=self.views)
@@ -107,7 +107,7 @@ class RaggedBatch(ABC):
             raise ValueError("a row that begins is not alone")
         return None
 
-    def keep_states(self) -> list[mx.array]:
+    def commit_states(self) -> list[mx.array]:
         """Makes the state that this pass has computed that of its slots; returns what to
         evaluate. Where the pass raised, what was there before stays."""
         if not self.layout.states:
@@ -144,16 +144,16 @@ def effective_window(asked: int | None, kept: int | None) -> int | None:
     return asked or kept
 
 
-class Window(NamedTuple):
+class WindowMask(NamedTuple):
     """Stands for an attention mask: each row's own causal one, within ``size``."""
 
     size: int | None
 
 
-class LayerView:
+class KVCacheView:
     """One layer's cache, as mlx-lm's models use it; and the handle for its keys and values."""
 
-    def __init__(self, batch: RaggedBatch, number: int, layer: LayerLayout) -> None:
+    def __init__(self, batch: RaggedBatch, number: int, layer: AttentionLayout) -> None:
         self.batch = batch
         self.layer = number
         self.window = layer.window
@@ -167,14 +167,14 @@ class LayerView:
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Window:
-        return Window(effective_window(window_size, self.window))
+    ) -> WindowMask:
+        return WindowMask(effective_window(window_size, self.window))
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[LayerView, LayerView]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVCacheView, KVCacheView]:
         self.batch.write(self.layer, keys, values)
         return self, self
 
-    def keys_and_values(self) -> tuple[LayerView, LayerView]:
+    def keys_and_values(self) -> tuple[KVCacheView, KVCacheView]:
         """For layers that attend to what another one has stored."""
         return self, self
 
@@ -185,7 +185,7 @@ class LayerView:
         width = max(row.width for row in self.batch.rows)
         return len(self.batch.rows), heads, self.batch.offset + width, dim
 
-    def astype(self, dtype: mx.Dtype) -> LayerView:
+    def astype(self, dtype: mx.Dtype) -> KVCacheView:
         if dtype != self.dtype:
             raise TypeError(f"this model attends in {dtype} to what is stored as {self.dtype}")
         return self
@@ -201,15 +201,15 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """In the place of mlx-lm's function: the same for arrays, ragged for our handles."""
-    if not isinstance(keys, LayerView):
+    if not isinstance(keys, KVCacheView):
         return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
     if mask is None:
-        mask = Window(keys.window)
-    if keys is not values or not isinstance(mask, Window):
+        mask = WindowMask(keys.window)
+    if keys is not values or not isinstance(mask, WindowMask):
         raise TypeError("this model changes keys, values or masks between cache and attention")
     return keys.batch.attend(keys.layer, queries, scale, mask.size, sinks)
 
 
 def install() -> None:
     """Puts `attention` in place."""
-    replace(mlx_lm_base, "scaled_dot_product_attention", attention)
+    patch(mlx_lm_base, "scaled_dot_product_attention", attention)

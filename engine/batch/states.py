@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine.batch.ragged import RaggedBatch
 
 
-class StateView(ArraysCache):  # type: ignore[misc]  # some models ask whether it is one
+class ArraysCacheView(ArraysCache):  # type: ignore[misc]  # some models ask whether it is one
     """Stands in the place of mlx-lm's cache: arrays of (batch, ...) by their number.
 
     A row that begins at position 0 finds nothing, as in a new cache, whatever its slot held

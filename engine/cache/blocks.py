@@ -10,7 +10,7 @@ import numpy as np
 from engine.cache import host_blocks
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.quantization import Quantized, codes_of, pack, unpack
-from engine.cache.slabs import Kept, Slab, in_slab
+from engine.cache.slabs import Slab, StoredKV, to_slab
 
 Payload = tuple[bytes | memoryview, ...]
 
@@ -45,7 +45,7 @@ class BlockStore:
         end = start + size * len(blocks)
         saved: list[list[mx.array]] = [[] for _ in blocks]
         for group in self._groups:
-            for whole in _take(slab, group, row, start, end):
+            for whole in _read_slot(slab, group, row, start, end):
                 for position, parts in enumerate(saved):
                     part = whole[..., position * size : (position + 1) * size, :]
                     parts.append(part if len(blocks) == 1 else mx.contiguous(part))
@@ -55,16 +55,16 @@ class BlockStore:
 
     def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> None:
         """Copies ``blocks`` into the slot, the first of them at position ``start``."""
-        give = host_blocks.give if self._in_place else _give
+        write = host_blocks.give if self._in_place else _write_slot
         parts = zip(*(self._blocks[block] for block in blocks), strict=True)
         for group in self._groups:
-            give(slab, group, row, start, [next(parts) for _ in group.parts(self._block_size)])
+            write(slab, group, row, start, [next(parts) for _ in group.parts(self._block_size)])
 
     def insert(self, block: int, payload: Payload) -> Sequence[mx.array]:
         """Makes ``block`` from bytes; returns what to evaluate. Raises ValueError when they are
         not of its size."""
         shapes = [part for group in self._groups for part in group.parts(self._block_size)]
-        parts = [of_bytes(*part, data) for part, data in zip(shapes, payload, strict=True)]
+        parts = [array_from_bytes(*part, data) for part, data in zip(shapes, payload, strict=True)]
         self._blocks[block] = tuple(parts)
         return parts
 
@@ -78,7 +78,7 @@ class BlockStore:
         self._blocks.pop(block, None)
 
 
-def of_bytes(shape: tuple[int, ...], dtype: mx.Dtype, data: bytes | memoryview) -> mx.array:
+def array_from_bytes(shape: tuple[int, ...], dtype: mx.Dtype, data: bytes | memoryview) -> mx.array:
     """A copy of ``data`` as an array. Raises ValueError when it is not of that size."""
     # Of a type of NumPy's it is there at once; a view of another would have to be evaluated.
     name = "uint16" if dtype == mx.bfloat16 else str(dtype).rpartition(".")[2]
@@ -86,19 +86,19 @@ def of_bytes(shape: tuple[int, ...], dtype: mx.Dtype, data: bytes | memoryview) 
     return array.view(dtype) if dtype == mx.bfloat16 else array
 
 
-def _take(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:
+def _read_slot(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:
     """The parts of ``group`` in a block of positions ``start`` to ``end``."""
-    how = group.kind.quantization
+    scheme = group.kind.quantization
     whole = mx.stack([slab.arrays[i][row, :, start:end] for i in group.arrays])
-    if how is None:
+    if scheme is None:
         return [whole]
     scales = mx.stack([slab.scales[i][:, row, :, start:end] for i in group.arrays], axis=1)
-    if not group.kind.unpacked:
+    if not group.kind.dequantized:
         return [whole.view(mx.uint8), scales]
-    return [pack(codes_of(whole, scales, how), how.bits), scales]
+    return [pack(codes_of(whole, scales, scheme), scheme.bits), scales]
 
 
-def _give(
+def _write_slot(
     slab: Slab,
     group: StorageGroup,
     row: int,
@@ -106,11 +106,11 @@ def _give(
     parts: Sequence[Sequence[mx.array]],
 ) -> None:
     """Writes the ``parts`` of ``group``, of blocks that follow each other, into a slot."""
-    how, scales = group.kind.quantization, None
+    scheme, scales = group.kind.quantization, None
     whole, *others = (mx.concatenate(list(part), axis=-2) for part in parts)
-    if how is not None:
+    if scheme is not None:
         (scales,) = others
-        whole = in_slab(Quantized(unpack(whole, how.bits), scales), group.kind)
+        whole = to_slab(Quantized(unpack(whole, scheme.bits), scales), group.kind)
     for position, number in enumerate(group.arrays):
         its = None if scales is None else scales[:, position]
-        slab.put(number, row, start, Kept(whole[position], its))
+        slab.put(number, row, start, StoredKV(whole[position], its))

@@ -19,7 +19,7 @@ class Run(NamedTuple):
     length: int
 
 
-def runs(rows: Sequence[int], lengths: Sequence[int], call_cost_tokens: int) -> list[Run]:
+def split_runs(rows: Sequence[int], lengths: Sequence[int], call_cost_tokens: int) -> list[Run]:
     """Splits the ascending ``rows`` with their ``lengths`` (tokens) into runs.
 
     ``call_cost_tokens`` is the fixed cost of a call, in positions of one row that could

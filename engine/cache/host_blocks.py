@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from engine.backend.threads import in_parallel, threads
+from engine.backend.threads import in_parallel, num_threads
 from engine.cache.layout import StorageGroup
 from engine.cache.rounding import codes_in_place
 from engine.cache.slabs import Slab
@@ -51,7 +51,7 @@ def give(
         return run
 
     elements = len(group.arrays) * group.kind.kv_heads * length * group.kind.dim
-    step = threads() if elements >= WORTH_THREADS else 1
+    step = num_threads() if elements >= WORTH_THREADS else 1
     in_parallel([share(first) for first in range(step)])
 
 

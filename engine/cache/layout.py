@@ -27,7 +27,7 @@ class UnsupportedLayout(Exception):
 
 
 @dataclass(frozen=True)
-class LayerLayout:
+class AttentionLayout:
     """One attention layer: keys are (kv_heads, length, key_dim), values likewise.
 
     ``window`` is the number of most recent positions a token sees, None for all.
@@ -53,19 +53,19 @@ class ArrayLayout:
     dim: int
     dtype: mx.Dtype
     quantization: Quantization | None = None
-    unpacked: bool = False
+    dequantized: bool = False
 
     @property
     def block_token_bytes(self) -> int:
-        how = self.quantization
-        return self._plain_bytes if how is None else self.kv_heads * how.token_bytes(self.dim)
+        scheme = self.quantization
+        return self._plain_bytes if scheme is None else self.kv_heads * scheme.token_bytes(self.dim)
 
     @property
     def slot_token_bytes(self) -> int:
-        how = self.quantization
-        if how is None or not self.unpacked:
+        scheme = self.quantization
+        if scheme is None or not self.dequantized:
             return self.block_token_bytes
-        return self._plain_bytes + self.kv_heads * how.scale_bytes(self.dim)
+        return self._plain_bytes + self.kv_heads * scheme.scale_bytes(self.dim)
 
     @property
     def _plain_bytes(self) -> int:
@@ -80,24 +80,24 @@ class StateLayout:
     dtype: mx.Dtype
 
     @property
-    def row_bytes(self) -> int:
+    def state_bytes(self) -> int:
         return prod(self.shape) * int(self.dtype.size)
 
 
-class Kv(NamedTuple):
+class KVNode(NamedTuple):
     """The place of a layer with keys and values: ``Layout.layers[layer]``."""
 
     layer: int
 
 
-class States(NamedTuple):
+class StateNode(NamedTuple):
     """The place of a layer with recurrent state: for each of its arrays the number in
     ``Layout.states``, or None for one that the model never sets."""
 
     numbers: tuple[int | None, ...]
 
 
-Node = Kv | States | tuple["Node", ...]
+Node = KVNode | StateNode | tuple["Node", ...]
 """One entry of the list of caches that a model is called with; a tuple is mlx-lm's `CacheList`."""
 
 
@@ -115,13 +115,13 @@ class StorageGroup:
     def parts(self, tokens: int) -> tuple[tuple[tuple[int, ...], mx.Dtype], ...]:
         """Shapes and types of what a block of so many tokens has of it: one array, or codes
         (packed, in bytes) and scales."""
-        kind, how = self.kind, self.kind.quantization
+        kind, scheme = self.kind, self.kind.quantization
         rows = (len(self.arrays), kind.kv_heads, tokens)
-        if how is None:
+        if scheme is None:
             return (((*rows, kind.dim), kind.dtype),)
         return (
-            ((*rows, how.code_bytes(kind.dim)), mx.uint8),
-            ((2, *rows, kind.dim // how.group_size), mx.float16),
+            ((*rows, scheme.code_bytes(kind.dim)), mx.uint8),
+            ((2, *rows, kind.dim // scheme.group_size), mx.float16),
         )
 
 
@@ -130,11 +130,11 @@ class Layout:
     """``tree`` has the shape of the list of caches that mlx-lm makes for the model;
     ``arrays`` are those of a slot, in the order of a slab's."""
 
-    layers: tuple[LayerLayout, ...]
+    layers: tuple[AttentionLayout, ...]
     states: tuple[StateLayout, ...]
     tree: tuple[Node, ...]
     precision: Precision = UNQUANTIZED
-    unpacked: bool = False
+    dequantized: bool = False
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     groups: tuple[StorageGroup, ...] = field(init=False)
 
@@ -142,10 +142,10 @@ class Layout:
         arrays = []
         for layer in self.layers:
             for dim in (layer.key_dim, layer.value_dim):
-                how = self.precision.of(dim)
+                scheme = self.precision.for_dim(dim)
                 # Less than fp32 would not give codes back.
-                unpacked = self.unpacked and how is not None and layer.dtype == mx.float32
-                arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, how, unpacked))
+                dequantized = self.dequantized and scheme is not None and layer.dtype == mx.float32
+                arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, scheme, dequantized))
         grouped: dict[ArrayLayout, list[int]] = {}
         for index, array in enumerate(arrays):
             if array.dim:  # some keep keys only
@@ -154,13 +154,13 @@ class Layout:
         object.__setattr__(self, "arrays", tuple(arrays))
         object.__setattr__(self, "groups", tuple(groups))
 
-    def quantized(self, precision: Precision, *, unpacked: bool) -> Layout:
+    def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
         """The same model, its keys and values kept with ``precision``; slots have them
         ``unpacked`` where they are in fp32."""
-        return replace(self, precision=precision, unpacked=unpacked)
+        return replace(self, precision=precision, dequantized=dequantized)
 
     @property
-    def whole_layers(self) -> tuple[int, ...]:
+    def unquantized_layers(self) -> tuple[int, ...]:
         """The layers that are not quantized, or not both keys and values of them."""
         whole = {i // 2 for i, a in enumerate(self.arrays) if a.dim and a.quantization is None}
         return tuple(sorted(whole))
@@ -181,12 +181,12 @@ class Layout:
         return sum(array.slot_token_bytes for array in self.arrays)
 
     @property
-    def row_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of a slot's recurrent state, whatever its capacity."""
-        return sum(state.row_bytes for state in self.states)
+        return sum(state.state_bytes for state in self.states)
 
 
-def probe(model: Any) -> Layout:
+def probe_layout(model: Any) -> Layout:
     """The layout of ``model``, found by running a few tokens through mlx-lm's own caches.
 
     Raises `UnsupportedLayout` where a layer keeps something else than keys and values,
@@ -197,7 +197,7 @@ def probe(model: Any) -> Layout:
     for count in PROBE_TOKENS:
         mx.eval(model(mx.array([[0] * count]), cache=caches))
         shapes.append([_state_shapes(cache) for cache in caches])
-    builder = _Builder()
+    builder = _LayoutBuilder()
     tree = tuple(builder.node(cache, f"layer {i}") for i, cache in enumerate(caches))
     for index, (before, after) in enumerate(zip(*shapes, strict=True)):
         if before != after:
@@ -205,9 +205,9 @@ def probe(model: Any) -> Layout:
     return Layout(tuple(builder.layers), tuple(builder.states), tree)
 
 
-class _Builder:
+class _LayoutBuilder:
     def __init__(self) -> None:
-        self.layers: list[LayerLayout] = []
+        self.layers: list[AttentionLayout] = []
         self.states: list[StateLayout] = []
 
     def node(self, cache: Any, where: str) -> Node:
@@ -215,7 +215,7 @@ class _Builder:
         if kind is CacheList:
             return tuple(self.node(part, where) for part in cache.caches)
         if kind is ArraysCache:
-            return States(tuple(self._state(array, where) for array in cache.cache))
+            return StateNode(tuple(self._state(array, where) for array in cache.cache))
         if kind in (KVCache, ChunkedKVCache) or (kind is RotatingKVCache and cache.keep == 0):
             return self._kv(cache, where)
         raise UnsupportedLayout(f"{where} keeps a {kind.__name__}")
@@ -228,14 +228,14 @@ class _Builder:
         self.states.append(StateLayout(array.shape[1:], array.dtype))
         return len(self.states) - 1
 
-    def _kv(self, cache: Any, where: str) -> Kv:
+    def _kv(self, cache: Any, where: str) -> KVNode:
         keys, values = cache.keys, cache.values
         if keys is None or values is None:
             raise UnsupportedLayout(f"{where} stores no keys")
         if keys.shape[1] != values.shape[1] or keys.dtype != values.dtype:
             raise UnsupportedLayout(f"{where} has keys and values of different kinds")
         self.layers.append(
-            LayerLayout(
+            AttentionLayout(
                 kv_heads=keys.shape[1],
                 key_dim=keys.shape[3],
                 value_dim=values.shape[3],
@@ -243,7 +243,7 @@ class _Builder:
                 window=cache.max_size if type(cache) is RotatingKVCache else None,
             )
         )
-        return Kv(len(self.layers) - 1)
+        return KVNode(len(self.layers) - 1)
 
 
 def _state_shapes(cache: Any) -> list[Any]:

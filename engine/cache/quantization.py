@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-SMALLEST_GROUP = 16
+MIN_GROUP_SIZE = 16
 """With fewer elements scales and biases weigh too much."""
-FUSED_GROUPS = (32, 64, 128)
+KERNEL_GROUPS = (32, 64, 128)
 """Those for which MLX has kernels."""
 
 MARGIN = 2.0**-10
@@ -41,7 +41,7 @@ class Quantization(NamedTuple):
     group_size: int
 
     @property
-    def levels(self) -> int:
+    def max_code(self) -> int:
         return (1 << self.bits) - 1
 
     def code_bytes(self, dim: int) -> int:
@@ -61,13 +61,13 @@ class Precision(NamedTuple):
     bits: int = 16
     group_size: int = 64
 
-    def of(self, dim: int) -> Quantization | None:
+    def for_dim(self, dim: int) -> Quantization | None:
         """For heads of ``dim`` elements: with groups of a power of two that divide it, or
         None where they would have to be too small, or nothing is to be quantized."""
         if self.bits == 16 or not dim:
             return None
         size = self.group_size
-        while dim % size and size > SMALLEST_GROUP:
+        while dim % size and size > MIN_GROUP_SIZE:
             size //= 2
         return None if dim % size else Quantization(self.bits, size)
 
@@ -83,56 +83,56 @@ class Quantized(NamedTuple):
     scales: mx.array
 
 
-def quantize(x: mx.array, how: Quantization) -> Quantized:
+def quantize(x: mx.array, scheme: Quantization) -> Quantized:
     """Of ``x`` (..., positions, dim). What is larger than fp16 is cut off."""
     if x.shape[-2] == 1 and mx.default_device() == mx.gpu:
-        return Quantized(*fused(how)(x))
-    return _quantize(x, how)
+        return Quantized(*compiled_quantize(scheme)(x))
+    return _quantize(x, scheme)
 
 
 @cache
-def fused(how: Quantization) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+def compiled_quantize(scheme: Quantization) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
     """The same in a few kernels, for decode steps on a GPU: made anew for each shape."""
 
     def run(x: mx.array) -> tuple[mx.array, mx.array]:
-        codes, scales = _quantize(x, how)
+        codes, scales = _quantize(x, scheme)
         return codes, scales
 
     compiled: Callable[[mx.array], tuple[mx.array, mx.array]] = mx.compile(run)
     return compiled
 
 
-def _quantize(x: mx.array, how: Quantization) -> Quantized:
-    groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, how.group_size)
+def _quantize(x: mx.array, scheme: Quantization) -> Quantized:
+    groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, scheme.group_size)
     low = mx.maximum(groups.min(axis=-1), -LARGEST)
     high = mx.maximum(groups.max(axis=-1), low)
     bias = mx.minimum(low - mx.abs(low) * MARGIN, LARGEST).astype(mx.float16)
     span = high - bias.astype(mx.float32)
-    scale = span * ((1 + MARGIN) / how.levels) + SMALLEST_SCALE
+    scale = span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE
     scales = mx.stack([mx.minimum(scale, LARGEST_SCALE).astype(mx.float16), bias])
-    codes = codes_of(groups.reshape(x.shape), scales, how)
+    codes = codes_of(groups.reshape(x.shape), scales, scheme)
     return Quantized(codes, scales)
 
 
-def codes_of(values: mx.array, scales: mx.array, how: Quantization) -> mx.array:
+def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.array:
     """The codes of ``values`` (..., dim), before or after they were rounded to them."""
     scale, bias = _columns(scales)
-    groups = values.reshape(*values.shape[:-1], -1, how.group_size)
-    codes = mx.clip(mx.round((groups - bias) / scale), 0, how.levels)
+    groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
+    codes = mx.clip(mx.round((groups - bias) / scale), 0, scheme.max_code)
     return codes.astype(mx.uint8).reshape(values.shape)
 
 
-def dequantize(quantized: Quantized, how: Quantization) -> mx.array:
+def dequantize(quantized: Quantized, scheme: Quantization) -> mx.array:
     """(..., dim) in fp32."""
     codes, scales = quantized
     scale, bias = _columns(scales)
-    groups = codes.reshape(*codes.shape[:-1], -1, how.group_size)
+    groups = codes.reshape(*codes.shape[:-1], -1, scheme.group_size)
     return (groups.astype(mx.float32) * scale + bias).reshape(codes.shape)
 
 
-def rounded(x: mx.array, how: Quantization) -> mx.array:
+def fake_quantize(x: mx.array, scheme: Quantization) -> mx.array:
     """``x`` as it is read when it was kept, in its own type."""
-    return dequantize(quantize(x, how), how).astype(x.dtype)
+    return dequantize(quantize(x, scheme), scheme).astype(x.dtype)
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:

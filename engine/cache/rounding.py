@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backend.threads import in_parallel, threads
+from engine.backend.threads import in_parallel, num_threads
 from engine.cache.quantization import (
     LARGEST,
     LARGEST_SCALE,
@@ -82,7 +82,7 @@ def round_in_place(x: Array, how: Quantization) -> Scales:
     _check(x)
     groups = x.reshape(-1, how.group_size)
     scales = np.empty((2, len(groups)), np.float16)
-    parts = threads() if len(groups) >= WORTH_THREADS else 1
+    parts = num_threads() if len(groups) >= WORTH_THREADS else 1
     cuts = [len(groups) * i // parts for i in range(parts + 1)]
     in_parallel([partial(_round, groups[a:b], scales[:, a:b], how) for a, b in pairwise(cuts)])
     return scales.reshape(2, *x.shape[:-1], -1)
@@ -97,7 +97,7 @@ def _round(groups: Array, scales: Scales, how: Quantization) -> None:
     scales[1] = np.minimum(low, LARGEST, out=low)
     wide[1, :, 0] = scales[1]
     high -= wide[1, :, 0]
-    high *= (1 + MARGIN) / how.levels
+    high *= (1 + MARGIN) / how.max_code
     high += SMALLEST_SCALE
     scales[0] = np.minimum(high, LARGEST_SCALE, out=high)
     wide[0, :, 0] = scales[0]
@@ -106,7 +106,7 @@ def _round(groups: Array, scales: Scales, how: Quantization) -> None:
         groups /= wide[0]
     np.rint(groups, out=groups)
     np.maximum(groups, 0, out=groups)
-    np.minimum(groups, how.levels, out=groups)
+    np.minimum(groups, how.max_code, out=groups)
     groups *= wide[0]
     groups += wide[1]
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from engine.cache.layout import ArrayLayout, Layout
-from engine.cache.quantization import FUSED_GROUPS, Quantized, dequantize, pack, quantize, unpack
+from engine.cache.quantization import KERNEL_GROUPS, Quantized, dequantize, pack, quantize, unpack
 from engine.cache.states import StateStore
 from engine.plan import Slot
 
 
-class Kept(NamedTuple):
+class StoredKV(NamedTuple):
     """What a slab keeps of new keys or values: (batch, kv_heads, width, ...), and their
     scales (2, batch, kv_heads, width, groups), None where nothing is quantized."""
 
@@ -20,29 +20,29 @@ class Kept(NamedTuple):
     scales: mx.array | None
 
     @classmethod
-    def of(cls, new: mx.array, kind: ArrayLayout) -> Kept:
+    def of(cls, new: mx.array, kind: ArrayLayout) -> StoredKV:
         """Of ``new`` (batch, kv_heads, width, dim), which is rounded here and never again."""
         if kind.quantization is None:
             return cls(new, None)
-        return cls(in_slab(quantized := quantize(new, kind.quantization), kind), quantized.scales)
+        return cls(to_slab(quantized := quantize(new, kind.quantization), kind), quantized.scales)
 
-    def row(self, number: int, width: int) -> Kept:
+    def row(self, number: int, width: int) -> StoredKV:
         """The first ``width`` positions of one row, without its axis."""
         scales = None if self.scales is None else self.scales[:, number, :, :width]
-        return Kept(self.array[number, :, :width], scales)
+        return StoredKV(self.array[number, :, :width], scales)
 
-    def batch(self, first: int, end: int) -> Kept:
+    def batch(self, first: int, end: int) -> StoredKV:
         scales = None if self.scales is None else self.scales[:, first:end]
-        return Kept(self.array[first:end], scales)
+        return StoredKV(self.array[first:end], scales)
 
 
-def in_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
+def to_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
     """How a slab has ``quantized``: as values, or as codes packed in uint32."""
-    how = kind.quantization
-    assert how is not None
-    if kind.unpacked:
-        return dequantize(quantized, how)
-    return pack(quantized.codes, how.bits).view(mx.uint32)
+    scheme = kind.quantization
+    assert scheme is not None
+    if kind.dequantized:
+        return dequantize(quantized, scheme)
+    return pack(quantized.codes, scheme.bits).view(mx.uint32)
 
 
 class Slab:
@@ -66,43 +66,43 @@ class Slab:
         self.scales: dict[int, mx.array] = {}
         for number, kind in enumerate(layout.arrays):
             shape, dtype = (rows, kind.kv_heads, capacity), kind.dtype
-            dim, how = kind.dim, kind.quantization
-            if how is not None:
-                self.scales[number] = mx.zeros((2, *shape, dim // how.group_size), mx.float16)
-                if not kind.unpacked:
-                    dim, dtype = how.code_bytes(dim) // mx.uint32.size, mx.uint32
+            dim, scheme = kind.dim, kind.quantization
+            if scheme is not None:
+                self.scales[number] = mx.zeros((2, *shape, dim // scheme.group_size), mx.float16)
+                if not kind.dequantized:
+                    dim, dtype = scheme.code_bytes(dim) // mx.uint32.size, mx.uint32
             self.arrays.append(mx.zeros((*shape, dim), dtype))
-        self.last = mx.zeros((rows,), mx.int32)
+        self.last_tokens = mx.zeros((rows,), mx.int32)
         mx.eval(self.contents)
 
     @property
     def contents(self) -> list[mx.array]:
         """All that steps write, to be evaluated."""
-        return [*self.arrays, *self.scales.values(), self.last]
+        return [*self.arrays, *self.scales.values(), self.last_tokens]
 
-    def put(self, number: int, row: int, start: int, kept: Kept) -> None:
+    def put(self, number: int, row: int, start: int, kept: StoredKV) -> None:
         """Writes ``kept``, of one row without its axis, at positions from ``start`` on."""
         end = start + kept.array.shape[-2]
         self.arrays[number][row, :, start:end] = kept.array
         if kept.scales is not None:
             self.scales[number][:, row, :, start:end] = kept.scales
 
-    def put_each(self, number: int, rows: mx.array, positions: mx.array, kept: Kept) -> None:
+    def put_each(self, number: int, rows: mx.array, positions: mx.array, kept: StoredKV) -> None:
         """Writes ``kept`` of one position each into ``rows``."""
         self.arrays[number][rows, :, positions] = kept.array[:, :, 0]
         if kept.scales is not None:
             scales = kept.scales[:, :, :, 0].swapaxes(0, 1)
             self.scales[number][:, rows, :, positions] = scales
 
-    def values(self, number: int, rows: slice | mx.array, length: int) -> mx.array:
+    def read(self, number: int, rows: slice | mx.array, length: int) -> mx.array:
         """(rows, kv_heads, length, dim) of array ``number`` as attention reads it."""
         kind = self._kinds[number]
         array = self.arrays[number][:, :, :length][rows]
-        if kind.quantization is None or kind.unpacked:
+        if kind.quantization is None or kind.dequantized:
             return array
         bits, size = kind.quantization
         scales = self.scales[number][:, :, :, :length][:, rows]
-        if size in FUSED_GROUPS:
+        if size in KERNEL_GROUPS:
             wide = scales.astype(mx.float32)
             found = mx.dequantize(array, wide[0], wide[1], group_size=size, bits=bits)
         else:
@@ -110,10 +110,10 @@ class Slab:
             found = dequantize(Quantized(codes, scales), kind.quantization)
         return found.astype(kind.dtype)
 
-    def any_number(self) -> mx.array:
+    def completion_marker(self) -> mx.array:
         """A number that is there when the keys and values written last are. It is an array
         of its own."""
-        written = next((array for array in reversed(self.arrays) if array.size), self.last)
+        written = next((array for array in reversed(self.arrays) if array.size), self.last_tokens)
         return written[(0,) * written.ndim] + 0
 
     def copy_row(self, row: int, source: Slab, source_row: int, length: int) -> None:
@@ -122,7 +122,7 @@ class Slab:
             ours[row, :, :length] = theirs[source_row, :, :length]
         for number, scales in self.scales.items():
             scales[:, row, :, :length] = source.scales[number][:, source_row, :, :length]
-        self.last[row] = source.last[source_row]
+        self.last_tokens[row] = source.last_tokens[source_row]
         mx.eval(self.contents)
 
 
@@ -139,6 +139,6 @@ class Slabs(dict[int, Slab]):
 
     def copy_row(self, source: Slot, target: Slot, length: int) -> None:
         """Copies the first ``length`` positions of ``source``, and its state, to ``target``."""
-        slab = self[target.slab]
-        slab.copy_row(target.row, self[source.slab], source.row, length)
+        slab = self[target.slab_id]
+        slab.copy_row(target.row, self[source.slab_id], source.row, length)
         mx.async_eval(self.states.copy(source, target))

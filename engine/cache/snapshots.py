@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from engine.cache.blocks import Payload, of_bytes
+from engine.cache.blocks import Payload, array_from_bytes
 from engine.cache.layout import Layout
 from engine.cache.states import StateStore
 from engine.plan import Slot
@@ -28,7 +28,7 @@ class SnapshotStore:
     def save(self, slot: Slot, snapshot: int) -> list[mx.array]:
         """Copies the state of ``slot``, so that it pins nothing else; returns what to
         evaluate."""
-        arrays = self._states.own(slot)
+        arrays = self._states.copy_of(slot)
         self._snapshots[snapshot] = tuple(arrays)
         return arrays
 
@@ -46,7 +46,7 @@ class SnapshotStore:
         """Makes ``snapshot`` from bytes; returns what to evaluate. Raises ValueError when they
         are not of its size."""
         parts = zip(self._layout.states, payload, strict=True)
-        arrays = [of_bytes((1, *state.shape), state.dtype, data) for state, data in parts]
+        arrays = [array_from_bytes((1, *state.shape), state.dtype, data) for state, data in parts]
         self._snapshots[snapshot] = tuple(arrays)
         return arrays
 

@@ -11,7 +11,7 @@ from engine.plan import Slot
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class _StateBatch:
     """State that was computed together: arrays of (slots, ...)."""
 
     slots: tuple[Slot, ...]
@@ -28,11 +28,11 @@ class StateStore:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Slot, tuple[_Batch, int]] = {}
+        self._by_slot: dict[Slot, tuple[_StateBatch, int]] = {}
 
     def get(self, number: int, slots: Sequence[Slot]) -> mx.array:
         """Array ``number`` of ``slots``: (slots, ...)."""
-        held = [self._held[slot] for slot in slots]
+        held = [self._by_slot[slot] for slot in slots]
         first = held[0][0]
         if first.slots == tuple(slots) and all(batch is first for batch, _ in held):
             return first.arrays[number]
@@ -43,30 +43,30 @@ class StateStore:
         """Replaces the state of ``slots``; returns what to evaluate."""
         # Many models keep the end of a longer array, which would stay in memory with it.
         arrays = [mx.contiguous(array) for array in arrays]
-        new = _Batch(tuple(slots), tuple(arrays))
-        left = {self._held[slot][0] for slot in slots if slot in self._held}
+        new = _StateBatch(tuple(slots), tuple(arrays))
+        left = {self._by_slot[slot][0] for slot in slots if slot in self._by_slot}
         for row, slot in enumerate(slots):
-            self._held[slot] = (new, row)
+            self._by_slot[slot] = (new, row)
         touched = list(arrays)
         for batch in left:
             for row, slot in enumerate(batch.slots):
-                if self._held.get(slot) == (batch, row):
-                    own = self.own(slot)
-                    self._held[slot] = (_Batch((slot,), tuple(own)), 0)
+                if self._by_slot.get(slot) == (batch, row):
+                    own = self.copy_of(slot)
+                    self._by_slot[slot] = (_StateBatch((slot,), tuple(own)), 0)
                     touched += own
         return touched
 
-    def own(self, slot: Slot) -> list[mx.array]:
+    def copy_of(self, slot: Slot) -> list[mx.array]:
         """A copy of the state of ``slot``, arrays of (1, ...), that refers to nothing else."""
-        batch, row = self._held[slot]
+        batch, row = self._by_slot[slot]
         return [array[mx.array([row])] for array in batch.arrays]
 
     def copy(self, source: Slot, target: Slot) -> list[mx.array]:
         """Gives ``target`` the state of ``source``; returns what to evaluate."""
-        if source not in self._held:
+        if source not in self._by_slot:
             return []
-        return self.put([target], self.own(source))
+        return self.put([target], self.copy_of(source))
 
     def free(self, slab: int) -> None:
         """Forgets the state of all slots of ``slab``."""
-        self._held = {slot: held for slot, held in self._held.items() if slot.slab != slab}
+        self._by_slot = {slot: held for slot, held in self._by_slot.items() if slot.slab_id != slab}

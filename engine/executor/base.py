@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from engine.plan import Decode, Plan, StepResult
-from engine.sampling.masks import Masking
+from engine.sampling.masks import GrammarMasker
 
 
 class PendingStep(ABC):
@@ -43,20 +43,20 @@ class Executor(ABC):
     kv_bits: int
     """Bits of the KV, 16 where all of it is in the model's own type."""
 
-    batches: bool
+    batches_decodes: bool
     """Whether the decodes of a plan are computed in one pass."""
 
-    observer: Callable[[Sequence[Decode], mx.array], None] | None = None
+    logits_observer: Callable[[Sequence[Decode], mx.array], None] | None = None
     """Told the decodes of each plan and their logits (rows, vocab): for proofs."""
 
-    row_bytes: int
+    state_bytes: int
     """Bytes of what a slot keeps besides, whatever its capacity: of its recurrent state."""
 
-    how: str
+    batching: str
     """In a word, how sequences are computed together: for logs and tables."""
 
     @abstractmethod
-    def use_grammars(self, masking: Masking) -> None:
+    def use_grammars(self, masking: GrammarMasker) -> None:
         """From now on plans may have decodes that a grammar binds."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ import mlx.core as mx
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
-from engine.cache.slabs import Kept, Slab, Slabs
+from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
 from engine.executor.base import Executor, PendingStep, is_allocation_failure
 from engine.executor.stopwatch import Stopwatch
@@ -20,15 +20,15 @@ from engine.plan import (
     Decode,
     Exported,
     Plan,
+    PromptLogprobs,
     Restore,
     RestoreState,
-    Scored,
     Slot,
     StepResult,
 )
-from engine.sampling.logprobs import Scores, score_followers
-from engine.sampling.masks import Masking
-from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.logprobs import PendingLogprobs, target_logprobs
+from engine.sampling.masks import GrammarMasker
+from engine.sampling.sampler import Sampler, SamplerOutput
 from shared.wire import TokenLogprobs
 
 
@@ -52,19 +52,19 @@ class BatchedExecutor(Executor):
         self._sampler = Sampler()
         self.reset()
         # State is not there for every position, and changes with every token, also padding.
-        self._chunks_together = batch_class.pads and not layout.states
+        self._batches_chunks = batch_class.pads_rows and not layout.states
         self.prefix_cache = True
         self.keeps_kv = bool(layout.layers) or not layout.states
-        self.batches = not batch_class.one_row
-        self.how = batch_class.how
+        self.batches_decodes = not batch_class.one_row_per_pass
+        self.batching = batch_class.batching
         self.block_token_bytes = max(1, layout.block_token_bytes)
         self.slot_token_bytes = max(1, layout.slot_token_bytes)
         self.kv_bits = layout.kv_bits
-        self.row_bytes = layout.row_bytes
+        self.state_bytes = layout.state_bytes
         # On the CPU MLX lets few operations wait: dispatching a step takes as long as the
         # one before it runs, and its tokens would be a step late for nothing.
         self.look_ahead = mx.default_device() == mx.gpu
-        self._watch = Stopwatch(asynchronous=self.look_ahead)
+        self._stopwatch = Stopwatch(asynchronous=self.look_ahead)
 
     def reset(self) -> None:
         self._slabs = Slabs()
@@ -73,26 +73,26 @@ class BatchedExecutor(Executor):
         self._sampler.reset()
         mx.clear_cache()
 
-    def use_grammars(self, masking: Masking) -> None:
-        self._sampler.masking = masking
+    def use_grammars(self, masking: GrammarMasker) -> None:
+        self._sampler.masker = masking
 
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
-        self._watch.start()
-        exported = self._export(evict.block for evict in plan.evictions if evict.export)
+        self._stopwatch.start()
+        exported = self._export(evict.block_id for evict in plan.evictions if evict.export)
         for evict in plan.evictions:
-            self._blocks.evict(evict.block)
-            self._snapshots.evict(evict.block)
+            self._blocks.evict(evict.block_id)
+            self._snapshots.evict(evict.block_id)
         for number in plan.freed_slabs:
             self._slabs.free(number)
-        self._sampler.forget(plan.freed_slabs)
-        for new in plan.slabs:
-            self._slabs[new.slab] = Slab(self.layout, new.rows, new.capacity)
+        self._sampler.free_slabs(plan.freed_slabs)
+        for new in plan.new_slabs:
+            self._slabs[new.slab_id] = Slab(self.layout, new.rows, new.capacity)
         inserted: list[mx.array] = []
         for insert in plan.inserts:
-            store = self._snapshots if insert.state else self._blocks
-            inserted += store.insert(insert.block, insert.payload)
-        with self._watch.computing():
+            store = self._snapshots if insert.is_snapshot else self._blocks
+            inserted += store.insert(insert.block_id, insert.payload)
+        with self._stopwatch.computing():
             mx.eval(inserted)  # all at once: each time another thread has to wake up
             failed = self._restore(plan.restores)
             failed += self._restore_states(plan.state_restores)
@@ -102,34 +102,36 @@ class BatchedExecutor(Executor):
         decoded = self._decode(plan.decodes) if plan.decodes else None
         failed += decoded.failed if decoded else ()
         finished: list[mx.array] = []
-        scores: list[tuple[Chunk, Scores]] = []
-        for group in _groups(plan.chunks):
-            with self._watch.computing():
-                not_computed, done = self._prefill(group, scores)
+        logprobs: list[tuple[Chunk, PendingLogprobs]] = []
+        for group in _chunk_groups(plan.chunks):
+            with self._stopwatch.computing():
+                not_computed, done = self._prefill(group, logprobs)
             failed += not_computed
             finished += done
         broken = {slot for slot, _ in failed}
         for save in plan.saves:
             if save.slot not in broken:
-                slab = self._slabs[save.slot.slab]
-                with self._watch.computing():
-                    mx.async_eval(self._blocks.save(slab, save.slot.row, save.start, save.blocks))
+                slab = self._slabs[save.slot.slab_id]
+                with self._stopwatch.computing():
+                    mx.async_eval(
+                        self._blocks.save(slab, save.slot.row, save.start, save.block_ids)
+                    )
         for keep in plan.state_saves:
             if keep.slot not in broken:
-                with self._watch.computing():
-                    mx.async_eval(self._snapshots.save(keep.slot, keep.snapshot))
+                with self._stopwatch.computing():
+                    mx.async_eval(self._snapshots.save(keep.slot, keep.snapshot_id))
         exported += self._export(plan.exports)
-        spent_s = self._watch.stop()
-        return _Pending(plan, decoded, finished, scores, failed, exported, started, spent_s)
+        spent_s = self._stopwatch.stop()
+        return _BatchedStep(plan, decoded, finished, logprobs, failed, exported, started, spent_s)
 
-    def stored(self, slot: Slot, length: int) -> list[Kept]:
+    def read_slot(self, slot: Slot, length: int) -> list[StoredKV]:
         """The keys and the values of each layer at the first ``length`` positions of ``slot``, as
         attention reads them: (1, kv_heads, length, dim), and their scales. For proofs; not to be
         kept."""
-        slab, row = self._slabs[slot.slab], slice(slot.row, slot.row + 1)
+        slab, row = self._slabs[slot.slab_id], slice(slot.row, slot.row + 1)
         return [
-            Kept(
-                slab.values(number, row, length),
+            StoredKV(
+                slab.read(number, row, length),
                 slab.scales[number][:, row, :, :length] if number in slab.scales else None,
             )
             for number in range(len(self.layout.arrays))
@@ -150,58 +152,62 @@ class BatchedExecutor(Executor):
         failed = []
         for restore in restores:
             slot = restore.slot
-            if not all(block in self._blocks for block in restore.blocks):
+            if not all(block in self._blocks for block in restore.block_ids):
                 failed.append((slot, "the blocks of its prefix could not be computed"))
                 continue
-            self._blocks.restore(self._slabs[slot.slab], slot.row, restore.start, restore.blocks)
-            mx.async_eval(self._slabs[slot.slab].contents)
+            self._blocks.restore(
+                self._slabs[slot.slab_id], slot.row, restore.start, restore.block_ids
+            )
+            mx.async_eval(self._slabs[slot.slab_id].contents)
         return failed
 
     def _restore_states(self, restores: Sequence[RestoreState]) -> list[tuple[Slot, str]]:
         """The same for state."""
         failed = []
         for restore in restores:
-            if restore.snapshot in self._snapshots:
-                state = self._snapshots.restore(restore.slot, restore.snapshot)
+            if restore.snapshot_id in self._snapshots:
+                state = self._snapshots.restore(restore.slot, restore.snapshot_id)
             else:
                 failed.append((restore.slot, "the state of its prefix could not be computed"))
                 state = self._snapshots.reset(restore.slot)  # its decode may be in this plan
             mx.async_eval(state)
         return failed
 
-    def _decode(self, decodes: Sequence[Decode]) -> _Decoded:
+    def _decode(self, decodes: Sequence[Decode]) -> _DecodeOutput:
         order = sorted(range(len(decodes)), key=lambda i: decodes[i].slot)
         ordered = [decodes[i] for i in order]
         inputs = self._inputs(ordered)
-        unseen = any(d.constrained and d.token is None for d in ordered)
+        unseen = any(d.constrained and d.token_id is None for d in ordered)
         if unseen:
             mx.async_eval(inputs)  # apart from what follows, or reading them would wait for that
             masks = None
         else:
-            masks = self._sampler.start_masks(ordered, [d.token for d in ordered])
-        with self._watch.computing():
+            masks = self._sampler.start_masks(ordered, [d.token_id for d in ordered])
+        with self._stopwatch.computing():
             logits = self._logits(ordered, inputs)
             if not self.look_ahead:
                 mx.eval(logits)
         if unseen:
-            slabs = {d.slot.slab for d in ordered}
+            slabs = {d.slot.slab_id for d in ordered}
             mx.async_eval(logits, [self._slabs[number].contents for number in slabs])
             masks = self._sampler.start_masks(ordered, inputs.tolist())
-        if self.observer is not None:
-            self.observer(ordered, logits)
-        with self._watch.sampling():
+        if self.logits_observer is not None:
+            self.logits_observer(ordered, logits)
+        with self._stopwatch.sampling():
             sampled = self._sampler.sample(logits, ordered, inputs, masks)
             if not self.look_ahead:
                 mx.eval(sampled.arrays)
         touched = sampled.arrays
-        for number in {d.slot.slab for d in ordered}:
+        for number in {d.slot.slab_id for d in ordered}:
             slab = self._slabs[number]
-            members = [i for i, d in enumerate(ordered) if d.slot.slab == number]
+            members = [i for i, d in enumerate(ordered) if d.slot.slab_id == number]
             rows = mx.array([ordered[i].slot.row for i in members])
-            slab.last[rows] = sampled.tokens[members[0] : members[-1] + 1]
+            slab.last_tokens[rows] = sampled.tokens[members[0] : members[-1] + 1]
             touched += slab.contents
         mx.async_eval(touched)
-        return _Decoded(sampled, order, [(ordered[row].slot, why) for row, why in sampled.failed])
+        return _DecodeOutput(
+            sampled, order, [(ordered[row].slot, why) for row, why in sampled.failed]
+        )
 
     def _logits(self, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
         """(rows, vocab) for ``decodes``, which are ordered by slot, and their ``inputs``."""
@@ -213,9 +219,9 @@ class BatchedExecutor(Executor):
             part = inputs if len(passes) == 1 else inputs[mx.array(places)]
             batch = self._batch(rows)
             logits.append(batch.logits(self._model, part)[:, -1])
-            states = batch.keep_states()
+            states = batch.commit_states()
             if states or len(passes) > 1:
-                slabs = {row.slot.slab for row in rows}
+                slabs = {row.slot.slab_id for row in rows}
                 mx.async_eval(logits[-1], states, [self._slabs[s].contents for s in slabs])
         if len(passes) == 1:
             return logits[0]
@@ -226,7 +232,7 @@ class BatchedExecutor(Executor):
         """Which of ``decodes`` are computed together: all, where the model allows it; but
         recurrent layers begin in a way of their own."""
         everything = list(range(len(decodes)))
-        if self._batch_class.one_row:
+        if self._batch_class.one_row_per_pass:
             return [[i] for i in everything]
         if not self.layout.states:
             return [everything]
@@ -236,26 +242,26 @@ class BatchedExecutor(Executor):
 
     def _inputs(self, decodes: Sequence[Decode]) -> mx.array:
         """The input tokens (rows,): given ones, or what each slot sampled last."""
-        given = mx.array([0 if d.token is None else d.token for d in decodes], mx.int32)
-        if all(d.token is not None for d in decodes):
+        given = mx.array([0 if d.token_id is None else d.token_id for d in decodes], mx.int32)
+        if all(d.token_id is not None for d in decodes):
             return given
         last = []
-        for number in sorted({d.slot.slab for d in decodes}):
-            rows = [d.slot.row for d in decodes if d.slot.slab == number]
-            last.append(self._slabs[number].last[mx.array(rows)])
-        unknown = mx.array([d.token is None for d in decodes])
+        for number in sorted({d.slot.slab_id for d in decodes}):
+            rows = [d.slot.row for d in decodes if d.slot.slab_id == number]
+            last.append(self._slabs[number].last_tokens[mx.array(rows)])
+        unknown = mx.array([d.token_id is None for d in decodes])
         return mx.where(unknown, mx.concatenate(last), given)
 
     def _prefill(
-        self, chunks: Sequence[Chunk], scores: list[tuple[Chunk, Scores]]
+        self, chunks: Sequence[Chunk], logprobs: list[tuple[Chunk, PendingLogprobs]]
     ) -> tuple[list[tuple[Slot, str]], list[mx.array]]:
         """Runs ``chunks``; returns those that failed, and what is there when all are done.
         What they ask to know is added to ``scores``."""
         if not chunks:
             return [], []
-        if self._chunks_together or len(chunks) == 1:
+        if self._batches_chunks or len(chunks) == 1:
             try:
-                return [], [self._forward(sorted(chunks, key=lambda chunk: chunk.slot), scores)]
+                return [], [self._forward(sorted(chunks, key=lambda chunk: chunk.slot), logprobs)]
             except Exception as error:
                 if is_allocation_failure(error):
                     raise
@@ -263,45 +269,47 @@ class BatchedExecutor(Executor):
                     return [(chunks[0].slot, f"{type(error).__name__}: {error}")], []
         # One by one. Where that is because somebody's chunk is bad, what was written already
         # is written again.
-        alone = [self._prefill([chunk], scores) for chunk in chunks]
+        alone = [self._prefill([chunk], logprobs) for chunk in chunks]
         return [f for failed, _ in alone for f in failed], [d for _, done in alone for d in done]
 
-    def _forward(self, chunks: Sequence[Chunk], scores: list[tuple[Chunk, Scores]]) -> mx.array:
+    def _forward(
+        self, chunks: Sequence[Chunk], logprobs: list[tuple[Chunk, PendingLogprobs]]
+    ) -> mx.array:
         width = max(len(chunk.token_ids) for chunk in chunks)
         tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in chunks]
         batch = self._batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in chunks])
-        silent = not any(chunk.followers for chunk in chunks)
-        logits = batch.logits(self._model, mx.array(tokens, mx.int32), silent=silent)
+        kv_only = not any(chunk.target_ids for chunk in chunks)
+        logits = batch.logits(self._model, mx.array(tokens, mx.int32), kv_only=kv_only)
         asked = [
-            (chunk, score_followers(logits[row], chunk.followers, chunk.logprobs))
+            (chunk, target_logprobs(logits[row], chunk.target_ids, chunk.logprobs))
             for row, chunk in enumerate(chunks)
-            if chunk.followers
+            if chunk.target_ids
         ]
-        slabs = [self._slabs[number] for number in {chunk.slot.slab for chunk in chunks}]
-        states = batch.keep_states()
+        slabs = [self._slabs[number] for number in {chunk.slot.slab_id for chunk in chunks}]
+        states = batch.commit_states()
         # A number of its own, not a slice, which would keep the slab from being written in place.
-        done: mx.array = sum((slab.any_number() for slab in slabs), mx.array(0))
+        done: mx.array = sum((slab.completion_marker() for slab in slabs), mx.array(0))
         mx.async_eval(
             done, states, [found.arrays for _, found in asked], [slab.contents for slab in slabs]
         )
-        scores += asked
+        logprobs += asked
         return done
 
     def _batch(self, rows: Sequence[Row]) -> RaggedBatch:
         return self._batch_class(self.layout, self._slabs, rows)
 
 
-def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+def _chunk_groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """What is computed together. Logits of a whole chunk are large: they come one by one."""
-    silent = [chunk for chunk in chunks if not chunk.followers]
-    return [silent, *([chunk] for chunk in chunks if chunk.followers)]
+    kv_only = [chunk for chunk in chunks if not chunk.target_ids]
+    return [kv_only, *([chunk] for chunk in chunks if chunk.target_ids)]
 
 
-class _Decoded(NamedTuple):
+class _DecodeOutput(NamedTuple):
     """``order`` says of each sampled row which of the plan's decodes it is. ``failed`` are
     slots whose tokens mean nothing."""
 
-    sampled: Sampled
+    sampled: SamplerOutput
     order: list[int]
     failed: list[tuple[Slot, str]]
 
@@ -310,22 +318,22 @@ class _Decoded(NamedTuple):
         read = zip(self.order, self.sampled.tokens.tolist(), strict=True)
         tokens = tuple(token for _, token in sorted(read))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if self.sampled.scores is not None:
-            rows = zip(self.sampled.scored, self.sampled.scores.read(), strict=True)
+        if self.sampled.logprobs is not None:
+            rows = zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
             for row, scores in rows:
                 logprobs[self.order[row]] = scores
         return tokens, tuple(logprobs)
 
 
-class _Pending(PendingStep):
+class _BatchedStep(PendingStep):
     last_read = 0.0
 
     def __init__(
         self,
         plan: Plan,
-        decoded: _Decoded | None,
+        decoded: _DecodeOutput | None,
         chunks_done: list[mx.array],
-        scores: list[tuple[Chunk, Scores]],
+        logprobs: list[tuple[Chunk, PendingLogprobs]],
         failed: list[tuple[Slot, str]],
         exported: list[Exported],
         started: float,
@@ -334,7 +342,7 @@ class _Pending(PendingStep):
         self._plan = plan
         self._decoded = decoded
         self._chunks_done = chunks_done
-        self._scores = scores
+        self._logprobs = logprobs
         self._failed = failed
         self._exported = exported
         self._started = started
@@ -344,15 +352,17 @@ class _Pending(PendingStep):
         tokens, logprobs = self._decoded.read() if self._decoded else ((), ())
         if self._decoded is None:
             mx.eval(self._chunks_done)
-        scored = tuple(Scored(chunk.slot, chunk.start, s.read()) for chunk, s in self._scores)
+        prompt_logprobs = tuple(
+            PromptLogprobs(chunk.slot, chunk.start, s.read()) for chunk, s in self._logprobs
+        )
         now = time.perf_counter()
-        elapsed = now - max(self._started, _Pending.last_read)
-        _Pending.last_read = now
+        elapsed = now - max(self._started, _BatchedStep.last_read)
+        _BatchedStep.last_read = now
         return StepResult(
             step=self._plan.step,
             tokens=tokens,
             logprobs=logprobs,
-            scored=scored,
+            prompt_logprobs=prompt_logprobs,
             exported=tuple(self._exported),
             failed=tuple(self._failed),
             elapsed_s=elapsed,

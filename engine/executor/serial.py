@@ -9,15 +9,15 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.executor.base import Executor, PendingStep
-from engine.plan import Chunk, Decode, Plan, Scored, Slot, StepResult
-from engine.sampling.logprobs import score_followers
-from engine.sampling.masks import Masking
+from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
+from engine.sampling.logprobs import target_logprobs
+from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
 from shared.wire import TokenLogprobs
 
 PREFILL_STEP_TOKENS = 2048
 """mlx-lm's own: prompts are computed in pieces of this size."""
-SCORED_AT_ONCE = 128
+LOGPROBS_AT_ONCE = 128
 """Positions; their logits are large."""
 
 
@@ -34,10 +34,10 @@ class SerialExecutor(Executor):
     prefix_cache = False
     keeps_kv = True
     max_sequences = 1
-    batches = False
-    row_bytes = 0
+    batches_decodes = False
+    state_bytes = 0
     kv_bits = 16
-    how = "one at a time"
+    batching = "one at a time"
 
     def __init__(self, model: Any, token_bytes: int) -> None:
         self._model = model
@@ -46,74 +46,76 @@ class SerialExecutor(Executor):
         self.reset()
 
     def reset(self) -> None:
-        self._running: dict[Slot, _Running] = {}
+        self._running: dict[Slot, _SerialSequence] = {}
         self._sampler.reset()
         mx.clear_cache()
 
-    def use_grammars(self, masking: Masking) -> None:
-        self._sampler.masking = masking
+    def use_grammars(self, masking: GrammarMasker) -> None:
+        self._sampler.masker = masking
 
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
         for number in plan.freed_slabs:
-            self._running = {s: one for s, one in self._running.items() if s.slab != number}
-        self._sampler.forget(plan.freed_slabs)
+            self._running = {s: one for s, one in self._running.items() if s.slab_id != number}
+        self._sampler.free_slabs(plan.freed_slabs)
         for move in plan.moves:
             self._running[move.target] = self._running.pop(move.source)
             self._sampler.move(move.source, move.target)
         failed: list[tuple[Slot, str]] = []
-        scored: list[Scored] = []
-        decoded = [self._decode(decode, failed, scored) for decode in plan.decodes]
+        prompt_logprobs: list[PromptLogprobs] = []
+        decoded = [self._decode(decode, failed, prompt_logprobs) for decode in plan.decodes]
         for chunk in plan.chunks:
             try:
                 found = self._sequence(chunk.slot, chunk.start).prefill(chunk)
-                scored += [Scored(chunk.slot, *each) for each in found]
+                prompt_logprobs += [PromptLogprobs(chunk.slot, *each) for each in found]
             except Exception as error:
                 failed.append((chunk.slot, f"{type(error).__name__}: {error}"))
-        return _Done(
+        return _FinishedStep(
             StepResult(
                 step=plan.step,
                 tokens=tuple(token for token, _ in decoded),
                 logprobs=tuple(logprobs for _, logprobs in decoded),
-                scored=tuple(scored),
+                prompt_logprobs=tuple(prompt_logprobs),
                 failed=tuple(failed),
                 elapsed_s=time.perf_counter() - started,
             )
         )
 
-    def _sequence(self, slot: Slot, start: int) -> _Running:
+    def _sequence(self, slot: Slot, start: int) -> _SerialSequence:
         """What runs in ``slot``; one that starts at position 0 takes its place."""
         if start == 0:
-            self._running = {slot: _Running(self._model)}
+            self._running = {slot: _SerialSequence(self._model)}
         return self._running[slot]
 
     def _decode(
-        self, decode: Decode, failed: list[tuple[Slot, str]], scored: list[Scored]
+        self, decode: Decode, failed: list[tuple[Slot, str]], prompt_logprobs: list[PromptLogprobs]
     ) -> tuple[int, TokenLogprobs | None]:
         """The next token; a number without meaning where the prompt ``failed`` only now."""
-        assert decode.token is not None
+        assert decode.token_id is not None
         running = self._sequence(decode.slot, decode.position)
         try:
-            scored += [Scored(decode.slot, *found) for found in running.finish_prompt()]
+            prompt_logprobs += [
+                PromptLogprobs(decode.slot, *found) for found in running.finish_prompt()
+            ]
         except Exception as error:
             failed.append((decode.slot, f"{type(error).__name__}: {error}"))
             return 0, None
-        masks = self._sampler.start_masks([decode], [decode.token])
-        logits = running.compute([decode.token])[:, -1]
-        if self.observer is not None:
-            self.observer([decode], logits)
-        inputs = mx.array([decode.token], mx.int32)
+        masks = self._sampler.start_masks([decode], [decode.token_id])
+        logits = running.compute([decode.token_id])[:, -1]
+        if self.logits_observer is not None:
+            self.logits_observer([decode], logits)
+        inputs = mx.array([decode.token_id], mx.int32)
         sampled = self._sampler.sample(logits, [decode], inputs, masks)
         failed += [(decode.slot, why) for _, why in sampled.failed]
         token: int = sampled.tokens.item()
-        return token, sampled.scores.read()[0] if sampled.scores else None
+        return token, sampled.logprobs.read()[0] if sampled.logprobs else None
 
 
-_Found = tuple[int, tuple[TokenLogprobs, ...]]
+_FoundLogprobs = tuple[int, tuple[TokenLogprobs, ...]]
 """A position and log-probabilities from there on, as in `Scored`."""
 
 
-class _Running:
+class _SerialSequence:
     """The one running sequence: its caches, and the prompt's tokens that wait.
 
     ``_followers`` are those of the waiting tokens whose followers are to be scored.
@@ -122,45 +124,45 @@ class _Running:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache = make_prompt_cache(model)
-        self._computed = 0
-        self._waiting: list[int] = []
-        self._followers: list[int] = []
+        self._num_computed_tokens = 0
+        self._pending_ids: list[int] = []
+        self._target_ids: list[int] = []
         self._alternatives = 0
 
-    def prefill(self, chunk: Chunk) -> list[_Found]:
-        self._waiting += chunk.token_ids
-        self._followers += chunk.followers
+    def prefill(self, chunk: Chunk) -> list[_FoundLogprobs]:
+        self._pending_ids += chunk.token_ids
+        self._target_ids += chunk.target_ids
         self._alternatives = chunk.logprobs
-        found: list[_Found] = []
-        while len(self._waiting) >= PREFILL_STEP_TOKENS:
-            found += self._fill(PREFILL_STEP_TOKENS)
+        found: list[_FoundLogprobs] = []
+        while len(self._pending_ids) >= PREFILL_STEP_TOKENS:
+            found += self._compute_prompt(PREFILL_STEP_TOKENS)
         return found
 
-    def finish_prompt(self) -> list[_Found]:
-        return self._fill(len(self._waiting)) if self._waiting else []
+    def finish_prompt(self) -> list[_FoundLogprobs]:
+        return self._compute_prompt(len(self._pending_ids)) if self._pending_ids else []
 
     def compute(self, token_ids: list[int]) -> mx.array:
         """The logits (1, tokens, vocab)."""
         logits: mx.array = self._model(mx.array([token_ids]), cache=self._cache)
         return logits
 
-    def _fill(self, count: int) -> list[_Found]:
+    def _compute_prompt(self, count: int) -> list[_FoundLogprobs]:
         """Computes the first ``count`` of the tokens that wait."""
-        tokens, followers = self._waiting[:count], self._followers[:count]
-        del self._waiting[:count], self._followers[:count]
-        start = self._computed
-        self._computed += count
+        tokens, target_ids = self._pending_ids[:count], self._target_ids[:count]
+        del self._pending_ids[:count], self._target_ids[:count]
+        start = self._num_computed_tokens
+        self._num_computed_tokens += count
         logits = self.compute(tokens)[0]
-        found: list[_Found] = []
-        for first in range(0, len(followers), SCORED_AT_ONCE):
-            some = followers[first : first + SCORED_AT_ONCE]
+        found: list[_FoundLogprobs] = []
+        for first in range(0, len(target_ids), LOGPROBS_AT_ONCE):
+            some = target_ids[first : first + LOGPROBS_AT_ONCE]
             part = logits[first : first + len(some)]
-            found.append((start + first, score_followers(part, some, self._alternatives).read()))
+            found.append((start + first, target_logprobs(part, some, self._alternatives).read()))
         mx.eval([cache.state for cache in self._cache])
         return found
 
 
-class _Done(PendingStep):
+class _FinishedStep(PendingStep):
     def __init__(self, result: StepResult) -> None:
         self._result = result
 

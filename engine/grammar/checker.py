@@ -28,9 +28,9 @@ from llguidance import LLTokenizer
 from engine.grammar.compiled import (
     STACK_BYTES,
     GrammarError,
-    Vocabulary,
+    TokenizerSpec,
     compile_grammar,
-    raise_error_of,
+    raise_if_error,
 )
 from engine.grammar.locate import locate
 from shared.wire import Grammar
@@ -48,11 +48,11 @@ class CheckerUnavailable(Exception):
     """The process cannot be started: nothing is known of the grammar."""
 
 
-class Checker:
+class GrammarChecker:
     """The engine's end. Used by one thread; starts the process when it is first needed."""
 
-    def __init__(self, vocabulary: Vocabulary, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, tokenizer_spec: TokenizerSpec, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._tokenizer_spec = tokenizer_spec
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -60,19 +60,19 @@ class Checker:
     def check(self, grammar: Grammar) -> None:
         """Raises `GrammarError` for one that is wrong, or that cannot be compiled within
         the limits, and `CheckerUnavailable`."""
-        process = self._started()
+        process = self._running_process()
         try:
             _write(process.stdin, msgspec.msgpack.encode(grammar))
             answer = self._answer(process, self._time_limit_s)
         except BrokenPipeError:
             answer = None
         except TimeoutError:
-            self._end()
+            self._kill()
             raise GrammarError(
                 f"it takes longer than {self._time_limit_s:g} s to compile", transient=True
             ) from None
         if answer is None:
-            self._end()
+            self._kill()
             raise GrammarError("it is too deep or too large to compile")
         if message := msgspec.msgpack.decode(answer, type=str):
             raise GrammarError(message)
@@ -80,18 +80,18 @@ class Checker:
     def close(self) -> None:
         """Ends the process for good, whatever it does. Any thread may call it."""
         self._closed = True
-        self._end()
+        self._kill()
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._end()
+        self._kill()
         if self._closed:
             raise CheckerUnavailable("the engine ends")
         try:
@@ -103,11 +103,11 @@ class Checker:
                 start_new_session=True,  # a ^C is for the supervisor
                 bufsize=0,
             )
-            _write(process.stdin, msgspec.msgpack.encode(self._vocabulary))
+            _write(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
             if self._answer(process, START_LIMIT_S) is None:
                 raise OSError("it ended")
         except (OSError, TimeoutError) as error:
-            self._end()
+            self._kill()
             raise CheckerUnavailable(f"no process to check grammars: {error}") from error
         return process
 
@@ -132,7 +132,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     grammars: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Vocabulary).load()
+    tokenizer = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=TokenizerSpec).load()
     if sys.platform == "linux":
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = mapped + MEMORY_LIMIT_BYTES
@@ -160,18 +160,18 @@ def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: 
 
 def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
     """Compiles it and goes a few steps at random, as some get too large only then."""
-    matcher = compile_grammar(tokenizer, grammar).start
+    matcher = compile_grammar(tokenizer, grammar).initial_matcher
     chance = random.Random(0)
     for _ in range(TRIED_TOKENS):
         mask = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
-        raise_error_of(matcher)
+        raise_if_error(matcher)
         allowed = numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little"))
         if matcher.is_stopped():
             return
         if not len(allowed):
             raise GrammarError("no text is of this grammar")
         matcher.consume_token(int(chance.choice(allowed)))
-        raise_error_of(matcher)
+        raise_if_error(matcher)
 
 
 def _write(pipe: IO[bytes] | None, data: bytes) -> None:

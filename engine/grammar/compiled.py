@@ -34,7 +34,7 @@ class GrammarError(Exception):
         self.transient = transient
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class TokenizerSpec(msgspec.Struct, frozen=True):
     """What llguidance has to know of a model: its fast tokenizer as JSON, the width of its
     logits, and the tokens that end an answer (none: as the tokenizer says)."""
 
@@ -56,7 +56,7 @@ class CompiledGrammar:
     """``start`` is at the beginning, and copied for each sequence. A ``heavy`` one may hold a
     hundred megabytes."""
 
-    start: LLMatcher
+    initial_matcher: LLMatcher
     heavy: bool = False
 
 
@@ -76,12 +76,12 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar
         raise GrammarError(str(error)) from None
     limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
     start = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-    raise_error_of(start)
+    raise_if_error(start)
     long = time.thread_time() - began > HEAVY_S
     return CompiledGrammar(start, heavy=long or len(grammar.source) > HEAVY_CHARS)
 
 
-def raise_error_of(matcher: LLMatcher) -> None:
+def raise_if_error(matcher: LLMatcher) -> None:
     """Raises `GrammarError` if ``matcher`` has one, without what it says of its inside."""
     if matcher.is_error():
         message = matcher.get_error()

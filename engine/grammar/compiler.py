@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from llguidance import LLTokenizer
 
-from engine.grammar.checker import Checker, CheckerUnavailable
+from engine.grammar.checker import CheckerUnavailable, GrammarChecker
 from engine.grammar.compiled import (
     STACK_BYTES,
     CompiledGrammar,
     GrammarError,
-    Vocabulary,
+    TokenizerSpec,
     compile_grammar,
 )
 from shared.wire import Grammar
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 THREADS = 2
 
-Outcome = CompiledGrammar | GrammarError | CheckerUnavailable
+CompileOutcome = CompiledGrammar | GrammarError | CheckerUnavailable
 
 
-class Compiler:
+class GrammarCompiler:
     """``on_done`` is called with each grammar and what became of it, by one of the threads.
 
     Each has a `Checker`, so that what takes too long holds up one half at most."""
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        tokenizer_spec: TokenizerSpec,
         tokenizer: LLTokenizer,
-        on_done: Callable[[Grammar, Outcome], None],
+        on_done: Callable[[Grammar, CompileOutcome], None],
     ) -> None:
         self._tokenizer = tokenizer
         self._on_done = on_done
         self._work: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
-        self._checkers = [Checker(vocabulary) for _ in range(THREADS)]
+        self._checkers = [GrammarChecker(tokenizer_spec) for _ in range(THREADS)]
         self._threads = [
             threading.Thread(target=self._run, args=(c,), name="grammars", daemon=True)
             for c in self._checkers
@@ -63,11 +63,11 @@ class Compiler:
         for checker in self._checkers:
             checker.close()
 
-    def _run(self, checker: Checker) -> None:
+    def _run(self, checker: GrammarChecker) -> None:
         while (grammar := self._work.get()) is not None:
             self._on_done(grammar, self._outcome(checker, grammar))
 
-    def _outcome(self, checker: Checker, grammar: Grammar) -> Outcome:
+    def _outcome(self, checker: GrammarChecker, grammar: Grammar) -> CompileOutcome:
         try:
             checker.check(grammar)
             return compile_grammar(self._tokenizer, grammar)

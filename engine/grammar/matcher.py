@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
-from engine.grammar.compiled import CompiledGrammar, GrammarError, raise_error_of
+from engine.grammar.compiled import CompiledGrammar, GrammarError, raise_if_error
 
 
-class Matcher:
+class GrammarMatcher:
     """Follows the outputs of one sequence.
 
     Where the grammar binds only from behind the tokens ``after``, it sleeps until they came.
@@ -20,13 +20,13 @@ class Matcher:
         self._grammar = grammar
         self._after = list(after)
         self._outputs: list[int] = []
-        self._slept = 0
+        self._woke_at = 0
         self.inner: LLMatcher | None = None
         if not self._after:
-            self.inner = grammar.start.deep_copy()
+            self.inner = grammar.initial_matcher.deep_copy()
 
     @property
-    def outputs(self) -> int:
+    def num_outputs(self) -> int:
         """How many it has followed."""
         return len(self._outputs)
 
@@ -36,10 +36,10 @@ class Matcher:
             self._outputs.append(token)
             if self.inner is not None:
                 self.inner.consume_token(token)
-                raise_error_of(self.inner)
+                raise_if_error(self.inner)
             elif self._outputs[-len(self._after) :] == self._after:
-                self._slept = len(self._outputs)
-                self.inner = self._grammar.start.deep_copy()
+                self._woke_at = len(self._outputs)
+                self.inner = self._grammar.initial_matcher.deep_copy()
 
     def rollback(self, count: int) -> None:
         """Takes the last ``count`` outputs back. Raises `GrammarError`."""
@@ -48,8 +48,8 @@ class Matcher:
         del self._outputs[-count:]
         if self.inner is None:
             return
-        if self._after and len(self._outputs) < self._slept:
+        if self._after and len(self._outputs) < self._woke_at:
             self.inner = None
         elif not self.inner.rollback(count):
-            raise_error_of(self.inner)
+            raise_if_error(self.inner)
             raise GrammarError("it cannot go back")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shared.wire import Abort, Drain, Grammar, Submit
 
 if TYPE_CHECKING:
-    from engine.grammar.compiler import Outcome
+    from engine.grammar.compiler import CompileOutcome
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class NewRouter:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class BlocksFetched:
     """The kvstore's answer to a fetch: the longest run of blocks, maybe none."""
 
     ticket: int
@@ -27,32 +27,32 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class GrammarCompiled:
     """What became of a grammar."""
 
     grammar: Grammar
-    outcome: Outcome
+    outcome: CompileOutcome
 
 
-Item = Submit | Abort | Drain | NewRouter | Fetched | Compiled
+InboxMessage = Submit | Abort | Drain | NewRouter | BlocksFetched | GrammarCompiled
 
 
 class Inbox:
     """Bounded for submits by what the engine takes at once; the rest is small."""
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
+        self._items: deque[InboxMessage] = deque()
         self._arrived = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: Item) -> None:
+    def put(self, item: InboxMessage) -> None:
         with self._arrived:
             self._items.append(item)
             self._arrived.notify()
 
-    def take(self, timeout_s: float | None = 0) -> list[Item]:
+    def take(self, timeout_s: float | None = 0) -> list[InboxMessage]:
         """All that is there; waits up to ``timeout_s`` (None: for ever) for the first."""
         with self._arrived:
             if not self._items and timeout_s != 0:

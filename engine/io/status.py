@@ -9,7 +9,7 @@ from shared.wire import EngineStats, LiveRequest, Phase
 
 
 @dataclass
-class Status:
+class EngineStatus:
     """Written by the main thread, read by the IO thread; each field is replaced whole.
 
     ``progress`` rises with every token computed or delivered: an engine that has
@@ -23,7 +23,7 @@ class Status:
     stats: EngineStats = field(default_factory=EngineStats)
     progress: int = 0
 
-    def enter(self, phase: Phase) -> None:
+    def enter_phase(self, phase: Phase) -> None:
         self.phase = phase
         self.phase_since = time.monotonic()
 
@@ -35,7 +35,7 @@ class StallWatch:
         self._progress = -1
         self._since = time.monotonic()
 
-    def stalled_s(self, status: Status, waiting: bool, now: float) -> float:
+    def stalled_s(self, status: EngineStatus, waiting: bool, now: float) -> float:
         """Seconds without progress, 0 when there is nothing to do or a declared phase
         (loading, warming) explains it. ``waiting``: messages wait for the main thread.
         Those whose grammars are being compiled, which has a time limit of its own, do not count."""

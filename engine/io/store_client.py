@@ -37,12 +37,12 @@ MAX_STORE_BYTES = 256 * 1024 * 1024
 STORE_TIMEOUT_S = 30.0
 PROBE_EVERY_S = 1.0
 
-_LOG_EVERY_S = 60.0
-_logger = logging.getLogger(__name__)
+_WARNING_INTERVAL_S = 60.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ClientStats:
+class StoreClientStats:
     """Blocks and bytes since the start. ``drops``: blocks that were not stored, here or
     there. ``store`` is what the kvstore last said of itself, None while it is away."""
 
@@ -76,21 +76,21 @@ class StoreClient:
         self._on_fetched = on_fetched
         self._wake = wake
         self._timeout_s = timeout_s
-        self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._numbers = count(1)
+        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._tickets = count(1)
         self._session: Literal["away", "connected", "locating", "ready"] = "away"
         self._connected_at = 0.0
-        self._silent = False
+        self._unresponsive = False
         self._probed_at: float | None = None
         self._next_probe = 0.0
-        self._asked: dict[int, _Fetch] = {}
+        self._requested: dict[int, _Fetch] = {}
         self._reading: set[_Fetch] = set()
         self._waiting: list[_Fetch] = []
-        self._putting: dict[int, _Store] = {}
+        self._pending_puts: dict[int, _PendingPut] = {}
         self._lock = threading.Lock()
-        self._stores = 0
+        self._num_stores = 0
         self._store_bytes = 0
-        self._stats = ClientStats()
+        self._stats = StoreClientStats()
         self._next_log = float("-inf")
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
@@ -106,20 +106,20 @@ class StoreClient:
         self.socket.connect(endpoint)
 
     @property
-    def stats(self) -> ClientStats:
+    def stats(self) -> StoreClientStats:
         with self._lock:
             return self._stats
 
     @property
     def is_ready(self) -> bool:
         """Whether the kvstore is there and answers: if not, nothing is worth exporting."""
-        return self._session == "ready" and not self._silent
+        return self._session == "ready" and not self._unresponsive
 
     def fetch(self, ticket: int, hashes: Sequence[bytes]) -> None:
         """Calls ``on_fetched`` with the payloads of the longest run of verified blocks
         from the first hash on: none of them when the kvstore is of no help."""
         fetch = _Fetch(ticket, tuple(hashes), time.monotonic() + self._timeout_s)
-        self._note(lambda: self._ask(fetch))
+        self._post(lambda: self._request(fetch))
 
     def store(self, hash: bytes, payload: Sequence[bytes | memoryview]) -> bool:
         """Sends the block to the kvstore, if it is there and there is room on the way.
@@ -131,12 +131,12 @@ class StoreClient:
         with self._lock:
             if (
                 not self.is_ready
-                or self._stores >= MAX_STORES
+                or self._num_stores >= MAX_STORES
                 or self._store_bytes + size > MAX_STORE_BYTES
             ):
                 self._stats = replace(self._stats, drops=self._stats.drops + 1)
                 return False
-            self._stores += 1
+            self._num_stores += 1
             self._store_bytes += size
         try:
             self._pool.submit(self._encode, hash, payload, size)
@@ -147,44 +147,44 @@ class StoreClient:
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Tells the kvstore that this chain of blocks, given from its start, is in use."""
         message = wire.Touch(namespace=self._namespace, hashes=list(hashes))
-        self._note(lambda: self._send_if_ready(message))
+        self._post(lambda: self._send_if_ready(message))
 
     def tick(self, now: float) -> None:
         """Does what other threads noted, time-outs and probes. ``now``: time.monotonic()."""
-        self._follow_connection()
+        self._poll_connection()
         with suppress(Empty):
             while True:
-                self._notes.get_nowait()()
-        for fetch in [*self._waiting, *self._asked.values(), *self._reading]:
+                self._actions.get_nowait()()
+        for fetch in [*self._waiting, *self._requested.values(), *self._reading]:
             if now >= fetch.deadline:
-                self._silent = self._silent or fetch not in self._reading
+                self._unresponsive = self._unresponsive or fetch not in self._reading
                 self._give_up(fetch)
-        for ticket, store in list(self._putting.items()):
+        for ticket, store in list(self._pending_puts.items()):
             if now >= store.deadline:
-                self._end_store(ticket, stored=False)
+                self._finish_put(ticket, stored=False)
         self._probe(now)
 
     def on_readable(self) -> None:
         """Takes in what the kvstore sent."""
-        self._follow_connection()
+        self._poll_connection()
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._silent = False
+            self._unresponsive = False
             try:
                 message, payload = wire.decode(frames, wire.FromStore)
             except wire.WireError as error:
-                self._log(f"dropped a message of the kvstore: {error}")
+                self._warn(f"dropped a message of the kvstore: {error}")
                 continue
             match message:
                 case wire.Nonce(path=path):
                     self._pool.submit(self._read_nonce, path)
                 case wire.GetReply():
-                    self._take_blocks(message, payload)
+                    self._on_get_reply(message, payload)
                 case wire.PutReply(ticket=ticket, stored=stored):
-                    self._end_store(ticket, stored)
+                    self._finish_put(ticket, stored)
                 case wire.StoreStatsReply(stats=stats):
                     self._probed_at = None
                     with self._lock:
@@ -192,7 +192,7 @@ class StoreClient:
 
     def close(self) -> None:
         """Answers what is open with what is there of it. On the IO thread."""
-        self._lose_connection()
+        self._on_disconnected()
         self.tick(time.monotonic())
         for fetch in list(self._reading):
             self._give_up(fetch)
@@ -202,51 +202,51 @@ class StoreClient:
 
     # -- the connection, on the IO thread --------------------------------------
 
-    def _follow_connection(self) -> None:
+    def _poll_connection(self) -> None:
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                self._lose_connection()
+                self._on_disconnected()
             else:
                 self._session = "connected"
                 self._connected_at = time.monotonic()
         if self._session == "connected" and self._send(wire.Locate()):
             self._session = "locating"
 
-    def _lose_connection(self) -> None:
+    def _on_disconnected(self) -> None:
         if self._session == "ready":
-            _logger.info("the kvstore is gone; its blocks are misses until it is back")
+            logger.info("the kvstore is gone; its blocks are misses until it is back")
         self._session = "away"
-        self._silent = False
+        self._unresponsive = False
         self._probed_at = None
         with self._lock:
             self._stats = replace(self._stats, store=None)
-        for fetch in [*self._waiting, *self._asked.values()]:
+        for fetch in [*self._waiting, *self._requested.values()]:
             self._give_up(fetch)
-        for ticket in list(self._putting):
-            self._end_store(ticket, stored=False)
+        for ticket in list(self._pending_puts):
+            self._finish_put(ticket, stored=False)
 
     def _read_nonce(self, path: str) -> None:
         """On the pool: what the kvstore wrote there, if that is a file of this machine."""
         nonce = ""
         with suppress(OSError, UnicodeDecodeError):
             nonce = _read(path, 1024).decode()
-        self._note(lambda: self._begin(nonce))
+        self._post(lambda: self._on_nonce_read(nonce))
 
-    def _begin(self, nonce: str) -> None:
+    def _on_nonce_read(self, nonce: str) -> None:
         if self._session in ("locating", "ready") and self._send(wire.Located(nonce=nonce)):
             if self._session != "ready":
                 how = "its files are read directly" if nonce else "its blocks come over the wire"
-                _logger.info("the kvstore is there; %s", how)
+                logger.info("the kvstore is there; %s", how)
             self._session = "ready"
             waiting, self._waiting = self._waiting, []
             for fetch in waiting:
-                self._ask(fetch)
+                self._request(fetch)
 
     def _probe(self, now: float) -> None:
         if self._probed_at is not None and now - self._probed_at > self._timeout_s:
-            if not self._silent:
-                self._log("the kvstore does not answer; its blocks are misses until it does")
-            self._silent = True
+            if not self._unresponsive:
+                self._warn("the kvstore does not answer; its blocks are misses until it does")
+            self._unresponsive = True
         if self._session != "away" and self._probed_at is None and now >= self._next_probe:
             self._next_probe = now + PROBE_EVERY_S
             if self._send(wire.StoreStatsWanted()):
@@ -263,16 +263,16 @@ class StoreClient:
         if self.is_ready:
             self._send(message)
 
-    def _note(self, action: Callable[[], None]) -> None:
-        self._notes.put(action)
+    def _post(self, action: Callable[[], None]) -> None:
+        self._actions.put(action)
         self._wake()
 
     # -- fetches ---------------------------------------------------------------
 
-    def _ask(self, fetch: _Fetch) -> None:
+    def _request(self, fetch: _Fetch) -> None:
         """On the IO thread: for all blocks it has not got yet."""
         rest = list(fetch.hashes[len(fetch.payloads) :])
-        if not rest or self._silent or self._session == "away":
+        if not rest or self._unresponsive or self._session == "away":
             self._finish(fetch)
         elif self._session != "ready":
             if time.monotonic() - self._connected_at < self._timeout_s:
@@ -280,15 +280,15 @@ class StoreClient:
             else:
                 self._finish(fetch)  # it does not understand us
         else:
-            number = next(self._numbers)
-            self._asked[number] = fetch
-            fetch.number = number
+            number = next(self._tickets)
+            self._requested[number] = fetch
+            fetch.get_ticket = number
             fetch.deadline = time.monotonic() + self._timeout_s
             if not self._send(wire.Get(ticket=number, namespace=self._namespace, hashes=rest)):
                 self._give_up(fetch)
 
-    def _take_blocks(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
-        fetch = self._asked.pop(message.ticket, None)
+    def _on_get_reply(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
+        fetch = self._requested.pop(message.ticket, None)
         if fetch is None:
             return  # given up
         sources: Sequence[str | bytes] = frames if message.paths is None else message.paths
@@ -298,11 +298,11 @@ class StoreClient:
             return
         self._reading.add(fetch)
         fetch.deadline = time.monotonic() + self._timeout_s
-        part = _Part(fetch, len(sources), more=message.paths is None)
+        part = _FetchReply(fetch, len(sources), more=message.paths is None)
         for index, source in enumerate(sources):
             self._pool.submit(self._read_block, part, index, source)
 
-    def _read_block(self, part: _Part, index: int, source: str | bytes) -> None:
+    def _read_block(self, part: _FetchReply, index: int, source: str | bytes) -> None:
         """On the pool."""
         fetch = part.fetch
         hash = fetch.hashes[part.first + index]
@@ -314,9 +314,9 @@ class StoreClient:
             except FileNotFoundError:
                 pass  # evicted meanwhile
             except (OSError, BlockFileError) as error:
-                self._log(f"a bad block: {error}")
+                self._warn(f"a bad block: {error}")
                 corrupt = wire.Corrupt(namespace=self._namespace, hash=hash)
-                self._note(lambda: self._send_if_ready(corrupt))
+                self._post(lambda: self._send_if_ready(corrupt))
                 with self._lock:
                     self._stats = replace(self._stats, corrupt=self._stats.corrupt + 1)
         with self._lock:
@@ -327,9 +327,9 @@ class StoreClient:
             fetch.deadline = time.monotonic() + self._timeout_s
             if part.missing:
                 return
-        self._note(lambda: self._take_part(part))
+        self._post(lambda: self._on_reply_read(part))
 
-    def _take_part(self, part: _Part) -> None:
+    def _on_reply_read(self, part: _FetchReply) -> None:
         """On the IO thread."""
         fetch = part.fetch
         self._reading.discard(fetch)
@@ -337,12 +337,12 @@ class StoreClient:
             return
         fetch.payloads += [payload for payload in part.payloads[: part.first_bad] if payload]
         if part.more and part.first_bad == len(part.payloads):
-            self._ask(fetch)
+            self._request(fetch)
         else:
             self._finish(fetch)
 
     def _give_up(self, fetch: _Fetch) -> None:
-        self._asked.pop(fetch.number, None)
+        self._requested.pop(fetch.get_ticket, None)
         self._reading.discard(fetch)
         if fetch in self._waiting:
             self._waiting.remove(fetch)
@@ -368,24 +368,26 @@ class StoreClient:
         try:
             data = encode(hash, self._namespace, payload)
         except Exception:
-            _logger.exception("a block cannot be encoded")
+            logger.exception("a block cannot be encoded")
             data = b""
-        self._note(lambda: self._put(hash, data, size))
+        self._post(lambda: self._put(hash, data, size))
 
     def _put(self, hash: bytes, data: bytes, size: int) -> None:
         """On the IO thread."""
-        number = next(self._numbers)
-        self._putting[number] = _Store(size, len(data), time.monotonic() + STORE_TIMEOUT_S)
+        number = next(self._tickets)
+        self._pending_puts[number] = _PendingPut(
+            size, len(data), time.monotonic() + STORE_TIMEOUT_S
+        )
         message = wire.Put(ticket=number, namespace=self._namespace, hash=hash)
         if not data or self._session != "ready" or not self._send(message, data):
-            self._end_store(number, stored=False)
+            self._finish_put(number, stored=False)
 
-    def _end_store(self, ticket: int, stored: bool) -> None:
-        store = self._putting.pop(ticket, None)
+    def _finish_put(self, ticket: int, stored: bool) -> None:
+        store = self._pending_puts.pop(ticket, None)
         if store is None:
             return
         with self._lock:
-            self._stores -= 1
+            self._num_stores -= 1
             self._store_bytes -= store.payload_bytes
             self._stats = replace(
                 self._stats,
@@ -394,12 +396,12 @@ class StoreClient:
                 written_bytes=self._stats.written_bytes + (store.file_bytes if stored else 0),
             )
 
-    def _log(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         with self._lock:
             if time.monotonic() < self._next_log:
                 return
-            self._next_log = time.monotonic() + _LOG_EVERY_S
-        _logger.warning("%s", what)
+            self._next_log = time.monotonic() + _WARNING_INTERVAL_S
+        logger.warning("%s", what)
 
 
 @dataclass(eq=False)
@@ -409,12 +411,12 @@ class _Fetch:
     ticket: int
     hashes: tuple[bytes, ...]
     deadline: float
-    number: int = 0
+    get_ticket: int = 0
     payloads: list[Payload] = field(default_factory=list)
     is_done: bool = False
 
 
-class _Part:
+class _FetchReply:
     """One answer's blocks, read in parallel. With ``more`` the answer may have been cut."""
 
     def __init__(self, fetch: _Fetch, size: int, more: bool) -> None:
@@ -427,7 +429,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Store:
+class _PendingPut:
     payload_bytes: int
     file_bytes: int
     deadline: float

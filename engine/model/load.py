@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.model import adapter
-from engine.model.context import context_length, number, served_context
+from engine.model.context import config_int, context_length, served_context
 from engine.model.demo import demo_model_path
-from engine.model.errors import ModelNotFound
+from engine.model.errors import ModelUnavailable
 from engine.model.fingerprint import digest
 from shared.wire import TOKENIZER_FILES
 
@@ -66,7 +66,7 @@ def resolve(model: str) -> Path:
     if path.exists():
         return _checked(path)
     if not HUB_ID.fullmatch(model) or model.startswith("."):
-        raise ModelNotFound(f"there is no model at {model}: no such directory")
+        raise ModelUnavailable(f"there is no model at {model}: no such directory")
     return _checked(_from_hub(model))
 
 
@@ -112,7 +112,7 @@ def load(
         SystemExit,
     ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelNotFound(f"the model in {path} cannot be loaded: {reason}") from error
+        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
     if adapter_path is not None:
         adapter.apply(model, adapter_path)
     if options.chat_template is not None:
@@ -127,7 +127,7 @@ def load(
         fingerprint=fingerprint(path),
         adapter="" if adapter_path is None else adapter.fingerprint(adapter_path),
         context_length=served_context(model, context_length(config), max_kv_size),
-        vocab_size=number(config, "vocab_size") or len(tokenizer.vocab),
+        vocab_size=config_int(config, "vocab_size") or len(tokenizer.vocab),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         tokenizer_files={name: path / name for name in TOKENIZER_FILES if (path / name).is_file()},
     )
@@ -140,9 +140,9 @@ def fingerprint(path: Path) -> str:
 
 def _checked(path: Path) -> Path:
     if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{path} is not a model directory: it has no config.json")
+        raise ModelUnavailable(f"{path} is not a model directory: it has no config.json")
     if not any(path.glob("model*.safetensors")):
-        raise ModelNotFound(f"{path} is not a model directory: it has no model*.safetensors")
+        raise ModelUnavailable(f"{path} is not a model directory: it has no model*.safetensors")
     return path
 
 
@@ -157,13 +157,13 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(_download(model))
     except GatedRepoError as error:
-        raise ModelNotFound(f"{model} is gated: ask for access and set HF_TOKEN") from error
+        raise ModelUnavailable(f"{model} is gated: ask for access and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
-        raise ModelNotFound(f"there is no model {model}, neither here nor on the hub") from error
+        raise ModelUnavailable(f"there is no model {model}, neither here nor on the hub") from error
     except LocalEntryNotFoundError as error:
-        raise ModelNotFound(
+        raise ModelUnavailable(
             f"{model} is not on this machine and the hub cannot be reached"
         ) from error
     except Exception as error:  # whatever the hub's HTTP client raises, which changes
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelNotFound(f"{model} could not be downloaded: {reason}") from error
+        raise ModelUnavailable(f"{model} could not be downloaded: {reason}") from error

@@ -9,45 +9,45 @@ import mlx.core as mx
 from engine.batch import device
 from engine.batch.dense import DenseBatch, GroupedDenseBatch, RowBatch
 from engine.batch.ragged import RaggedBatch
-from engine.cache.layout import Layout, UnsupportedLayout, probe
-from engine.cache.quantization import SMALLEST_GROUP, UNQUANTIZED, Precision
+from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
+from engine.cache.quantization import MIN_GROUP_SIZE, UNQUANTIZED, Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor, measured_token_bytes
-from engine.proving.proof import NotBatchable, prove, samples, short_samples
+from engine.proving.proof import NotBatchable, proof_references, prove, short_references
 
-FALLBACKS = (DenseBatch, GroupedDenseBatch, RowBatch)
+FALLBACK_BATCHES = (DenseBatch, GroupedDenseBatch, RowBatch)
 
-ONE_ROW = {
+ONE_ROW_MODEL_TYPES = {
     "minimax_m3_vl": "its sparse attention takes all rows to be as long as the longest",
 }
 """Model types that are wrong in batches in a way that a few dozen tokens do not show."""
 
 
-class Choice(NamedTuple):
+class ChosenExecutor(NamedTuple):
     """``reason`` says why it is not the fastest way of computing, or why prefixes are not
     reused, ``whole`` where and why keys and values are not quantized although they should be;
     both are empty where that is not so."""
 
     executor: Executor
     reason: str = ""
-    whole: str = ""
+    unquantized: str = ""
 
 
-def choose(
+def choose_executor(
     model: Any, vocab_size: int, block_size: int, precision: Precision = UNQUANTIZED
-) -> Choice:
+) -> ChosenExecutor:
     """Tries from the fastest way to the slowest; mlx-lm's own caches, one sequence at a
     time, are always right."""
     reasons: list[str] = []
     try:
-        layout = probe(model)
-        given = samples(model, layout, vocab_size)
+        layout = probe_layout(model)
+        given = proof_references(model, layout, vocab_size)
         classes: tuple[type[RaggedBatch], ...] = (
             *device.batch_classes(model, layout),
-            *FALLBACKS,
+            *FALLBACK_BATCHES,
         )
-        if (known := ONE_ROW.get(getattr(model, "model_type", ""))) is not None:
+        if (known := ONE_ROW_MODEL_TYPES.get(getattr(model, "model_type", ""))) is not None:
             reasons.append(known)
             classes = (RowBatch,)
         for batch_class in classes:
@@ -56,15 +56,17 @@ def choose(
             except NotBatchable as reason:
                 reasons.append(str(reason))
                 continue
-            kept, whole = _quantized(model, layout, batch_class, vocab_size, precision)
+            kept, unquantized = _quantized(model, layout, batch_class, vocab_size, precision)
             executor = BatchedExecutor(model, kept, block_size, batch_class)
-            return Choice(executor, "".join(reasons[:1]), whole)
+            return ChosenExecutor(executor, "".join(reasons[:1]), unquantized)
     except UnsupportedLayout as reason:
         reasons.append(str(reason))
     finally:
         mx.clear_cache()
-    whole = "" if precision.bits == 16 else "mlx-lm's own caches"
-    return Choice(SerialExecutor(model, measured_token_bytes(model)), reasons[0], whole)
+    unquantized = "" if precision.bits == 16 else "mlx-lm's own caches"
+    return ChosenExecutor(
+        SerialExecutor(model, measured_token_bytes(model)), reasons[0], unquantized
+    )
 
 
 def _quantized(
@@ -75,23 +77,23 @@ def _quantized(
     precision: Precision,
 ) -> tuple[Layout, str]:
     """``layout`` with ``precision``, as far as that is right; and where it is not, and why."""
-    kept = layout.quantized(precision, unpacked=device.unpacks())
-    if kept.kv_bits < 16:
+    quantized = layout.with_precision(precision, dequantized=device.slots_dequantized())
+    if quantized.kv_bits < 16:
         try:
-            prove(model, kept, batch_class, short_samples(model, kept, vocab_size))
+            prove(model, quantized, batch_class, short_references(model, quantized, vocab_size))
         except NotBatchable as reason:
             return layout, f"any layer: {reason}"
-    return kept, _whole(kept)
+    return quantized, _unquantized(quantized)
 
 
-def _whole(layout: Layout) -> str:
+def _unquantized(layout: Layout) -> str:
     """Which layers are not quantized, and why."""
-    if layout.precision.bits == 16 or not layout.whole_layers:
+    if layout.precision.bits == 16 or not layout.unquantized_layers:
         return ""
-    layers = [layout.layers[number] for number in layout.whole_layers]
+    layers = [layout.layers[number] for number in layout.unquantized_layers]
     dims = {dim for layer in layers for dim in (layer.key_dim, layer.value_dim)}
-    odd = sorted(dim for dim in dims if dim and layout.precision.of(dim) is None)
+    odd = sorted(dim for dim in dims if dim and layout.precision.for_dim(dim) is None)
     return (
-        f"{len(layers)} of {len(layout.layers)} layers: no group of {SMALLEST_GROUP} elements or "
+        f"{len(layers)} of {len(layout.layers)} layers: no group of {MIN_GROUP_SIZE} elements or "
         f"more divides heads of {' or '.join(map(str, odd))}"
     )

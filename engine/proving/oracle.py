@@ -17,11 +17,11 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, rounded
+from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, fake_quantize
 
 
 @dataclass(frozen=True)
-class Sample:
+class Reference:
     """A made-up sequence: a prompt of at least one token, and what follows it.
 
     ``expected`` holds, for each way in which mlx-lm computes them, the logits (steps,
@@ -30,31 +30,31 @@ class Sample:
     """
 
     prompt: tuple[int, ...]
-    follow: tuple[int, ...]
+    continuation: tuple[int, ...]
     expected: tuple[mx.array, ...]
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return self.prompt + self.follow
+        return self.prompt + self.continuation
 
     def token(self, step: int) -> int:
         """The input token of decode ``step``."""
-        return self.follow[step - 1] if step else self.prompt[-1]
+        return self.continuation[step - 1] if step else self.prompt[-1]
 
     def position(self, step: int) -> int:
         return len(self.prompt) - 1 + step
 
     @property
     def steps(self) -> int:
-        return len(self.follow) + 1
+        return len(self.continuation) + 1
 
     def difference(self, step: int, logits: mx.array) -> float:
         """Largest distance of ``logits`` from the nearest of the expected ones, in
         standard deviations of these."""
-        return min(distance(logits, way[step]) for way in self.expected)
+        return min(logits_distance(logits, way[step]) for way in self.expected)
 
 
-def distance(ours: mx.array, theirs: mx.array) -> float:
+def logits_distance(ours: mx.array, theirs: mx.array) -> float:
     """Largest difference of two rows of logits in standard deviations of ``theirs``.
     Some models set the logits of some tokens to minus infinity; so must we."""
     ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
@@ -66,15 +66,15 @@ def distance(ours: mx.array, theirs: mx.array) -> float:
     return float((mx.max(mx.abs(ours - theirs)) / spread).item())
 
 
-def sample(
+def make_reference(
     model: Any,
     length: int,
     steps: int,
     vocab_size: int,
     seed: int,
-    ways: int = 2,
+    num_ways: int = 2,
     precision: Precision = UNQUANTIZED,
-) -> Sample:
+) -> Reference:
     """A random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
 
     The prompt is computed in one pass, and with two ``ways`` also token by token; with none
@@ -83,13 +83,13 @@ def sample(
     choose = random.Random(seed)
     tokens = tuple(choose.randrange(vocab_size) for _ in range(length + steps - 1))
     expected = [
-        logits_with(model, make_cache(model, precision), tokens, length, at_once)
-        for at_once in (length, 1)[:ways]
+        compute_logits(model, make_rounding_cache(model, precision), tokens, length, at_once)
+        for at_once in (length, 1)[:num_ways]
     ]
-    return Sample(tokens[:length], tokens[length:], tuple(expected))
+    return Reference(tokens[:length], tokens[length:], tuple(expected))
 
 
-def make_cache(model: Any, precision: Precision) -> list[Any]:
+def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:
     """mlx-lm's own caches for ``model``, that round keys and values as slots do: before
     anybody attends to them."""
     caches: list[Any] = make_prompt_cache(model)
@@ -101,14 +101,14 @@ def make_cache(model: Any, precision: Precision) -> list[Any]:
 
 
 def _update(stock: Any, precision: Precision, *parts: mx.array) -> Any:
-    return stock(*(_rounded(part, precision.of(part.shape[-1])) for part in parts))
+    return stock(*(_fake_quantized(part, precision.for_dim(part.shape[-1])) for part in parts))
 
 
-def _rounded(part: mx.array, how: Quantization | None) -> mx.array:
-    return part if how is None else rounded(part, how)
+def _fake_quantized(part: mx.array, scheme: Quantization | None) -> mx.array:
+    return part if scheme is None else fake_quantize(part, scheme)
 
 
-def logits_with(
+def compute_logits(
     model: Any, cache: list[Any], tokens: tuple[int, ...], length: int, at_once: int
 ) -> mx.array:
     """(steps, vocab) after each of ``tokens`` from the last one of a prompt of ``length`` on,

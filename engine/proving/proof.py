@@ -15,7 +15,7 @@ import mlx.core as mx
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
 from engine.executor.batched import BatchedExecutor
-from engine.proving.oracle import Sample, sample
+from engine.proving.oracle import Reference, make_reference
 from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
 
 RELATIVE_TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}
@@ -36,26 +36,28 @@ class NotBatchable(Exception):
     """Batched logits differ from mlx-lm's, or batching raised; the message says how."""
 
 
-def samples(model: Any, layout: Layout, vocab_size: int) -> list[Sample]:
+def proof_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
     """What to prove with: the last one begins at once, in a slot that was used before."""
     windows = [layer.window for layer in layout.layers if layer.window]
     longest = min(min(windows, default=0), LONGEST_WINDOW) + 9
-    return _samples(model, layout, vocab_size, (longest, 5, 12, 1))
+    return _references(model, layout, vocab_size, (longest, 5, 12, 1))
 
 
-def short_samples(model: Any, layout: Layout, vocab_size: int) -> list[Sample]:
+def short_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
     """Less of the same."""
-    return _samples(model, layout, vocab_size, (9, 5))
+    return _references(model, layout, vocab_size, (9, 5))
 
 
-def _samples(model: Any, layout: Layout, vocab_size: int, lengths: tuple[int, ...]) -> list[Sample]:
+def _references(
+    model: Any, layout: Layout, vocab_size: int, lengths: tuple[int, ...]
+) -> list[Reference]:
     return [
-        sample(model, length, STEPS, vocab_size, seed, 1, layout.precision)
+        make_reference(model, length, STEPS, vocab_size, seed, 1, layout.precision)
         for seed, length in enumerate(lengths)
     ]
 
 
-def prove(model: Any, layout: Layout, batch: type[RaggedBatch], given: list[Sample]) -> None:
+def prove(model: Any, layout: Layout, batch: type[RaggedBatch], given: list[Reference]) -> None:
     """Raises `NotBatchable` unless ``model`` answers ``given`` in a ``batch`` as it does
     alone."""
     trial = Trial(BatchedExecutor(model, layout, BLOCK_SIZE, batch))
@@ -67,5 +69,5 @@ def prove(model: Any, layout: Layout, batch: type[RaggedBatch], given: list[Samp
         raise NotBatchable(f"{type(error).__name__}: {error}") from error
     tolerance = RELATIVE_TOLERANCE.get(given[0].expected[0].dtype, 1e-1)
     tolerance = QUANTIZED_TOLERANCE.get(layout.kv_bits, tolerance)
-    if not trial.worst <= tolerance:
-        raise NotBatchable(f"logits differ by {trial.worst:.3g} of their spread")
+    if not trial.max_difference <= tolerance:
+        raise NotBatchable(f"logits differ by {trial.max_difference:.3g} of their spread")

@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.cache.layout import Kv, Layout, Node, States
+from engine.cache.layout import KVNode, Layout, Node, StateNode
 from engine.cache.quantization import Quantization, Quantized, codes_of, dequantize, quantize
-from engine.cache.slabs import Kept
+from engine.cache.slabs import StoredKV
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Slot
-from engine.proving.oracle import Sample, distance, logits_with
+from engine.proving.oracle import Reference, compute_logits, logits_distance
 
 NOISE = 1e-4
 """By how much two ways of computing keys or values may differ, as a part of the largest."""
@@ -29,7 +29,7 @@ HALF_STEP = 0.5 * (1 + 2.0**-9)
 that much larger."""
 
 
-class NotARounding(Exception):
+class RoundingMismatch(Exception):
     """What a slot keeps does not stand for what mlx-lm computes; the message says where."""
 
 
@@ -40,17 +40,17 @@ class Replay:
         self._model = model
         self._executor = executor
 
-    def difference(self, slot: Slot, one: Sample, step: int, logits: mx.array) -> float:
+    def difference(self, slot: Slot, one: Reference, step: int, logits: mx.array) -> float:
         """Distance of ``logits``, which are those of decode ``step`` of ``one`` in ``slot``,
         from mlx-lm's, in standard deviations of these: from the nearer one of the two ways of
         computing a prompt that `oracle.sample` has. Raises `NotARounding`."""
         found: list[float] = []
-        wrong: NotARounding | None = None
-        stored = self._executor.stored(slot, one.position(step) + 1)
+        wrong: RoundingMismatch | None = None
+        stored = self._executor.read_slot(slot, one.position(step) + 1)
         for at_once in (len(one.prompt), 1):
             try:
-                found.append(distance(logits, self._logits(one, step, stored, at_once)))
-            except NotARounding as raised:
+                found.append(logits_distance(logits, self._logits(one, step, stored, at_once)))
+            except RoundingMismatch as raised:
                 wrong = raised
             if found and found[-1] <= NOISE:
                 break
@@ -58,65 +58,67 @@ class Replay:
             raise wrong
         return min(found)
 
-    def _logits(self, one: Sample, step: int, stored: Sequence[Kept], at_once: int) -> mx.array:
+    def _logits(
+        self, one: Reference, step: int, stored: Sequence[StoredKV], at_once: int
+    ) -> mx.array:
         """mlx-lm's (vocab,) after decode ``step``, over what is ``stored``."""
         layout = self._executor.layout
         caches = make_prompt_cache(self._model)
         for part, number in _kv_caches(caches, layout.tree):
-            part.update_and_fetch = _Update(part.update_and_fetch, layout, number, stored)
+            part.update_and_fetch = _CheckedUpdate(part.update_and_fetch, layout, number, stored)
         tokens = one.tokens[: one.position(step) + 1]
-        return logits_with(self._model, caches, tokens, len(one.prompt), at_once)[-1]
+        return compute_logits(self._model, caches, tokens, len(one.prompt), at_once)[-1]
 
 
 def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[Any, int]]:
     """mlx-lm's caches of keys and values, and the number of the layer of each."""
     for part, node in zip(caches, tree, strict=True):
-        if isinstance(node, Kv):
+        if isinstance(node, KVNode):
             yield part, node.layer
-        elif not isinstance(node, States):
+        elif not isinstance(node, StateNode):
             yield from _kv_caches(part.caches, node)
 
 
-class _Update:
+class _CheckedUpdate:
     """In the place of a cache's ``update_and_fetch``: checks what it is given, and has the
     cache keep what the slot has instead."""
 
-    def __init__(self, stock: Any, layout: Layout, layer: int, stored: Sequence[Kept]) -> None:
+    def __init__(self, stock: Any, layout: Layout, layer: int, stored: Sequence[StoredKV]) -> None:
         self._stock = stock
         self._layer = layer
         self._stored = stored[2 * layer : 2 * layer + 2]
-        self._how = [kind.quantization for kind in layout.arrays[2 * layer : 2 * layer + 2]]
+        self._schemes = [kind.quantization for kind in layout.arrays[2 * layer : 2 * layer + 2]]
         self._end = 0
 
     def __call__(self, *computed: mx.array) -> Any:
         start, self._end = self._end, self._end + computed[0].shape[2]
         kept = [_stretch(whole, start, self._end) for whole in self._stored]
-        for name, ours, theirs, how in zip(
-            ("keys", "values"), kept, computed, self._how, strict=True
+        for name, ours, theirs, scheme in zip(
+            ("keys", "values"), kept, computed, self._schemes, strict=True
         ):
-            if theirs.size and not _stands_for(ours, theirs, how):
-                raise NotARounding(
+            if theirs.size and not _is_rounding_of(ours, theirs, scheme):
+                raise RoundingMismatch(
                     f"layer {self._layer} keeps other {name} than mlx-lm computes, "
                     f"among those from position {start} on"
                 )
         return self._stock(*(part.array for part in kept))
 
 
-def _stretch(kept: Kept, start: int, end: int) -> Kept:
+def _stretch(kept: StoredKV, start: int, end: int) -> StoredKV:
     scales = None if kept.scales is None else kept.scales[..., start:end, :]
-    return Kept(kept.array[..., start:end, :], scales)
+    return StoredKV(kept.array[..., start:end, :], scales)
 
 
-def _stands_for(kept: Kept, computed: mx.array, how: Quantization | None) -> bool:
+def _is_rounding_of(kept: StoredKV, computed: mx.array, scheme: Quantization | None) -> bool:
     """Whether ``kept`` is ``computed`` (..., dim), rounded in the way of ``how``: values of codes,
     and no other values that are as near."""
     ours, wide = kept.array.astype(mx.float32), computed.astype(mx.float32)
     allowed = NOISE * mx.max(mx.abs(wide))
     of_codes = mx.array(True)
-    if how is not None and kept.scales is not None:
-        steps = mx.repeat(quantize(wide, how).scales[0], how.group_size, axis=-1)
+    if scheme is not None and kept.scales is not None:
+        steps = mx.repeat(quantize(wide, scheme).scales[0], scheme.group_size, axis=-1)
         allowed = allowed + HALF_STEP * steps.astype(mx.float32)
-        codes = codes_of(ours, kept.scales, how)
-        stood_for = dequantize(Quantized(codes, kept.scales), how).astype(kept.array.dtype)
+        codes = codes_of(ours, kept.scales, scheme)
+        stood_for = dequantize(Quantized(codes, kept.scales), scheme).astype(kept.array.dtype)
         of_codes = mx.array_equal(kept.array, stood_for)
     return bool((of_codes & mx.all(mx.abs(ours - wide) <= allowed)).item())

@@ -18,12 +18,12 @@ from engine.plan import (
     RestoreState,
     Save,
     SaveState,
-    Slab,
+    SlabSpec,
     Slot,
     StepResult,
 )
-from engine.proving.oracle import Sample
-from engine.proving.replay import NotARounding, Replay
+from engine.proving.oracle import Reference
+from engine.proving.replay import Replay, RoundingMismatch
 from shared.wire import Sampling
 
 BLOCK_SIZE = 16
@@ -43,51 +43,51 @@ class Trial:
         self._executor = executor
         self._replay = replay
         self._logits: dict[Slot, mx.array] = {}
-        executor.observer = self._observe
+        executor.logits_observer = self._observe
         self._step = 0
         self._stage = ""
-        self.worst = 0.0
-        self.where = ""
+        self.max_difference = 0.0
+        self.worst_stage = ""
 
-    def run_short(self, samples: Sequence[Sample]) -> None:
+    def run_short(self, references: Sequence[Reference]) -> None:
         """What shows whether rows disturb each other; for an executor that batches."""
-        self.run(slabs=(Slab(0, 4, CAPACITY),))
-        self.join_and_leave(samples, pace=1)
+        self.run(slabs=(SlabSpec(0, 4, CAPACITY),))
+        self.join_and_leave(references, pace=1)
 
-    def run_all(self, samples: Sequence[Sample]) -> None:
+    def run_all(self, references: Sequence[Reference]) -> None:
         """All that the executor can do. ``samples`` are five, the first one and the last
         one longer than two blocks."""
         if self._executor.max_sequences == 1:
-            self.one_by_one(samples)
+            self.one_by_one(references)
             return
-        self.run(slabs=(Slab(0, 4, CAPACITY), Slab(1, 1, CAPACITY)))
-        self.join_and_leave(samples)
+        self.run(slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
+        self.join_and_leave(references)
         if self._executor.prefix_cache:
-            self.rewind(samples)
-            self.reuse_a_prefix(samples)
-        self.move(samples)
+            self.rewind(references)
+            self.reuse_a_prefix(references)
+        self.move(references)
 
     # -- stages ----------------------------------------------------------------
 
-    def one_by_one(self, samples: Sequence[Sample]) -> None:
+    def one_by_one(self, references: Sequence[Reference]) -> None:
         """One sequence after the other, prefilled in two chunks."""
         self._stage = "one at a time"
-        for number, one in enumerate(samples):
+        for number, one in enumerate(references):
             slot = Slot(number, 0)
-            self.run(slabs=(Slab(number, 1, CAPACITY),), chunks=_chunks(slot, one)[:1])
+            self.run(slabs=(SlabSpec(number, 1, CAPACITY),), chunks=_chunks(slot, one)[:1])
             for chunk in _chunks(slot, one)[1:]:
                 self.run(chunks=(chunk,))
             for step in range(one.steps):
                 self.decode((slot, one, step))
 
-    def join_and_leave(self, samples: Sequence[Sample], pace: int = 2) -> None:
+    def join_and_leave(self, references: Sequence[Reference], pace: int = 2) -> None:
         """Every ``pace`` steps another one joins; each leaves when it is done. There are
         three slots, so that the later ones take over what the first ones left."""
         self._stage = "joining and leaving"
         free = [Slot(0, row) for row in (3, 0, 2)]
-        waiting = list(samples)
-        joining: dict[Slot, tuple[Sample, list[Chunk]]] = {}
-        running: dict[Slot, tuple[Sample, int]] = {}
+        waiting = list(references)
+        joining: dict[Slot, tuple[Reference, list[Chunk]]] = {}
+        running: dict[Slot, tuple[Reference, int]] = {}
         turn = 0
         while waiting or joining or running:
             if waiting and free and turn % pace == 0:
@@ -106,50 +106,50 @@ class Trial:
             for slot in [slot for slot, (_, left) in joining.items() if not left]:
                 running[slot] = (joining.pop(slot)[0], 0)
 
-    def rewind(self, samples: Sequence[Sample]) -> None:
+    def rewind(self, references: Sequence[Reference]) -> None:
         """One row goes back while another goes on."""
         self._stage = "rewinding"
-        back, other = (Slot(0, 2), samples[4]), (Slot(0, 0), samples[1])
+        back, other = (Slot(0, 2), references[4]), (Slot(0, 0), references[1])
         self.prefill(*back)
         self.prefill(*other)
         self.decode((*other, 0), (*back, 0), keep=(SaveState(back[0], back[1].position(1), 20),))
         for step in range(1, back[1].steps - 1):
             self.decode((*back, step), (*other, step))
-        if self._executor.row_bytes:
+        if self._executor.state_bytes:
             self.run(state_restores=(RestoreState(back[0], back[1].position(1), 20),))
         self.decode((*back, 1), (*other, back[1].steps - 1))
 
-    def reuse_a_prefix(self, samples: Sequence[Sample]) -> None:
+    def reuse_a_prefix(self, references: Sequence[Reference]) -> None:
         """Two blocks of the last sequence, by way of bytes, begin two other slots."""
         self._stage = "reusing a prefix"
-        one, source = samples[4], Slot(0, 2)
+        one, source = references[4], Slot(0, 2)
         end = 2 * BLOCK_SIZE
         saved = self.run(
             chunks=(Chunk(source, 0, one.prompt[:end]),),
             saves=(Save(source, 0, (1, 2)),) * self._executor.keeps_kv,
-            state_saves=(SaveState(source, end, 3),) * bool(self._executor.row_bytes),
+            state_saves=(SaveState(source, end, 3),) * bool(self._executor.state_bytes),
             exports=(1, 2, 3),
         )
         inserts = tuple(
-            Insert(number + 10, tuple(bytes(part) for part in parts), state=number == 3)
+            Insert(number + 10, tuple(bytes(part) for part in parts), is_snapshot=number == 3)
             for number, parts in saved.exported
         )
-        self.prefill(source, samples[0])
+        self.prefill(source, references[0])
         self.run(inserts=inserts)
         for number, target in enumerate((Slot(0, 1), Slot(0, 3))):
             self.run(
                 restores=(Restore(target, 0, (11, 12)),) * self._executor.keeps_kv,
-                state_restores=(RestoreState(target, end, 13),) * bool(self._executor.row_bytes),
+                state_restores=(RestoreState(target, end, 13),) * bool(self._executor.state_bytes),
             )
             self.run(chunks=(Chunk(target, end, one.prompt[end:-1]),))
             for step in range(one.steps):
-                beside = () if number else ((source, samples[0], step),)
+                beside = () if number else ((source, references[0], step),)
                 self.decode((target, one, step), *beside)
 
-    def move(self, samples: Sequence[Sample]) -> None:
+    def move(self, references: Sequence[Reference]) -> None:
         """A sequence goes on in another slab, together with one that stayed."""
         self._stage = "moving"
-        one, other = samples[0], samples[2]
+        one, other = references[0], references[2]
         self.prefill(Slot(0, 1), one)
         self.prefill(Slot(0, 3), other)
         self.decode((Slot(0, 1), one, 0), (Slot(0, 3), other, 0))
@@ -166,13 +166,13 @@ class Trial:
             raise StepFailed(result.failed[0][1])
         return result
 
-    def prefill(self, slot: Slot, one: Sample) -> None:
+    def prefill(self, slot: Slot, one: Reference) -> None:
         for chunk in _chunks(slot, one):
             self.run(chunks=(chunk,))
 
     def decode(
         self,
-        *decodes: tuple[Slot, Sample, int],
+        *decodes: tuple[Slot, Reference, int],
         chunks: tuple[Chunk, ...] = (),
         keep: tuple[SaveState, ...] = (),
     ) -> StepResult:
@@ -184,28 +184,28 @@ class Trial:
                 for slot, one, step in decodes
             ),
             chunks=chunks,
-            state_saves=keep if self._executor.row_bytes else (),
+            state_saves=keep if self._executor.state_bytes else (),
         )
         for slot, one, step in decodes:
             difference = self._difference(slot, one, step)
-            if not difference <= self.worst:
-                self.worst, self.where = difference, self._stage
+            if not difference <= self.max_difference:
+                self.max_difference, self.worst_stage = difference, self._stage
         return result
 
-    def _difference(self, slot: Slot, one: Sample, step: int) -> float:
+    def _difference(self, slot: Slot, one: Reference, step: int) -> float:
         logits = self._logits.pop(slot)
         if self._replay is None:
             return one.difference(step, logits)
         try:
             return self._replay.difference(slot, one, step, logits)
-        except NotARounding as wrong:
-            raise NotARounding(f"{self._stage}: {wrong}") from wrong
+        except RoundingMismatch as wrong:
+            raise RoundingMismatch(f"{self._stage}: {wrong}") from wrong
 
     def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
         self._logits = {decode.slot: row for decode, row in zip(decodes, logits, strict=True)}
 
 
-def _chunks(slot: Slot, one: Sample) -> tuple[Chunk, ...]:
+def _chunks(slot: Slot, one: Reference) -> tuple[Chunk, ...]:
     """The prompt but its last token, in two pieces where there are tokens for two."""
     tokens = one.prompt[:-1]
     middle = len(tokens) * 2 // 5

@@ -13,7 +13,7 @@ from engine.batch import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.model.load import LoadedModel
-from engine.proving.choose import choose
+from engine.proving.choose import choose_executor
 from engine.replica import memory
 from engine.scheduler import Scheduler, SchedulerConfig
 from shared.hashing import namespace
@@ -21,7 +21,7 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-CLAIMED_BYTES = 256 * 1024 * 1024
+PREFAULT_BYTES = 256 * 1024 * 1024
 """Of memory for KV, from the start: as much as a first long prompt takes of a small model."""
 
 
@@ -39,49 +39,49 @@ class Replica:
     capabilities: tuple[str, ...]
 
 
-def build(loaded: LoadedModel, settings: Settings) -> Replica:
+def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
     """Proves the model batchable, sizes the memory, and puts executor and scheduler together."""
-    device.adapt(loaded.model)
+    device.tune(loaded.model)
     precision = Precision(settings.kv_bits, settings.kv_group_size)
-    executor, reason, whole = choose(
+    executor, reason, unquantized = choose_executor(
         loaded.model, loaded.vocab_size, settings.block_size, precision
     )
     if reason:
         logger.warning(
             "requests are computed %s, %s prefix reuse, since this model allows no more: %s",
-            executor.how,
+            executor.batching,
             "with" if executor.prefix_cache else "without",
             reason,
         )
-    if whole:
-        logger.warning("the KV cache is not quantized in %s", whole)
+    if unquantized:
+        logger.warning("the KV cache is not quantized in %s", unquantized)
     block_bytes = executor.block_token_bytes * settings.block_size
     slot_block_bytes = executor.slot_token_bytes * settings.block_size
     weights = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     limit = executor.max_sequences
     slots = limit or settings.completion_batch_size
-    states_bytes = slots * executor.row_bytes
+    slot_states_bytes = slots * executor.state_bytes
     tables_bytes = memory.table_bytes(slots, loaded.context_length)
-    others_bytes = weights + states_bytes + tables_bytes
-    kept_states = settings.sequence_cache_size if executor.row_bytes else 0
+    others_bytes = weights + slot_states_bytes + tables_bytes
+    max_snapshots = settings.sequence_cache_size if executor.state_bytes else 0
     if executor.keeps_kv:
         num_blocks = settings.num_blocks or memory.default_num_blocks(
             block_bytes, others_bytes, settings.engines
         )
         kv_bytes = max(num_blocks * block_bytes, slot_block_bytes)
-        limit_bytes = kv_bytes + states_bytes
+        limit_bytes = kv_bytes + slot_states_bytes
     else:  # state stays as large as it is at any length
         if settings.num_blocks:
             logger.warning("--num-blocks has no effect: this model keeps nothing for each token")
         num_blocks = slots * -(-loaded.context_length // settings.block_size)
         kept_bytes = memory.room_bytes(others_bytes, settings.engines)
-        kept_states = min(kept_states, kept_bytes // executor.row_bytes)
+        max_snapshots = min(max_snapshots, kept_bytes // executor.state_bytes)
         kv_bytes = num_blocks * block_bytes
-        limit_bytes = kv_bytes + states_bytes + kept_states * executor.row_bytes
+        limit_bytes = kv_bytes + slot_states_bytes + max_snapshots * executor.state_bytes
     memory.set_limits(settings.engines)
     gc.collect()  # what the proof left
     if device.uses_host():
-        allocation.claim(min(limit_bytes, CLAIMED_BYTES))
+        allocation.prefault(min(limit_bytes, PREFAULT_BYTES))
     sessions = min(limit or settings.max_batch_size, kv_bytes // slot_block_bytes)
     if executor.keeps_kv:
         logger.info(
@@ -93,14 +93,14 @@ def build(loaded: LoadedModel, settings: Settings) -> Replica:
             sessions,
             min(kv_bytes // executor.slot_token_bytes // sessions, loaded.context_length),
         )
-    if executor.row_bytes:
+    if executor.state_bytes:
         logger.info(
             "recurrent state: %.2f MB for each of %d sequences, and for up to %d that are kept",
-            executor.row_bytes / 1e6,
+            executor.state_bytes / 1e6,
             slots,
-            kept_states,
+            max_snapshots,
         )
-    prefix_cache = executor.prefix_cache and (kept_states > 0 or not executor.row_bytes)
+    prefix_cache = executor.prefix_cache and (max_snapshots > 0 or not executor.state_bytes)
     root = namespace(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
@@ -112,9 +112,9 @@ def build(loaded: LoadedModel, settings: Settings) -> Replica:
         block_size=settings.block_size,
         block_bytes=block_bytes,
         slot_block_bytes=slot_block_bytes,
-        row_bytes=executor.row_bytes,
-        state_bytes=executor.row_bytes,
-        kept_states=kept_states,
+        row_bytes=executor.state_bytes,
+        state_bytes=executor.state_bytes,
+        max_snapshots=max_snapshots,
         keeps_kv=executor.keeps_kv,
         limit_bytes=limit_bytes,
         context_length=loaded.context_length,
@@ -124,7 +124,7 @@ def build(loaded: LoadedModel, settings: Settings) -> Replica:
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         namespace=root,
         prefix_cache=prefix_cache,
-        store=settings.kvstore_socket is not None and not settings.no_ssd,
+        store_enabled=settings.kvstore_socket is not None and not settings.no_ssd,
         store_policy=settings.ssd_policy,
         look_ahead=executor.look_ahead,
         vocab_size=loaded.vocab_size,
@@ -135,7 +135,7 @@ def build(loaded: LoadedModel, settings: Settings) -> Replica:
         executor=executor,
         scheduler=Scheduler(config),
         namespace=root,
-        num_blocks=num_blocks if executor.keeps_kv else slots + kept_states,
+        num_blocks=num_blocks if executor.keeps_kv else slots + max_snapshots,
         uses_store=config.uses_store,
         capabilities=capabilities,
     )

@@ -25,21 +25,21 @@ class Filter(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     xtc_threshold: float | None = None
-    spared: tuple[int, ...] = ()
+    exempt_ids: tuple[int, ...] = ()
     top_k: int = 0
 
     @property
-    def cuts(self) -> bool:
+    def has_floor(self) -> bool:
         """Whether it has a floor that does not depend on how many tokens are above it."""
         return 0 < self.top_p < 1 or self.min_p > 0
 
     @property
-    def passes(self) -> bool:
-        return not (self.cuts or self.xtc_threshold is not None or self.top_k > 0)
+    def keeps_all(self) -> bool:
+        return not (self.has_floor or self.xtc_threshold is not None or self.top_k > 0)
 
 
 @numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
-def kept(xp: Any, logits: Any, filters: Sequence[Filter]) -> Any:
+def filter_mask(xp: Any, logits: Any, filters: Sequence[Filter]) -> Any:
     """Which tokens stay, bool, of ``logits`` (rows, vocab), float32, arrays of ``xp``; of
     numpy one row at a time."""
     best = xp.max(logits, axis=-1, keepdims=True)
@@ -58,9 +58,9 @@ def kept(xp: Any, logits: Any, filters: Sequence[Filter]) -> Any:
     stays = logits >= floor
     if ceiling is not None:
         stays = stays & (logits <= ceiling)
-        for row in (row for row in excluding if filters[row].spared):
-            spared = xp.array(filters[row].spared, dtype=xp.int32)
-            stays[row, spared] = logits[row, spared] >= floor[row]
+        for row in (row for row in excluding if filters[row].exempt_ids):
+            exempt_ids = xp.array(filters[row].exempt_ids, dtype=xp.int32)
+            stays[row, exempt_ids] = logits[row, exempt_ids] >= floor[row]
     return stays
 
 
@@ -80,7 +80,7 @@ def _xtc_ceiling(
     thresholds = [math.inf if f.xtc_threshold is None else f.xtc_threshold for f in filters]
     mass = xp.where(ranked >= floor, mass, 0.0)
     left = xp.sum(mass, axis=-1, keepdims=True)
-    total = xp.where(_column(xp, [f.cuts for f in filters]), left, total)
+    total = xp.where(_column(xp, [f.has_floor for f in filters]), left, total)
     over = mass > _column(xp, thresholds) * total
     count = over.sum(axis=-1, keepdims=True)
     last = xp.take_along_axis(ranked, xp.maximum(count, 1) - 1, axis=-1)
@@ -93,18 +93,18 @@ def _top_k_floor(
     """The k-th most likely of the tokens that are left."""
     top_k = _column(xp, [f.top_k for f in filters])
     index = top_k - 1
-    spared = None
+    exempt = None
     if ceiling is not None:
         index = index + (ranked > ceiling).sum(axis=-1, keepdims=True)
-        width = max(len(f.spared) for f in filters)
+        width = max(len(f.exempt_ids) for f in filters)
         if width:
-            spared, count = _spared_above(xp, logits, floor, ceiling, filters, width)
+            exempt, count = _spared_above(xp, logits, floor, ceiling, filters, width)
             index = index - count
     last = ranked.shape[-1] - 1
     kth = xp.take_along_axis(ranked, xp.clip(index, 0, last), axis=-1)
-    if spared is not None:
+    if exempt is not None:
         # Tokens that XTC spares may fill all of the k places by themselves.
-        among = xp.take_along_axis(spared, xp.clip(top_k - 1, 0, width - 1), axis=-1)
+        among = xp.take_along_axis(exempt, xp.clip(top_k - 1, 0, width - 1), axis=-1)
         kth = xp.where(count >= top_k, among, kth)
     return xp.where(top_k > 0, kth, -math.inf)
 
@@ -114,8 +114,8 @@ def _spared_above(
 ) -> tuple[Any, Any]:
     """Logits of the tokens that stay though they are over the ceiling, largest first,
     (rows, width), and how many there are (rows, 1)."""
-    ids = xp.array([[*f.spared, *[0] * (width - len(f.spared))] for f in filters])
-    real = xp.array([[i < len(f.spared) for i in range(width)] for f in filters])
+    ids = xp.array([[*f.exempt_ids, *[0] * (width - len(f.exempt_ids))] for f in filters])
+    real = xp.array([[i < len(f.exempt_ids) for i in range(width)] for f in filters])
     found = xp.take_along_axis(logits, ids, axis=-1)
     above = real & (found > ceiling) & (found >= floor)
     ordered = -xp.sort(-xp.where(above, found, -math.inf), axis=-1)
@@ -138,7 +138,7 @@ def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: A
 
 _SLACK = 1e-3
 """Of a logit: what rounding may do to a cut."""
-_LIKELY = 2e-5
+_LIKELY_PROBABILITY = 2e-5
 """Tokens over this probability mostly hold what top-p wants, and are few."""
 
 
@@ -146,10 +146,10 @@ def _candidates(row: Any, f: Filter, best: float, total: float) -> Any:
     """The logits of ``row`` out of which the floor and the ceiling come. ``total`` is its
     mass, where the ``best`` one's is 1."""
     count = len(row)
-    if f.cuts:
+    if f.has_floor:
         cut = best + math.log(f.min_p) - _SLACK if f.min_p > 0 else -math.inf
         if 0 < f.top_p < 1:
-            likely = row[row >= max(cut, best + math.log(_LIKELY * total))]
+            likely = row[row >= max(cut, best + math.log(_LIKELY_PROBABILITY * total))]
             if numpy.exp(likely - best).sum() > (f.top_p + _SLACK) * total:
                 return likely
             # Tokens below this have less mass than top-p leaves out, all of them together.

@@ -12,7 +12,7 @@ MIN_ROWS = 8
 MIN_CAPACITY = 512
 
 
-class History:
+class TokenHistory:
     """A row for each slot whose sampling looks back: the token at position p at index p.
 
     The first decode in a slot brings what is there so far; every decode adds its own
@@ -52,10 +52,10 @@ class History:
             self._drop([target])
             self._rows[target] = self._rows.pop(source)
 
-    def forget(self, slabs: Iterable[int]) -> None:
+    def free_slabs(self, slabs: Iterable[int]) -> None:
         """Drops what belongs to slots of freed ``slabs``."""
         gone = set(slabs)
-        self._drop([slot for slot in self._rows if slot.slab in gone])
+        self._drop([slot for slot in self._rows if slot.slab_id in gone])
 
     def _drop(self, slots: Iterable[Slot]) -> None:
         self._free += [self._rows.pop(slot) for slot in slots if slot in self._rows]

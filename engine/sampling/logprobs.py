@@ -14,7 +14,7 @@ from shared.wire import TokenLogprobs
 _BLOCK = 64
 
 
-class Scores:
+class PendingLogprobs:
     """Log-probabilities that the device may still be computing.
 
     ``arrays`` are what there is to evaluate. ``counts`` says how many alternatives each
@@ -42,24 +42,24 @@ class Scores:
 
 
 @numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
-def score(logits: mx.array, chosen: Any, counts: Sequence[int]) -> Scores:
+def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> PendingLogprobs:
     """Of the softmax of ``logits`` (rows, vocab), as the model gave them: the
     log-probability of the tokens ``chosen`` (rows,), and of each row's ``counts``
     most likely ones."""
-    xp = arrays.library()
-    x = arrays.given(xp, logits.astype(mx.float32))
+    xp = arrays.array_namespace()
+    x = arrays.asarray(xp, logits.astype(mx.float32))
     best = xp.max(x, axis=-1, keepdims=True)
     total = best + xp.log(xp.sum(xp.exp(x - best), axis=-1, keepdims=True))
     own = xp.take_along_axis(x, xp.array(chosen)[:, None], axis=-1)
     ids = _largest(xp, x, min(max(counts), x.shape[-1]))
     top = xp.take_along_axis(x, ids, axis=-1)
-    return Scores((own - total)[:, 0], ids, top - total, counts)
+    return PendingLogprobs((own - total)[:, 0], ids, top - total, counts)
 
 
-def score_followers(logits: mx.array, followers: Sequence[int], count: int) -> Scores:
+def target_logprobs(logits: mx.array, target_ids: Sequence[int], count: int) -> PendingLogprobs:
     """Of the tokens that came after the first positions of ``logits`` (positions, vocab)."""
-    positions = len(followers)
-    return score(logits[:positions], mx.array(followers), [count] * positions)
+    positions = len(target_ids)
+    return gather_logprobs(logits[:positions], mx.array(target_ids), [count] * positions)
 
 
 def _largest(xp: Any, x: Any, count: int) -> Any:

@@ -20,16 +20,16 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.backend import arrays
-from engine.grammar.compiled import GrammarError, raise_error_of
-from engine.grammar.library import Library
-from engine.grammar.matcher import Matcher
+from engine.grammar.cache import GrammarCache
+from engine.grammar.compiled import GrammarError, raise_if_error
+from engine.grammar.matcher import GrammarMatcher
 from engine.plan import Decode, Slot
 
 MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
-class Masks:
+class TokenMasks:
     """What may be chosen in ``rows`` of a batch: ``bits`` (rows, words), int32, one for each
     token from the lowest of the first word on. ``allowed`` (rows, vocab) is the same as
     bools where the host applies it. ``failed`` rows have no mask but a reason.
@@ -58,30 +58,30 @@ class Masks:
         return logits
 
 
-class Masking:
+class GrammarMasker:
     """The matchers of the slots whose sequences are bound by a grammar. Slots are moved and
     slabs freed here as they are in the executor. ``vocab_size`` is the width of the logits.
     """
 
-    def __init__(self, library: Library, vocab_size: int) -> None:
-        self._library = library
+    def __init__(self, grammars: GrammarCache, vocab_size: int) -> None:
+        self._grammars = grammars
         self._vocab_size = vocab_size
-        self._words = -(-library.vocab_size // 32)
-        self._matchers: dict[Slot, Matcher] = {}
+        self._words = -(-grammars.vocab_size // 32)
+        self._matchers: dict[Slot, GrammarMatcher] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
 
     def start(
         self, decodes: Sequence[Decode], inputs: Sequence[int | None]
-    ) -> Future[Masks] | None:
+    ) -> Future[TokenMasks] | None:
         """Begins with the masks for what comes after the tokens ``inputs``, one for each of
         ``decodes``; None where no row is bound. Called in the order of the steps."""
-        bound = [
-            _Bound(row, decode, inputs[row], self._matcher(decode))
+        constrained = [
+            _ConstrainedRow(row, decode, inputs[row], self._matcher_for(decode))
             for row, decode in enumerate(decodes)
             if decode.constrained
         ]
-        return self._thread.submit(self._compute, bound) if bound else None
+        return self._thread.submit(self._compute, constrained) if constrained else None
 
     def reset(self) -> None:
         self._matchers.clear()
@@ -91,69 +91,69 @@ class Masking:
         if source in self._matchers:
             self._matchers[target] = self._matchers.pop(source)
 
-    def forget(self, slabs: Iterable[int]) -> None:
+    def free_slabs(self, slabs: Iterable[int]) -> None:
         """Drops what belongs to slots of freed ``slabs``."""
         gone = set(slabs)
-        for slot in [slot for slot in self._matchers if slot.slab in gone]:
+        for slot in [slot for slot in self._matchers if slot.slab_id in gone]:
             del self._matchers[slot]
 
-    def _matcher(self, decode: Decode) -> Matcher | None:
+    def _matcher_for(self, decode: Decode) -> GrammarMatcher | None:
         """None where there is none, and none can be made."""
         if decode.grammar is not None:
             self._matchers.pop(decode.slot, None)
             with suppress(GrammarError):
-                grammar = self._library.get(decode.grammar)
-                self._matchers[decode.slot] = Matcher(grammar, decode.grammar.after)
+                grammar = self._grammars.get(decode.grammar)
+                self._matchers[decode.slot] = GrammarMatcher(grammar, decode.grammar.after)
         return self._matchers.get(decode.slot)
 
     # -- the thread ------------------------------------------------------------
 
-    def _compute(self, bound: Sequence[_Bound]) -> Masks:
-        bits = numpy.full((len(bound), self._words), -1, numpy.int32)
+    def _compute(self, constrained: Sequence[_ConstrainedRow]) -> TokenMasks:
+        bits = numpy.full((len(constrained), self._words), -1, numpy.int32)
         failed: dict[int, str] = {}
         awake: list[tuple[LLMatcher, int]] = []
-        for place, each in enumerate(bound):
+        for place, each in enumerate(constrained):
             try:
-                inner = each.follow()
+                inner = each.advance()
             except GrammarError as error:
                 failed[place] = str(error)
                 continue
             if inner is not None:
                 awake.append((inner, place))
             else:
-                _clear(bits[place], self._library.eos_token_ids)
+                _clear(bits[place], self._grammars.eos_token_ids)
         if awake:
             fill_next_token_bitmask_par(self._executor, awake, bits)
         for inner, place in awake:
             try:
-                raise_error_of(inner)
+                raise_if_error(inner)
             except GrammarError as error:
                 failed[place] = str(error)
-        for place, each in enumerate(bound):
+        for place, each in enumerate(constrained):
             before = bits[place].copy()
             _clear(bits[place], each.decode.forbidden)
             if not bits[place].any():  # what the grammar wants has to come
                 bits[place] = before
-        places = [place for place in range(len(bound)) if place not in failed]
+        places = [place for place in range(len(constrained)) if place not in failed]
         bits = bits[places]
-        on_host = arrays.library() is numpy
-        return Masks(
-            rows=[bound[place].row for place in places],
+        on_host = arrays.array_namespace() is numpy
+        return TokenMasks(
+            rows=[constrained[place].row for place in places],
             bits=bits,
             allowed=_allowed(numpy, bits, self._vocab_size) if on_host else None,
-            failed=[(bound[place].row, why) for place, why in failed.items()],
+            failed=[(constrained[place].row, why) for place, why in failed.items()],
         )
 
 
-class _Bound(NamedTuple):
+class _ConstrainedRow(NamedTuple):
     """A row that a grammar binds, and its input token."""
 
     row: int
     decode: Decode
     token: int | None
-    matcher: Matcher | None
+    matcher: GrammarMatcher | None
 
-    def follow(self) -> LLMatcher | None:
+    def advance(self) -> LLMatcher | None:
         """Brings the matcher up to the input token. None while it sleeps. Raises `GrammarError`."""
         matcher, known = self.matcher, self.decode.output_index
         if matcher is None or self.token is None:
@@ -162,9 +162,9 @@ class _Bound(NamedTuple):
             tokens = (*(self.decode.history or ()), self.token)
             matcher.advance(tokens[len(tokens) - known :])
         else:
-            matcher.rollback(max(0, matcher.outputs - (known - 1)))
+            matcher.rollback(max(0, matcher.num_outputs - (known - 1)))
             matcher.advance([self.token])
-        if matcher.outputs != known:
+        if matcher.num_outputs != known:
             raise GrammarError("the executor has lost some of the answer")
         return matcher.inner
 

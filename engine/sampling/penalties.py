@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from engine.plan import Decode
-from engine.sampling.history import History
+from engine.sampling.history import TokenHistory
 
 
-def adjust(logits: mx.array, decodes: Sequence[Decode], history: History) -> mx.array:
+def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHistory) -> mx.array:
     """``logits`` (rows, vocab) as each row's controls want them; the same array where
     none does. ``history`` has each row's input token already."""
     vocab = logits.shape[-1]
@@ -56,7 +56,7 @@ def adjust(logits: mx.array, decodes: Sequence[Decode], history: History) -> mx.
 
 
 def _repetition(
-    logits: mx.array, rows: Sequence[int], decodes: Sequence[Decode], history: History
+    logits: mx.array, rows: Sequence[int], decodes: Sequence[Decode], history: TokenHistory
 ) -> mx.array:
     counts = [
         min(decode.sampling.repetition_context_size, length) or length
@@ -74,7 +74,7 @@ def _repetition(
 
 
 def _outputs(
-    logits: mx.array, rows: Sequence[int], decodes: Sequence[Decode], history: History
+    logits: mx.array, rows: Sequence[int], decodes: Sequence[Decode], history: TokenHistory
 ) -> mx.array:
     tokens, there = history.recent(decodes, [decode.output_index for decode in decodes])
     at = mx.array(rows)[:, None]

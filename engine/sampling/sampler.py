@@ -17,14 +17,14 @@ import mlx.core as mx
 import numpy
 
 from engine.backend import arrays
-from engine.backend.threads import in_parallel, threads
+from engine.backend.threads import in_parallel, num_threads
 from engine.plan import Decode, Slot
 from engine.sampling import noise
-from engine.sampling.filters import Filter, kept
-from engine.sampling.history import History
-from engine.sampling.logprobs import Scores, score
-from engine.sampling.masks import Masking, Masks
-from engine.sampling.penalties import adjust
+from engine.sampling.filters import Filter, filter_mask
+from engine.sampling.history import TokenHistory
+from engine.sampling.logprobs import PendingLogprobs, gather_logprobs
+from engine.sampling.masks import GrammarMasker, TokenMasks
+from engine.sampling.penalties import process_logits
 
 MIN_TEMPERATURE = 1e-6
 """Below this a logit divided by it may not be a number."""
@@ -32,20 +32,20 @@ WORTH_THREADS = 65_536
 """Logits of rows that are drawn from, from which on threads pay."""
 
 
-class Sampled(NamedTuple):
+class SamplerOutput(NamedTuple):
     """``tokens`` (rows,), int32. ``scores`` has a row for each of ``scored``, the rows
     that asked for log-probabilities. The tokens of ``failed`` rows mean nothing: their
     grammars gave no mask, for the reason there."""
 
     tokens: mx.array
-    scores: Scores | None = None
-    scored: tuple[int, ...] = ()
+    logprobs: PendingLogprobs | None = None
+    logprob_rows: tuple[int, ...] = ()
     failed: Sequence[tuple[int, str]] = ()
 
     @property
     def arrays(self) -> list[mx.array]:
         """What there is to evaluate."""
-        return [self.tokens, *(self.scores.arrays if self.scores else ())]
+        return [self.tokens, *(self.logprobs.arrays if self.logprobs else ())]
 
 
 class Sampler:
@@ -53,64 +53,64 @@ class Sampler:
     moved and slabs freed here as they are in the executor."""
 
     def __init__(self) -> None:
-        self._history = History()
-        self.masking: Masking | None = None
+        self._history = TokenHistory()
+        self.masker: GrammarMasker | None = None
         """None where no sequence is bound by a grammar."""
 
     def start_masks(
         self, decodes: Sequence[Decode], inputs: Sequence[int | None]
-    ) -> Future[Masks] | None:
+    ) -> Future[TokenMasks] | None:
         """Begins with the masks of rows that a grammar binds, for what comes after ``inputs``."""
-        return None if self.masking is None else self.masking.start(decodes, inputs)
+        return None if self.masker is None else self.masker.start(decodes, inputs)
 
     def sample(
         self,
         logits: mx.array,
         decodes: Sequence[Decode],
         inputs: mx.array,
-        masks: Future[Masks] | None = None,
-    ) -> Sampled:
+        masks: Future[TokenMasks] | None = None,
+    ) -> SamplerOutput:
         """One token for each of ``decodes``, from its row of ``logits`` (rows, vocab), which
         the model gave for the tokens ``inputs`` (rows,)."""
         self._history.record(decodes, inputs)
-        adjusted = adjust(logits, decodes, self._history)
+        adjusted = process_logits(logits, decodes, self._history)
         failed: list[tuple[int, str]] = []
         if masks is not None:
             found = masks.result()
             adjusted, failed = found.apply(adjusted), found.failed
-        tokens = choose(adjusted, decodes)
-        scored = tuple(row for row, d in enumerate(decodes) if d.logprobs is not None)
-        if not scored:
-            return Sampled(tokens, failed=failed)
-        if len(scored) < len(decodes):
-            rows = mx.array(scored)
+        tokens = sample_tokens(adjusted, decodes)
+        logprob_rows = tuple(row for row, d in enumerate(decodes) if d.logprobs is not None)
+        if not logprob_rows:
+            return SamplerOutput(tokens, failed=failed)
+        if len(logprob_rows) < len(decodes):
+            rows = mx.array(logprob_rows)
             logits, chosen = logits[rows], tokens[rows]
         else:
             chosen = tokens
-        counts = [decodes[row].logprobs or 0 for row in scored]
-        return Sampled(tokens, score(logits, chosen, counts), scored, failed)
+        counts = [decodes[row].logprobs or 0 for row in logprob_rows]
+        return SamplerOutput(tokens, gather_logprobs(logits, chosen, counts), logprob_rows, failed)
 
     def reset(self) -> None:
         """Forgets all slots."""
-        self._history = History()
-        if self.masking is not None:
-            self.masking.reset()
+        self._history = TokenHistory()
+        if self.masker is not None:
+            self.masker.reset()
 
     def move(self, source: Slot, target: Slot) -> None:
         self._history.move(source, target)
-        if self.masking is not None:
-            self.masking.move(source, target)
+        if self.masker is not None:
+            self.masker.move(source, target)
 
-    def forget(self, slabs: Sequence[int]) -> None:
-        self._history.forget(slabs)
-        if self.masking is not None:
-            self.masking.forget(slabs)
+    def free_slabs(self, slabs: Sequence[int]) -> None:
+        self._history.free_slabs(slabs)
+        if self.masker is not None:
+            self.masker.free_slabs(slabs)
 
 
-def choose(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
+def sample_tokens(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
     """The tokens (rows,), int32, that ``logits`` (rows, vocab) and each row's noise give."""
-    if arrays.library() is numpy:
-        return mx.array(_choose_by_rows(numpy.asarray(logits.astype(mx.float32)), decodes))
+    if arrays.array_namespace() is numpy:
+        return mx.array(_sample_by_rows(numpy.asarray(logits.astype(mx.float32)), decodes))
     tokens = mx.argmax(logits, axis=-1)
     drawn = [row for row, decode in enumerate(decodes) if decode.sampling.temperature > 0]
     if drawn:
@@ -120,7 +120,7 @@ def choose(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
     return tokens.astype(mx.int32)
 
 
-def _choose_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
+def _sample_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
     """The same of NumPy's arrays, a row at a time, so that what is computed with stays in the
     processor's cache."""
     tokens = numpy.zeros(len(decodes), numpy.int32)
@@ -134,7 +134,7 @@ def _choose_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
                 tokens[row] = alone.argmax()
 
     drawn = sum(decode.sampling.temperature > 0 for decode in decodes)
-    step = threads() if drawn * logits.shape[-1] >= WORTH_THREADS else 1
+    step = num_threads() if drawn * logits.shape[-1] >= WORTH_THREADS else 1
     in_parallel([partial(share, first) for first in range(step)])
     return tokens
 
@@ -144,8 +144,8 @@ def _draw(xp: Any, logits: Any, decodes: Sequence[Decode]) -> Any:
     """Samples every row; all have a temperature above 0."""
     filters = [_filter(decode, logits.shape[-1]) for decode in decodes]
     tokens = xp.arange(logits.shape[-1])[None]
-    if not all(f.passes for f in filters):
-        stays = kept(xp, logits, filters)
+    if not all(f.keeps_all for f in filters):
+        stays = filter_mask(xp, logits, filters)
         if xp is mx:
             logits = mx.where(stays, logits, -math.inf)
         elif stays.any():  # the row's tokens that are left: mostly a few
@@ -169,6 +169,6 @@ def _filter(decode: Decode, vocab_size: int) -> Filter:
         top_p=s.top_p,
         min_p=min(s.min_p, 1.0),
         xtc_threshold=s.xtc_threshold if excludes else None,
-        spared=tuple(sorted({t for t in s.xtc_special_ids if 0 <= t < vocab_size})),
+        exempt_ids=tuple(sorted({t for t in s.xtc_special_ids if 0 <= t < vocab_size})),
         top_k=s.top_k if s.top_k < vocab_size else 0,
     )

@@ -8,7 +8,7 @@ STREAMING_TARGET_S = 0.4
 """What chunks may add to a step while others wait for their next token."""
 ALONE_TARGET_S = 0.75
 """The same when nobody does: how long somebody who joins now would wait at most."""
-_FORGETTING = 1.02
+_DECODE_MIN_GROWTH = 1.02
 """By how much the shortest decode is forgotten with each step."""
 MAX_TOKENS = 512
 MIN_TOKENS = 64
@@ -26,15 +26,15 @@ class ChunkPolicy:
     at first.
     """
 
-    _FADING = 0.9
-    _SLOPE_OF_BASE = 1 / 600
+    _DECAY = 0.9
+    _INITIAL_SLOPE = 1 / 600
     _TRUSTED_SPREAD_TOKENS = 100.0
 
     def __init__(self, block_size: int, fixed_tokens: int | None = None) -> None:
         self._block_size = block_size
         self._fixed_tokens = fixed_tokens
         self._base_s = 3e-3
-        self._slope_s = self._base_s * self._SLOPE_OF_BASE
+        self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
         self.pass_s = 0.0
         # Weighted sums over chunks: of 1, position, position^2, cost, cost * position.
@@ -60,7 +60,7 @@ class ChunkPolicy:
         if not chunks:
             if decode_rows:
                 self._decode_s += 0.2 * (elapsed_s - self._decode_s)
-                self.pass_s = min(elapsed_s, self.pass_s * _FORGETTING or elapsed_s)
+                self.pass_s = min(elapsed_s, self.pass_s * _DECODE_MIN_GROWTH or elapsed_s)
             return
         known_s = self.pass_s + (self._decode_s if decode_rows else 0.0)
         spent_s = elapsed_s - min(known_s, 0.9 * elapsed_s)
@@ -68,13 +68,13 @@ class ChunkPolicy:
         tokens = width * len(chunks)
         position = sum(start + width / 2 for start, _ in chunks) / len(chunks)
         seen = (tokens, tokens * position, tokens * position**2, spent_s, spent_s * position)
-        self._sums = [self._FADING * old + new for old, new in zip(self._sums, seen, strict=True)]
+        self._sums = [self._DECAY * old + new for old, new in zip(self._sums, seen, strict=True)]
         self._fit()
 
     def _fit(self) -> None:
         weight, *sums = self._sums
         position, square, cost_s, product = (value / weight for value in sums)
-        assumed_s = cost_s * self._SLOPE_OF_BASE / (1 + position * self._SLOPE_OF_BASE)
+        assumed_s = cost_s * self._INITIAL_SLOPE / (1 + position * self._INITIAL_SLOPE)
         trust = self._TRUSTED_SPREAD_TOKENS**2
         covariance, variance = product - cost_s * position, square - position**2
         self._slope_s = max(0.0, (covariance + trust * assumed_s) / (variance + trust))
@@ -91,7 +91,7 @@ class ChunkBudget:
         self._spare_s = self._seconds / 2
         self._tokens = tokens
         self._block_size = block_size
-        self._least = -(-min(MIN_TOKENS, tokens) // block_size) * block_size
+        self._min_tokens = -(-min(MIN_TOKENS, tokens) // block_size) * block_size
         self._width = 0
         self._longest = 0
 
@@ -100,18 +100,18 @@ class ChunkBudget:
         size) are computed now: all, or up to the end of a block, so that it can be
         published. The first one always gets something."""
         if not self._width:
-            tokens = self._fitting(start, min(remaining, max(self._tokens, self._least)))
-            tokens = self._ending_well(tokens, remaining)
+            tokens = self._fit_to_time(start, min(remaining, max(self._tokens, self._min_tokens)))
+            tokens = self._end_at_block(tokens, remaining)
             self._width = max(tokens, MIN_TOKENS)
             self._longest = tokens
             self._seconds -= self._policy.predict_s(start, tokens)
         else:
-            tokens = self._fitting(start, min(remaining, self._tokens))
+            tokens = self._fit_to_time(start, min(remaining, self._tokens))
             if tokens > 2 * self._width:
                 return 0
-            tokens = self._ending_well(min(tokens, self._width), remaining)
+            tokens = self._end_at_block(min(tokens, self._width), remaining)
             padded_s = self._policy.predict_s(start, max(tokens, self._longest))
-            too_short = tokens < min(self._least, remaining)
+            too_short = tokens < min(self._min_tokens, remaining)
             if too_short or self._width - tokens > max(tokens, MIN_TOKENS):
                 return 0
             # Another pass for the little that is left of a prompt costs more than it spares.
@@ -122,14 +122,14 @@ class ChunkBudget:
         self._tokens -= tokens
         return tokens
 
-    def _fitting(self, start: int, tokens: int) -> int:
+    def _fit_to_time(self, start: int, tokens: int) -> int:
         """As many of ``tokens`` as there is time for, but not less than is worth a chunk. All
         where little would be left: another pass over the weights costs more."""
         if self._policy.predict_s(start, tokens) <= self._seconds + self._spare_s / 2:
             return tokens
-        while tokens > self._least and self._policy.predict_s(start, tokens) > self._seconds:
-            tokens = max(self._least, tokens - max(self._block_size, tokens // 8))
+        while tokens > self._min_tokens and self._policy.predict_s(start, tokens) > self._seconds:
+            tokens = max(self._min_tokens, tokens - max(self._block_size, tokens // 8))
         return tokens
 
-    def _ending_well(self, tokens: int, remaining: int) -> int:
+    def _end_at_block(self, tokens: int, remaining: int) -> int:
         return tokens if tokens == remaining else tokens - tokens % self._block_size

@@ -38,14 +38,14 @@ class SchedulerConfig:
     row_bytes: int = 0
     prefill_chunk_tokens: int | None = None
     prefix_cache: bool = True
-    store: bool = False
+    store_enabled: bool = False
     store_policy: StorePolicy = "evict_only"
     look_ahead: bool = True
     vocab_size: int = 2**31
     eos_token_ids: tuple[int, ...] = ()
     max_sequences: int = 4096
     state_bytes: int = 0
-    kept_states: int = 0
+    max_snapshots: int = 0
     keeps_kv: bool = True
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
-        if self.longest_blocks < 1:
+        if self.max_sequence_blocks < 1:
             raise ValueError(f"limit_bytes {self.limit_bytes} is less than one row of one block")
 
     @property
@@ -72,7 +72,7 @@ class SchedulerConfig:
         return (self.limit_bytes - self.row_bytes) // self.block_bytes
 
     @property
-    def longest_blocks(self) -> int:
+    def max_sequence_blocks(self) -> int:
         """The length, in blocks, of a sequence that has all memory for its slot."""
         return (self.limit_bytes - self.row_bytes) // self.slot_block_bytes
 
@@ -94,9 +94,9 @@ class SchedulerConfig:
     @property
     def uses_store(self) -> bool:
         """Blocks without the state that belongs to them would be of no use."""
-        return self.store and self.prefix_cache and not self.state_bytes
+        return self.store_enabled and self.prefix_cache and not self.state_bytes
 
-    def bytes_of(self, rows: int, capacity: int) -> int:
+    def slab_bytes(self, rows: int, capacity: int) -> int:
         """The bytes of ``rows`` rows of ``capacity`` tokens (a multiple of the block size)."""
         return rows * (capacity // self.block_size * self.slot_block_bytes + self.row_bytes)
 
@@ -105,10 +105,10 @@ class SchedulerConfig:
         four times the one before, the last one the context or the memory, whichever is
         less. Little memory starts smaller, so that several sequences share it. Where tokens
         take no memory there is one."""
-        largest = min(-(-self.context_length // self.block_size), self.longest_blocks)
+        largest = min(-(-self.context_length // self.block_size), self.max_sequence_blocks)
         if not self.keeps_kv:
             return (largest * self.block_size,)
-        capacity = max(1, min(512 // self.block_size, self.longest_blocks // 8))
+        capacity = max(1, min(512 // self.block_size, self.max_sequence_blocks // 8))
         blocks = []
         while capacity < largest:
             blocks.append(capacity)

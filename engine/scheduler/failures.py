@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.scheduler.draft import Step
+from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
-from engine.scheduler.pool import Block
+from engine.scheduler.plan_builder import InFlightStep
 from engine.scheduler.sequence import Sequence
 
 
-def take_back(
-    failed: set[Sequence], step: Step, later: Step | None, memory: Memory
+def discard_failed_saves(
+    failed: set[Sequence], step: InFlightStep, later: InFlightStep | None, memory: Memory
 ) -> set[Sequence]:
     """Takes the blocks that ``failed`` sequences were to save in ``step`` out of the pool.
 
@@ -30,5 +30,5 @@ def take_back(
     for seq in later.discarded:
         for block in later.saved.pop(seq, ()):
             if memory.withdraw(block):
-                later.condemned.append((seq, block))
+                later.invalid_blocks.append((seq, block))
     return innocent - failed

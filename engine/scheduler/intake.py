@@ -17,7 +17,7 @@ class Refusal(Exception):
         self.param = param
 
 
-def take_in(
+def make_sequence(
     request: wire.Submit,
     config: SchedulerConfig,
     *,
@@ -52,15 +52,15 @@ def take_in(
     seq = Sequence(
         request=request,
         arrival=arrival,
-        parent=salted(config.namespace, request.cache_salt),
+        parent_hash=salted(config.namespace, request.cache_salt),
         block_size=config.block_size,
-        tokens=[*request.token_ids, *request.generated],
+        token_ids=[*request.token_ids, *request.generated],
         max_tokens=max_tokens,
         submitted_s=now_s,
         grammar=grammar,
     )
     if config.prefix_cache:
-        seq.extend_hashes()
+        seq.update_block_hashes()
     return seq
 
 

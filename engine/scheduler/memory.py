@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from itertools import count
 
-from engine.plan import Evict, Slab, Slot
+from engine.plan import Evict, SlabSpec, Slot
+from engine.scheduler.block_pool import Block, BlockPool
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.pool import Block, BlockPool
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.slots import SlotTable
-from engine.scheduler.snapshots import SnapshotPool
+from engine.scheduler.slot_table import SlotTable
+from engine.scheduler.snapshot_pool import SnapshotPool
 
 SLAB_TOKENS = 4096
 """About how many tokens all rows of a slab hold together."""
-SLAB_SHARE = 1 / 8
+MAX_SLAB_SHARE = 1 / 8
 """As much of the memory they hold at most, where there is more than one."""
 
 
@@ -48,15 +48,15 @@ class Memory:
         self._evicting_exports = config.uses_store and config.store_policy == "evict_only"
         self.ledger = Ledger(config.limit_bytes)
         clock = count()
-        self.pool = BlockPool(clock)
-        self.snapshots = SnapshotPool(config.kept_states, clock)
+        self.blocks = BlockPool(clock)
+        self.snapshots = SnapshotPool(config.max_snapshots, clock)
         self.slots = SlotTable()
-        self.fetched: dict[Sequence, int] = {}
+        self.fetch_reservations: dict[Sequence, int] = {}
         self.withdrawn_bytes = 0
         self.evictions: list[Evict] = []
         self.exported: dict[int, bytes] = {}
         self.freed_slabs: list[int] = []
-        self.new_slabs: list[Slab] = []
+        self.new_slabs: list[SlabSpec] = []
 
     @property
     def smallest_capacity(self) -> int:
@@ -70,13 +70,15 @@ class Memory:
     def unevictable_bytes(self) -> int:
         """What running sequences hold: rows in use, and blocks in flight. The free rows of their
         slabs are room for others."""
-        rows = sum(self._config.bytes_of(count, capacity) for count, capacity in self.slots.used())
-        blocks = len(self.pool) - self.pool.evictable
-        states = len(self.snapshots) - self.snapshots.evictable
+        rows = sum(
+            self._config.slab_bytes(count, capacity) for count, capacity in self.slots.used()
+        )
+        blocks = len(self.blocks) - self.blocks.num_evictable
+        states = len(self.snapshots) - self.snapshots.num_evictable
         pinned_bytes = blocks * self._config.block_bytes + states * self._config.state_bytes
         return rows + pinned_bytes + self.withdrawn_bytes
 
-    def acquire(self, tokens: int) -> tuple[Slot, int] | None:
+    def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
         """A slot for at least ``tokens`` tokens and its capacity; None when there is no
         room now. A larger one than needed is taken only where it is free and a fitting
         one is not to be had."""
@@ -92,7 +94,7 @@ class Memory:
                 return slot, capacity
         return None
 
-    def set_aside(self, seq: Sequence, blocks: int) -> int:
+    def reserve_fetch(self, seq: Sequence, blocks: int) -> int:
         """Takes memory for up to so many blocks of ``seq`` that are to come from the kvstore, and
         returns for how many. It stays reserved until `add_fetched_block` has used it or
         `give_back` was called; but whoever finds no room otherwise may have it, and ``seq``
@@ -102,21 +104,21 @@ class Memory:
         if blocks:
             self._make_room(blocks * self._config.block_bytes)
             self.ledger.reserve(blocks * self._config.block_bytes)
-            self.fetched[seq] = blocks
+            self.fetch_reservations[seq] = blocks
         return blocks
 
-    def give_back(self, seq: Sequence, but: int = 0) -> int:
+    def release_fetch(self, seq: Sequence, keep: int = 0) -> int:
         """Ends what `set_aside` took for ``seq``, ``but`` so many blocks; how many it has left."""
-        had = self.fetched.pop(seq, 0)
-        left = min(had, but)
+        had = self.fetch_reservations.pop(seq, 0)
+        left = min(had, keep)
         self.ledger.release((had - left) * self._config.block_bytes)
         if left:
-            self.fetched[seq] = left
+            self.fetch_reservations[seq] = left
         return left
 
     def add_fetched_block(self, block_hash: bytes, seq: Sequence) -> Block | None:
         """The same as `add_block` for one that came for ``seq``, in the room set aside for it."""
-        self.give_back(seq, but=self.fetched.get(seq, 0) - 1)
+        self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - 1)
         return self.add_block(block_hash, stored=True)
 
     def add_block(self, block_hash: bytes, *, stored: bool = False) -> Block | None:
@@ -124,7 +126,7 @@ class Memory:
         if not self._make_room(self._config.block_bytes):
             return None
         self.ledger.reserve(self._config.block_bytes)
-        return self.pool.add(block_hash, stored=stored)
+        return self.blocks.add(block_hash, stored=stored)
 
     def add_snapshot(self, block_hash: bytes | None) -> Block | None:
         """A new pinned snapshot, or None when there is no room for it. Without a hash it is
@@ -132,7 +134,7 @@ class Memory:
         if self.withdrawn_bytes:  # some of them may be snapshots that are there as yet
             return None
         if self.snapshots.full:
-            if not self.snapshots.evictable:
+            if not self.snapshots.num_evictable:
                 return None
             self._evict_oldest(self.snapshots)
         if not self._make_room(self._config.state_bytes):
@@ -152,7 +154,7 @@ class Memory:
         self._pool_of(block).unpin(block)
 
     def bytes_of(self, block: Block) -> int:
-        return self._config.state_bytes if block.state else self._config.block_bytes
+        return self._config.state_bytes if block.is_snapshot else self._config.block_bytes
 
     def withdraw(self, block: Block) -> bool:
         """Nobody may find ``block`` any more; its bytes are settled later. False where it
@@ -173,12 +175,12 @@ class Memory:
 
     def clear(self) -> None:
         """Everything that was held is gone, in the executor too."""
-        self.pool.clear()
+        self.blocks.clear()
         self.snapshots.clear()
         self.slots.clear()
-        for seq in self.fetched:
-            seq.payloads.clear()
-        self.fetched.clear()
+        for seq in self.fetch_reservations:
+            seq.fetched_payloads.clear()
+        self.fetch_reservations.clear()
         self.withdrawn_bytes = 0
         self.ledger.used_bytes = 0
         self.forget_changes()
@@ -186,7 +188,7 @@ class Memory:
     def lower_limit(self, limit_bytes: float) -> None:
         """Lets new things be taken only within ``limit_bytes``; a sequence that is alone
         always has enough."""
-        alone_bytes = self._config.bytes_of(1, self.largest_capacity)
+        alone_bytes = self._config.slab_bytes(1, self.largest_capacity)
         lowered = min(self.ledger.limit_bytes, int(limit_bytes))
         self.ledger.limit_bytes = max(alone_bytes, lowered)
 
@@ -194,12 +196,12 @@ class Memory:
         """The hashes of the prefixes that others may start from, as far as a router needs to
         know: where state is needed, blocks are of no use without it."""
         if self._config.reuses_states:
-            return self.snapshots.published()
-        return [block.hash for block in self.pool]
+            return self.snapshots.published_hashes()
+        return [block.hash for block in self.blocks]
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """What came to `findable_hashes` since the last call, and what went."""
-        blocks, states = self.pool.take_changes(), self.snapshots.take_changes()
+        blocks, states = self.blocks.take_changes(), self.snapshots.take_changes()
         return states if self._config.reuses_states else blocks
 
     def forget_changes(self) -> None:
@@ -210,12 +212,12 @@ class Memory:
         self.new_slabs.clear()
 
     def _add_slab(self, capacity: int) -> bool:
-        memory_tokens = self._config.longest_blocks * self._config.block_size
-        tokens = min(SLAB_TOKENS, int(memory_tokens * SLAB_SHARE))
+        memory_tokens = self._config.max_sequence_blocks * self._config.block_size
+        tokens = min(SLAB_TOKENS, int(memory_tokens * MAX_SLAB_SHARE))
         rows = min(max(1, tokens // capacity), self._config.completion_batch_size)
-        while rows > 1 and not self._affordable(self._config.bytes_of(rows, capacity)):
+        while rows > 1 and not self._affordable(self._config.slab_bytes(rows, capacity)):
             rows //= 2
-        size_bytes = self._config.bytes_of(rows, capacity)
+        size_bytes = self._config.slab_bytes(rows, capacity)
         if not self._make_room(size_bytes):
             return False
         self.ledger.reserve(size_bytes)
@@ -233,39 +235,41 @@ class Memory:
         would not be enough."""
         if self.ledger.shortfall(size_bytes) > self._reclaimable_bytes():
             return False
-        while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty()):
-            slab = self.slots.pop_empty()
-            self.ledger.release(self._config.bytes_of(slab.rows, slab.capacity))
-            self.freed_slabs.append(slab.slab)
+        while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty_slabs()):
+            slab = self.slots.pop_empty_slab()
+            self.ledger.release(self._config.slab_bytes(slab.rows, slab.capacity))
+            self.freed_slabs.append(slab.slab_id)
         while self.ledger.shortfall(size_bytes) > 0 and self._cached_bytes():
-            blocks_first = self.pool.oldest_use < self.snapshots.oldest_use
-            self._evict_oldest(self.pool if blocks_first else self.snapshots)
+            blocks_first = self.blocks.oldest_use < self.snapshots.oldest_use
+            self._evict_oldest(self.blocks if blocks_first else self.snapshots)
         while self.ledger.shortfall(size_bytes) > 0:
-            last = max(self.fetched, key=lambda seq: seq.order)
-            last.payloads.clear()
-            self.give_back(last)
+            last = max(self.fetch_reservations, key=lambda seq: seq.order)
+            last.fetched_payloads.clear()
+            self.release_fetch(last)
         return True
 
     def _evict_oldest(self, pool: BlockPool) -> None:
         block = pool.pop_oldest()
-        export = self._evicting_exports and not block.stored and not block.state
+        export = self._evicting_exports and not block.stored and not block.is_snapshot
         if export:
             self.exported[block.id] = block.hash
         self.evictions.append(Evict(block.id, export))
         self.ledger.release(self.bytes_of(block))
 
     def _pool_of(self, block: Block) -> BlockPool:
-        return self.snapshots if block.state else self.pool
+        return self.snapshots if block.is_snapshot else self.blocks
 
     def _reclaimable_bytes(self) -> int:
-        return self._empty_bytes() + self._cached_bytes() + self._fetched_bytes()
+        return self._empty_bytes() + self._cached_bytes() + self._fetch_reserved_bytes()
 
-    def _fetched_bytes(self) -> int:
-        return sum(self.fetched.values()) * self._config.block_bytes
+    def _fetch_reserved_bytes(self) -> int:
+        return sum(self.fetch_reservations.values()) * self._config.block_bytes
 
     def _cached_bytes(self) -> int:
-        blocks_bytes = self.pool.evictable * self._config.block_bytes
-        return blocks_bytes + self.snapshots.evictable * self._config.state_bytes
+        blocks_bytes = self.blocks.num_evictable * self._config.block_bytes
+        return blocks_bytes + self.snapshots.num_evictable * self._config.state_bytes
 
     def _empty_bytes(self) -> int:
-        return sum(self._config.bytes_of(slab.rows, slab.capacity) for slab in self.slots.empty())
+        return sum(
+            self._config.slab_bytes(slab.rows, slab.capacity) for slab in self.slots.empty_slabs()
+        )

@@ -22,13 +22,13 @@ class Outputs:
     fetches: list[tuple[int, list[bytes]]] = field(default_factory=list)
     stores: list[tuple[bytes, tuple[bytes | memoryview, ...]]] = field(default_factory=list)
     touches: list[bytes] = field(default_factory=list)
-    cached: list[bytes] = field(default_factory=list)
-    uncached: list[bytes] = field(default_factory=list)
+    cache_added: list[bytes] = field(default_factory=list)
+    cache_removed: list[bytes] = field(default_factory=list)
 
-    def tell(
+    def add_delta(
         self,
         seq: Sequence,
-        new: list[int],
+        token_ids: list[int],
         now_s: float,
         *,
         logprob: wire.TokenLogprobs | None = None,
@@ -42,26 +42,28 @@ class Outputs:
         The first one with outputs and the last one have the usage: a router that cuts a
         text short never sees the last.
         """
-        first = bool(new) and seq.outputs == len(seq.request.generated) + len(new)
+        first = bool(token_ids) and seq.num_output_tokens == len(seq.request.generated) + len(
+            token_ids
+        )
         self.deltas.append(
             wire.Delta(
                 request_id=seq.request.request_id,
                 attempt=seq.request.attempt,
-                index=seq.outputs - len(new),
-                token_ids=new,
+                index=seq.num_output_tokens - len(token_ids),
+                token_ids=token_ids,
                 logprobs=None if logprob is None else [logprob],
                 prompt_logprobs=prompt_logprobs,
                 finish=finish,
-                stop_token=seq.tokens[-1] if finish == "stop" else None,
+                stop_token=seq.token_ids[-1] if finish == "stop" else None,
                 error=error,
                 usage=seq.usage(now_s) if finish or first else None,
             )
         )
 
-    def take(self, cached: list[bytes], uncached: list[bytes]) -> Outputs:
+    def take(self, added: list[bytes], removed: list[bytes]) -> Outputs:
         """Everything so far, with these cache events; nothing is left here."""
         taken = Outputs(
-            self.messages, self.deltas, self.fetches, self.stores, self.touches, cached, uncached
+            self.messages, self.deltas, self.fetches, self.stores, self.touches, added, removed
         )
         self.messages, self.deltas, self.fetches, self.stores, self.touches = [], [], [], [], []
         return taken

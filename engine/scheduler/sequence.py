@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from engine.plan import Slot
-from engine.scheduler.pool import Block
+from engine.scheduler.block_pool import Block
 from shared import wire
 from shared.hashing import block_hash
 
 Payload = tuple[bytes | memoryview, ...]
 
-OVERTAKING = 256
-MOST_PRIORITY = 16
+ARRIVALS_PER_PRIORITY = 256
+MAX_PRIORITY = 16
 """Priorities beyond, up or down, count as this."""
 
 
-class State(Enum):
+class Status(Enum):
     WAITING = auto()
     """New; holds nothing."""
     LOADING = auto()
@@ -35,7 +35,7 @@ class State(Enum):
     """Nobody waits for it. Its slot, if any, is freed by the next plan."""
 
 
-HOLDING = (State.PREFILLING, State.READY, State.DECODING, State.ENDING)
+HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -58,35 +58,35 @@ class Sequence:
 
     request: wire.Submit
     arrival: int
-    parent: bytes
+    parent_hash: bytes
     block_size: int
-    tokens: list[int]
+    token_ids: list[int]
     max_tokens: int
     submitted_s: float
     grammar: object = None
 
-    state: State = State.WAITING
+    status: Status = Status.WAITING
     slot: Slot | None = None
     capacity: int = 0
-    computed: int = 0
-    target: int = 0
-    pending: int = 0
-    saved: int = 0
-    scored: int = 0
-    recorded: bool = False
-    reached: int = 0
+    num_computed_tokens: int = 0
+    prefill_end: int = 0
+    num_inflight_outputs: int = 0
+    num_saved_blocks: int = 0
+    num_prompt_logprobs: int = 0
+    history_sent: bool = False
+    max_computed_tokens: int = 0
     stalled: bool = False
     failures: int = 0
-    asked: bool = False
-    first_asked: int = 0
-    payloads: dict[int, Payload] = field(default_factory=dict)
-    hashes: list[bytes] = field(default_factory=list)
-    kept: int = 0
-    marks: tuple[int, ...] = ()
-    trail: Block | None = None
-    trail_position: int = 0
-    cached_ram: int = 0
-    cached_ssd: int = 0
+    fetch_requested: bool = False
+    fetch_first_block: int = 0
+    fetched_payloads: dict[int, Payload] = field(default_factory=dict)
+    block_hashes: list[bytes] = field(default_factory=list)
+    last_snapshot_position: int = 0
+    snapshot_positions: tuple[int, ...] = ()
+    trailing_snapshot: Block | None = None
+    trailing_position: int = 0
+    cached_ram_tokens: int = 0
+    cached_ssd_tokens: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -94,91 +94,97 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Who goes first, unique: who came earlier, where each step of priority counts as
         if `OVERTAKING` arrivals earlier. So no more than that overtake anybody for each step."""
-        priority = max(-MOST_PRIORITY, min(self.request.priority, MOST_PRIORITY))
-        return (self.arrival - OVERTAKING * priority, self.arrival)
+        priority = max(-MAX_PRIORITY, min(self.request.priority, MAX_PRIORITY))
+        return (self.arrival - ARRIVALS_PER_PRIORITY * priority, self.arrival)
 
     @property
-    def prompt_length(self) -> int:
+    def num_prompt_tokens(self) -> int:
         return len(self.request.token_ids)
 
     @property
-    def outputs(self) -> int:
+    def num_output_tokens(self) -> int:
         """How many outputs are known, those of earlier attempts included."""
-        return len(self.tokens) - self.prompt_length
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         """How many positions it may ever compute: its last output is never an input."""
-        return self.prompt_length + self.max_tokens - 1
+        return self.num_prompt_tokens + self.max_tokens - 1
 
     @property
-    def exhausted(self) -> bool:
+    def all_outputs_planned(self) -> bool:
         """Whether its last allowed output is planned already."""
-        return self.computed >= self.positions
+        return self.num_computed_tokens >= self.max_positions
 
     @property
-    def scoring(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether it still computes positions of its prompt for their log-probabilities."""
         wanted = self.request.prompt_logprobs is not None
-        return wanted and self.scored < self.prompt_length - 1
+        return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
-    def restorable(self) -> int:
+    def num_restorable_tokens(self) -> int:
         """How many leading positions may come from blocks instead of being computed."""
-        return self.scored if self.scoring else len(self.tokens) - 1
+        return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.token_ids) - 1
 
     @property
-    def publishable(self) -> int:
+    def num_savable_blocks(self) -> int:
         """How many full blocks have both their KV in the slot and their tokens known."""
-        return min(self.computed, len(self.tokens)) // self.block_size
+        return min(self.num_computed_tokens, len(self.token_ids)) // self.block_size
 
     @property
-    def holder(self) -> Slot:
+    def held_slot(self) -> Slot:
         """The slot of a sequence that must have one."""
         if self.slot is None:
-            raise RuntimeError(f"{self.request.request_id} holds no slot ({self.state.name})")
+            raise RuntimeError(f"{self.request.request_id} holds no slot ({self.status.name})")
         return self.slot
 
     def begin(self, slot: Slot, capacity: int, now_s: float) -> None:
         """Starts (again) from nothing in ``slot``."""
         self.slot, self.capacity = slot, capacity
-        self.computed = self.saved = self.kept = 0
-        self.target = len(self.tokens) - 1
-        self.stalled = self.recorded = False
+        self.num_computed_tokens = self.num_saved_blocks = self.last_snapshot_position = 0
+        self.prefill_end = len(self.token_ids) - 1
+        self.stalled = self.history_sent = False
         if self.admitted_s is None:
             self.admitted_s = now_s
 
     def reset(self) -> None:
         """Forgets slot and KV; everything that was sampled stays."""
-        self.slot, self.capacity, self.computed, self.saved = None, 0, 0, 0
-        self.asked = self.stalled = False
-        self.payloads.clear()
+        self.slot, self.capacity, self.num_computed_tokens, self.num_saved_blocks = None, 0, 0, 0
+        self.fetch_requested = self.stalled = False
+        self.fetched_payloads.clear()
 
-    def extend_hashes(self) -> None:
+    def update_block_hashes(self) -> None:
         """Brings ``hashes`` up to the full blocks of the known tokens."""
-        while (len(self.hashes) + 1) * self.block_size <= len(self.tokens):
-            start = len(self.hashes) * self.block_size
-            self.parent = block_hash(self.parent, self.tokens[start : start + self.block_size])
-            self.hashes.append(self.parent)
+        while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
+            start = len(self.block_hashes) * self.block_size
+            self.parent_hash = block_hash(
+                self.parent_hash, self.token_ids[start : start + self.block_size]
+            )
+            self.block_hashes.append(self.parent_hash)
 
-    def reuse(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
+    def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
         """Counts tokens that were restored from ``computed`` on, as far as they are of the
         prompt and this sequence never had them before. Returns what was counted."""
-        end = self.computed + ram_tokens + ssd_tokens
-        fresh = max(0, min(end, self.prompt_length) - max(self.computed, self.reached))
+        end = self.num_computed_tokens + ram_tokens + ssd_tokens
+        fresh = max(
+            0,
+            min(end, self.num_prompt_tokens)
+            - max(self.num_computed_tokens, self.max_computed_tokens),
+        )
         ssd = min(ssd_tokens, fresh)
-        self.cached_ssd += ssd
-        self.cached_ram += fresh - ssd
+        self.cached_ssd_tokens += ssd
+        self.cached_ram_tokens += fresh - ssd
         return fresh - ssd, ssd
 
     def usage(self, now_s: float) -> wire.Usage:
         admitted = now_s if self.admitted_s is None else self.admitted_s
         first = now_s if self.first_token_s is None else self.first_token_s
         return wire.Usage(
-            prompt_tokens=self.prompt_length,
-            completion_tokens=self.outputs,
-            cached_ram_tokens=self.cached_ram,
-            cached_ssd_tokens=self.cached_ssd,
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            cached_ram_tokens=self.cached_ram_tokens,
+            cached_ssd_tokens=self.cached_ssd_tokens,
             queue_s=admitted - self.submitted_s,
             prefill_s=first - admitted,
             decode_s=now_s - first,

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from engine.zoo.build import architectures
-from engine.zoo.examine import Finding
-from engine.zoo.farm import TIME_LIMIT_S, findings
+from engine.zoo.examine import ArchitectureReport
+from engine.zoo.farm import TIME_LIMIT_S, examine_all
 from engine.zoo.table import page, summary
 
 
@@ -21,8 +21,8 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds for one")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    found: list[Finding] = []
-    for finding in findings(arguments.names or architectures(), arguments.time_limit):
+    found: list[ArchitectureReport] = []
+    for finding in examine_all(arguments.names or architectures(), arguments.time_limit):
         found.append(finding)
         print(_line(finding), flush=True)  # noqa: T201
     print(f"{summary(found)}; {time.perf_counter() - started:.0f} s")  # noqa: T201
@@ -32,10 +32,10 @@ def main() -> int:
     return int(any(finding.loads and not finding.right for finding in found))
 
 
-def _line(finding: Finding) -> str:
-    how = finding.how + (", prefix" if finding.prefix_cache else "")
+def _line(finding: ArchitectureReport) -> str:
+    how = finding.batching + (", prefix" if finding.prefix_cache else "")
     verdict = "right" if finding.right else "WRONG" if finding.loads else "does not load"
-    why = finding.error or "; ".join(filter(None, (finding.reason, finding.whole)))
+    why = finding.error or "; ".join(filter(None, (finding.reason, finding.unquantized)))
     return (
         f"{finding.name:22} {verdict:14} {how:19} {finding.difference:8.1e} "
         f"{finding.int8_difference:8.1e} "

@@ -30,12 +30,12 @@ def build(name: str, seed: int = 0) -> Any:
         return None
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config(name)))
-    model.update(tree_map(_shaken, model.parameters()))
+    model.update(tree_map(_perturbed, model.parameters()))
     mx.eval(model.parameters())
     return model
 
 
-def _shaken(weight: mx.array) -> mx.array:
+def _perturbed(weight: mx.array) -> mx.array:
     """Norms, biases, sinks and some routers start as ones and zeros, which hides mistakes."""
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight

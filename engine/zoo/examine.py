@@ -14,9 +14,9 @@ from engine.batch import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, Plan, Slab, Slot
-from engine.proving.choose import choose
-from engine.proving.oracle import sample
+from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.proving.choose import choose_executor
+from engine.proving.oracle import make_reference
 from engine.proving.replay import Replay
 from engine.proving.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
 from engine.zoo.build import build
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 """Of the spread of the logits; float32 rounds to about 1e-5 of it in these models."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
     """``error`` says why it could not be built or run, or what was wrong; ``difference``
     is the largest one from mlx-lm's logits, in standard deviations of these. ``how`` names
     the way in which sequences are computed together, and ``batched`` says whether in one
@@ -40,13 +40,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     loads: bool = False
     batched: bool = False
-    how: str = ""
+    batching: str = ""
     prefix_cache: bool = False
     reason: str = ""
     difference: float = 0.0
     int8: bool = False
     int8_difference: float = 0.0
-    whole: str = ""
+    unquantized: str = ""
     error: str = ""
     seconds: float = 0.0
 
@@ -55,7 +55,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return self.loads and not self.error
 
 
-def examine(name: str, built: Callable[[str], Any] = build) -> Finding | None:
+def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureReport | None:
     """Builds architecture ``name`` and tries it; None where mlx-lm's module is no model."""
     started = time.perf_counter()
     device.prepare()
@@ -64,63 +64,70 @@ def examine(name: str, built: Callable[[str], Any] = build) -> Finding | None:
         if model is None:
             return None
         vocab_size = config(name).get("vocab_size", VOCAB_SIZE)
-        samples = [sample(model, n, STEPS, VOCAB_SIZE, seed) for seed, n in enumerate(LENGTHS)]
+        references = [
+            make_reference(model, n, STEPS, VOCAB_SIZE, seed) for seed, n in enumerate(LENGTHS)
+        ]
     except (Exception, SystemExit) as raised:
-        return Finding(name=name, error=_line(raised))
-    executor, reason, _ = choose(model, vocab_size, BLOCK_SIZE)
+        return ArchitectureReport(name=name, error=_line(raised))
+    executor, reason, _ = choose_executor(model, vocab_size, BLOCK_SIZE)
     trial = Trial(executor)
     error = ""
     try:
-        trial.run_all(samples)
-        if not trial.worst <= TOLERANCE:
-            error = f"{trial.where}: logits differ by {trial.worst:.2g}"
-        elif executor.max_sequences == 1 and not _same_tokens(model, executor, samples[0].prompt):
+        trial.run_all(references)
+        if not trial.max_difference <= TOLERANCE:
+            error = f"{trial.worst_stage}: logits differ by {trial.max_difference:.2g}"
+        elif executor.max_sequences == 1 and not _same_tokens(
+            model, executor, references[0].prompt
+        ):
             error = "other tokens than mlx-lm's"
     except Exception as raised:
         error = _line(raised)
     quantized = examine_quantized(model, vocab_size)
-    return Finding(
+    return ArchitectureReport(
         name=name,
         loads=True,
-        batched=executor.batches,
-        how=executor.how,
+        batched=executor.batches_decodes,
+        batching=executor.batching,
         prefix_cache=executor.prefix_cache,
         reason=_one_line(reason),
-        difference=trial.worst,
-        int8=not quantized.error and not quantized.whole,
+        difference=trial.max_difference,
+        int8=not quantized.error and not quantized.unquantized,
         int8_difference=quantized.difference,
-        whole=quantized.whole,
+        unquantized=quantized.unquantized,
         error=error or quantized.error,
         seconds=time.perf_counter() - started,
     )
 
 
-class Quantized(NamedTuple):
+class QuantizedReport(NamedTuple):
     """``difference``, ``whole`` and ``error`` of a `Finding`, in 8 bits."""
 
     difference: float = 0.0
-    whole: str = ""
+    unquantized: str = ""
     error: str = ""
 
 
-def examine_quantized(model: Any, vocab_size: int) -> Quantized:
+def examine_quantized(model: Any, vocab_size: int) -> QuantizedReport:
     """Tries ``model`` with keys and values in 8 bits: what slots keep against roundings of what
     mlx-lm computes, and logits against mlx-lm's over what slots keep."""
     try:
-        executor, _, whole = choose(model, vocab_size, BLOCK_SIZE, INT8)
+        executor, _, unquantized = choose_executor(model, vocab_size, BLOCK_SIZE, INT8)
         if not isinstance(executor, BatchedExecutor) or executor.kv_bits == 16:
-            return Quantized(whole=_one_line(whole) or "it keeps no keys and values")
-        samples = [
-            sample(model, n, STEPS, VOCAB_SIZE, seed, ways=0) for seed, n in enumerate(LENGTHS)
+            return QuantizedReport(
+                unquantized=_one_line(unquantized) or "it keeps no keys and values"
+            )
+        references = [
+            make_reference(model, n, STEPS, VOCAB_SIZE, seed, num_ways=0)
+            for seed, n in enumerate(LENGTHS)
         ]
         trial = Trial(executor, Replay(model, executor))
-        trial.run_all(samples)
+        trial.run_all(references)
     except Exception as raised:
-        return Quantized(error=f"INT8: {_line(raised)}")
+        return QuantizedReport(error=f"INT8: {_line(raised)}")
     error = ""
-    if not trial.worst <= TOLERANCE:
-        error = f"INT8: {trial.where}: logits differ by {trial.worst:.2g}"
-    return Quantized(trial.worst, _one_line(whole), error)
+    if not trial.max_difference <= TOLERANCE:
+        error = f"INT8: {trial.worst_stage}: logits differ by {trial.max_difference:.2g}"
+    return QuantizedReport(trial.max_difference, _one_line(unquantized), error)
 
 
 def _line(error: BaseException) -> str:
@@ -140,7 +147,7 @@ def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: i
     executor.dispatch(
         Plan(
             step=1,
-            slabs=(Slab(0, 1, CAPACITY),),
+            new_slabs=(SlabSpec(0, 1, CAPACITY),),
             chunks=(Chunk(slot, 0, tuple(prompt[:-1])),),
         )
     ).read()

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from engine.zoo.examine import Finding, examine
+from engine.zoo.examine import ArchitectureReport, examine
 
 TIME_LIMIT_S = 180.0
 
 
-def findings(names: Iterable[str], time_limit_s: float = TIME_LIMIT_S) -> Iterator[Finding]:
+def examine_all(
+    names: Iterable[str], time_limit_s: float = TIME_LIMIT_S
+) -> Iterator[ArchitectureReport]:
     """What `examine` finds for each of ``names`` that is a model.
 
     One child does them one after the other; where it dies or takes longer than
@@ -44,7 +46,7 @@ class _Child:
             env={**_environment()},
         )
 
-    def examine(self, name: str, time_limit_s: float) -> tuple[Finding | None, bool]:
+    def examine(self, name: str, time_limit_s: float) -> tuple[ArchitectureReport | None, bool]:
         """The finding, and whether the child may be asked again."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -56,10 +58,12 @@ class _Child:
         timed_out = not timer.is_alive()
         timer.cancel()
         if line.endswith(b"\n"):
-            return msgspec.json.decode(line, type=Finding | None), True
+            return msgspec.json.decode(line, type=ArchitectureReport | None), True
         status = process.wait()
         how = f"no answer in {time_limit_s:.0f} s" if timed_out else f"ended with {status}"
-        return Finding(name=name, loads=True, error=f"the process that examined it: {how}"), False
+        return ArchitectureReport(
+            name=name, loads=True, error=f"the process that examined it: {how}"
+        ), False
 
     def end(self) -> None:
         self._process.kill()

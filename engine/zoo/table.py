@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from engine.zoo.configs import WINDOW
-from engine.zoo.examine import TOLERANCE, Finding
+from engine.zoo.examine import TOLERANCE, ArchitectureReport
 
 
-def page(findings: Sequence[Finding]) -> str:
+def page(findings: Sequence[ArchitectureReport]) -> str:
     """The Markdown page docs/models.md."""
     found = [f for f in findings if f.loads]
     rows = [_row(f) for f in findings]
@@ -56,7 +56,7 @@ def page(findings: Sequence[Finding]) -> str:
     )
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[ArchitectureReport]) -> str:
     """The counts, in one line."""
     loads = [f for f in findings if f.loads]
     return ", ".join(
@@ -72,13 +72,13 @@ def summary(findings: Sequence[Finding]) -> str:
     )
 
 
-def _row(finding: Finding) -> str:
+def _row(finding: ArchitectureReport) -> str:
     served = "right" if finding.right else "WRONG" if finding.loads else "does not load"
     cells = [
         finding.name,
         served,
         "yes" if finding.batched else "no" if finding.loads else "",
-        finding.how,
+        finding.batching,
         "yes" if finding.prefix_cache else "no" if finding.loads else "",
         _int8(finding),
         _why(finding).replace("|", "\\|"),
@@ -86,14 +86,14 @@ def _row(finding: Finding) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _int8(finding: Finding) -> str:
+def _int8(finding: ArchitectureReport) -> str:
     if not finding.loads:
         return ""
     return "yes" if finding.int8 else "partly" if finding.int8_difference else "no"
 
 
-def _why(finding: Finding) -> str:
+def _why(finding: ArchitectureReport) -> str:
     if finding.error:
         return finding.error
-    whole = f"16 bits: {finding.whole}" if finding.whole else ""
+    whole = f"16 bits: {finding.unquantized}" if finding.unquantized else ""
     return "; ".join(filter(None, (finding.reason, whole)))

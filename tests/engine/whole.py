@@ -13,13 +13,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from engine.batch import device
-from engine.core import Core
-from engine.grammar.gate import Gate
+from engine.core import EngineCore
+from engine.grammar.queue import GrammarQueue
 from engine.io.inbox import Inbox
-from engine.io.link import Link
-from engine.io.status import Status
+from engine.io.status import EngineStatus
+from engine.io.thread import IOThread
 from engine.model.load import load
-from engine.replica.build import build
+from engine.replica.build import build_replica
 from engine.scheduler import Scheduler
 from shared import wire
 from shared.settings import Settings
@@ -34,7 +34,7 @@ class Whole:
         gc.collect()
         self.before_bytes = mx.get_active_memory()
         self.loaded = load(path)
-        self.replica = build(self.loaded, Settings(**{"kv_bits": 16} | settings))  # type: ignore[arg-type]
+        self.replica = build_replica(self.loaded, Settings(**{"kv_bits": 16} | settings))  # type: ignore[arg-type]
         self.executor = self.replica.executor
         self.renew(self.executor.look_ahead)
 
@@ -48,14 +48,14 @@ class Whole:
         self.refused: dict[str, wire.Refused] = {}
         self.cached: set[bytes] = set()
         self.after_step: Callable[[], None] = lambda: None
-        self.core = Core(
+        self.core = EngineCore(
             scheduler=self.scheduler,
             executor=self.executor,
             inbox=Inbox(),
-            link=cast(Link, self),
-            status=Status(),
+            link=cast(IOThread, self),
+            status=EngineStatus(),
             store=None,
-            gate=Gate(None, None),
+            grammar_queue=GrammarQueue(None, None),
             check_integrity=True,
         )
 
@@ -77,7 +77,7 @@ class Whole:
 
     def turn(self) -> bool:
         """One turn of the engine's loop; False when there was nothing to run."""
-        worked = self.core.turn()
+        worked = self.core.run_once()
         self.after_step()
         return worked
 

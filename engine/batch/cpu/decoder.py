@@ -21,14 +21,14 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from engine.backend.threads import numpy_threads, threads
+from engine.backend.threads import num_threads, numpy_threads
 from engine.batch.cpu.gates import silu_times
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.products import Products
 from engine.batch.cpu.rotary import Rotary, Unsupported
 from engine.batch.cpu.together import Together
 from engine.batch.ragged import Row
-from engine.cache.layout import Kv, Layout
+from engine.cache.layout import KVNode, Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.slabs import Slabs
 
@@ -150,7 +150,7 @@ class Decoder:
     def __init__(self, model: Any, layout: Layout) -> None:
         if model.__class__.__module__ not in {f"mlx_lm.models.{name}" for name in FAMILY}:
             raise Unsupported("it is of another kind")
-        if layout.tree != tuple(Kv(i) for i in range(len(layout.layers))):
+        if layout.tree != tuple(KVNode(i) for i in range(len(layout.layers))):
             raise Unsupported("it keeps something else than keys and values of each layer")
         inner = model.model
         _expect(inner.embed_tokens, nn.Embedding)
@@ -165,12 +165,12 @@ class Decoder:
             rotary.check(block.self_attn.rope)
         self._layers = [_Layer(block, rotary, products) for block in inner.layers]
         linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
-        with numpy_threads(threads()):
+        with numpy_threads(num_threads()):
             products.measure([linear.weight for linear in linears])
 
     def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
         """Logits (tokens, vocabulary) of ``tokens``, packed; None where nobody reads them."""
-        with numpy_threads(threads()), np.errstate(over="ignore"):
+        with numpy_threads(num_threads()), np.errstate(over="ignore"):
             x: Array = self._embedding[tokens]
             if len(tokens) <= FEW_ROWS:
                 x = np.asfortranarray(x)
@@ -198,11 +198,11 @@ class DecoderBatch(HostBatch):
         if gemm is not None:
             self._together = Together(gemm, layout, list(self.by_slab()))
 
-    def logits(self, model: Any, inputs: mx.array, *, silent: bool = False) -> mx.array:
+    def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
         given = np.asarray(inputs)
         rows = zip(given, self.rows, strict=True)
         tokens = np.concatenate([ids[: row.width] for ids, row in rows])
-        found = self.decoder(self, tokens, silent=silent)
+        found = self.decoder(self, tokens, silent=kv_only)
         if found is None:
             return mx.zeros((*inputs.shape, 0))
         if tokens.size == given.size:

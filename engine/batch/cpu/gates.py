@@ -10,8 +10,8 @@ import numpy as np
 from mlx_lm.models import activations
 from numpy.typing import NDArray
 
-from engine.backend.patching import replace
-from engine.backend.threads import in_parallel, threads
+from engine.backend.patching import patch
+from engine.backend.threads import in_parallel, num_threads
 
 Array = NDArray[np.float32]
 
@@ -46,7 +46,7 @@ def silu_times(gates: Array, factors: Array) -> Array:
         np.divide(gates[first:last], part, out=part)
         part *= factors[first:last]
 
-    parts = threads() if out.size >= WORTH_THREADS else 1
+    parts = num_threads() if out.size >= WORTH_THREADS else 1
     cuts = [len(out) * i // parts for i in range(parts + 1)]
     in_parallel([partial(piece, first, last) for first, last in pairwise(cuts)])
     return out
@@ -54,4 +54,4 @@ def silu_times(gates: Array, factors: Array) -> Array:
 
 def install() -> None:
     """Puts `swiglu` in place."""
-    replace(activations, "swiglu", swiglu)
+    patch(activations, "swiglu", swiglu)

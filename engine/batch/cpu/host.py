@@ -16,10 +16,10 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from engine.backend.threads import in_parallel, threads
+from engine.backend.threads import in_parallel, num_threads
 from engine.batch.cpu.together import Together
 from engine.batch.ragged import RaggedBatch, Row
-from engine.cache.grouping import runs
+from engine.cache.grouping import split_runs
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays, keep
 from engine.cache.slabs import Slab, Slabs
@@ -95,10 +95,10 @@ class HostBatch(RaggedBatch):
 
     def _decodes(self) -> list[_Decode]:
         work = []
-        parts = threads() if sum(row.end for row in self.rows) >= WORTH_THREADS else 1
+        parts = num_threads() if sum(row.end for row in self.rows) >= WORTH_THREADS else 1
         for slab, first, rows in self.by_slab():
             numbers = [row.slot.row for row in rows]
-            for run in runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
+            for run in split_runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
                 inside = [i for i, n in enumerate(numbers) if run.first <= n <= run.last]
                 for piece in _cut(inside, parts):
                     chosen = [rows[i] for i in piece]
@@ -288,7 +288,7 @@ def _share(work: Sequence[_Decode | _Prefill]) -> list[list[_Decode | _Prefill]]
     that would cost more than it saves."""
     if sum(piece.cost for piece in work) < WORTH_THREADS:
         return [list(work)]
-    shares: list[list[_Decode | _Prefill]] = [[] for _ in range(threads())]
+    shares: list[list[_Decode | _Prefill]] = [[] for _ in range(num_threads())]
     loads = [0] * len(shares)
     for piece in sorted(work, key=lambda piece: -piece.cost):
         least = loads.index(min(loads))

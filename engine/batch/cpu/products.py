@@ -106,7 +106,7 @@ def libraries() -> list[Library]:
     return found
 
 
-class Choice(NamedTuple):
+class PaddedProduct(NamedTuple):
     """Multiply ``rows`` rows, the last of them padding, in the way ``multiply``."""
 
     rows: int
@@ -117,7 +117,7 @@ class Products:
     """The best way for each shape of weight (out, in) and number of rows."""
 
     def __init__(self) -> None:
-        self._choices: dict[tuple[int, ...], list[Choice]] = {}
+        self._choices: dict[tuple[int, ...], list[PaddedProduct]] = {}
         self._gemm_batches: list[Any | None] = []
 
     def measure(self, weights: Sequence[Array]) -> None:
@@ -131,7 +131,7 @@ class Products:
         }
         for rows in range(1, ROWS[-1] + 1):
             # All of a pass in one library: the threads of the other one would not rest at once.
-            totals: list[tuple[float, Library, dict[tuple[int, ...], Choice]]] = []
+            totals: list[tuple[float, Library, dict[tuple[int, ...], PaddedProduct]]] = []
             for library in available:
                 best = {shape: _best(rows, library.ways, took) for shape, took in seconds.items()}
                 total = sum(count[shape] * took for shape, (took, _) in best.items())
@@ -158,17 +158,17 @@ class Products:
         return multiply(whole, weight)[:rows]
 
 
-def _measured(weights: Sequence[Array], ways: Sequence[Way]) -> dict[Choice, float]:
+def _measured(weights: Sequence[Array], ways: Sequence[Way]) -> dict[PaddedProduct, float]:
     """Seconds of a product, for each of ``ways`` and number of rows."""
     some = weights[: max(1, BYTES_AT_ONCE // weights[0].nbytes)]
-    found: dict[Choice, float] = {}
+    found: dict[PaddedProduct, float] = {}
     for rows in ROWS:
         if rows > ROWS_OF_LARGE and weights[0].nbytes > LARGE_BYTES:
             break
         x = np.random.default_rng(rows).standard_normal((rows, some[0].shape[1]), np.float32)
         for multiply in ways:
             if multiply is not _one_by_one or rows <= MOST_PADDED_ROWS:
-                found[Choice(rows, multiply)] = _seconds(multiply, x, some)
+                found[PaddedProduct(rows, multiply)] = _seconds(multiply, x, some)
     return found
 
 
@@ -180,13 +180,15 @@ def _seconds(multiply: Way, x: Array, weights: Sequence[Array]) -> float:
     return shortest_s(work, LONG_S) / len(weights)
 
 
-def _best(rows: int, ways: Sequence[Way], seconds: dict[Choice, float]) -> tuple[float, Choice]:
+def _best(
+    rows: int, ways: Sequence[Way], seconds: dict[PaddedProduct, float]
+) -> tuple[float, PaddedProduct]:
     """The one of ``ways`` that takes the least time for ``rows`` rows, and the time."""
     most = max(choice.rows for choice in seconds)
     nearest = min((count for count in ROWS if rows <= count <= most), default=most)
 
-    def fastest(counts: Iterable[int]) -> tuple[float, Choice]:
-        tried = (Choice(count, way) for count in counts for way in ways)
+    def fastest(counts: Iterable[int]) -> tuple[float, PaddedProduct]:
+        tried = (PaddedProduct(count, way) for count in counts for way in ways)
         return min(
             ((seconds[choice], choice) for choice in tried if choice in seconds),
             key=lambda each: each[0],
@@ -194,6 +196,6 @@ def _best(rows: int, ways: Sequence[Way], seconds: dict[Choice, float]) -> tuple
 
     took, choice = fastest([nearest])
     if rows > MOST_PADDED_ROWS:
-        return took, Choice(rows, choice.multiply)
+        return took, PaddedProduct(rows, choice.multiply)
     padded = fastest([count for count in ROWS if nearest <= count <= most])
     return padded if padded[0] < WORTH_IT * took else (took, choice)

@@ -15,8 +15,8 @@ import numpy as np
 
 from engine.backend.blas import AS_IT_IS, ROW_MAJOR, TRANSPOSED
 from engine.batch.ragged import Row
-from engine.cache.grouping import runs
-from engine.cache.layout import LayerLayout, Layout
+from engine.cache.grouping import split_runs
+from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.rounding import Array
 from engine.cache.slabs import Slab
 
@@ -40,7 +40,7 @@ class Together:
         self._owners = np.repeat(np.arange(len(by_slab)), [len(rows) for _, _, rows in by_slab])
         self._numbers = np.array([row.slot.row for _, _, rows in by_slab for row in rows])
         self._ends = np.array([row.end for _, _, rows in by_slab for row in rows])
-        self._tables: dict[tuple[LayerLayout, int | None], _Table] = {}
+        self._tables: dict[tuple[AttentionLayout, int | None], _Table] = {}
 
     def attend_to(self, layer: int, asked: Array, out: Array, window: int | None) -> None:
         """Attention of the queries ``asked``, scaled, (rows, kv_heads, queries of a kv head, 1,
@@ -87,14 +87,16 @@ class _Group(NamedTuple):
 class _Table:
     """What is alike in the layers of a pass that keep the same: where scores lie, how many."""
 
-    def __init__(self, ends: Pointers, queries: int, kept: LayerLayout, window: int | None) -> None:
+    def __init__(
+        self, ends: Pointers, queries: int, kept: AttentionLayout, window: int | None
+    ) -> None:
         self.starts = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
         lengths = ends - self.starts
         order = np.argsort(lengths, kind="stable").tolist()
         self.groups: list[_Group] = []
         self.places = np.empty((len(ends), kept.kv_heads), np.int64)
         strides = np.empty_like(ends)
-        for run in runs(range(len(order)), lengths[order].tolist(), CALL_COST_TOKENS):
+        for run in split_runs(range(len(order)), lengths[order].tolist(), CALL_COST_TOKENS):
             members = order[run.first : run.last + 1]
             shape = (len(members), kept.kv_heads, queries, run.length)
             group = _Group(members, lengths[members].tolist(), np.empty(shape, np.float32))

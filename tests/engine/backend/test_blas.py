@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.backend.blas import OVERRIDE, physical_cores
+from engine.backend.blas import BLAS_VARIABLE, physical_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs another BLAS")
 
@@ -34,9 +34,9 @@ json.dump({"path": path, "again": again, "lines": lines, "seconds": min(times)},
 
 
 def measured(blas: str | None) -> dict[str, Any]:
-    environment = {key: value for key, value in os.environ.items() if key != OVERRIDE}
+    environment = {key: value for key, value in os.environ.items() if key != BLAS_VARIABLE}
     if blas is not None:
-        environment[OVERRIDE] = blas
+        environment[BLAS_VARIABLE] = blas
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
         env=environment,

@@ -1,7 +1,7 @@
 import itertools
 import random
 
-from engine.cache.grouping import Run, runs
+from engine.cache.grouping import Run, split_runs
 
 
 def cost(result: list[Run], call_cost: int) -> int:
@@ -9,15 +9,19 @@ def cost(result: list[Run], call_cost: int) -> int:
 
 
 def test_equal_rows_share_one_call() -> None:
-    assert runs([0, 1, 2, 3], [100] * 4, 50) == [Run(0, 3, 100)]
+    assert split_runs([0, 1, 2, 3], [100] * 4, 50) == [Run(0, 3, 100)]
 
 
 def test_short_rows_do_not_pay_for_a_long_one() -> None:
-    assert runs([0, 1, 2], [40, 2000, 40], 50) == [Run(0, 0, 40), Run(1, 1, 2000), Run(2, 2, 40)]
+    assert split_runs([0, 1, 2], [40, 2000, 40], 50) == [
+        Run(0, 0, 40),
+        Run(1, 1, 2000),
+        Run(2, 2, 40),
+    ]
 
 
 def test_a_wide_gap_between_rows_is_not_computed() -> None:
-    assert runs([0, 7], [500, 500], 50) == [Run(0, 0, 500), Run(7, 7, 500)]
+    assert split_runs([0, 7], [500, 500], 50) == [Run(0, 0, 500), Run(7, 7, 500)]
 
 
 def test_the_split_is_the_cheapest_of_all() -> None:
@@ -38,4 +42,4 @@ def test_the_split_is_the_cheapest_of_all() -> None:
                 [Run(rows[p[0]], rows[p[-1]], max(lengths[i] for i in p)) for p in pieces]
             )
         best = min(cost(split, 60) for split in every_split)
-        assert cost(runs(rows, lengths, 60), 60) == best
+        assert cost(split_runs(rows, lengths, 60), 60) == best

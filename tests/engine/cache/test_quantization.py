@@ -10,14 +10,14 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.cache.quantization import (
-    FUSED_GROUPS,
+    KERNEL_GROUPS,
     UNQUANTIZED,
     Precision,
     Quantization,
     Quantized,
     codes_of,
+    compiled_quantize,
     dequantize,
-    fused,
     pack,
     quantize,
     unpack,
@@ -110,7 +110,7 @@ def test_what_decode_steps_on_a_gpu_run_is_the_same(how: Quantization) -> None:
     """But for the contraction of a product and a sum, which a compiler may do."""
     x = made_up()[:, None]
     x = x[np.abs(x).max(axis=-1)[:, 0] < 60_000]
-    (codes, scales), expected = fused(how)(mx.array(x)), quantized(x, how)
+    (codes, scales), expected = compiled_quantize(how)(mx.array(x)), quantized(x, how)
     read, stood_for = dequantize(Quantized(codes, scales), how), dequantize(expected, how)
     most = mx.repeat(expected.scales[0].astype(mx.float32), how.group_size, axis=-1)
     assert codes.dtype == mx.uint8 and scales.shape == expected.scales.shape
@@ -131,7 +131,7 @@ def test_codes_can_be_had_back_from_the_values_they_stand_for(how: Quantization)
 def test_any_code_with_any_scale_and_bias_that_can_come_can_be_had_back(how: Quantization) -> None:
     """Not only the scales that some numbers give: up to the largest bias for a scale."""
     random = np.random.default_rng(1)
-    codes = random.integers(0, how.levels + 1, (2000, how.group_size), np.uint8)
+    codes = random.integers(0, how.max_code + 1, (2000, how.group_size), np.uint8)
     scale = np.exp2(random.uniform(-24, 15, (2000, 1))).astype(np.float16)
     most = np.minimum(scale.astype(np.float32) * 2.0**20, 65_000)
     bias = (random.uniform(-1, 1, (2000, 1)) * most).astype(np.float16)
@@ -156,7 +156,7 @@ def test_the_error_is_at_most_half_a_step(how: Quantization) -> None:
     assert (error <= 0.5 * step + 1e-6 * np.abs(x)).all()
     groups = x.reshape(len(x), -1, how.group_size)
     width = np.ptp(groups, axis=-1) + 2 * np.abs(groups).max(axis=-1) * 2.0**-10
-    assert (np.array(scales[0]) <= width / how.levels * 1.003 + 2.0**-22).all()
+    assert (np.array(scales[0]) <= width / how.max_code * 1.003 + 2.0**-22).all()
 
 
 def test_to_quantize_again_would_change_a_block_and_to_have_codes_back_does_not() -> None:
@@ -167,7 +167,7 @@ def test_to_quantize_again_would_change_a_block_and_to_have_codes_back_does_not(
     assert mx.array_equal(codes_of(values, scales, how), codes)
 
 
-@pytest.mark.parametrize("how", [how for how in WAYS if how.group_size in FUSED_GROUPS])
+@pytest.mark.parametrize("how", [how for how in WAYS if how.group_size in KERNEL_GROUPS])
 def test_packed_codes_are_those_of_mlx(how: Quantization) -> None:
     codes, scales = quantized(made_up(), how)
     wide = scales.astype(mx.float32)
@@ -194,14 +194,14 @@ def test_what_is_no_number_stays_none_and_spoils_only_its_group() -> None:
     [(64, 64), (128, 64), (192, 64), (96, 32), (80, 16), (576, 64), (16, 16)],
 )
 def test_a_dim_that_the_group_size_does_not_divide_takes_a_smaller_one(dim: int, size: int) -> None:
-    assert Precision(8, 64).of(dim) == Quantization(8, size)
+    assert Precision(8, 64).for_dim(dim) == Quantization(8, size)
 
 
 def test_what_no_group_divides_and_what_is_to_be_whole_is_not_quantized() -> None:
-    assert Precision(8, 64).of(24) is None
-    assert Precision(8, 64).of(0) is None
-    assert UNQUANTIZED.of(64) is None
+    assert Precision(8, 64).for_dim(24) is None
+    assert Precision(8, 64).for_dim(0) is None
+    assert UNQUANTIZED.for_dim(64) is None
 
 
 def test_bytes_of_a_head_of_64() -> None:
-    assert [Precision(bits, 64).of(64).token_bytes(64) for bits in (8, 4)] == [68, 36]
+    assert [Precision(bits, 64).for_dim(64).token_bytes(64) for bits in (8, 4)] == [68, 36]

@@ -15,7 +15,7 @@ from engine.batch.dense import DenseBatch, RowBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
 from engine.cache import host_blocks, rounding, slabs
-from engine.cache.layout import Kv, LayerLayout, Layout, probe
+from engine.cache.layout import AttentionLayout, KVNode, Layout, probe_layout
 from engine.cache.quantization import (
     Precision,
     Quantization,
@@ -28,11 +28,11 @@ from engine.cache.quantization import (
 from engine.cache.rounding import Kept
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
-from engine.plan import Chunk, Decode, Evict, Insert, Move, Plan, Restore, Save, Slab, Slot
+from engine.plan import Chunk, Decode, Evict, Insert, Move, Plan, Restore, Save, SlabSpec, Slot
 from engine.proving import choose as choosing
 from engine.proving import oracle, trial
-from engine.proving.choose import choose
-from engine.proving.replay import NotARounding, Replay
+from engine.proving.choose import choose_executor
+from engine.proving.replay import Replay, RoundingMismatch
 from engine.proving.trial import GREEDY, Trial
 from engine.zoo.build import build
 from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
@@ -69,11 +69,11 @@ def distance(executor: BatchedExecutor, model) -> float:
     made = Trial(executor, Replay(model, executor))
     made.run_all(
         [
-            oracle.sample(model, length, STEPS, VOCAB_SIZE, seed, ways=0)
+            oracle.make_reference(model, length, STEPS, VOCAB_SIZE, seed, num_ways=0)
             for seed, length in enumerate(LENGTHS)
         ]
     )
-    return made.worst
+    return made.max_difference
 
 
 def distance_of(model, layout: Layout, batch_class: type[RaggedBatch]) -> float:
@@ -82,7 +82,7 @@ def distance_of(model, layout: Layout, batch_class: type[RaggedBatch]) -> float:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -> None:
-    executor, _, whole = choose(model, VOCAB_SIZE, BLOCK, precision)
+    executor, _, whole = choose_executor(model, VOCAB_SIZE, BLOCK, precision)
     assert isinstance(executor, BatchedExecutor) and not whole
     assert distance(executor, model) < TOLERANCE
 
@@ -104,7 +104,7 @@ def test_every_way_of_keeping_and_of_batching_is_the_same(
     tiny_model, kind, batch_class, unpacked, bits
 ) -> None:
     model = load(tiny_model(kind))
-    layout = probe(model).quantized(Precision(bits), unpacked=unpacked)
+    layout = probe_layout(model).with_precision(Precision(bits), dequantized=unpacked)
     assert distance_of(model, layout, batch_class) < TOLERANCE
 
 
@@ -112,7 +112,7 @@ def test_every_way_of_keeping_and_of_batching_is_the_same(
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "gpt_bigcode"])
 def test_latents_softcaps_and_row_by_row_are_stored_quantized(name, precision) -> None:
     model = build(name)
-    executor, reason, _ = choose(model, VOCAB_SIZE, BLOCK, precision)
+    executor, reason, _ = choose_executor(model, VOCAB_SIZE, BLOCK, precision)
     assert isinstance(executor, BatchedExecutor)
     assert executor.kv_bits == precision.bits and reason
     assert distance(executor, model) < TOLERANCE
@@ -127,7 +127,7 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(
     config = tiny_models._CONFIGS[kind] | {"head_dim": 32}
     monkeypatch.setitem(tiny_models._CONFIGS, kind, config)
     model = load(tiny_models.make_tiny(kind, tmp_path))
-    layout = probe(model).quantized(precision, unpacked=False)
+    layout = probe_layout(model).with_precision(precision, dequantized=False)
     assert layout.arrays[0].quantization == Quantization(precision.bits, 32)
     products = []
     stock = mx.quantized_matmul
@@ -146,8 +146,8 @@ class TestTheComparisonCatches:
         return load(tiny_model("llama"))
 
     def is_wrong(self, model, batch_class=HostBatch, unpacked=True) -> None:
-        layout = probe(model).quantized(Precision(8), unpacked=unpacked)
-        with pytest.raises(NotARounding, match="than mlx-lm computes"):
+        layout = probe_layout(model).with_precision(Precision(8), dequantized=unpacked)
+        with pytest.raises(RoundingMismatch, match="than mlx-lm computes"):
             distance_of(model, layout, batch_class)
 
     def test_keys_and_values_that_are_not_rounded(self, llama, monkeypatch) -> None:
@@ -175,7 +175,7 @@ class TestTheComparisonCatches:
         self.is_wrong(llama, GraphBatch)
 
     def test_scales_of_another_row(self, llama, monkeypatch) -> None:
-        values = slabs.Slab.values
+        values = slabs.Slab.read
 
         def rolled(slab, *args):
             kept = slab.scales
@@ -217,10 +217,10 @@ class Store:
     """An executor that only stores."""
 
     def __init__(self, model, batch_class=HostBatch, unpacked=True, precision=PRECISIONS[0]):
-        layout = probe(model).quantized(precision, unpacked=unpacked)
+        layout = probe_layout(model).with_precision(precision, dequantized=unpacked)
         self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
         self.step, self.block = 0, 0
-        self.run(slabs=(Slab(0, 3, 128), Slab(1, 1, 128)))
+        self.run(slabs=(SlabSpec(0, 3, 128), SlabSpec(1, 1, 128)))
 
     def run(self, **parts):
         self.step += 1
@@ -279,7 +279,7 @@ def test_a_block_has_one_content_whichever_way_it_came(
 def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(tiny_model, kind, length) -> None:
     """Every way in which arrays may lie in memory, on the way to the slots."""
     model = load(tiny_model(kind))
-    for batch_class in (*device.batch_classes(model, probe(model)), DenseBatch):
+    for batch_class in (*device.batch_classes(model, probe_layout(model)), DenseBatch):
         store = Store(model, batch_class)
         store.compute(0, tuple(range(5, 5 + length)))
         store.run(decodes=(Decode(Slot(0, 0), length, 7, 0, GREEDY),))
@@ -329,9 +329,9 @@ def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model) -> None:
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.55), (4, 0.3)])
 def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(bits, most) -> None:
-    layer = LayerLayout(3, 64, 64, mx.bfloat16, None)
-    layout = Layout((layer, layer), (), (Kv(0), Kv(1)))
-    packed = layout.quantized(Precision(bits), unpacked=True)
+    layer = AttentionLayout(3, 64, 64, mx.bfloat16, None)
+    layout = Layout((layer, layer), (), (KVNode(0), KVNode(1)))
+    packed = layout.with_precision(Precision(bits), dequantized=True)
     assert packed.block_token_bytes <= most * layout.block_token_bytes
     assert packed.slot_token_bytes == packed.block_token_bytes, "bfloat16 gives no codes back"
 
@@ -340,9 +340,9 @@ def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(bits, most)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_slabs_and_blocks_take_what_the_layout_says(tiny_model, unpacked, bits) -> None:
     model = load(tiny_model("gpt_oss"))
-    layout = probe(model).quantized(Precision(bits), unpacked=unpacked)
+    layout = probe_layout(model).with_precision(Precision(bits), dequantized=unpacked)
     slab = slabs.Slab(layout, 3, 64)
-    kept = sum(array.nbytes for array in slab.contents) - slab.last.nbytes
+    kept = sum(array.nbytes for array in slab.contents) - slab.last_tokens.nbytes
     assert kept == 3 * 64 * layout.slot_token_bytes
     store = Store(model, GraphBatch, unpacked, Precision(bits))
     store.compute(0, TOKENS)
@@ -354,13 +354,13 @@ def test_heads_that_no_group_divides_stay_whole_and_are_named(tmp_path, monkeypa
     config = tiny_models._CONFIGS["llama"] | {"head_dim": 24}
     monkeypatch.setitem(tiny_models._CONFIGS, "llama", config)
     model = load(tiny_models.make_tiny("llama", tmp_path))
-    executor, _, whole = choose(model, VOCAB_SIZE, BLOCK, Precision(8))
+    executor, _, whole = choose_executor(model, VOCAB_SIZE, BLOCK, Precision(8))
     assert executor.kv_bits == 16
     assert whole == "2 of 2 layers: no group of 16 elements or more divides heads of 24"
 
 
 def test_what_slots_cannot_hold_stays_whole() -> None:
-    executor, _, whole = choose(build("deepseek_v41"), VOCAB_SIZE, BLOCK, Precision(8))
+    executor, _, whole = choose_executor(build("deepseek_v41"), VOCAB_SIZE, BLOCK, Precision(8))
     assert isinstance(executor, SerialExecutor) and executor.kv_bits == 16
     assert whole == "mlx-lm's own caches"
 
@@ -374,6 +374,8 @@ def test_a_model_that_does_not_run_quantized_runs_whole(tiny_model, monkeypatch)
         stock(model, layout, *rest)
 
     monkeypatch.setattr(choosing, "prove", picky)
-    executor, reason, whole = choose(load(tiny_model("llama")), VOCAB_SIZE, BLOCK, Precision(8))
+    executor, reason, whole = choose_executor(
+        load(tiny_model("llama")), VOCAB_SIZE, BLOCK, Precision(8)
+    )
     assert (executor.kv_bits, reason, whole) == (16, "", "any layer: it says nonsense")
     assert trial.BLOCK_SIZE == BLOCK

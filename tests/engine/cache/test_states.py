@@ -7,8 +7,8 @@ from engine.cache.layout import Layout, StateLayout
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
 from engine.executor.batched import BatchedExecutor
-from engine.plan import Chunk, Decode, Plan, RestoreState, SaveState, Slab, Slot
-from engine.proving.choose import choose
+from engine.plan import Chunk, Decode, Plan, RestoreState, SaveState, SlabSpec, Slot
+from engine.proving.choose import choose_executor
 from engine.zoo.build import build
 from shared.wire import Sampling
 
@@ -91,11 +91,11 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_one_whose_state_could_not_be_kept_fails_and_others_do_not(name: str) -> None:
     """With look-ahead a plan may restore what the one before it failed to save."""
-    executor = choose(build(name), 320, 16).executor
+    executor = choose_executor(build(name), 320, 16).executor
     greedy = Sampling(temperature=0.0, seed=1)
     good = tuple(range(5, 21))
-    slabs = (Slab(0, 2, 32), Slab(1, 1, 32))
-    executor.dispatch(Plan(step=1, slabs=slabs, chunks=(Chunk(B, 0, good),))).read()
+    slabs = (SlabSpec(0, 2, 32), SlabSpec(1, 1, 32))
+    executor.dispatch(Plan(step=1, new_slabs=slabs, chunks=(Chunk(B, 0, good),))).read()
     result = executor.dispatch(
         Plan(step=2, chunks=(Chunk(A, 0, (1, 2, "x")),), state_saves=(SaveState(A, 16, 1),))
     ).read()
@@ -110,23 +110,27 @@ def test_one_whose_state_could_not_be_kept_fails_and_others_do_not(name: str) ->
         )
     ).read()
     assert [slot for slot, _ in result.failed] == [C]
-    assert [one.block for one in result.exported] == [2]
-    alone = choose(build(name), 320, 16).executor
-    alone.dispatch(Plan(step=1, slabs=(Slab(0, 2, 32),), chunks=(Chunk(B, 0, good),))).read()
+    assert [one.block_id for one in result.exported] == [2]
+    alone = choose_executor(build(name), 320, 16).executor
+    alone.dispatch(
+        Plan(step=1, new_slabs=(SlabSpec(0, 2, 32),), chunks=(Chunk(B, 0, good),))
+    ).read()
     expected = alone.dispatch(Plan(step=2, decodes=(Decode(B, 16, 9, 0, greedy),))).read().tokens
     assert result.tokens[:1] == expected
 
 
 def test_a_chunk_that_raises_leaves_the_state_of_others_alone() -> None:
     model = build("mamba")
-    executor = choose(model, 320, 16).executor
+    executor = choose_executor(model, 320, 16).executor
     assert isinstance(executor, BatchedExecutor)
     greedy = Sampling(temperature=0.0, seed=1)
 
     def tokens(bad: bool) -> list[int]:
         said: list[int] = []
         chunks = [Chunk(B, 0, (7, 8, 9))] + [Chunk(A, 0, (1, 2, "x"))] * bad
-        executor.dispatch(Plan(step=1, slabs=(Slab(0, 2, 32),), chunks=tuple(chunks))).read()
+        executor.dispatch(
+            Plan(step=1, new_slabs=(SlabSpec(0, 2, 32),), chunks=tuple(chunks))
+        ).read()
         for index in range(4):
             token = said[-1] if said else 10
             decode = Decode(B, 3 + index, token, index, greedy)

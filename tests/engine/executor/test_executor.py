@@ -14,7 +14,7 @@ from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.batch.cpu.host import HostBatch
 from engine.batch.graph import GraphBatch
-from engine.cache.layout import UnsupportedLayout, probe
+from engine.cache.layout import UnsupportedLayout, probe_layout
 from engine.cache.slabs import Slab as Rows
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor, measured_token_bytes
@@ -27,10 +27,10 @@ from engine.plan import (
     Plan,
     Restore,
     Save,
-    Slab,
+    SlabSpec,
     Slot,
 )
-from engine.proving.proof import NotBatchable, samples
+from engine.proving.proof import NotBatchable, proof_references
 from engine.proving.proof import prove as prove_with
 from engine.zoo.build import build
 from shared.wire import Sampling
@@ -119,11 +119,11 @@ class Runner:
     batch_class: type[ragged.RaggedBatch]
 
     def __init__(self, model, rows: int = 4, capacity: int = 128) -> None:
-        layout = probe(model)
+        layout = probe_layout(model)
         batch_class = bound(model, layout, self.batch_class)
         self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
         self.step = 0
-        self.run(slabs=(Slab(0, rows, capacity),))
+        self.run(slabs=(SlabSpec(0, rows, capacity),))
 
     def run(self, **parts):
         self.step += 1
@@ -157,9 +157,9 @@ def through_views(batch_class) -> None:
 
 
 def prove(model, batch_class) -> None:
-    layout = probe(model)
+    layout = probe_layout(model)
     batch_class = bound(model, layout, batch_class)
-    prove_with(model, layout, batch_class, samples(model, layout, VOCAB_SIZE))
+    prove_with(model, layout, batch_class, proof_references(model, layout, VOCAB_SIZE))
 
 
 def test_the_proof_accepts_models_of_plain_and_sliding_layers(model, batch_class) -> None:
@@ -168,8 +168,8 @@ def test_the_proof_accepts_models_of_plain_and_sliding_layers(model, batch_class
 
 @pytest.mark.usefixtures("through_views")
 def test_the_proof_notices_a_wrong_position(model, batch_class, monkeypatch) -> None:
-    offset = ragged.LayerView.offset.fget
-    monkeypatch.setattr(ragged.LayerView, "offset", property(lambda view: offset(view) * 2))
+    offset = ragged.KVCacheView.offset.fget
+    monkeypatch.setattr(ragged.KVCacheView, "offset", property(lambda view: offset(view) * 2))
     with pytest.raises(NotBatchable):
         prove(model, batch_class)
 
@@ -200,14 +200,14 @@ def test_the_proof_notices_a_stale_row(model, batch_class, monkeypatch) -> None:
 
 def test_state_that_grows_is_not_for_slots() -> None:
     with pytest.raises(UnsupportedLayout, match="layer 0 keeps state that grows"):
-        probe(build("longcat_flash_ngram"))
+        probe_layout(build("longcat_flash_ngram"))
 
 
 def test_uneven_rows_that_join_and_leave_say_what_they_say_alone(model) -> None:
     prompts = [prompt(i, n) for i, n in enumerate((50, 3, 17, 1, 33))]
     expected = [alone(model, tokens, 12) for tokens in prompts]
     runner = Runner(model)
-    runner.run(slabs=(Slab(1, 1, 64),))
+    runner.run(slabs=(SlabSpec(1, 1, 64),))
     slots = [Slot(0, 2), Slot(1, 0), Slot(0, 0), Slot(0, 3), Slot(0, 1)]
     outputs: list[list[int]] = [[] for _ in prompts]
     for turn in range(21):
@@ -269,7 +269,7 @@ def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model) -> None:
     runner.prefill(Slot(0, 1), tokens[:-1])
     out = runner.generate(Slot(0, 1), tokens, 4, known=False)
     moves = (Move(Slot(0, 1), Slot(1, 0), len(tokens) + 3),)
-    runner.run(slabs=(Slab(1, 2, 256),), moves=moves)
+    runner.run(slabs=(SlabSpec(1, 2, 256),), moves=moves)
     out += runner.decode((Slot(1, 0), len(tokens) + 3, None, 4))
     assert out == alone(model, tokens, 5)
 
@@ -278,7 +278,7 @@ def test_penalties_see_tokens_that_the_host_does_not_know_yet(model) -> None:
     """Rows whose tokens stay on the device, one that moves, one that joins late."""
     one, two = prompt(11, 30), prompt(12, 12)
     runner = Runner(model)
-    runner.run(slabs=(Slab(1, 2, 256),))
+    runner.run(slabs=(SlabSpec(1, 2, 256),))
     runner.prefill(Slot(0, 2), one[:-1])
     runner.prefill(Slot(0, 1), two[:-1])
     slots, outputs = [Slot(0, 2), Slot(0, 1)], ([], [])
@@ -406,7 +406,7 @@ def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(mod
 )
 def test_steps_write_slabs_in_place(model, sampling: Sampling, logprobs: int | None) -> None:
     """A slab of 64 MB: a copy of one of its arrays would show in the peak."""
-    layout = probe(model)
+    layout = probe_layout(model)
     capacity = (64 << 20) // (8 * layout.slot_token_bytes)
     runner = Runner(model, rows=8, capacity=capacity)
     slots = [Slot(0, row) for row in range(8)]
@@ -462,7 +462,9 @@ def test_the_serial_executor_says_what_mlx_lm_says(kind, tmp_path: Path) -> None
         slot, out = Slot(number, 0), []
         if length > 1:
             chunks = (Chunk(slot, 0, tuple(tokens[:5])), Chunk(slot, 5, tuple(tokens[5:-1])))
-            executor.dispatch(Plan(step=1, slabs=(Slab(number, 1, 64),), chunks=chunks)).read()
+            executor.dispatch(
+                Plan(step=1, new_slabs=(SlabSpec(number, 1, 64),), chunks=chunks)
+            ).read()
         for index in range(5):
             token = out[-1] if out else tokens[-1]
             decode = Decode(slot, length - 1 + index, token, index, GREEDY)
@@ -480,8 +482,8 @@ def test_the_serial_executor_has_the_same_controls(kind, tmp_path: Path) -> None
         Chunk(slot, 0, tuple(tokens[:12]), tuple(tokens[1:13]), 1),
         Chunk(slot, 12, tuple(tokens[12:-1]), tuple(tokens[13:]), 1),
     )
-    result = executor.dispatch(Plan(step=1, slabs=(Slab(0, 1, 64),), chunks=chunks)).read()
-    assert not result.scored  # it waits for the whole of mlx-lm's piece
+    result = executor.dispatch(Plan(step=1, new_slabs=(SlabSpec(0, 1, 64),), chunks=chunks)).read()
+    assert not result.prompt_logprobs  # it waits for the whole of mlx-lm's piece
     prompts = []
     for index in range(6):
         known = tokens + out
@@ -496,7 +498,7 @@ def test_the_serial_executor_has_the_same_controls(kind, tmp_path: Path) -> None
         )
         result = executor.dispatch(Plan(step=2, decodes=(decode,))).read()
         out += result.tokens
-        prompts += [score for one in result.scored for score in one.logprobs]
+        prompts += [score for one in result.prompt_logprobs for score in one.logprobs]
         prompts += result.logprobs
     assert out == penalized(model, tokens, 6)
     direct = direct_logprobs(model, tokens + out)

@@ -5,10 +5,10 @@ import pytest
 
 from engine.batch import ragged
 from engine.batch.graph import GraphBatch
-from engine.cache.layout import probe
+from engine.cache.layout import probe_layout
 from engine.executor.batched import BatchedExecutor
 from engine.executor.stopwatch import Stopwatch
-from engine.plan import Chunk, Decode, Plan, Slab, Slot
+from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
 from engine.zoo.build import build
 from shared.wire import Sampling
 
@@ -16,20 +16,20 @@ LONG_S = 0.2
 
 
 class Slow(GraphBatch):
-    def logits(self, model, inputs, *, silent=False):
+    def logits(self, model, inputs, *, kv_only=False):
         time.sleep(LONG_S)
-        return super().logits(model, inputs, silent=silent)
+        return super().logits(model, inputs, kv_only=kv_only)
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="there the host does not compute")
 def test_what_the_host_does_for_a_step_is_told_apart_from_computing() -> None:
     ragged.install()
     model = build("llama")
-    executor = BatchedExecutor(model, probe(model), 16, Slow)
+    executor = BatchedExecutor(model, probe_layout(model), 16, Slow)
     slot = Slot(0, 0)
     decode = Decode(slot, 4, 5, 0, Sampling(temperature=0.7, seed=1))
     for plan in (
-        Plan(step=1, slabs=(Slab(0, 1, 32),), chunks=(Chunk(slot, 0, (5, 6, 7, 8)),)),
+        Plan(step=1, new_slabs=(SlabSpec(0, 1, 32),), chunks=(Chunk(slot, 0, (5, 6, 7, 8)),)),
         Plan(step=2, decodes=(decode,)),
     ):
         result = executor.dispatch(plan).read()

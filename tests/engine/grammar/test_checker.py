@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.grammar.checker import Checker, CheckerUnavailable
-from engine.grammar.compiled import GrammarError, Vocabulary
+from engine.grammar.checker import CheckerUnavailable, GrammarChecker
+from engine.grammar.compiled import GrammarError, TokenizerSpec
 from shared.wire import Grammar
 from tests.e2e.server import alive
 
@@ -25,8 +25,8 @@ def lark(text: str) -> Grammar:
 
 
 @pytest.fixture(scope="module")
-def checker(vocabulary: Vocabulary) -> Iterator[Checker]:
-    checker = Checker(vocabulary)
+def checker(vocabulary: TokenizerSpec) -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(vocabulary)
     yield checker
     checker.close()
 
@@ -41,7 +41,7 @@ def checker(vocabulary: Vocabulary) -> Iterator[Checker]:
         lark('start: "a" b*\nb: /[0-9]/'),
     ],
 )
-def test_what_compiles_passes(checker: Checker, grammar: Grammar) -> None:
+def test_what_compiles_passes(checker: GrammarChecker, grammar: Grammar) -> None:
     checker.check(grammar)
 
 
@@ -82,7 +82,7 @@ def test_what_compiles_passes(checker: Checker, grammar: Grammar) -> None:
     ],
 )
 def test_what_does_not_compile_says_where(
-    checker: Checker, grammar: Grammar, where: str | None
+    checker: GrammarChecker, grammar: Grammar, where: str | None
 ) -> None:
     if where is None:  # of alternatives one that can be is enough
         checker.check(grammar)
@@ -93,8 +93,8 @@ def test_what_does_not_compile_says_where(
     assert "<state>" not in str(failure.value)
 
 
-def test_what_takes_minutes_is_given_up(vocabulary: Vocabulary) -> None:
-    checker = Checker(vocabulary, time_limit_s=1)
+def test_what_takes_minutes_is_given_up(vocabulary: TokenizerSpec) -> None:
+    checker = GrammarChecker(vocabulary, time_limit_s=1)
     try:
         checker.check(schema({"type": "integer"}))
         started = time.monotonic()
@@ -107,7 +107,9 @@ def test_what_takes_minutes_is_given_up(vocabulary: Vocabulary) -> None:
         checker.close()
 
 
-def test_a_process_that_is_killed_refuses_one_grammar_and_comes_back(checker: Checker) -> None:
+def test_a_process_that_is_killed_refuses_one_grammar_and_comes_back(
+    checker: GrammarChecker,
+) -> None:
     checker.check(lark('start: "a"'))
     process = checker._process
     assert process is not None
@@ -118,9 +120,9 @@ def test_a_process_that_is_killed_refuses_one_grammar_and_comes_back(checker: Ch
 
 
 def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
-    vocabulary: Vocabulary,
+    vocabulary: TokenizerSpec,
 ) -> None:
-    checker = Checker(vocabulary)
+    checker = GrammarChecker(vocabulary)
     count = 200_000  # a source far over what a request may have
     deep = "".join(f"a{i}:a{i + 1}\n" for i in range(count))
     try:
@@ -131,8 +133,8 @@ def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
         checker.close()
 
 
-def test_it_ends_when_it_is_closed(vocabulary: Vocabulary) -> None:
-    checker = Checker(vocabulary)
+def test_it_ends_when_it_is_closed(vocabulary: TokenizerSpec) -> None:
+    checker = GrammarChecker(vocabulary)
     checker.check(lark('start: "a"'))
     assert checker._process is not None
     pid = checker._process.pid

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from engine.grammar.compiled import GrammarError, compile_grammar
-from engine.grammar.matcher import Matcher
+from engine.grammar.matcher import GrammarMatcher
 from shared.wire import Grammar
 
 
@@ -17,12 +17,12 @@ def ids(tokenizer: LLTokenizer, text: str) -> list[int]:
 
 def test_it_goes_back_as_far_as_it_went(tokenizer: LLTokenizer) -> None:
     grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="(ab|cd)x"))
-    matcher, other = Matcher(grammar), Matcher(grammar)
+    matcher, other = GrammarMatcher(grammar), GrammarMatcher(grammar)
     matcher.advance(ids(tokenizer, "abx"))
     assert matcher.inner is not None and matcher.inner.is_accepting()
     matcher.rollback(3)
     matcher.advance(ids(tokenizer, "cd"))
-    assert matcher.outputs == 2
+    assert matcher.num_outputs == 2
     other.advance(ids(tokenizer, "cd"))
     assert other.inner is not None
     assert matcher.inner.compute_bitmask() == other.inner.compute_bitmask()
@@ -30,16 +30,16 @@ def test_it_goes_back_as_far_as_it_went(tokenizer: LLTokenizer) -> None:
 
 def test_a_token_that_is_not_allowed_is_an_error_for_good(tokenizer: LLTokenizer) -> None:
     grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="ab"))
-    matcher = Matcher(grammar)
+    matcher = GrammarMatcher(grammar)
     for _ in range(2):
         with pytest.raises(GrammarError):
             matcher.advance(ids(tokenizer, "x"))
-    Matcher(grammar).advance(ids(tokenizer, "ab"))  # which is nobody else's
+    GrammarMatcher(grammar).advance(ids(tokenizer, "ab"))  # which is nobody else's
 
 
 def test_it_sleeps_until_the_tokens_came_that_it_begins_after(tokenizer: LLTokenizer) -> None:
     grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="ab"))
-    matcher = Matcher(grammar, after=ids(tokenizer, "<>"))
+    matcher = GrammarMatcher(grammar, after=ids(tokenizer, "<>"))
     matcher.advance(ids(tokenizer, "xyz<a<>"))
     assert matcher.inner is not None
     mask = numpy.frombuffer(matcher.inner.compute_bitmask(), numpy.uint8)

@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from engine.model.errors import AdapterUnusable, ModelNotFound
+from engine.model.errors import AdapterUnusable, ModelUnavailable
 from engine.model.load import load
-from engine.replica.build import build
+from engine.replica.build import build_replica
 from shared.exits import EXIT_CONFIG
 from shared.settings import Settings
 from tests.tiny_models import make_adapter
@@ -49,7 +49,7 @@ def test_blocks_with_an_adapter_have_names_of_their_own(
     same = Path(shutil.copytree(adapter, tmp_path / "same"))
 
     def namespace(path: Path | None) -> bytes:
-        return build(load(model, adapter_path=path), Settings(num_blocks=64)).namespace
+        return build_replica(load(model, adapter_path=path), Settings(num_blocks=64)).namespace
 
     plain, first, second, third = map(namespace, (None, adapter, other, same))
     assert len({plain, first, second}) == 3
@@ -66,7 +66,7 @@ def test_a_directory_without_an_adapter_says_what_it_lacks(
 
 
 def test_a_path_that_is_not_there_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="there is no adapter at"):
+    with pytest.raises(ModelUnavailable, match="there is no adapter at"):
         load(tiny_model("llama"), adapter_path=tmp_path / "nowhere")
 
 

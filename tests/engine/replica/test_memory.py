@@ -134,7 +134,7 @@ def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[.
     whole.run()
     assert watch.worst < 0.02
     ledger = whole.scheduler._memory.ledger
-    assert ledger.used_bytes > 0.9 * 8 * whole.executor.row_bytes
+    assert ledger.used_bytes > 0.9 * 8 * whole.executor.state_bytes
 
 
 @pytest.mark.parametrize(("kv_bits", "num_blocks"), [(16, 32), (8, 128)])

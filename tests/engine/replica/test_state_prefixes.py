@@ -13,8 +13,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.plan import Decode
-from engine.proving.oracle import distance
-from engine.scheduler.draft import Draft
+from engine.proving.oracle import logits_distance
+from engine.scheduler.plan_builder import PlanBuilder
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE
 
@@ -34,7 +34,7 @@ class Observed(Whole):
 
     def __init__(self, path: Path, **settings: object) -> None:
         super().__init__(path, **settings)
-        self.executor.observer = self._observe
+        self.executor.logits_observer = self._observe
         self.forget()
 
     def forget(self) -> None:
@@ -65,12 +65,12 @@ class Observed(Whole):
             tokens = mx.array([[*prompt, *said[:-1]]])
             theirs = self.loaded.model(tokens, cache=cache)[0, len(prompt) - 1 :]
             for ours, expected in zip(self._ours[name], theirs, strict=False):
-                assert distance(ours, expected) < TOLERANCE, name
+                assert logits_distance(ours, expected) < TOLERANCE, name
 
     def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
         live = {
             seq.slot: name
-            for name, seq in self.scheduler._roster.live.items()
+            for name, seq in self.scheduler._sequences.live.items()
             if seq.slot is not None
         }
         for decode, row in zip(decodes, logits, strict=True):
@@ -126,9 +126,9 @@ def test_what_was_preempted_goes_on_from_kept_state(
     planner, grow = whole.scheduler._planner, whole.scheduler._planner._grow
     preempted = []
 
-    def preempt(draft: Draft) -> bool:
-        seq = whole.scheduler._roster.live.get("0")
-        if not preempted and seq is not None and seq.outputs == 30:
+    def preempt(draft: PlanBuilder) -> bool:
+        seq = whole.scheduler._sequences.live.get("0")
+        if not preempted and seq is not None and seq.num_output_tokens == 30:
             preempted.append(seq)
             planner._preempt(seq, draft)
         return grow(draft)
@@ -159,9 +159,9 @@ def test_state_without_the_blocks_before_it_is_of_no_use(tiny_model: Callable[..
     prompt = random_tokens(5, 100)
     whole.serve("first", prompt)
     memory = whole.scheduler._memory
-    memory._evict_oldest(memory.pool)
-    while len(memory.pool) > 3:
-        memory._evict_oldest(memory.pool)
+    memory._evict_oldest(memory.blocks)
+    while len(memory.blocks) > 3:
+        memory._evict_oldest(memory.blocks)
     whole.serve("again", prompt)
     assert whole.reused("again") == 0
     whole.assert_right()

@@ -13,11 +13,11 @@ import pytest
 
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
-from engine.grammar.library import Library
-from engine.proving.choose import Choice
+from engine.grammar.cache import GrammarCache
+from engine.proving.choose import ChosenExecutor
 from engine.replica import build as replica
-from engine.replica.grammars import vocabulary_of
-from engine.sampling.masks import Masking
+from engine.replica.grammars import tokenizer_spec_of
+from engine.sampling.masks import GrammarMasker
 from shared import wire
 from shared.wire import Grammar, Sampling
 from tests.engine.whole import Whole
@@ -34,8 +34,8 @@ def whole(tiny_model: Callable[..., Path]) -> Build:
     def make(kind: str = "llama", **settings: object) -> Whole:
         settings = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
         whole = Whole(tiny_model(kind), **settings)
-        library = Library(vocabulary_of(whole.loaded).load())
-        whole.executor.use_grammars(Masking(library, whole.loaded.vocab_size))
+        library = GrammarCache(tokenizer_spec_of(whole.loaded).load())
+        whole.executor.use_grammars(GrammarMasker(library, whole.loaded.vocab_size))
         return whole
 
     return make
@@ -88,8 +88,8 @@ def test_rows_without_a_grammar_are_as_they_are_without_such_neighbours(whole: B
 
 
 def test_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serial(model: Any, *_: object) -> Choice:
-        return Choice(SerialExecutor(model, 512), "for this test")
+    def serial(model: Any, *_: object) -> ChosenExecutor:
+        return ChosenExecutor(SerialExecutor(model, 512), "for this test")
 
     monkeypatch.setattr(replica, "choose", serial)
     engine = whole()

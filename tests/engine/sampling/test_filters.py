@@ -8,7 +8,7 @@ import numpy
 import pytest
 from mlx_lm import sample_utils
 
-from engine.sampling.filters import Filter, kept
+from engine.sampling.filters import Filter, filter_mask
 
 LIBRARIES = pytest.mark.parametrize("xp", [numpy, mx], ids=["numpy", "mlx"])
 SPARED = (2, 7, 11)
@@ -16,8 +16,8 @@ SPARED = (2, 7, 11)
 
 def stays(xp, logits: mx.array, filters: list[Filter]) -> numpy.ndarray:
     if xp is mx:
-        return numpy.array(kept(mx, logits, filters))
-    rows = [kept(numpy, numpy.array(logits[i])[None], [f]) for i, f in enumerate(filters)]
+        return numpy.array(filter_mask(mx, logits, filters))
+    rows = [filter_mask(numpy, numpy.array(logits[i])[None], [f]) for i, f in enumerate(filters)]
     return numpy.concatenate(rows)
 
 
@@ -29,7 +29,7 @@ def mlx_lms(logits: mx.array, f: Filter) -> numpy.ndarray:
     if f.min_p:
         logprobs = sample_utils.apply_min_p(logprobs, f.min_p)
     if f.xtc_threshold is not None:
-        logprobs = sample_utils.apply_xtc(logprobs, 1.0, f.xtc_threshold, list(f.spared))
+        logprobs = sample_utils.apply_xtc(logprobs, 1.0, f.xtc_threshold, list(f.exempt_ids))
     if f.top_k:
         logprobs = sample_utils.apply_top_k(logprobs, f.top_k)
     return numpy.array(logprobs[0] > -math.inf)
@@ -51,7 +51,7 @@ def logits_of(seed: int, vocab: int, spread: float) -> mx.array:
         Filter(top_k=1),
         Filter(top_k=20),
         Filter(xtc_threshold=0.0),
-        Filter(xtc_threshold=0.02, spared=SPARED),
+        Filter(xtc_threshold=0.02, exempt_ids=SPARED),
         Filter(xtc_threshold=0.5),
         Filter(),
     ],
@@ -72,7 +72,7 @@ def test_filters_together_keep_what_mlx_lm_keeps_row_by_row(xp) -> None:
             top_p=choose.choice([1.0, 0.99, 0.9, 0.6]),
             min_p=choose.choice([0.0, 0.001, 0.02, 0.1]),
             xtc_threshold=choose.choice([None, 0.0, 0.01, 0.05, 0.2]),
-            spared=choose.choice([(), SPARED, tuple(range(12))]),
+            exempt_ids=choose.choice([(), SPARED, tuple(range(12))]),
             top_k=choose.choice([0, 1, 2, 5, 40]),
         )
         for _ in range(150)

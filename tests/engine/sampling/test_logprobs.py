@@ -5,7 +5,7 @@ import pytest
 
 from engine.backend import arrays
 from engine.plan import Decode, Slot
-from engine.sampling.logprobs import score
+from engine.sampling.logprobs import gather_logprobs
 from engine.sampling.sampler import Sampler
 from shared.wire import Sampling, TokenLogprobs
 
@@ -33,7 +33,7 @@ def test_each_row_has_its_own_and_as_many_of_the_likeliest_as_it_asks_for(vocab:
     logits = mx.random.normal((5, vocab), key=mx.random.key(vocab)) * 3
     chosen = [0, vocab - 1, vocab // 2, vocab // 3, 0]
     counts = [0, 1, 20, 5, 3]
-    found = score(logits, mx.array(chosen), counts).read()
+    found = gather_logprobs(logits, mx.array(chosen), counts).read()
     for row, ours in enumerate(found):
         assert_same(ours, direct(logits[row], chosen[row], counts[row]))
 
@@ -50,8 +50,8 @@ def test_they_are_the_models_own_whatever_changes_the_choice() -> None:
         Decode(Slot(0, 2), 4, 5, 3, drawn, (), 4, (1, 2, 3, 4)),
     ]
     sampled = Sampler().sample(logits, decodes, mx.array([5, 5, 5]))
-    assert sampled.scores is not None and sampled.scored == (0, 2)
+    assert sampled.logprobs is not None and sampled.logprob_rows == (0, 2)
     tokens = sampled.tokens.tolist()
     assert tokens[0] != best
-    for row, ours in zip(sampled.scored, sampled.scores.read(), strict=True):
+    for row, ours in zip(sampled.logprob_rows, sampled.logprobs.read(), strict=True):
         assert_same(ours, direct(logits[row], tokens[row], decodes[row].logprobs or 0))

@@ -10,11 +10,11 @@ import numpy
 import pytest
 from llguidance import LLTokenizer
 
-from engine.grammar.library import Library
+from engine.grammar.cache import GrammarCache
 from engine.plan import Decode, Slot
 from engine.sampling import masks as sampling_masks
 from engine.sampling import noise
-from engine.sampling.masks import Masking
+from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
 from shared.wire import Grammar, Sampling
 from tests.tiny_models import EOS, VOCAB_SIZE
@@ -42,7 +42,7 @@ def test_only_bound_rows_lose_tokens(
     host: bool,
 ) -> None:
     monkeypatch.setattr(sampling_masks.arrays, "library", lambda: numpy if host else mx)
-    masking = Masking(Library(tokenizer), WIDTH)
+    masking = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     decodes = [decode(0, None), decode(1, "[abc]"), decode(2, None), decode(3, "x|")]
     pending = masking.start(decodes, [5] * 4)
     assert pending is not None
@@ -63,7 +63,7 @@ def test_only_bound_rows_lose_tokens(
 def test_forbidden_tokens_come_only_where_nothing_else_may(
     tokenizer: LLTokenizer,
 ) -> None:
-    masking = Masking(Library(tokenizer), WIDTH)
+    masking = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     rows = [decode(0, "x|", forbidden=(EOS,)), decode(1, "", forbidden=(EOS,))]
     pending = masking.start(rows, [5] * 2)
     assert pending is not None
@@ -81,7 +81,7 @@ def test_the_only_token_that_is_allowed_is_chosen_whatever_the_noise(
 
     monkeypatch.setattr(noise, "uniform", lowest)
     sampler = Sampler()
-    sampler.masking = Masking(Library(tokenizer), WIDTH)
+    sampler.masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     hot = Sampling(seed=0, temperature=2.0, top_p=0.9, top_k=5, min_p=0.2)
     decodes = [decode(0, "x", sampling=hot)]
     masks = sampler.start_masks(decodes, [5])

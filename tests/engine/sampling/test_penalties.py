@@ -7,8 +7,8 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from engine.plan import Decode, Slot
-from engine.sampling.history import History
-from engine.sampling.penalties import adjust
+from engine.sampling.history import TokenHistory
+from engine.sampling.penalties import process_logits
 from shared.wire import Sampling
 
 VOCAB = 60
@@ -71,20 +71,20 @@ CONTROLS = [
 @pytest.mark.parametrize("controls", CONTROLS, ids=str)
 def test_a_sequence_is_penalized_as_by_mlx_lm_at_each_of_its_tokens(controls: dict) -> None:
     """The host tells the prompt alone: every later token comes from the device."""
-    history = History()
+    history = TokenHistory()
     slot = Slot(0, 3)
     for count in range(len(OUTPUT)):
         tokens = PROMPT + OUTPUT[:count]
         logits = logits_of(count)
         part = decode(slot, tokens, len(PROMPT), fresh=count == 0, **controls)
         history.record([part], mx.array([tokens[-1]]))
-        ours = adjust(logits, [part], history)
+        ours = process_logits(logits, [part], history)
         assert mx.array_equal(ours[0], mlx_lms(logits[0], tokens, len(PROMPT), controls))
 
 
 def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
     """All at once, of all lengths, as each of them alone."""
-    history = History()
+    history = TokenHistory()
     logits = logits_of(1, len(CONTROLS))
     lengths = [len(PROMPT) + i for i in range(len(CONTROLS))]
     sequences = [(PROMPT + OUTPUT)[i:n] or [1] for i, n in enumerate(lengths)]
@@ -93,14 +93,14 @@ def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
         for i, (tokens, controls) in enumerate(zip(sequences, CONTROLS, strict=True))
     ]
     history.record(parts, mx.array([tokens[-1] for tokens in sequences]))
-    together = adjust(logits, parts, history)
+    together = process_logits(logits, parts, history)
     for row, (tokens, controls) in enumerate(zip(sequences, CONTROLS, strict=True)):
         assert mx.array_equal(together[row], mlx_lms(logits[row], tokens, 6, controls)), controls
 
 
 def test_the_tokens_follow_a_sequence_to_another_slot_and_not_the_slot() -> None:
     controls = {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
-    history = History()
+    history = TokenHistory()
     old, new = Slot(0, 0), Slot(1, 0)
     tokens = PROMPT + OUTPUT[:4]
     history.record([decode(old, tokens, 8, True, **controls)], mx.array(tokens[-1:]))
@@ -112,24 +112,24 @@ def test_the_tokens_follow_a_sequence_to_another_slot_and_not_the_slot() -> None
     ]
     history.record(parts, mx.array([7, 32]))
     logits = logits_of(2, 2)
-    ours = adjust(logits, parts, history)
+    ours = process_logits(logits, parts, history)
     assert mx.array_equal(ours[0], mlx_lms(logits[0], moved, 8, controls))
     assert mx.array_equal(ours[1], mlx_lms(logits[1], other, 2, controls))
 
 
 def test_a_long_sequence_and_many_slots_find_room() -> None:
     controls = {"repetition_penalty": 1.5, "repetition_context_size": 0}
-    history = History()
+    history = TokenHistory()
     sequences = [[(i * j) % VOCAB for j in range(1 + 90 * i)] for i in range(20)]
     parts = [decode(Slot(0, i), s, 1, True, **controls) for i, s in enumerate(sequences)]
     for at in range(0, 20, 5):
         tokens = [s[-1] for s in sequences[at : at + 5]]
         history.record(parts[at : at + 5], mx.array(tokens))
     logits = logits_of(3, 20)
-    ours = adjust(logits, parts, history)
+    ours = process_logits(logits, parts, history)
     for row, tokens in enumerate(sequences):
         assert mx.array_equal(ours[row], mlx_lms(logits[row], tokens, 1, controls))
-    history.forget([0])
+    history.free_slabs([0])
     assert not history._rows
 
 
@@ -137,10 +137,10 @@ def test_a_ban_stands_above_a_bias() -> None:
     part = Decode(
         Slot(0, 0), 4, 5, 0, Sampling(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
     )
-    (row,) = adjust(logits_of(4), [part], History()).tolist()
+    (row,) = process_logits(logits_of(4), [part], TokenHistory()).tolist()
     assert row[3] == -math.inf and min(row[:3] + row[4:]) > -math.inf
 
 
 def test_where_nobody_asks_for_anything_nothing_is_computed() -> None:
     logits = logits_of(5)
-    assert adjust(logits, [decode(Slot(0, 0), PROMPT, 8, False)], History()) is logits
+    assert process_logits(logits, [decode(Slot(0, 0), PROMPT, 8, False)], TokenHistory()) is logits

@@ -7,7 +7,7 @@ import pytest
 from engine.backend import arrays
 from engine.plan import Decode, Slot
 from engine.sampling import noise
-from engine.sampling.sampler import Sampler, choose
+from engine.sampling.sampler import Sampler, sample_tokens
 from shared.wire import Sampling
 
 VOCAB = 50
@@ -91,7 +91,7 @@ def test_a_tiny_temperature_takes_the_most_likely_token(logits: mx.array) -> Non
 
 
 def chi_square(rows: list[Decode], logits: mx.array, probabilities: list[float]) -> float:
-    tokens = choose(mx.broadcast_to(logits, (len(rows), logits.shape[-1])), rows).tolist()
+    tokens = sample_tokens(mx.broadcast_to(logits, (len(rows), logits.shape[-1])), rows).tolist()
     seen = Counter(tokens)
     assert all(p > 0 for t, p in enumerate(probabilities) if seen[t])
     expected = ((t, p * len(rows)) for t, p in enumerate(probabilities) if p > 0)

@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 
-from engine.plan import Exported, Plan, Scored, Slot, StepResult
+from engine.plan import Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
 from shared import wire
 from shared.hashing import block_hashes, salted
@@ -126,7 +126,7 @@ class FakeExecutor:
         return StepResult(
             step=plan.step,
             tokens=tuple(tokens),
-            scored=scored,
+            prompt_logprobs=scored,
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
             elapsed_s=computed / self.speed_tokens_s,
@@ -145,14 +145,14 @@ class FakeExecutor:
     def _give_up(self, plan: Plan) -> list[Exported]:
         exported = []
         for evict in plan.evictions:
-            if evict.block in self.snapshots:
-                content = self.snapshots.pop(evict.block)
-            elif evict.block in self.unsaved:
+            if evict.block_id in self.snapshots:
+                content = self.snapshots.pop(evict.block_id)
+            elif evict.block_id in self.unsaved:
                 continue
             else:
-                content = self.blocks.pop(evict.block)
+                content = self.blocks.pop(evict.block_id)
             if evict.export:
-                exported.append(Exported(evict.block, self._payload(content)))
+                exported.append(Exported(evict.block_id, self._payload(content)))
         for slab in plan.freed_slabs:
             rows, _ = self.slabs.pop(slab)
             for row in range(rows):
@@ -162,12 +162,12 @@ class FakeExecutor:
         return exported
 
     def _set_up(self, plan: Plan) -> None:
-        for part in plan.slabs:
-            assert part.slab not in self.slabs and part.capacity % self.config.block_size == 0
-            self.slabs[part.slab] = (part.rows, part.capacity)
+        for part in plan.new_slabs:
+            assert part.slab_id not in self.slabs and part.capacity % self.config.block_size == 0
+            self.slabs[part.slab_id] = (part.rows, part.capacity)
             self._check_memory()
         for insert in plan.inserts:
-            self._new_block(insert.block, content_of(insert.payload))
+            self._new_block(insert.block_id, content_of(insert.payload))
 
     def _restore(self, plan: Plan) -> None:
         for restore in plan.restores:
@@ -176,7 +176,7 @@ class FakeExecutor:
             if restore.start == 0:
                 row.clear()
             assert len(row) == restore.start, "a restore goes where the row ends"
-            for block in restore.blocks:
+            for block in restore.block_ids:
                 if block in self.unsaved:
                     self._failed[restore.slot] = "there is no such block"
                     row.extend([HOLE] * self.config.block_size)
@@ -190,11 +190,11 @@ class FakeExecutor:
     def _restore_states(self, plan: Plan) -> None:
         for restore in plan.state_restores:
             self._check_slot(restore.slot)
-            if restore.snapshot in self.unsaved:
+            if restore.snapshot_id in self.unsaved:
                 self._failed[restore.slot] = "there is no such state"
                 content = [HOLE] * restore.position
             else:
-                content = list(self.snapshots[restore.snapshot])
+                content = list(self.snapshots[restore.snapshot_id])
             assert len(content) == restore.position
             self.states[restore.slot] = content
             if not self.config.keeps_kv:
@@ -220,7 +220,7 @@ class FakeExecutor:
         assert len(plan.decodes) <= self.config.max_batch_size
         tokens = []
         for part in plan.decodes:
-            token = self.sampled[part.slot] if part.token is None else part.token
+            token = self.sampled[part.slot] if part.token_id is None else part.token_id
             self._write(part.slot, part.position, [token])
             row, seed = self.rows[part.slot], part.sampling.seed
             if part.sampling.looks_back:
@@ -234,7 +234,7 @@ class FakeExecutor:
             self.sampled[part.slot] = tokens[-1]
         return tokens
 
-    def _prefill(self, plan: Plan) -> Iterator[Scored]:
+    def _prefill(self, plan: Plan) -> Iterator[PromptLogprobs]:
         assert len(plan.chunks) <= self.config.prefill_batch_size
         for chunk in plan.chunks:
             assert chunk.token_ids
@@ -246,21 +246,21 @@ class FakeExecutor:
                 self._write(chunk.slot, chunk.start, [HOLE] * len(chunk.token_ids))
                 continue
             self._write(chunk.slot, chunk.start, chunk.token_ids)
-            assert len(chunk.followers) <= len(chunk.token_ids)
-            if chunk.followers:
+            assert len(chunk.target_ids) <= len(chunk.token_ids)
+            if chunk.target_ids:
                 row = [abs(token) for token in self.rows[chunk.slot][: chunk.start]]
                 known = [*row, *chunk.token_ids]
                 found = (
                     scores_of([*known[: chunk.start + i + 1], token], chunk.logprobs)
-                    for i, token in enumerate(chunk.followers)
+                    for i, token in enumerate(chunk.target_ids)
                 )
-                yield Scored(chunk.slot, chunk.start, tuple(found))
+                yield PromptLogprobs(chunk.slot, chunk.start, tuple(found))
 
     def _save(self, plan: Plan) -> None:
         for save in plan.saves:
             self._check_slot(save.slot)
             assert save.start % self.config.block_size == 0
-            for number, block in enumerate(save.blocks, 1):
+            for number, block in enumerate(save.block_ids, 1):
                 if save.slot in self._failed:
                     self.unsaved.add(block)
                     continue
@@ -274,12 +274,12 @@ class FakeExecutor:
             self._check_slot(save.slot)
             assert save.position % self.config.block_size == 0
             if save.slot in self._failed:
-                self.unsaved.add(save.snapshot)
+                self.unsaved.add(save.snapshot_id)
                 continue
             assert len(self.states[save.slot]) == save.position, "the state of that position"
-            assert save.snapshot not in self.seen_blocks, "ids are never used twice"
-            self.seen_blocks.add(save.snapshot)
-            self.snapshots[save.snapshot] = tuple(self.states[save.slot])
+            assert save.snapshot_id not in self.seen_blocks, "ids are never used twice"
+            self.seen_blocks.add(save.snapshot_id)
+            self.snapshots[save.snapshot_id] = tuple(self.states[save.slot])
             self._check_memory()
 
     def check_hashes(self, hashes: dict[int, bytes], *, settled: bool) -> None:
@@ -327,11 +327,11 @@ class FakeExecutor:
         self._check_length(slot)
 
     def _check_slot(self, slot: Slot) -> None:
-        assert slot.slab in self.slabs, "the slab is there"
-        assert 0 <= slot.row < self.slabs[slot.slab][0]
+        assert slot.slab_id in self.slabs, "the slab is there"
+        assert 0 <= slot.row < self.slabs[slot.slab_id][0]
 
     def _check_length(self, slot: Slot) -> None:
-        assert len(self.rows[slot]) <= self.slabs[slot.slab][1], "within the capacity"
+        assert len(self.rows[slot]) <= self.slabs[slot.slab_id][1], "within the capacity"
 
     def _check_memory(self) -> None:
         config = self.config
@@ -340,4 +340,4 @@ class FakeExecutor:
         used += sum(rows for rows, _ in self.slabs.values()) * config.row_bytes
         used += len(self.snapshots) * config.state_bytes
         assert used <= config.limit_bytes, "over the limit"
-        assert len(self.snapshots) <= config.kept_states
+        assert len(self.snapshots) <= config.max_snapshots

@@ -107,7 +107,7 @@ class Engine:
             except StepRaised:
                 self.results.clear()
                 self.executor.reset()
-                self.scheduler.start_over("the step raised", less_memory=True)
+                self.scheduler.recover("the step raised", out_of_memory=True)
                 self.check()
                 return plan
             self.now_s += self.results[-1].elapsed_s
@@ -126,7 +126,7 @@ class Engine:
             if block_hash not in self.stored:
                 break
             found.append(self.stored[block_hash])
-        self.scheduler.fetched(ticket, found)
+        self.scheduler.on_fetched(ticket, found)
         self.check()
 
     def turn(self) -> bool:
@@ -150,8 +150,10 @@ class Engine:
         self.scheduler.check_integrity()
         self.collect()
         memory = self.scheduler._memory
-        named = {block.id: block.hash for block in memory.pool}
-        named |= {s.id: s.hash for s in memory.snapshots if s.hash in memory.snapshots.published()}
+        named = {block.id: block.hash for block in memory.blocks}
+        named |= {
+            s.id: s.hash for s in memory.snapshots if s.hash in memory.snapshots.published_hashes()
+        }
         self.executor.check_hashes(named, settled=not self.results)
         assert self.cached == set(self.scheduler.cached_hashes())
 
@@ -175,9 +177,9 @@ class Engine:
         for block_hash, payload in outputs.stores:
             self.executor.check_content(block_hash, content_of(payload))
             self.stored[block_hash] = payload
-        assert self.cached.isdisjoint(outputs.cached)
-        assert self.cached.issuperset(outputs.uncached)
-        self.cached = (self.cached | set(outputs.cached)) - set(outputs.uncached)
+        assert self.cached.isdisjoint(outputs.cache_added)
+        assert self.cached.issuperset(outputs.cache_removed)
+        self.cached = (self.cached | set(outputs.cache_added)) - set(outputs.cache_removed)
 
     def assert_right(self, client: Client) -> None:
         """That ``client`` got exactly its text, and what it is told of it is true."""
@@ -199,6 +201,6 @@ class Engine:
         stats = scheduler.stats()
         assert (stats.running, stats.waiting, stats.unevictable_bytes) == (0, 0, 0)
         memory = scheduler._memory
-        assert set(self.executor.blocks) == {block.id for block in memory.pool}
+        assert set(self.executor.blocks) == {block.id for block in memory.blocks}
         assert set(self.executor.snapshots) == {snapshot.id for snapshot in memory.snapshots}
-        assert len(memory.snapshots.published()) == len(memory.snapshots)
+        assert len(memory.snapshots.published_hashes()) == len(memory.snapshots)

@@ -35,7 +35,11 @@ def test_the_last_prompt_token_goes_through_the_decode_that_samples_output_0(len
     assert sum(len(chunk.token_ids) for chunk in chunks) == length - 1
     assert all((chunk.start + len(chunk.token_ids)) % 4 == 0 for chunk in chunks[:-1])
     first = next(plan.decodes[0] for plan in engine.plans if plan.decodes)
-    assert (first.position, first.token, first.output_index) == (length - 1, prompt(length)[-1], 0)
+    assert (first.position, first.token_id, first.output_index) == (
+        length - 1,
+        prompt(length)[-1],
+        0,
+    )
     engine.assert_right(client)
 
 
@@ -44,7 +48,7 @@ def test_look_ahead_names_a_token_that_is_not_known_yet_by_none() -> None:
     client = engine.submit(request("a", prompt(3)))
     engine.run()
     decodes = [plan.decodes[0] for plan in engine.plans if plan.decodes]
-    assert [decode.token for decode in decodes] == [prompt(3)[-1], None, None, None, None]
+    assert [decode.token_id for decode in decodes] == [prompt(3)[-1], None, None, None, None]
     engine.assert_right(client)
 
 

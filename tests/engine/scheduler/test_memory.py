@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.plan import Evict, Slot
+from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.memory import Ledger, Memory
-from engine.scheduler.pool import BlockPool
-from engine.scheduler.slots import SlotTable
+from engine.scheduler.slot_table import SlotTable
 from tests.engine.scheduler.harness import BLOCK_BYTES, config
 
 
@@ -25,7 +25,7 @@ def test_a_block_goes_only_when_nothing_in_flight_refers_to_it() -> None:
     pool.unpin(second)
     pool.unpin(first)
     pool.pin(second)
-    assert pool.evictable == 1
+    assert pool.num_evictable == 1
     assert pool.pop_oldest() is first
     pool.unpin(second)
     assert pool.pop_oldest() is second
@@ -35,7 +35,7 @@ def test_refreshing_a_chain_makes_its_head_the_last_to_go() -> None:
     pool = BlockPool()
     for block_hash in (b"1", b"2", b"3", b"x"):
         pool.unpin(pool.add(block_hash))
-    assert pool.refresh([b"1", b"2", b"3", b"4"]) == 3
+    assert pool.touch([b"1", b"2", b"3", b"4"]) == 3
     assert [pool.pop_oldest().hash for _ in range(4)] == [b"x", b"3", b"2", b"1"]
 
 
@@ -56,7 +56,7 @@ def test_a_block_that_was_removed_stays_away_when_its_pins_go() -> None:
     block = pool.add(b"1")
     pool.remove(block)
     pool.unpin(block)
-    assert not len(pool) and not pool.evictable and not list(pool.faults())
+    assert not len(pool) and not pool.num_evictable and not list(pool.faults())
 
 
 def test_the_lowest_free_row_of_the_oldest_slab_is_taken() -> None:
@@ -68,7 +68,7 @@ def test_the_lowest_free_row_of_the_oldest_slab_is_taken() -> None:
     slots.release(Slot(0, 1))
     assert slots.take(16) == Slot(0, 1)
     slots.release(Slot(1, 0))
-    assert [slab.slab for slab in slots.empty()] == [1]
+    assert [slab.slab_id for slab in slots.empty_slabs()] == [1]
     with pytest.raises(ValueError, match="free already"):
         slots.release(Slot(1, 0))
 
@@ -77,8 +77,8 @@ def test_empty_slabs_are_freed_before_cached_blocks_and_only_when_needed() -> No
     memory = Memory(config(blocks=32, context_length=16, completion_batch_size=4))
     block = memory.add_block(b"1")
     assert block is not None
-    memory.pool.unpin(block)
-    acquired = memory.acquire(16)
+    memory.blocks.unpin(block)
+    acquired = memory.allocate_slot(16)
     assert acquired == (Slot(0, 0), 16)
     memory.slots.release(acquired[0])
     assert not memory.freed_slabs
@@ -95,8 +95,8 @@ def test_nothing_is_given_up_for_what_will_not_fit_anyway() -> None:
         block = memory.add_block(b"%d" % number)
         assert block is not None
         if number:
-            memory.pool.unpin(block)
-    assert memory.acquire(32) is None
+            memory.blocks.unpin(block)
+    assert memory.allocate_slot(32) is None
     assert not memory.evictions and memory.ledger.used_bytes == 8 * BLOCK_BYTES
 
 
@@ -105,18 +105,18 @@ def test_rows_that_nobody_needs_yet_do_not_cost_the_whole_cache() -> None:
     for number in range(60):
         block = memory.add_block(b"%d" % number)
         assert block is not None
-        memory.pool.unpin(block)
-    assert memory.acquire(32) is not None
-    assert len(memory.pool) >= 30
+        memory.blocks.unpin(block)
+    assert memory.allocate_slot(32) is not None
+    assert len(memory.blocks) >= 30
 
 
 def test_a_free_larger_row_is_taken_when_nothing_else_is_to_be_had() -> None:
     memory = Memory(config(blocks=4096, context_length=1024))
-    assert memory.acquire(1024) == (Slot(0, 0), 1024)
+    assert memory.allocate_slot(1024) == (Slot(0, 0), 1024)
     for number in range(4096 - 2 * 256):
         assert memory.add_block(b"%d" % number) is not None
-    assert memory.acquire(512) == (Slot(0, 1), 1024)
-    assert memory.acquire(512) is None
+    assert memory.allocate_slot(512) == (Slot(0, 1), 1024)
+    assert memory.allocate_slot(512) is None
 
 
 def test_slots_that_keep_more_than_blocks_are_charged_for_it() -> None:
@@ -126,17 +126,17 @@ def test_slots_that_keep_more_than_blocks_are_charged_for_it() -> None:
     memory = Memory(settings)
     for number in range(39):
         assert memory.add_block(b"%d" % number) is not None
-    assert memory.acquire(4) is None, "four blocks' worth for four tokens"
-    for block in list(memory.pool)[:3]:
-        memory.pool.unpin(block)
-    assert memory.acquire(4) is not None
+    assert memory.allocate_slot(4) is None, "four blocks' worth for four tokens"
+    for block in list(memory.blocks)[:3]:
+        memory.blocks.unpin(block)
+    assert memory.allocate_slot(4) is not None
     assert len(memory.evictions) == 3
     assert memory.ledger.used_bytes == 40 * BLOCK_BYTES
 
 
 def test_free_rows_of_a_slab_in_use_are_no_pressure() -> None:
     memory = Memory(config(blocks=512, context_length=64, completion_batch_size=8))
-    first = memory.acquire(64)
+    first = memory.allocate_slot(64)
     assert first is not None
     (slab,) = memory.new_slabs
     assert slab.rows > 1
@@ -144,6 +144,6 @@ def test_free_rows_of_a_slab_in_use_are_no_pressure() -> None:
     assert memory.ledger.used_bytes == slab.rows * 16 * BLOCK_BYTES
     block = memory.add_block(b"1")
     assert block is not None and memory.unevictable_bytes == 17 * BLOCK_BYTES
-    memory.pool.unpin(block)
+    memory.blocks.unpin(block)
     memory.slots.release(first[0])
     assert memory.unevictable_bytes == 0

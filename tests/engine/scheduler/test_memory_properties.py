@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.plan import Slot
+from engine.scheduler.block_pool import Block, BlockPool
 from engine.scheduler.memory import Memory
-from engine.scheduler.pool import Block, BlockPool
-from engine.scheduler.slots import SlotTable
+from engine.scheduler.slot_table import SlotTable
 from tests.engine.scheduler.harness import BLOCK_BYTES, config
 
 SEEDS = given(seed=st.integers(0, 2**32))
@@ -50,17 +50,17 @@ def test_the_pool_is_a_list_from_used_longest_ago_to_used_last(seed: int) -> Non
                 idle = [name for name in idle if name != block.hash]
             case "use" if blocks:
                 chain = [*pick.sample(sorted(blocks), min(len(blocks), 4)), b"unknown"]
-                assert pool.refresh(chain) == pool.match(chain) == len(chain) - 1
+                assert pool.touch(chain) == pool.match_prefix(chain) == len(chain) - 1
                 used = [name for name in chain[::-1] if name in idle]
                 idle = [name for name in idle if name not in used] + used
         assert not list(pool.faults())
-        assert (len(pool), pool.evictable) == (len(blocks), len(idle))
+        assert (len(pool), pool.num_evictable) == (len(blocks), len(idle))
         if pick.random() < 0.1:
             added, removed = pool.take_changes()
             assert reported.isdisjoint(added) and reported.issuperset(removed)
             reported = (reported | set(added)) - set(removed)
             assert reported == set(blocks)
-    assert [pool.pop_oldest().hash for _ in range(pool.evictable)] == idle
+    assert [pool.pop_oldest().hash for _ in range(pool.num_evictable)] == idle
 
 
 @MANY
@@ -72,8 +72,8 @@ def test_a_row_has_one_holder_and_a_slab_goes_only_when_it_has_none(seed: int) -
         match pick.choice(["add", "take", "take", "take", "release", "release", "free"]):
             case "add" if len(slabs) < 9:
                 slab = slots.add(pick.randrange(1, 5), pick.choice([16, 64, 256]))
-                assert slab.slab not in slabs
-                slabs[slab.slab] = slab.rows, slab.capacity
+                assert slab.slab_id not in slabs
+                slabs[slab.slab_id] = slab.rows, slab.capacity
             case "take":
                 capacity = pick.choice([16, 64, 256])
                 slot = slots.take(capacity)
@@ -91,12 +91,12 @@ def test_a_row_has_one_holder_and_a_slab_goes_only_when_it_has_none(seed: int) -
                 taken.remove(slot)
                 with pytest.raises(ValueError, match="free already"):
                     slots.release(slot)
-            case "free" if any(True for _ in slots.empty()):
-                del slabs[slots.pop_empty().slab]
-        used = Counter(slot.slab for slot in taken)
-        assert slots.taken() == taken and slots.used_rows == len(taken)
-        assert {slab.slab for slab in slots.slabs()} == slabs.keys()
-        assert {slab.slab for slab in slots.empty()} == slabs.keys() - used.keys()
+            case "free" if any(True for _ in slots.empty_slabs()):
+                del slabs[slots.pop_empty_slab().slab_id]
+        used = Counter(slot.slab_id for slot in taken)
+        assert slots.used_slots() == taken and slots.used_rows == len(taken)
+        assert {slab.slab_id for slab in slots.slabs()} == slabs.keys()
+        assert {slab.slab_id for slab in slots.empty_slabs()} == slabs.keys() - used.keys()
         assert sorted(slots.used()) == sorted((used[n], size) for n, (_, size) in slabs.items())
 
 
@@ -127,7 +127,7 @@ class Books:
         match pick.choice("acquire acquire release add add add unpin unpin condemn settle".split()):
             case "acquire":
                 tokens = pick.randrange(1, memory.largest_capacity + 1)
-                acquired = memory.acquire(tokens)
+                acquired = memory.allocate_slot(tokens)
                 if acquired is not None:
                     assert acquired[1] >= tokens and acquired[0] not in dict(self.held)
                     self.held.append(acquired)
@@ -140,7 +140,7 @@ class Books:
                     self.pinned.append(block)
                     self.blocks.add(block.id)
             case "unpin" if self.pinned:
-                memory.pool.unpin(self.pinned.pop(pick.randrange(len(self.pinned))))
+                memory.blocks.unpin(self.pinned.pop(pick.randrange(len(self.pinned))))
             case "condemn" if self.pinned:
                 self.condemned.append(self.pinned.pop())
                 memory.withdraw(self.condemned[-1])
@@ -157,28 +157,30 @@ class Books:
         memory.clear()
         self.held, self.pinned, self.condemned = [], [], []
         self.slabs, self.blocks = {}, set()
-        assert memory.acquire(memory.largest_capacity) is not None, "one that is alone has room"
+        assert memory.allocate_slot(memory.largest_capacity) is not None, (
+            "one that is alone has room"
+        )
         memory.clear()
 
     def _follow_plan(self) -> None:
         memory = self.memory
         for evict in memory.evictions:
-            self.blocks.remove(evict.block)
+            self.blocks.remove(evict.block_id)
         for slab in memory.freed_slabs:
             del self.slabs[slab]
         for new in memory.new_slabs:
-            self.slabs[new.slab] = memory._config.bytes_of(new.rows, new.capacity)
+            self.slabs[new.slab_id] = memory._config.slab_bytes(new.rows, new.capacity)
         memory.forget_changes()
 
     def check(self) -> None:
         memory = self.memory
         used = sum(self.slabs.values()) + len(self.blocks) * BLOCK_BYTES
         assert memory.ledger.used_bytes == used <= memory.ledger.limit_bytes
-        rows = sum(memory._config.bytes_of(1, capacity) for _, capacity in self.held)
+        rows = sum(memory._config.slab_bytes(1, capacity) for _, capacity in self.held)
         in_flight = len(self.pinned) + len(self.condemned)
         assert memory.unevictable_bytes == rows + in_flight * BLOCK_BYTES
-        assert {slot.slab for slot, _ in self.held} <= self.slabs.keys()
-        assert {block.id for block in (*memory.pool, *self.condemned)} == self.blocks
+        assert {slot.slab_id for slot, _ in self.held} <= self.slabs.keys()
+        assert {block.id for block in (*memory.blocks, *self.condemned)} == self.blocks
 
 
 @MANY
@@ -191,8 +193,8 @@ def test_the_ledger_is_what_the_plans_amount_to_and_never_over_its_limit(seed: i
     for slot, _ in books.held:
         books.memory.slots.release(slot)
     for block in books.pinned:
-        books.memory.pool.unpin(block)
+        books.memory.blocks.unpin(block)
     for block in books.condemned:
         books.memory.settle(block, exists=False)
     assert books.memory.unevictable_bytes == 0
-    assert books.memory.acquire(books.memory.largest_capacity) is not None
+    assert books.memory.allocate_slot(books.memory.largest_capacity) is not None

@@ -164,7 +164,7 @@ def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
     engine.schedule()
     engine.scheduler.abort("a")
     engine.answer_store()
-    engine.scheduler.fetched(99, [(b"x",)])
+    engine.scheduler.on_fetched(99, [(b"x",)])
     assert engine.schedule() is None
     engine.assert_nothing_left()
 
@@ -214,7 +214,7 @@ def test_evicted_blocks_go_to_the_kvstore_once() -> None:
     assert engine.stored
     assert cached(serve(engine, request("c", SHARED[:60])))[1] > 0
     exports = [
-        engine.executor.block_hashes[evict.block]
+        engine.executor.block_hashes[evict.block_id]
         for plan in engine.plans
         for evict in plan.evictions
         if evict.export

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.scheduler.caution import CALM_STEPS, Caution
-from engine.scheduler.sequence import HOLDING
+from engine.scheduler.backoff import STEPS_TO_DOUBLE, ConcurrencyBackoff
+from engine.scheduler.sequence import HOLDING_SLOT
 from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
 
 SHARED = [position * position % 19 for position in range(100)]
@@ -50,8 +50,8 @@ def test_the_youngest_of_the_lowest_priority_gives_way_and_resumes_exactly(
     while engine.turn():
         preempted |= {
             seq.request.request_id
-            for seq in engine.scheduler._roster.live.values()
-            if seq.state.name == "PREEMPTED"
+            for seq in engine.scheduler._sequences.live.values()
+            if seq.status.name == "PREEMPTED"
         }
     assert preempted == {"r2", "r3"}, "the others are older, or matter more"
     for client in (growing, *others):
@@ -176,7 +176,9 @@ def test_who_makes_steps_raise_alone_ends_with_an_error_and_the_others_get_their
     bad = engine.submit(request("bad", SHARED[50:60], max_tokens=40))
     others = [engine.submit(request(f"r{n}", SHARED[n : 9 + n], max_tokens=20)) for n in range(6)]
     for _ in range(5000):
-        decoding = [seq.request.request_id for seq in engine.scheduler._roster.ordered(*HOLDING)]
+        decoding = [
+            seq.request.request_id for seq in engine.scheduler._sequences.ordered(*HOLDING_SLOT)
+        ]
         engine.executor.fail_next_step = "bad" in decoding and bad.end is None
         if not engine.turn():
             break
@@ -205,18 +207,18 @@ def test_after_a_failure_for_want_of_memory_less_of_it_is_used() -> None:
 
 
 def test_after_calm_steps_as_many_run_as_before() -> None:
-    caution = Caution(8)
-    caution.alarm(8)
+    caution = ConcurrencyBackoff(8)
+    caution.step_failed(8)
     assert caution.limit == 4
-    caution.alarm(1)
+    caution.step_failed(1)
     assert caution.limit == 1
     limits = set()
-    for _ in range(3 * CALM_STEPS):
-        caution.calm()
+    for _ in range(3 * STEPS_TO_DOUBLE):
+        caution.step_succeeded()
         limits.add(caution.limit)
     assert limits == {1, 2, 4, 8}
-    for _ in range(CALM_STEPS):
-        caution.calm()
+    for _ in range(STEPS_TO_DOUBLE):
+        caution.step_succeeded()
     assert caution.limit == 8
 
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
-from engine.scheduler.draft import Step
-from engine.scheduler.failures import take_back
+from engine.scheduler.failures import discard_failed_saves
 from engine.scheduler.memory import Memory
-from engine.scheduler.recurrence import MOST_BETWEEN, TAIL_TOKENS, WORTHWHILE_TOKENS
+from engine.scheduler.plan_builder import InFlightStep
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.snapshots import SnapshotPool
+from engine.scheduler.snapshot_policy import (
+    MAX_INNER_SNAPSHOTS,
+    PROMPT_TAIL_TOKENS,
+    WORTHWHILE_TOKENS,
+)
+from engine.scheduler.snapshot_pool import SnapshotPool
 from shared import wire
 from tests.engine.scheduler.harness import RECURRENT, Client, Engine, config, request
 
@@ -56,7 +60,7 @@ def test_the_same_prompt_again_computes_its_end_only(settings: dict[str, Any]) -
     first = computed(engine)
     assert first == 300
     again = serve(engine, request("b", SHARED[:301]))
-    assert computed(engine) - first == 300 - cached(again) < TAIL_TOKENS + BLOCK
+    assert computed(engine) - first == 300 - cached(again) < PROMPT_TAIL_TOKENS + BLOCK
 
 
 def test_the_next_turn_computes_only_what_is_new(settings: dict[str, Any]) -> None:
@@ -80,9 +84,9 @@ def test_an_answer_that_later_turns_do_not_have_costs_the_end_of_its_prompt(
     for turn in range(20):
         client = serve(engine, request(f"t{turn}", prompt, max_tokens=20))
         if turn:
-            assert len(prompt) - cached(client) <= 9 + TAIL_TOKENS + BLOCK
+            assert len(prompt) - cached(client) <= 9 + PROMPT_TAIL_TOKENS + BLOCK
         # The template's beginning of an answer goes, its reasoning too.
-        prompt = [*prompt[: 2 - TAIL_TOKENS], *client.tokens[-5:], turn % 19, 1, 2, 3, 4]
+        prompt = [*prompt[: 2 - PROMPT_TAIL_TOKENS], *client.tokens[-5:], turn % 19, 1, 2, 3, 4]
 
 
 def test_where_two_prompts_parted_the_third_goes_on(settings: dict[str, Any]) -> None:
@@ -103,7 +107,7 @@ def test_arrivals_with_the_same_new_prefix_compute_it_once(
     for client in clients:
         engine.assert_right(client)
     spent = 400 + sum(tails)
-    assert computed(engine) <= spent + len(tails) * (TAIL_TOKENS + BLOCK)
+    assert computed(engine) <= spent + len(tails) * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
 def test_when_the_one_ahead_goes_away_the_next_computes_by_itself(
@@ -118,7 +122,7 @@ def test_when_the_one_ahead_goes_away_the_next_computes_by_itself(
     engine.run()
     for client in others:
         engine.assert_right(client)
-    assert computed(engine) < 400 + 64 + 2 * (TAIL_TOKENS + BLOCK)
+    assert computed(engine) < 400 + 64 + 2 * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
 def test_who_is_given_up_in_mid_prompt_leaves_what_it_had(settings: dict[str, Any]) -> None:
@@ -137,7 +141,7 @@ def test_of_a_long_prompt_state_is_kept_here_and_there(settings: dict[str, Any])
     settings |= {"context_length": 6000, "prefill_chunk_tokens": 512, "block_size": 64}
     engine = Engine(config(**settings))
     serve(engine, request("a", long))
-    assert 2 <= engine.scheduler.stats().kept_states - 1 <= MOST_BETWEEN
+    assert 2 <= engine.scheduler.stats().kept_states - 1 <= MAX_INNER_SNAPSHOTS
     other = serve(engine, request("b", [*long[:4500], *[1] * 50]))
     assert 4500 - cached(other) <= 2048 + 512
 
@@ -171,7 +175,7 @@ def test_without_the_blocks_of_its_prefix_a_state_is_not_used(hybrid: dict[str, 
     serve(engine, request("a", SHARED[:301]))
     memory = engine.scheduler._memory
     for _ in range(5):  # the tail of the chain went first
-        memory._evict_oldest(memory.pool)
+        memory._evict_oldest(memory.blocks)
     engine.check()
     assert cached(serve(engine, request("b", SHARED[:301]))) == 0
 
@@ -214,11 +218,11 @@ def test_a_private_snapshot_is_found_by_nobody_until_it_gets_its_name() -> None:
     pool = SnapshotPool(3)
     name = b"n" * 16
     one, two = pool.add_private(), pool.add_private()
-    assert pool.longest([name], 0, 1) == 0 and not pool.published()
+    assert pool.longest_prefix([name], 0, 1) == 0 and not pool.published_hashes()
     pool.unpin(one)
-    assert pool.publish(one, name) and pool.evictable == 1
+    assert pool.publish(one, name) and pool.num_evictable == 1
     assert not pool.publish(two, name)
-    assert pool.longest([b"m" * 16, name, b"o" * 16], 0, 3) == 2
+    assert pool.longest_prefix([b"m" * 16, name, b"o" * 16], 0, 3) == 2
     assert pool.take_changes() == ([name], [])
     assert pool.pop_oldest() is one and not pool.holds(one) and pool.holds(two)
     assert not list(pool.faults())
@@ -229,17 +233,17 @@ def test_what_was_dropped_already_is_not_taken_back_once_more() -> None:
     seq = Sequence(
         request=request("a", [1]),
         arrival=0,
-        parent=b"",
+        parent_hash=b"",
         block_size=BLOCK,
-        tokens=[1],
+        token_ids=[1],
         max_tokens=1,
         submitted_s=0.0,
     )
-    steps = [Step(0), Step(1)]
+    steps = [InFlightStep(0), InFlightStep(1)]
     for step in steps:
         snapshot = memory.add_snapshot(None)
         assert snapshot is not None
         step.saved[seq] = [snapshot]
         memory.drop_snapshot(snapshot)
-    take_back({seq}, steps[0], steps[1], memory)
-    assert (memory.ledger.used_bytes, memory.withdrawn_bytes, steps[1].condemned) == (0, 0, [])
+    discard_failed_saves({seq}, steps[0], steps[1], memory)
+    assert (memory.ledger.used_bytes, memory.withdrawn_bytes, steps[1].invalid_blocks) == (0, 0, [])

@@ -13,11 +13,11 @@ from engine.proving import choose
 from engine.zoo import examine as examining
 from engine.zoo.build import build
 from engine.zoo.configs import VOCAB_SIZE
-from engine.zoo.examine import Finding, Quantized, examine, examine_quantized
-from engine.zoo.farm import findings
+from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
+from engine.zoo.farm import examine_all
 
 
-def found(name: str) -> Finding:
+def found(name: str) -> ArchitectureReport:
     finding = examine(name)
     assert finding is not None
     return finding
@@ -27,35 +27,35 @@ def found(name: str) -> Finding:
 def test_models_of_plain_and_sliding_layers_are_batched_right(name: str) -> None:
     finding = found(name)
     assert finding.right, finding
-    assert (finding.how, finding.prefix_cache) == ("ragged", True)
+    assert (finding.batching, finding.prefix_cache) == ("ragged", True)
 
 
 @pytest.mark.parametrize("name", ["mamba", "recurrent_gemma", "falcon_h1", "qwen3_next"])
 def test_models_with_recurrent_layers_are_batched_right(name: str) -> None:
     finding = found(name)
     assert finding.right, finding
-    assert (finding.how, finding.prefix_cache) == ("ragged", True)
+    assert (finding.batching, finding.prefix_cache) == ("ragged", True)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "gemma2", "kimi_linear"])
 def test_models_that_compute_with_their_keys_are_batched_right(name: str) -> None:
     finding = found(name)
     assert finding.right, finding
-    assert finding.how == "dense"
+    assert finding.batching == "dense"
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "llama4", "minimax_m3_vl"])
 def test_models_with_one_position_for_all_rows_are_computed_row_by_row(name: str) -> None:
     finding = found(name)
     assert finding.right, finding
-    assert (finding.how, finding.batched, finding.prefix_cache) == ("row by row", False, True)
+    assert (finding.batching, finding.batched, finding.prefix_cache) == ("row by row", False, True)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v41", "plamo3", "longcat_flash_ngram"])
 def test_what_slots_cannot_hold_is_served_right_one_at_a_time(name: str) -> None:
     finding = found(name)
     assert finding.right, finding
-    assert finding.how == "one at a time" and finding.reason
+    assert finding.batching == "one at a time" and finding.reason
 
 
 def test_a_module_without_a_model_is_not_counted() -> None:
@@ -63,9 +63,9 @@ def test_a_module_without_a_model_is_not_counted() -> None:
 
 
 def test_a_process_that_ends_or_hangs_ends_no_run() -> None:
-    (slow,) = findings(["llama"], time_limit_s=0.01)
+    (slow,) = examine_all(["llama"], time_limit_s=0.01)
     assert not slow.right and "no answer" in slow.error
-    after = list(findings(["olmo", "llama"]))  # importing the first one ends the process
+    after = list(examine_all(["olmo", "llama"]))  # importing the first one ends the process
     assert [(f.name, f.loads, f.right) for f in after] == [
         ("olmo", False, False),
         ("llama", True, True),
@@ -104,9 +104,9 @@ class TestTheComparisonCatches:
             assert error.startswith("INT8: ")
             assert "logits differ" in error or "than mlx-lm computes" in error
             return
-        monkeypatch.setattr(examining, "examine_quantized", lambda *_: Quantized())
+        monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
         finding = found(name)
-        assert finding.how == batch_class.how
+        assert finding.batching == batch_class.batching
         assert "logits differ" in finding.error
 
     @kinds
@@ -165,7 +165,7 @@ class TestTheComparisonCatches:
 
     @recurrent
     def test_a_snapshot_of_another_row(self, name, bits, monkeypatch) -> None:
-        own = StateStore.own
+        own = StateStore.copy_of
 
         def wrong(store, slot):
             others = [other for other in store._held if other != slot]

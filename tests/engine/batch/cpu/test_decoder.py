@@ -18,12 +18,12 @@ from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.products import Products
 from engine.batch.cpu.rotary import Rotary, Unsupported
 from engine.batch.ragged import Row
-from engine.cache.layout import probe
+from engine.cache.layout import probe_layout
 from engine.cache.slabs import Slab, Slabs
 from engine.plan import Slot
-from engine.proving.choose import choose
-from engine.proving.proof import NotBatchable, prove, samples
-from engine.zoo.build import _shaken, build
+from engine.proving.choose import choose_executor
+from engine.proving.proof import NotBatchable, proof_references, prove
+from engine.zoo.build import _perturbed, build
 from engine.zoo.configs import config
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
@@ -68,7 +68,7 @@ def tiny(name: str, **changes: Any) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(3)
     model = module.Model(module.ModelArgs.from_dict(config(name) | changes))
-    model.update(tree_map(_shaken, model.parameters()))
+    model.update(tree_map(_perturbed, model.parameters()))
     mx.eval(model.parameters())
     return model
 
@@ -80,7 +80,7 @@ def _model(request: pytest.FixtureRequest) -> Any:
 
 
 def bound(model: Any) -> type[DecoderBatch]:
-    found = decoder.bind(model, probe(model))
+    found = decoder.bind(model, probe_layout(model))
     assert found is not None
     return found
 
@@ -90,7 +90,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(model: Any) -> None:
-    layout, slabs, kind = probe(model), Slabs(), bound(model)
+    layout, slabs, kind = probe_layout(model), Slabs(), bound(model)
     slabs[0], slabs[1] = Slab(layout, 4, 160), Slab(layout, 1, 160)
     slots = (Slot(0, 0), Slot(0, 3), Slot(1, 0))
     prompts = [prompt(i, length) for i, length in enumerate((97, 1, 38))]
@@ -112,37 +112,37 @@ def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(model: Any) ->
 
 
 def test_the_proof_accepts_it(model: Any) -> None:
-    layout = probe(model)
-    prove(model, layout, bound(model), samples(model, layout, 90))
+    layout = probe_layout(model)
+    prove(model, layout, bound(model), proof_references(model, layout, 90))
 
 
 def test_the_proof_notices_a_wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    layout, kind, turn = probe(model), bound(model), Rotary.__call__
+    layout, kind, turn = probe_layout(model), bound(model), Rotary.__call__
     monkeypatch.setattr(Rotary, "__call__", lambda self, x, at: turn(self, x, at // 2))
     with pytest.raises(NotBatchable):
-        prove(model, layout, kind, samples(model, layout, 90))
+        prove(model, layout, kind, proof_references(model, layout, 90))
 
 
 def test_the_proof_notices_a_stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    layout, kind, store = probe(model), bound(model), DecoderBatch.store
+    layout, kind, store = probe_layout(model), bound(model), DecoderBatch.store
 
     def late(self: DecoderBatch, layer: int, keys: Any, values: Any) -> None:
         store(self, layer, np.roll(keys, 1, axis=0) if self.decoding else keys, values)
 
     monkeypatch.setattr(DecoderBatch, "store", late)
     with pytest.raises(NotBatchable):
-        prove(model, layout, kind, samples(model, layout, 90))
+        prove(model, layout, kind, proof_references(model, layout, 90))
 
 
 def test_a_pass_that_nobody_reads_stores_the_same(model: Any) -> None:
-    layout, kind, row = probe(model), bound(model), [Row(Slot(0, 0), 0, 70)]
+    layout, kind, row = probe_layout(model), bound(model), [Row(Slot(0, 0), 0, 70)]
     kept = []
     for silent in (False, True):
         slabs = Slabs()
         slabs[0] = Slab(layout, 1, 80)
-        kind(layout, slabs, row).logits(model, mx.array([prompt(1, 70)]), silent=silent)
+        kind(layout, slabs, row).logits(model, mx.array([prompt(1, 70)]), kv_only=silent)
         kept.append([np.array(array) for array in slabs[0].arrays])
     assert all(np.array_equal(a, b) and a.any() for a, b in zip(*kept, strict=True))
 
@@ -160,7 +160,7 @@ def test_the_weights_are_there_once(model: Any) -> None:
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", "mamba", "qwen3_moe"])
 def test_models_of_another_kind_are_left_to_mlx(name: str) -> None:
     model = build(name)
-    assert decoder.bind(model, probe(model)) is None
+    assert decoder.bind(model, probe_layout(model)) is None
 
 
 def test_layers_of_another_kind_are_left_to_mlx() -> None:
@@ -169,7 +169,7 @@ def test_layers_of_another_kind_are_left_to_mlx() -> None:
     adapted.model.layers[1].mlp.up_proj = nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     half.set_dtype(mx.float16)
     for model in (quantized, adapted, half):
-        assert decoder.bind(model, probe(model)) is None
+        assert decoder.bind(model, probe_layout(model)) is None
 
 
 def test_positions_of_another_kind_are_left_to_mlx() -> None:
@@ -190,12 +190,12 @@ def test_far_positions_are_turned_like_near_ones() -> None:
 
 def test_it_is_chosen_on_the_cpu_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3")
-    classes = device.batch_classes(model, probe(model))
+    classes = device.batch_classes(model, probe_layout(model))
     assert issubclass(classes[0], DecoderBatch) and classes[1:] == [HostBatch]
-    choice = choose(model, 90, 16)
+    choice = choose_executor(model, 90, 16)
     assert issubclass(choice.executor._batch_class, DecoderBatch) and not choice.reason
     monkeypatch.setenv(device.HOST_VARIABLE, "0")
-    (stock,) = device.batch_classes(model, probe(model))
+    (stock,) = device.batch_classes(model, probe_layout(model))
     assert not issubclass(stock, HostBatch)
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine.backend.blas import cblas_sgemm_batch
 from engine.batch.cpu.together import Together
 from engine.batch.ragged import Row
-from engine.cache.layout import LayerLayout, Layout
+from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slabs import Slab
 from engine.plan import Slot
 
@@ -24,7 +24,7 @@ LENGTHS = (700, 3, 690, 64, 1, 65)
 
 @pytest.mark.parametrize("window", [None, 64, 1])
 def test_each_row_attends_to_its_own_positions(window: int | None) -> None:
-    layers = [LayerLayout(KV_HEADS, KEY_DIM, VALUE_DIM, mx.float32, window)] * 2
+    layers = [AttentionLayout(KV_HEADS, KEY_DIM, VALUE_DIM, mx.float32, window)] * 2
     layout = Layout(layers=tuple(layers), states=(), tree=())
     slabs = [Slab(layout, 5, 704), Slab(layout, 3, 800)]
     noise = np.random.default_rng(1)
@@ -43,7 +43,7 @@ def test_each_row_attends_to_its_own_positions(window: int | None) -> None:
         for row, queries, found in zip(rows, asked, out, strict=True):
             low = 0 if window is None else max(0, row.end - window)
             keys, values = (
-                np.asarray(slabs[row.slot.slab].arrays[2 * layer + i])[
+                np.asarray(slabs[row.slot.slab_id].arrays[2 * layer + i])[
                     row.slot.row, :, low : row.end
                 ]
                 for i in (0, 1)

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from engine.io.inbox import Inbox, NewRouter
-from engine.io.status import StallWatch, Status
+from engine.io.status import EngineStatus, StallWatch
 from engine.io.store_client import StoreClient
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
@@ -29,13 +29,13 @@ from shared.link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+BEAT_INTERVAL_S = 0.5
 HIGH_WATER_MARK = 2_000
 OUTBOX_LIMIT = 20_000
-COMPLAIN_EVERY_S = 10.0
+WARNING_INTERVAL_S = 10.0
 
 
-class Link(threading.Thread):
+class IOThread(threading.Thread):
     """Connects the engine to its router, its kvstore and its supervisor.
 
     ``hello`` is None until the model is loaded (`introduce`). Ends the process with
@@ -51,7 +51,7 @@ class Link(threading.Thread):
         engine: str,
         incarnation: str,
         inbox: Inbox,
-        status: Status,
+        status: EngineStatus,
         supervisor: SupervisorLink | None,
         stall_timeout_s: float,
         drain_timeout_s: float,
@@ -82,19 +82,19 @@ class Link(threading.Thread):
         self._calls: deque[Callable[[], None]] = deque()
         self._store: StoreClient | None = None
         self._hello: wire.Hello | None = None
-        self._files: dict[str, Path] = {}
+        self._tokenizer_files: dict[str, Path] = {}
         self._router_id: str | None = None
-        self._hello_wanted = False
+        self._pinged = False
         self._stall = StallWatch()
         self._beats = 0
         self._dropped = 0
-        self._complained_at = 0.0
+        self._warned_at = 0.0
         self._drain_until: float | None = None
         self._stopping = threading.Event()
 
     # -- called by the main thread ---------------------------------------------
 
-    def take_signals(self) -> None:
+    def catch_signals(self) -> None:
         """Lets this thread see SIGTERM and SIGINT, while the main thread computes too."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -104,23 +104,23 @@ class Link(threading.Thread):
         """The model is loaded: from now on routers get ``hello``, and ``files`` by name."""
 
         def call() -> None:
-            self._hello, self._files = hello, files
-            if self._hello_wanted:
+            self._hello, self._tokenizer_files = hello, files
+            if self._pinged:
                 self._post(hello)
 
-        self._call(call)
+        self._run_on_thread(call)
 
     def use_store(self, store: StoreClient) -> None:
         def call() -> None:
             self._store = store
             self._poller.register(store.socket, zmq.POLLIN)
 
-        self._call(call)
+        self._run_on_thread(call)
 
     def send(self, messages: Sequence[wire.Message]) -> None:
         """Sends ``messages`` to the router, in order."""
         encoded = [wire.encode(message) for message in messages]
-        self._call(lambda: self._outbox.extend(encoded))
+        self._run_on_thread(lambda: self._outbox.extend(encoded))
 
     def fetch(self, ticket: int, hashes: Sequence[bytes]) -> None:
         if self._store is not None:
@@ -142,7 +142,7 @@ class Link(threading.Thread):
         self.wake()
         self.join(timeout_s)
 
-    def _call(self, call: Callable[[], object]) -> None:
+    def _run_on_thread(self, call: Callable[[], object]) -> None:
         self._calls.append(lambda: (call(), None)[1])
         self.wake()
 
@@ -155,23 +155,23 @@ class Link(threading.Thread):
                 now = time.monotonic()
                 if now >= next_beat:
                     self._beat(now)
-                    next_beat = now + BEAT_S
-                self._watch(now)
+                    next_beat = now + BEAT_INTERVAL_S
+                self._check_deadlines(now)
                 self._flush()
                 events = dict(self._poller.poll(max(1, int((next_beat - now) * 1000))))
-                self._react(events)
+                self._handle_events(events)
         except BaseException:
             logger.exception("the IO thread failed")
             os._exit(EXIT_STUCK)
         self._socket.close(500)
 
-    def _react(self, events: dict[object, int]) -> None:
+    def _handle_events(self, events: dict[object, int]) -> None:
         if self._wake_receiver.fileno() in events:
-            _empty(self._wake_receiver)
+            _read_all(self._wake_receiver)
         while self._calls:
             self._calls.popleft()()
         if self._signal_receiver.fileno() in events:
-            self._on_signal(_empty(self._signal_receiver))
+            self._on_signal(_read_all(self._signal_receiver))
         if self._socket in events:
             self._receive()
         if self._store is not None:
@@ -188,7 +188,7 @@ class Link(threading.Thread):
             try:
                 message, _ = wire.decode(frames, wire.ToEngine)
             except wire.WireError as error:
-                self._drop(error)
+                self._count_dropped(error)
                 continue
             self._dispatch(message)
 
@@ -198,11 +198,11 @@ class Link(threading.Thread):
         elif isinstance(message, wire.FilesWanted):
             self._on_files_wanted(message)
         elif isinstance(message, wire.Submit) and self._hello is None:
-            self._refuse(message)
+            self._refuse_while_loading(message)
         else:
             self._inbox.put(message)
 
-    def _refuse(self, message: wire.Submit) -> None:
+    def _refuse_while_loading(self, message: wire.Submit) -> None:
         self._post(
             wire.Refused(
                 request_id=message.request_id,
@@ -225,16 +225,16 @@ class Link(threading.Thread):
             self._router_id = ping.router_id
             self._outbox.clear()
             self._inbox.put(NewRouter())
-        self._hello_wanted = True
+        self._pinged = True
         if self._hello is not None:
             self._post(self._hello)
 
     def _on_files_wanted(self, wanted: wire.FilesWanted) -> None:
         contents: dict[str, bytes] = {}
         for name in wire.TOKENIZER_FILES:
-            if name in wanted.names and name in self._files:
+            if name in wanted.names and name in self._tokenizer_files:
                 try:
-                    contents[name] = self._files[name].read_bytes()
+                    contents[name] = self._tokenizer_files[name].read_bytes()
                 except OSError as error:
                     logger.error("a file of the model cannot be read any more: %s", error)
         self._outbox.append(wire.encode(wire.Files(names=list(contents)), *contents.values()))
@@ -272,13 +272,13 @@ class Link(threading.Thread):
             phase_s=now - status.phase_since,
             stalled_s=self._stall.stalled_s(status, len(self._inbox) > 0, now),
             live=status.live,
-            stats=self._with_store(status.stats),
+            stats=self._with_store_stats(status.stats),
             store=self._store.stats.store if self._store is not None else None,
         )
         if not self._outbox:  # a router that is away needs no pile of old beats
             self._post(beat)
 
-    def _with_store(self, stats: wire.EngineStats) -> wire.EngineStats:
+    def _with_store_stats(self, stats: wire.EngineStats) -> wire.EngineStats:
         stats = msgspec.structs.replace(stats, dropped_messages_total=self._dropped)
         if self._store is None:
             return stats
@@ -293,7 +293,7 @@ class Link(threading.Thread):
             store_written_bytes_total=figures.written_bytes,
         )
 
-    def _watch(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         if self._drain_until is not None and now > self._drain_until:
             logger.error("draining took over %g s: ending", self._drain_timeout_s)
             os._exit(EXIT_OK)
@@ -310,15 +310,15 @@ class Link(threading.Thread):
         self._drain_until = time.monotonic() + self._drain_timeout_s
         self._inbox.put(wire.Drain())
 
-    def _drop(self, error: wire.WireError) -> None:
+    def _count_dropped(self, error: wire.WireError) -> None:
         self._dropped += 1
         now = time.monotonic()
-        if now - self._complained_at > COMPLAIN_EVERY_S:
-            self._complained_at = now
+        if now - self._warned_at > WARNING_INTERVAL_S:
+            self._warned_at = now
             logger.warning("a message was dropped (%d so far): %s", self._dropped, error)
 
 
-def _empty(receiver: socket.socket) -> bytes:
+def _read_all(receiver: socket.socket) -> bytes:
     data = b""
     try:
         while more := receiver.recv(4096):

@@ -13,22 +13,22 @@ from shared.wire import Grammar
 CAPACITY = 256
 HEAVY_CAPACITY = 8
 
-Key = tuple[str, str]
+GrammarKey = tuple[str, str]
 """What is the same in all grammars that compile to the same."""
 
 
-def key_of(grammar: Grammar) -> Key:
+def grammar_key(grammar: Grammar) -> GrammarKey:
     return grammar.kind, grammar.source
 
 
-class Library:
+class GrammarCache:
     """The `CAPACITY` used last, of heavy ones `HEAVY_CAPACITY`, and all that somebody still
     holds; also what could not be compiled, and why. Only the main thread calls this."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._recent: OrderedDict[Key, CompiledGrammar | GrammarError] = OrderedDict()
-        self._held: WeakValueDictionary[Key, CompiledGrammar] = WeakValueDictionary()
+        self._recent: OrderedDict[GrammarKey, CompiledGrammar | GrammarError] = OrderedDict()
+        self._in_use: WeakValueDictionary[GrammarKey, CompiledGrammar] = WeakValueDictionary()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -41,18 +41,18 @@ class Library:
         return self._tokenizer.vocab_size
 
     def find(self, grammar: Grammar) -> CompiledGrammar | GrammarError | None:
-        key = key_of(grammar)
-        found = self._recent.get(key) or self._held.get(key)
+        key = grammar_key(grammar)
+        found = self._recent.get(key) or self._in_use.get(key)
         if found is not None:
             self.add(grammar, found)
         return found
 
     def add(self, grammar: Grammar, outcome: CompiledGrammar | GrammarError) -> None:
-        key = key_of(grammar)
+        key = grammar_key(grammar)
         self._recent[key] = outcome
         self._recent.move_to_end(key)
         if isinstance(outcome, CompiledGrammar):
-            self._held[key] = outcome
+            self._in_use[key] = outcome
         if len(self._recent) > CAPACITY:
             self._recent.popitem(last=False)
         heavy = [

@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.plan import Slab, Slot
+from engine.plan import SlabSpec, Slot
 
 
 @dataclass(eq=False, slots=True)
-class _Rows:
-    slab: Slab
+class _SlabRows:
+    slab: SlabSpec
     free: list[int]
 
 
@@ -20,27 +20,27 @@ class SlotTable:
     `pop_empty`, so that one that empties and fills again costs nothing."""
 
     def __init__(self) -> None:
-        self._slabs: dict[int, _Rows] = {}
-        self._empty: dict[int, Slab] = {}
+        self._slabs: dict[int, _SlabRows] = {}
+        self._empty: dict[int, SlabSpec] = {}
         self._next_id = 0
         self.used_rows = 0
 
-    def slabs(self) -> Iterator[Slab]:
+    def slabs(self) -> Iterator[SlabSpec]:
         return (rows.slab for rows in self._slabs.values())
 
-    def empty(self) -> Iterator[Slab]:
+    def empty_slabs(self) -> Iterator[SlabSpec]:
         return iter(self._empty.values())
 
     def used(self) -> Iterator[tuple[int, int]]:
         """Of each slab the number of rows that are taken, and their capacity."""
         return ((one.slab.rows - len(one.free), one.slab.capacity) for one in self._slabs.values())
 
-    def add(self, rows: int, capacity: int) -> Slab:
+    def add(self, rows: int, capacity: int) -> SlabSpec:
         """A new slab, all of its rows free."""
-        slab = Slab(self._next_id, rows, capacity)
+        slab = SlabSpec(self._next_id, rows, capacity)
         self._next_id += 1
-        self._slabs[slab.slab] = _Rows(slab, list(range(rows)))
-        self._empty[slab.slab] = slab
+        self._slabs[slab.slab_id] = _SlabRows(slab, list(range(rows)))
+        self._empty[slab.slab_id] = slab
         return slab
 
     def take(self, capacity: int) -> Slot | None:
@@ -48,19 +48,19 @@ class SlotTable:
         the rows in use stay together. O(slabs)."""
         for rows in self._slabs.values():
             if rows.slab.capacity == capacity and rows.free:
-                self._empty.pop(rows.slab.slab, None)
+                self._empty.pop(rows.slab.slab_id, None)
                 self.used_rows += 1
-                return Slot(rows.slab.slab, heapq.heappop(rows.free))
+                return Slot(rows.slab.slab_id, heapq.heappop(rows.free))
         return None
 
     def release(self, slot: Slot) -> None:
-        rows = self._slabs[slot.slab]
+        rows = self._slabs[slot.slab_id]
         if slot.row in rows.free:
             raise ValueError(f"{slot} is free already")
         heapq.heappush(rows.free, slot.row)
         self.used_rows -= 1
         if len(rows.free) == rows.slab.rows:
-            self._empty[slot.slab] = rows.slab
+            self._empty[slot.slab_id] = rows.slab
 
     def clear(self) -> None:
         """Gives up all slabs, in use or not."""
@@ -68,13 +68,13 @@ class SlotTable:
         self._empty.clear()
         self.used_rows = 0
 
-    def pop_empty(self) -> Slab:
+    def pop_empty_slab(self) -> SlabSpec:
         """Gives up the slab that has been empty the longest. StopIteration if none is."""
         slab = self._empty.pop(next(iter(self._empty)))
-        del self._slabs[slab.slab]
+        del self._slabs[slab.slab_id]
         return slab
 
-    def taken(self) -> set[Slot]:
+    def used_slots(self) -> set[Slot]:
         return {
             Slot(number, row)
             for number, rows in self._slabs.items()

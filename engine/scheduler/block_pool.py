@@ -18,8 +18,8 @@ class Block:
     hash: bytes
     pins: int = 1
     stored: bool = False
-    used: int = 0
-    state: bool = False
+    last_used: int = 0
+    is_snapshot: bool = False
 
 
 class BlockPool:
@@ -28,7 +28,7 @@ class BlockPool:
     per block it is about. Pools with one ``clock`` have no id in common, and their
     blocks can be compared by when they were used."""
 
-    _holds_state = False
+    _holds_snapshots = False
 
     def __init__(self, clock: count[int] | None = None) -> None:
         self._index: dict[bytes, Block] = {}
@@ -46,7 +46,7 @@ class BlockPool:
         return block_hash in self._index
 
     @property
-    def evictable(self) -> int:
+    def num_evictable(self) -> int:
         return len(self._evictable)
 
     def get(self, block_hash: bytes) -> Block | None:
@@ -56,7 +56,9 @@ class BlockPool:
         """A new block, pinned once. Its hash must not be in the pool."""
         if block_hash in self._index:
             raise ValueError("this block is in the pool already")
-        block = Block(next(self._clock), block_hash, stored=stored, state=self._holds_state)
+        block = Block(
+            next(self._clock), block_hash, stored=stored, is_snapshot=self._holds_snapshots
+        )
         self._put(block)
         return block
 
@@ -69,18 +71,18 @@ class BlockPool:
         block.pins -= 1
         if not block.pins and self._index.get(block.hash) is block:
             self._evictable[block.hash] = block
-            block.used = next(self._clock)
+            block.last_used = next(self._clock)
 
     @property
     def oldest_use(self) -> float:
         """When the block that `pop_oldest` takes was used, infinity if there is none."""
-        return next(iter(self._evictable.values())).used if self._evictable else float("inf")
+        return next(iter(self._evictable.values())).last_used if self._evictable else float("inf")
 
     def pop_oldest(self) -> Block:
         """Takes the evictable block used longest ago out of the pool. KeyError if none."""
         block_hash, block = self._evictable.popitem(last=False)
         del self._index[block_hash]
-        self._note(block_hash, added=False)
+        self._record_change(block_hash, added=False)
         return block
 
     def remove(self, block: Block) -> None:
@@ -88,28 +90,28 @@ class BlockPool:
         if self._index.get(block.hash) is block:
             del self._index[block.hash]
             self._evictable.pop(block.hash, None)
-            self._note(block.hash, added=False)
+            self._record_change(block.hash, added=False)
 
     def clear(self) -> None:
         """Takes all blocks out, pinned or not."""
         for block in list(self):
             self.remove(block)
 
-    def match(self, hashes: Sequence[bytes]) -> int:
+    def match_prefix(self, hashes: Sequence[bytes]) -> int:
         """How many of ``hashes``, from the first without a gap, are in the pool."""
         for number, block_hash in enumerate(hashes):
             if block_hash not in self._index:
                 return number
         return len(hashes)
 
-    def refresh(self, hashes: Sequence[bytes]) -> int:
+    def touch(self, hashes: Sequence[bytes]) -> int:
         """Makes ``hashes`` the most recently used, the first of them last of all, since
         a chain is worth nothing without its head. Returns what `match` would."""
         leading = len(hashes)
         for number in range(len(hashes) - 1, -1, -1):
             if hashes[number] in self._evictable:
                 self._evictable.move_to_end(hashes[number])
-                self._evictable[hashes[number]].used = next(self._clock)
+                self._evictable[hashes[number]].last_used = next(self._clock)
             elif hashes[number] not in self._index:
                 leading = number
         return leading
@@ -134,9 +136,9 @@ class BlockPool:
 
     def _put(self, block: Block) -> None:
         self._index[block.hash] = block
-        self._note(block.hash, added=True)
+        self._record_change(block.hash, added=True)
 
-    def _note(self, block_hash: bytes, *, added: bool) -> None:
+    def _record_change(self, block_hash: bytes, *, added: bool) -> None:
         if self._changes.get(block_hash, added) != added:
             del self._changes[block_hash]
         else:

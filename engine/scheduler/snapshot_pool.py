@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from engine.scheduler.pool import Block, BlockPool
+from engine.scheduler.block_pool import Block, BlockPool
 from shared.hashing import HASH_BYTES
 
 
@@ -16,7 +16,7 @@ class SnapshotPool(BlockPool):
     may be evicted like the others.
     """
 
-    _holds_state = True
+    _holds_snapshots = True
 
     def __init__(self, limit: int, clock: count[int] | None = None) -> None:
         super().__init__(clock)
@@ -44,10 +44,10 @@ class SnapshotPool(BlockPool):
         self.unpin(snapshot)
         return True
 
-    def published(self) -> list[bytes]:
-        return [snapshot.hash for snapshot in self if _is_name(snapshot.hash)]
+    def published_hashes(self) -> list[bytes]:
+        return [snapshot.hash for snapshot in self if _is_block_hash(snapshot.hash)]
 
-    def longest(self, hashes: Sequence[bytes], first: int, end: int) -> int:
+    def longest_prefix(self, hashes: Sequence[bytes], first: int, end: int) -> int:
         """The largest number of blocks, over ``first`` and up to ``end``, after which there
         is a snapshot; ``first`` if there is none."""
         for number in range(end, first, -1):
@@ -55,10 +55,10 @@ class SnapshotPool(BlockPool):
                 return number
         return first
 
-    def _note(self, block_hash: bytes, *, added: bool) -> None:
-        if _is_name(block_hash):
-            super()._note(block_hash, added=added)
+    def _record_change(self, block_hash: bytes, *, added: bool) -> None:
+        if _is_block_hash(block_hash):
+            super()._record_change(block_hash, added=added)
 
 
-def _is_name(key: bytes) -> bool:
+def _is_block_hash(key: bytes) -> bool:
     return len(key) == HASH_BYTES

@@ -16,15 +16,15 @@ from engine.plan import (
     SaveState,
     Slot,
 )
+from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
-from engine.scheduler.pool import Block
 from engine.scheduler.sequence import Sequence
 
-_PARTS = tuple(name for name in Plan.__struct_fields__ if name != "step")
+_OPERATIONS = tuple(name for name in Plan.__struct_fields__ if name != "step")
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class InFlightStep:
     """A plan in flight: who is in it, and what its result will settle.
 
     ``saved`` blocks and snapshots stay pinned until then. ``exports`` maps ids of those whose
@@ -35,20 +35,20 @@ class Step:
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    members: dict[Slot, Sequence] = field(default_factory=dict)
+    by_slot: dict[Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
     exports: dict[int, bytes] = field(default_factory=dict)
     discarded: set[Sequence] = field(default_factory=set)
-    condemned: list[tuple[Sequence, Block]] = field(default_factory=list)
+    invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
 
 
-class Draft:
+class PlanBuilder:
     """Collects the parts of one plan. ``changed`` says that something moved though
     nothing may have been planned, so that another try could find more to do."""
 
     def __init__(self, number: int) -> None:
-        self.step = Step(number)
+        self.step = InFlightStep(number)
         self.inserts: list[Insert] = []
         self.restores: list[Restore] = []
         self.state_restores: list[RestoreState] = []
@@ -63,50 +63,52 @@ class Draft:
 
     def restore(self, seq: Sequence, blocks: list[Block]) -> None:
         """``blocks``, pinned for this, go into the slot from ``seq.computed`` on."""
-        slot = seq.holder
-        self.restores.append(Restore(slot, seq.computed, tuple(block.id for block in blocks)))
+        slot = seq.held_slot
+        self.restores.append(
+            Restore(slot, seq.num_computed_tokens, tuple(block.id for block in blocks))
+        )
         self.step.restored.setdefault(seq, []).extend(blocks)
-        self.step.members[slot] = seq
+        self.step.by_slot[slot] = seq
 
-    def hold(self, seq: Sequence, blocks: list[Block]) -> None:
+    def keep_pinned(self, seq: Sequence, blocks: list[Block]) -> None:
         """``blocks``, pinned, stay until the plan is done: it inserts some of them."""
         if blocks:
             self.step.restored.setdefault(seq, []).extend(blocks)
 
     def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
         """``snapshot``, pinned for this, becomes the state of the slot."""
-        slot = seq.holder
+        slot = seq.held_slot
         self.state_restores.append(RestoreState(slot, position, snapshot.id))
         self.step.restored.setdefault(seq, []).append(snapshot)
-        self.step.members[slot] = seq
+        self.step.by_slot[slot] = seq
 
-    def decode(self, seq: Sequence, part: Decode) -> None:
-        self.decodes.append(part)
+    def decode(self, seq: Sequence, decode: Decode) -> None:
+        self.decodes.append(decode)
         self.step.decodes.append(seq)
-        self.step.members[part.slot] = seq
+        self.step.by_slot[decode.slot] = seq
 
-    def chunk(self, seq: Sequence, part: Chunk) -> None:
-        self.chunks.append(part)
-        self.step.chunks.append((seq, part.start, len(part.token_ids)))
-        self.step.members[part.slot] = seq
+    def chunk(self, seq: Sequence, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.step.chunks.append((seq, chunk.start, len(chunk.token_ids)))
+        self.step.by_slot[chunk.slot] = seq
 
     def save(self, seq: Sequence, first: int, blocks: list[Block], *, export: bool) -> None:
         """The slot's blocks from number ``first`` on become ``blocks``."""
         ids = tuple(block.id for block in blocks)
-        self.saves.append(Save(seq.holder, first * seq.block_size, ids))
+        self.saves.append(Save(seq.held_slot, first * seq.block_size, ids))
         self.step.saved.setdefault(seq, []).extend(blocks)
-        self.step.members[seq.holder] = seq
+        self.step.by_slot[seq.held_slot] = seq
         if export:
             self.exports.extend(ids)
             self.step.exports.update((block.id, block.hash) for block in blocks)
 
     def save_state(self, seq: Sequence, snapshot: Block) -> None:
         """The slot's state becomes ``snapshot``."""
-        self.state_saves.append(SaveState(seq.holder, seq.computed, snapshot.id))
+        self.state_saves.append(SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id))
         self.step.saved.setdefault(seq, []).append(snapshot)
-        self.step.members[seq.holder] = seq
+        self.step.by_slot[seq.held_slot] = seq
 
-    def emit(self, memory: Memory) -> tuple[Plan, Step] | None:
+    def build(self, memory: Memory) -> tuple[Plan, InFlightStep] | None:
         """The plan, with what ``memory`` had to do for it; None when it is empty. What was
         pinned to be restored is free again: plans run in order."""
         for blocks in reversed(self.step.restored.values()):
@@ -117,7 +119,7 @@ class Draft:
             step=self.step.number,
             evictions=tuple(memory.evictions),
             freed_slabs=tuple(memory.freed_slabs),
-            slabs=tuple(memory.new_slabs),
+            new_slabs=tuple(memory.new_slabs),
             inserts=tuple(self.inserts),
             restores=tuple(self.restores),
             state_restores=tuple(self.state_restores),
@@ -129,5 +131,5 @@ class Draft:
             exports=tuple(self.exports),
         )
         memory.forget_changes()
-        empty = not any(getattr(plan, name) for name in _PARTS)
+        empty = not any(getattr(plan, name) for name in _OPERATIONS)
         return None if empty else (plan, self.step)

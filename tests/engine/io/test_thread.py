@@ -16,7 +16,7 @@ import zmq
 
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
-from tests.engine.io.link_process import HELLO
+from tests.engine.io.thread_process import HELLO
 
 STALL_S = 1.0
 DRAIN_S = 1.0
@@ -39,7 +39,7 @@ class Engine:
         self._log = directory / "log"
         arguments = [endpoint, str(STALL_S), str(DRAIN_S), str(self.tokenizer)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.io.link_process", *arguments],
+            [sys.executable, "-m", "tests.engine.io.thread_process", *arguments],
             cwd=Path(__file__).parents[3],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

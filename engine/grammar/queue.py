@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.grammar.cache import GrammarCache, GrammarKey, grammar_key
 from engine.grammar.compiled import CompiledGrammar, GrammarError
-from engine.grammar.compiler import Outcome
-from engine.grammar.library import Key, Library, key_of
+from engine.grammar.compiler import CompileOutcome
 from shared import wire
 
 
-class Compiles(Protocol):
+class CompilerProtocol(Protocol):
     """What `engine.grammar.compiler.Compiler` is to the gate."""
 
     def compile(self, grammar: wire.Grammar) -> None: ...
@@ -21,17 +21,17 @@ class Compiles(Protocol):
 
 
 @dataclass(frozen=True)
-class Passed:
+class ReadyRequest:
     """``request`` may go on. ``grammar`` is to be held as long as the request lives."""
 
     request: wire.Submit
     grammar: CompiledGrammar | None = None
 
 
-Verdict = Passed | wire.Refused
+ReadyOrRefused = ReadyRequest | wire.Refused
 
 
-class Gate:
+class GrammarQueue:
     """Requests without a grammar, or with one that is known, pass at once. The others wait,
     and each grammar is compiled once, however many wait for it.
 
@@ -39,18 +39,18 @@ class Gate:
     not know, and every grammar is refused. Only the main thread calls this.
     """
 
-    def __init__(self, compiler: Compiles | None, library: Library | None) -> None:
+    def __init__(self, compiler: CompilerProtocol | None, library: GrammarCache | None) -> None:
         self._compiler = compiler
         self._library = library
-        self._waiting: dict[Key, list[wire.Submit]] = {}
+        self._waiting: dict[GrammarKey, list[wire.Submit]] = {}
         self.capabilities = () if compiler is None else ("structured-output",)
 
-    def enter(self, request: wire.Submit) -> Verdict | None:
+    def add(self, request: wire.Submit) -> ReadyOrRefused | None:
         """None: it waits, and comes out of `compiled`."""
         self._forget(request.request_id, before=request.attempt)
         grammar = request.grammar
         if grammar is None:
-            return Passed(request)
+            return ReadyRequest(request)
         if self._compiler is None or self._library is None:
             return _refused(
                 request,
@@ -61,15 +61,15 @@ class Gate:
             return _refused(request, "too_large", "the grammar is too large")
         found = self._library.find(grammar)
         if found is not None:
-            return _verdict(request, found)
-        key = key_of(grammar)
+            return _ready_or_refused(request, found)
+        key = grammar_key(grammar)
         if key not in self._waiting:
             self._waiting[key] = []
             self._compiler.compile(grammar)
         self._waiting[key].append(request)
         return None
 
-    def compiled(self, grammar: wire.Grammar, outcome: Outcome) -> list[Verdict]:
+    def on_compiled(self, grammar: wire.Grammar, outcome: CompileOutcome) -> list[ReadyOrRefused]:
         """Takes in what became of a grammar; returns what that means for those who wait."""
         assert self._library is not None
         # What took too long may have been held up by other work: the next one tries again.
@@ -77,8 +77,8 @@ class Gate:
             isinstance(outcome, GrammarError) and not outcome.transient
         ):
             self._library.add(grammar, outcome)
-        waiting = self._waiting.pop(key_of(grammar), [])
-        return [_verdict(request, outcome) for request in waiting]
+        waiting = self._waiting.pop(grammar_key(grammar), [])
+        return [_ready_or_refused(request, outcome) for request in waiting]
 
     def abort(self, request_id: str, attempt: int | None) -> None:
         self._forget(request_id, only=attempt)
@@ -88,7 +88,7 @@ class Gate:
         for waiting in self._waiting.values():
             waiting.clear()
 
-    def drain(self) -> list[wire.Refused]:
+    def refuse_all(self) -> list[wire.Refused]:
         """Everybody who waits is refused."""
         waiting = [request for requests in self._waiting.values() for request in requests]
         self.clear()
@@ -123,9 +123,9 @@ class Gate:
             ]
 
 
-def _verdict(request: wire.Submit, outcome: Outcome) -> Verdict:
+def _ready_or_refused(request: wire.Submit, outcome: CompileOutcome) -> ReadyOrRefused:
     if isinstance(outcome, CompiledGrammar):
-        return Passed(request, outcome)
+        return ReadyRequest(request, outcome)
     if isinstance(outcome, GrammarError):
         param = request.grammar.param if request.grammar else None
         return _refused(request, "invalid", f"Invalid '{param or 'grammar'}': {outcome}")

@@ -13,8 +13,8 @@ from pathlib import Path
 import zmq
 
 from engine.io.inbox import Inbox
-from engine.io.link import Link
-from engine.io.status import Status
+from engine.io.status import EngineStatus
+from engine.io.thread import IOThread
 from shared import wire
 
 ENGINE, INCARNATION = "engine-0", "first"
@@ -40,8 +40,8 @@ HELLO = wire.Hello(
 def main() -> None:
     endpoint, stall_timeout_s, drain_timeout_s, tokenizer = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    status, inbox = Status(), Inbox()
-    link = Link(
+    status, inbox = EngineStatus(), Inbox()
+    link = IOThread(
         context=zmq.Context(),
         endpoint=endpoint,
         engine=ENGINE,
@@ -52,7 +52,7 @@ def main() -> None:
         stall_timeout_s=float(stall_timeout_s),
         drain_timeout_s=float(drain_timeout_s),
     )
-    link.take_signals()
+    link.catch_signals()
     link.start()
     answer("started")
     for line in sys.stdin:
@@ -60,7 +60,7 @@ def main() -> None:
             case ["introduce"]:
                 link.introduce(HELLO, {"tokenizer.json": Path(tokenizer)})
             case ["phase", "loading" | "warming" | "ready" | "draining" as phase]:
-                status.enter(phase)
+                status.enter_phase(phase)
             case ["live"]:
                 status.live = [wire.LiveRequest(request_id="r", attempt=0, generated=0)]
             case ["idle"]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 
 from engine.plan import Slot
-from engine.scheduler.sequence import HOLDING, Sequence, State
+from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 
-_IN_QUEUE = (State.WAITING, State.PREEMPTED)
+_QUEUED_STATUSES = (Status.WAITING, Status.PREEMPTED)
 
 
 class WaitingQueue:
@@ -25,7 +25,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (seq.order, seq))
 
     def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][1].state not in _IN_QUEUE:
+        while self._heap and self._heap[0][1].status not in _QUEUED_STATUSES:
             heapq.heappop(self._heap)
             self._dead -= 1
         return self._heap[0][1] if self._heap else None
@@ -34,16 +34,16 @@ class WaitingQueue:
         """Takes what `peek` showed."""
         return heapq.heappop(self._heap)[1]
 
-    def bury(self) -> None:
+    def mark_dead(self) -> None:
         """Says that one entry's sequence is no longer waiting."""
         self._dead += 1
         if self._dead * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[1].state in _IN_QUEUE]
+            self._heap = [entry for entry in self._heap if entry[1].status in _QUEUED_STATUSES]
             heapq.heapify(self._heap)
             self._dead = 0
 
 
-class Roster:
+class SequenceTable:
     """The sequences by request id and by state, and the slots on their way out.
 
     ``leaving`` are finished sequences whose last blocks may still be saved out of
@@ -56,40 +56,42 @@ class Roster:
         self.loading: dict[int, Sequence] = {}
         self.leaving: list[Sequence] = []
         self.vacated: list[Slot] = []
-        self._holding: dict[State, dict[Sequence, None]] = {state: {} for state in HOLDING}
+        self._by_status: dict[Status, dict[Sequence, None]] = {
+            status: {} for status in HOLDING_SLOT
+        }
 
-    def count(self, *states: State) -> int:
-        return sum(len(self._holding[state]) for state in states)
+    def count(self, *statuses: Status) -> int:
+        return sum(len(self._by_status[status]) for status in statuses)
 
     @property
-    def holders(self) -> int:
-        return self.count(*HOLDING)
+    def num_running(self) -> int:
+        return self.count(*HOLDING_SLOT)
 
-    def ordered(self, *states: State) -> list[Sequence]:
+    def ordered(self, *statuses: Status) -> list[Sequence]:
         """Those that hold a slot in one of ``states``, the one to be served first first."""
-        members = [seq for state in states for seq in self._holding[state]]
+        members = [seq for status in statuses for seq in self._by_status[status]]
         return sorted(members, key=lambda seq: seq.order)
 
-    def hold(self, seq: Sequence, state: State) -> None:
+    def set_status(self, seq: Sequence, status: Status) -> None:
         """Moves ``seq``, which has a slot, to ``state``."""
         self._leave(seq)
-        seq.state = state
-        self._holding[state][seq] = None
+        seq.status = status
+        self._by_status[status][seq] = None
 
-    def enqueue(self, seq: Sequence, state: State = State.WAITING) -> None:
+    def enqueue(self, seq: Sequence, status: Status = Status.WAITING) -> None:
         self._leave(seq)
-        seq.state = state
+        seq.status = status
         self.waiting.push(seq)
 
-    def load(self, seq: Sequence, ticket: int) -> None:
+    def start_loading(self, seq: Sequence, ticket: int) -> None:
         """Moves the sequence at the head of the queue to those that wait for the kvstore."""
-        seq.state = State.LOADING
+        seq.status = Status.LOADING
         self.loading[ticket] = seq
 
     def preempt(self, seq: Sequence) -> None:
         """Takes ``seq`` out of those that are planned; its slot stays until `vacate`."""
         self._leave(seq)
-        seq.state = State.PREEMPTED
+        seq.status = Status.PREEMPTED
 
     def vacate(self, seq: Sequence) -> None:
         if seq.slot is not None:
@@ -106,17 +108,17 @@ class Roster:
     def finish(self, seq: Sequence) -> None:
         """Ends ``seq`` from whatever state it is in."""
         del self.live[seq.request.request_id]
-        was = seq.state
+        was = seq.status
         self._leave(seq)
-        seq.state = State.FINISHED
-        if was in _IN_QUEUE:
-            self.waiting.bury()
-        elif was is State.LOADING:
+        seq.status = Status.FINISHED
+        if was in _QUEUED_STATUSES:
+            self.waiting.mark_dead()
+        elif was is Status.LOADING:
             ticket = next(number for number, other in self.loading.items() if other is seq)
             del self.loading[ticket]
         if seq.slot is not None:
             self.leaving.append(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        if seq.state in self._holding:
-            del self._holding[seq.state][seq]
+        if seq.status in self._by_status:
+            del self._by_status[seq.status][seq]

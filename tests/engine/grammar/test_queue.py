@@ -9,11 +9,11 @@ import pytest
 from llguidance import LLTokenizer
 
 from engine.grammar import library as libraries
+from engine.grammar.cache import GrammarCache
 from engine.grammar.checker import CheckerUnavailable
-from engine.grammar.compiled import CompiledGrammar, GrammarError, Vocabulary, compile_grammar
-from engine.grammar.compiler import Compiler, Outcome
-from engine.grammar.gate import Gate, Passed
-from engine.grammar.library import Library
+from engine.grammar.compiled import CompiledGrammar, GrammarError, TokenizerSpec, compile_grammar
+from engine.grammar.compiler import CompileOutcome, GrammarCompiler
+from engine.grammar.queue import GrammarQueue, ReadyRequest
 from shared import wire
 
 DIGITS = wire.Grammar(kind="regex", source="[0-9]{2}", param="guided_regex")
@@ -50,8 +50,8 @@ def asked() -> Asked:
 
 
 @pytest.fixture
-def gate(asked: Asked, tokenizer: LLTokenizer) -> Gate:
-    return Gate(asked, Library(tokenizer))
+def gate(asked: Asked, tokenizer: LLTokenizer) -> GrammarQueue:
+    return GrammarQueue(asked, GrammarCache(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -59,35 +59,35 @@ def digits(tokenizer: LLTokenizer) -> CompiledGrammar:
     return compile_grammar(tokenizer, DIGITS)
 
 
-def names(verdicts: list[Passed | wire.Refused]) -> list[str]:
-    return [v.request.request_id if isinstance(v, Passed) else v.request_id for v in verdicts]
+def names(verdicts: list[ReadyRequest | wire.Refused]) -> list[str]:
+    return [v.request.request_id if isinstance(v, ReadyRequest) else v.request_id for v in verdicts]
 
 
-def test_those_without_a_grammar_pass_while_others_wait(gate: Gate) -> None:
-    assert gate.enter(submit("a")) is None
-    passed = gate.enter(submit("b", None))
-    assert isinstance(passed, Passed) and passed.request.request_id == "b"
+def test_those_without_a_grammar_pass_while_others_wait(gate: GrammarQueue) -> None:
+    assert gate.add(submit("a")) is None
+    passed = gate.add(submit("b", None))
+    assert isinstance(passed, ReadyRequest) and passed.request.request_id == "b"
     assert [(live.request_id, live.accepted) for live in gate.live()] == [("a", False)]
 
 
 def test_a_grammar_is_compiled_once_for_all_who_have_it(
-    gate: Gate, asked: Asked, digits: CompiledGrammar
+    gate: GrammarQueue, asked: Asked, digits: CompiledGrammar
 ) -> None:
     for name in "abc":
-        assert gate.enter(submit(name)) is None
+        assert gate.add(submit(name)) is None
     assert len(asked.grammars) == 1
-    verdicts = gate.compiled(asked.grammars[0], digits)
+    verdicts = gate.on_compiled(asked.grammars[0], digits)
     assert names(verdicts) == ["a", "b", "c"]
-    assert all(isinstance(v, Passed) and v.grammar is digits for v in verdicts)
-    assert isinstance(gate.enter(submit("d")), Passed)
+    assert all(isinstance(v, ReadyRequest) and v.grammar is digits for v in verdicts)
+    assert isinstance(gate.add(submit("d")), ReadyRequest)
     assert len(asked.grammars) == 1
     assert not list(gate.live())
 
 
-def test_a_bad_grammar_is_refused_by_name_and_remembered(gate: Gate, asked: Asked) -> None:
-    gate.enter(submit("a"))
-    (refused,) = gate.compiled(DIGITS, GrammarError("it is bad"))
-    again = gate.enter(submit("b"))
+def test_a_bad_grammar_is_refused_by_name_and_remembered(gate: GrammarQueue, asked: Asked) -> None:
+    gate.add(submit("a"))
+    (refused,) = gate.on_compiled(DIGITS, GrammarError("it is bad"))
+    again = gate.add(submit("b"))
     for refusal in (refused, again):
         assert isinstance(refusal, wire.Refused)
         assert (refusal.reason, refusal.param) == ("invalid", "guided_regex")
@@ -99,50 +99,50 @@ def test_a_bad_grammar_is_refused_by_name_and_remembered(gate: Gate, asked: Aske
     "outcome", [GrammarError("too slow", transient=True), CheckerUnavailable("no process")]
 )
 def test_what_may_come_out_otherwise_is_tried_again(
-    gate: Gate, asked: Asked, outcome: Outcome
+    gate: GrammarQueue, asked: Asked, outcome: CompileOutcome
 ) -> None:
-    gate.enter(submit("a"))
-    (refused,) = gate.compiled(DIGITS, outcome)
+    gate.add(submit("a"))
+    (refused,) = gate.on_compiled(DIGITS, outcome)
     assert isinstance(refused, wire.Refused)
     assert refused.reason == ("invalid" if isinstance(outcome, GrammarError) else "full")
-    assert gate.enter(submit("a", attempt=1)) is None
+    assert gate.add(submit("a", attempt=1)) is None
     assert len(asked.grammars) == 2
 
 
-def test_who_is_gone_does_not_pass(gate: Gate, digits: CompiledGrammar) -> None:
+def test_who_is_gone_does_not_pass(gate: GrammarQueue, digits: CompiledGrammar) -> None:
     for name in "abc":
-        gate.enter(submit(name))
+        gate.add(submit(name))
     gate.abort("a", None)
     gate.abort("b", 1)  # another attempt
-    gate.enter(submit("c", attempt=1))
-    verdicts = gate.compiled(DIGITS, digits)
+    gate.add(submit("c", attempt=1))
+    verdicts = gate.on_compiled(DIGITS, digits)
     assert names(verdicts) == ["b", "c"]
     assert verdicts[1].request.attempt == 1
-    gate.enter(submit("d", wire.Grammar(kind="regex", source="x")))
+    gate.add(submit("d", wire.Grammar(kind="regex", source="x")))
     gate.clear()
     assert not list(gate.live())
-    assert gate.compiled(wire.Grammar(kind="regex", source="x"), digits) == []
+    assert gate.on_compiled(wire.Grammar(kind="regex", source="x"), digits) == []
 
 
-def test_a_draining_engine_refuses_those_who_wait(gate: Gate) -> None:
-    gate.enter(submit("a"))
-    (refused,) = gate.drain()
+def test_a_draining_engine_refuses_those_who_wait(gate: GrammarQueue) -> None:
+    gate.add(submit("a"))
+    (refused,) = gate.refuse_all()
     assert refused.reason == "draining"
     assert not list(gate.live())
 
 
 def test_without_a_tokenizer_that_it_knows_a_grammar_is_unsupported() -> None:
-    gate = Gate(None, None)
-    assert isinstance(gate.enter(submit("a", None)), Passed)
-    refused = gate.enter(submit("b"))
+    gate = GrammarQueue(None, None)
+    assert isinstance(gate.add(submit("a", None)), ReadyRequest)
+    refused = gate.add(submit("b"))
     assert isinstance(refused, wire.Refused)
     assert (refused.reason, refused.param) == ("unsupported", "guided_regex")
     assert gate.capabilities == ()
 
 
-def test_a_grammar_that_is_too_large_is_refused(gate: Gate) -> None:
+def test_a_grammar_that_is_too_large_is_refused(gate: GrammarQueue) -> None:
     grammar = wire.Grammar(kind="regex", source="é" * (wire.MAX_GRAMMAR_BYTES // 2 + 1))
-    refused = gate.enter(submit("a", grammar))
+    refused = gate.add(submit("a", grammar))
     assert isinstance(refused, wire.Refused) and refused.reason == "too_large"
 
 
@@ -153,7 +153,7 @@ def test_what_was_not_used_for_long_goes_unless_somebody_holds_it(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "CAPACITY", 2)
-    library = Library(tokenizer)
+    library = GrammarCache(tokenizer)
     grammars = [wire.Grammar(kind="regex", source=letter) for letter in "abcd"]
     held = library.get(grammars[0])
     for grammar in grammars[1:]:
@@ -166,7 +166,7 @@ def test_few_of_those_that_hold_much_are_kept(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "HEAVY_CAPACITY", 1)
-    library = Library(tokenizer)
+    library = GrammarCache(tokenizer)
     light = wire.Grammar(kind="regex", source="a")
     first, second = (wire.Grammar(kind="regex", source=c * 40_000) for c in "bc")
     for grammar in (light, first, second):
@@ -178,23 +178,23 @@ def test_few_of_those_that_hold_much_are_kept(
 
 
 @pytest.fixture
-def done() -> queue.SimpleQueue[tuple[wire.Grammar, Outcome]]:
+def done() -> queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
 def compiler(
-    vocabulary: Vocabulary,
+    vocabulary: TokenizerSpec,
     tokenizer: LLTokenizer,
-    done: queue.SimpleQueue[tuple[wire.Grammar, Outcome]],
-) -> Iterator[Compiler]:
-    compiler = Compiler(vocabulary, tokenizer, lambda *outcome: done.put(outcome))
+    done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]],
+) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(vocabulary, tokenizer, lambda *outcome: done.put(outcome))
     yield compiler
     compiler.close()
 
 
 def test_a_grammar_that_takes_minutes_holds_up_no_other(
-    compiler: Compiler, done: queue.SimpleQueue[tuple[wire.Grammar, Outcome]]
+    compiler: GrammarCompiler, done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
 ) -> None:
     slow = wire.Grammar(kind="json_schema", source='{"type":"integer","multipleOf":9999991}')
     bad = wire.Grammar(kind="regex", source="(")

@@ -112,8 +112,8 @@ def _share_of_a_step(model: str, rows: int) -> float:
     device.prepare()
     loaded = load(resolve(model))
     replica = build_replica(loaded, Settings(model=model, no_ssd=True))
-    masking = _Timed(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)
-    replica.executor.use_grammars(masking)
+    masker = _Timed(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)
+    replica.executor.use_grammars(masker)
     prompt = loaded.tokenizer.encode(PROMPT)
     for number, schema in enumerate(generate(rows, seed=1)):
         replica.scheduler.submit(
@@ -133,11 +133,11 @@ def _share_of_a_step(model: str, rows: int) -> float:
         plan = replica.scheduler.schedule()
         if plan is None:
             continue
-        began, masks = time.perf_counter(), len(masking.seconds)
+        began, masks = time.perf_counter(), len(masker.seconds)
         replica.scheduler.apply(replica.executor.dispatch(plan).read())
-        if len(plan.decodes) >= rows // 2 and len(masking.seconds) > masks and not plan.chunks:
+        if len(plan.decodes) >= rows // 2 and len(masker.seconds) > masks and not plan.chunks:
             steps.append((time.perf_counter() - began) / len(plan.decodes))
-            full.append(masking.seconds[-1] / len(plan.decodes))
+            full.append(masker.seconds[-1] / len(plan.decodes))
     step, mask = statistics.mean(steps), statistics.mean(full)
     print(
         f"a token at {rows} rows: {1000 * step:.2f} ms of a step, of which its mask takes"

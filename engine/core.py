@@ -40,14 +40,14 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         inbox: Inbox,
-        link: IOThread,
+        io_thread: IOThread,
         status: EngineStatus,
         store: StoreClient | None,
         grammar_queue: GrammarQueue,
         check_integrity: bool = False,
     ) -> None:
         self._scheduler, self._executor = scheduler, executor
-        self._inbox, self._link, self._status = inbox, link, status
+        self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
         self._grammar_queue = grammar_queue
         self._refused: list[wire.Refused] = []
@@ -162,14 +162,14 @@ class EngineCore:
         if outputs.cache_added or outputs.cache_removed:
             messages.append(self._cache_event(outputs.cache_added, outputs.cache_removed))
         if messages:
-            self._link.send(messages)
+            self._io_thread.send(messages)
         for ticket, hashes in outputs.fetches:
-            self._link.fetch(ticket, hashes)
+            self._io_thread.fetch(ticket, hashes)
         if self._store is not None:
             for block_hash, payload in outputs.stores:
                 self._store.store(block_hash, payload)
             if outputs.touches:
-                self._link.touch(outputs.touches)
+                self._io_thread.touch(outputs.touches)
 
     def _cache_event(
         self, added: list[bytes], removed: list[bytes], snapshot: bool = False
@@ -180,7 +180,9 @@ class EngineCore:
         )
 
     def _send_all_hashes(self) -> None:
-        self._link.send([self._cache_event(self._scheduler.cached_hashes(), [], snapshot=True)])
+        self._io_thread.send(
+            [self._cache_event(self._scheduler.cached_hashes(), [], snapshot=True)]
+        )
 
     def _report_stats(self, busy: bool) -> None:
         """Leaves the figures for the next beat; live requests at once, as they matter."""

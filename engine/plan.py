@@ -19,7 +19,7 @@ The storage that plans talk about:
   same numbers, and is evicted as they are. A move takes the slot's state along.
 
 Within one plan the executor does, in this order: ``evictions``, ``freed_slabs``,
-``slabs``, ``inserts``, ``restores``, ``state_restores``, ``moves``, ``decodes``,
+``new_slabs``, ``inserts``, ``restores``, ``state_restores``, ``moves``, ``decodes``,
 ``chunks``, ``saves``, ``state_saves``, ``exports``.
 """
 
@@ -42,7 +42,7 @@ class PlanOp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Evict(PlanOp, frozen=True):
-    """Forget ``block``, or the snapshot of that id; with ``export`` its bytes come back in
+    """Forget ``block_id``, or the snapshot of that id; with ``export`` its bytes come back in
     the step's result."""
 
     block_id: int
@@ -50,7 +50,7 @@ class Evict(PlanOp, frozen=True):
 
 
 class SlabSpec(PlanOp, frozen=True):
-    """Allocate ``rows`` rows of ``capacity`` tokens under the new id ``slab``."""
+    """Allocate ``rows`` rows of ``capacity`` tokens under the new id ``slab_id``."""
 
     slab_id: int
     rows: int
@@ -58,8 +58,8 @@ class SlabSpec(PlanOp, frozen=True):
 
 
 class Insert(PlanOp, frozen=True):
-    """``payload`` (as an earlier `Exported` had it) becomes ``block``, or with ``state`` the
-    snapshot of that id."""
+    """``payload`` (as an earlier `Exported` had it) becomes ``block_id``, or with ``is_snapshot``
+    the snapshot of that id."""
 
     block_id: int
     payload: tuple[bytes | memoryview, ...]
@@ -67,7 +67,7 @@ class Insert(PlanOp, frozen=True):
 
 
 class Restore(PlanOp, frozen=True):
-    """Copy ``blocks`` into ``slot``, the first of them at position ``start``."""
+    """Copy ``block_ids`` into ``slot``, the first of them at position ``start``."""
 
     slot: Slot
     start: int
@@ -75,7 +75,7 @@ class Restore(PlanOp, frozen=True):
 
 
 class RestoreState(PlanOp, frozen=True):
-    """The state of ``slot`` becomes that of ``snapshot``, which was taken after
+    """The state of ``slot`` becomes that of ``snapshot_id``, which was taken after
     ``position`` positions."""
 
     slot: Slot
@@ -94,7 +94,7 @@ class Move(PlanOp, frozen=True):
 class Decode(PlanOp, frozen=True):
     """One token in, one token out.
 
-    The input token is ``token``, or, where that is None, the token that the slot's
+    The input token is ``token_id``, or, where that is None, the token that the slot's
     previous decode sampled (which the scheduler may not have seen yet). Its KV is
     written at ``position``. The output is the request's output number
     ``output_index``, which with the seed makes its noise. ``forbidden`` are tokens
@@ -121,8 +121,8 @@ class Chunk(PlanOp, frozen=True):
     """Compute the KV of ``token_ids`` at positions from ``start`` on. Samples nothing:
     the last token of a prompt goes through a `Decode`.
 
-    ``followers`` are the tokens that come after each of the first of ``token_ids``: their
-    log-probabilities come back (`Scored`), with ``logprobs`` alternatives each.
+    ``target_ids`` are the tokens that come after each of the first of ``token_ids``: their
+    log-probabilities come back (`PromptLogprobs`), with ``logprobs`` alternatives each.
     """
 
     slot: Slot
@@ -133,7 +133,7 @@ class Chunk(PlanOp, frozen=True):
 
 
 class Save(PlanOp, frozen=True):
-    """Copy positions from ``start`` on into the new ``blocks``, one after the other,
+    """Copy positions from ``start`` on into the new ``block_ids``, one after the other,
     as they are when this plan's decodes and chunks are done."""
 
     slot: Slot
@@ -142,7 +142,7 @@ class Save(PlanOp, frozen=True):
 
 
 class SaveState(PlanOp, frozen=True):
-    """Copy the slot's state into the new ``snapshot``, as it is when this plan's decodes
+    """Copy the slot's state into the new ``snapshot_id``, as it is when this plan's decodes
     and chunks are done, after ``position`` positions."""
 
     slot: Slot
@@ -183,7 +183,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``tokens`` and ``logprobs`` run parallel to the plan's decodes. ``scored`` is what
+    """``tokens`` and ``logprobs`` run parallel to the plan's decodes. ``prompt_logprobs`` is what
     became known of chunks with followers, of this plan or an earlier one, without gaps,
     and before the slot's first decode is known. ``elapsed_s`` is the time the step took
     on the device, as far as it was not shared with another. ``failed`` names the slots

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status, inbox = EngineStatus(), Inbox()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex
-    link = IOThread(
+    io_thread = IOThread(
         context=context,
         endpoint=options.engine_socket,
         engine=name,
@@ -56,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         stall_timeout_s=options.stall_timeout_s,
         drain_timeout_s=options.drain_timeout_s,
     )
-    link.catch_signals()
-    link.start()
+    io_thread.catch_signals()
+    io_thread.start()
     try:
-        serve(options, context, link, inbox, status, engine=name, incarnation=incarnation)
+        serve(options, context, io_thread, inbox, status, engine=name, incarnation=incarnation)
     except ModelUnavailable as error:
         logger.error("%s", error)
         return EXIT_CONFIG
     except Exception:
         logger.exception("beyond repair")
         return EXIT_FAILED
-    link.send([wire.Bye(engine=name, incarnation=incarnation)])
-    link.stop()
+    io_thread.send([wire.Bye(engine=name, incarnation=incarnation)])
+    io_thread.stop()
     logger.info("drained")
     return EXIT_OK
 
@@ -75,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(
     options: Settings,
     context: zmq.Context[zmq.Socket[bytes]],
-    link: IOThread,
+    io_thread: IOThread,
     inbox: Inbox,
     status: EngineStatus,
     *,
     engine: str,
     incarnation: str,
 ) -> None:
-    """Loads the model and serves until drained. Raises `ModelNotFound`."""
+    """Loads the model and serves until drained. Raises `ModelUnavailable`."""
     load_fast_blas()  # before anything imports mlx, which the imports below do
     from engine.core import EngineCore
     from engine.io.store_client import StoreClient
@@ -113,14 +113,14 @@ def serve(
             replica.namespace.hex(),
             ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"),
             on_fetched=lambda ticket, payloads: inbox.put(BlocksFetched(ticket, payloads)),
-            wake=link.wake,
+            wake=io_thread.wake,
         )
-        link.use_store(store)
+        io_thread.use_store(store)
     grammar_queue = open_grammar_queue(
         loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))
     )
     names = options.served_model_name or (options.model,)
-    link.introduce(
+    io_thread.introduce(
         wire.Hello(
             protocol=wire.PROTOCOL_VERSION,
             engine=engine,
@@ -152,7 +152,7 @@ def serve(
         scheduler=replica.scheduler,
         executor=replica.executor,
         inbox=inbox,
-        link=link,
+        io_thread=io_thread,
         status=status,
         store=store,
         grammar_queue=grammar_queue,

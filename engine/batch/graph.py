@@ -21,8 +21,8 @@ CALL_COST_TOKENS = 150
 class _RowGroup:
     """Rows of the batch (``members``) that attend in one call.
 
-    Where they are not exactly the slab's rows ``first`` to ``last``, ``picks`` has for
-    each of these a row of the batch, and ``places`` for each member its place there.
+    Where they are not exactly the slab's rows ``first`` to ``last``, ``gather`` has for
+    each of these a row of the batch, and ``scatter`` for each member its place there.
     """
 
     slab: Slab

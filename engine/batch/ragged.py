@@ -92,7 +92,7 @@ class RaggedBatch(ABC):
             first += len(stretch)
 
     def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
-        """Runs ``model`` on ``inputs`` (batch, width): (batch, width, vocab). With ``silent``
+        """Runs ``model`` on ``inputs`` (batch, width): (batch, width, vocab). With ``kv_only``
         nobody reads them, and all that counts is what is stored."""
         found: mx.array = model(inputs, cache=self.views)
         return found

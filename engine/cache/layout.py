@@ -45,7 +45,7 @@ class ArrayLayout:
     """The keys or the values of a layer: (kv_heads, length, dim), computed in ``dtype``.
 
     Of what is quantized blocks hold codes and scales, and so do slots; or, where it is
-    ``unpacked``, slots hold the values that these stand for and the scales, from which
+    ``dequantized``, slots hold the values that these stand for and the scales, from which
     codes can be had back (`engine.cache.quantization`).
     """
 
@@ -156,7 +156,7 @@ class Layout:
 
     def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
         """The same model, its keys and values kept with ``precision``; slots have them
-        ``unpacked`` where they are in fp32."""
+        ``dequantized`` where they are in fp32."""
         return replace(self, precision=precision, dequantized=dequantized)
 
     @property

@@ -55,7 +55,7 @@ class Slab:
     else holds a reference: take slices, use them in a graph that is dispatched before the
     next write, and never keep them.
 
-    ``last`` (rows,) is the token each row sampled last, on the device.
+    ``last_tokens`` (rows,) is the token each row sampled last, on the device.
     """
 
     def __init__(self, layout: Layout, rows: int, capacity: int) -> None:

@@ -56,7 +56,7 @@ class Executor(ABC):
     """In a word, how sequences are computed together: for logs and tables."""
 
     @abstractmethod
-    def use_grammars(self, masking: GrammarMasker) -> None:
+    def use_grammars(self, masker: GrammarMasker) -> None:
         """From now on plans may have decodes that a grammar binds."""
 
     @abstractmethod

@@ -73,8 +73,8 @@ class BatchedExecutor(Executor):
         self._sampler.reset()
         mx.clear_cache()
 
-    def use_grammars(self, masking: GrammarMasker) -> None:
-        self._sampler.masker = masking
+    def use_grammars(self, masker: GrammarMasker) -> None:
+        self._sampler.masker = masker
 
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
@@ -256,7 +256,7 @@ class BatchedExecutor(Executor):
         self, chunks: Sequence[Chunk], logprobs: list[tuple[Chunk, PendingLogprobs]]
     ) -> tuple[list[tuple[Slot, str]], list[mx.array]]:
         """Runs ``chunks``; returns those that failed, and what is there when all are done.
-        What they ask to know is added to ``scores``."""
+        What they ask to know is added to ``logprobs``."""
         if not chunks:
             return [], []
         if self._batches_chunks or len(chunks) == 1:

@@ -50,8 +50,8 @@ class SerialExecutor(Executor):
         self._sampler.reset()
         mx.clear_cache()
 
-    def use_grammars(self, masking: GrammarMasker) -> None:
-        self._sampler.masker = masking
+    def use_grammars(self, masker: GrammarMasker) -> None:
+        self._sampler.masker = masker
 
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
@@ -112,13 +112,13 @@ class SerialExecutor(Executor):
 
 
 _FoundLogprobs = tuple[int, tuple[TokenLogprobs, ...]]
-"""A position and log-probabilities from there on, as in `Scored`."""
+"""A position and log-probabilities from there on, as in `PromptLogprobs`."""
 
 
 class _SerialSequence:
     """The one running sequence: its caches, and the prompt's tokens that wait.
 
-    ``_followers`` are those of the waiting tokens whose followers are to be scored.
+    ``_target_ids`` are those of the waiting tokens whose followers are to be scored.
     """
 
     def __init__(self, model: Any) -> None:

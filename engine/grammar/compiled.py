@@ -53,8 +53,8 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """``start`` is at the beginning, and copied for each sequence. A ``heavy`` one may hold a
-    hundred megabytes."""
+    """``initial_matcher`` is at the beginning, and copied for each sequence. A ``heavy`` one may
+    hold a hundred megabytes."""
 
     initial_matcher: LLMatcher
     heavy: bool = False

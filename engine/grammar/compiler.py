@@ -29,7 +29,7 @@ CompileOutcome = CompiledGrammar | GrammarError | CheckerUnavailable
 class GrammarCompiler:
     """``on_done`` is called with each grammar and what became of it, by one of the threads.
 
-    Each has a `Checker`, so that what takes too long holds up one half at most."""
+    Each has a `GrammarChecker`, so that what takes too long holds up one half at most."""
 
     def __init__(
         self,

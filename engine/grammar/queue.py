@@ -13,7 +13,7 @@ from shared import wire
 
 
 class CompilerProtocol(Protocol):
-    """What `engine.grammar.compiler.Compiler` is to the gate."""
+    """What `engine.grammar.compiler.GrammarCompiler` is to the queue."""
 
     def compile(self, grammar: wire.Grammar) -> None: ...
 
@@ -35,23 +35,23 @@ class GrammarQueue:
     """Requests without a grammar, or with one that is known, pass at once. The others wait,
     and each grammar is compiled once, however many wait for it.
 
-    ``compiler`` and ``library`` None: the model's tokenizer is one that llguidance does
+    ``compiler`` and ``grammars`` None: the model's tokenizer is one that llguidance does
     not know, and every grammar is refused. Only the main thread calls this.
     """
 
-    def __init__(self, compiler: CompilerProtocol | None, library: GrammarCache | None) -> None:
+    def __init__(self, compiler: CompilerProtocol | None, grammars: GrammarCache | None) -> None:
         self._compiler = compiler
-        self._library = library
+        self._grammars = grammars
         self._waiting: dict[GrammarKey, list[wire.Submit]] = {}
         self.capabilities = () if compiler is None else ("structured-output",)
 
     def add(self, request: wire.Submit) -> ReadyOrRefused | None:
-        """None: it waits, and comes out of `compiled`."""
+        """None: it waits, and comes out of `on_compiled`."""
         self._forget(request.request_id, before=request.attempt)
         grammar = request.grammar
         if grammar is None:
             return ReadyRequest(request)
-        if self._compiler is None or self._library is None:
+        if self._compiler is None or self._grammars is None:
             return _refused(
                 request,
                 "unsupported",
@@ -59,7 +59,7 @@ class GrammarQueue:
             )
         if len(grammar.source.encode()) > wire.MAX_GRAMMAR_BYTES:
             return _refused(request, "too_large", "the grammar is too large")
-        found = self._library.find(grammar)
+        found = self._grammars.find(grammar)
         if found is not None:
             return _ready_or_refused(request, found)
         key = grammar_key(grammar)
@@ -71,12 +71,12 @@ class GrammarQueue:
 
     def on_compiled(self, grammar: wire.Grammar, outcome: CompileOutcome) -> list[ReadyOrRefused]:
         """Takes in what became of a grammar; returns what that means for those who wait."""
-        assert self._library is not None
+        assert self._grammars is not None
         # What took too long may have been held up by other work: the next one tries again.
         if isinstance(outcome, CompiledGrammar) or (
             isinstance(outcome, GrammarError) and not outcome.transient
         ):
-            self._library.add(grammar, outcome)
+            self._grammars.add(grammar, outcome)
         waiting = self._waiting.pop(grammar_key(grammar), [])
         return [_ready_or_refused(request, outcome) for request in waiting]
 

@@ -47,7 +47,7 @@ def demo_model_path() -> Path:
     """The directory of the embedded model, made first if it is not in the cache yet.
 
     Safe when several processes ask at once: one converts, the others wait for it.
-    Raises `ModelNotFound` when the package cannot be had or the cache not be written.
+    Raises `ModelUnavailable` when the package cannot be had or the cache not be written.
     """
     dtype = _dtype_name()
     models = user_cache() / "models"

@@ -57,7 +57,7 @@ class LoadedModel:
 def resolve(model: str) -> Path:
     """The directory of ``model``: ``demo``, a local path, or an id of the hub.
 
-    What is not here yet is downloaded. Raises `ModelNotFound`, whose text is one line,
+    What is not here yet is downloaded. Raises `ModelUnavailable`, whose text is one line,
     when there is no such model or it cannot be had.
     """
     if model == DEMO:
@@ -81,7 +81,7 @@ def load(
     """Loads the model directory ``path`` (see `resolve`), with the adapter in ``adapter_path``
     over it; its weights are in memory after. ``max_kv_size`` as in `served_context`.
 
-    Raises `ModelNotFound` when mlx-lm cannot load it: files missing, an architecture it
+    Raises `ModelUnavailable` when mlx-lm cannot load it: files missing, an architecture it
     does not know, or one that brings code of its own without ``trust_remote_code``; and
     `AdapterUnusable`.
     """

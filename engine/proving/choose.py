@@ -26,7 +26,7 @@ ONE_ROW_MODEL_TYPES = {
 
 class ChosenExecutor(NamedTuple):
     """``reason`` says why it is not the fastest way of computing, or why prefixes are not
-    reused, ``whole`` where and why keys and values are not quantized although they should be;
+    reused, ``unquantized`` where and why keys and values are not quantized although they should be;
     both are empty where that is not so."""
 
     executor: Executor

@@ -77,7 +77,7 @@ def make_reference(
 ) -> Reference:
     """A random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
 
-    The prompt is computed in one pass, and with two ``ways`` also token by token; with none
+    The prompt is computed in one pass, and with two ``num_ways`` also token by token; with none
     nothing is expected.
     """
     choose = random.Random(seed)

@@ -43,7 +43,7 @@ class Replay:
     def difference(self, slot: Slot, one: Reference, step: int, logits: mx.array) -> float:
         """Distance of ``logits``, which are those of decode ``step`` of ``one`` in ``slot``,
         from mlx-lm's, in standard deviations of these: from the nearer one of the two ways of
-        computing a prompt that `oracle.sample` has. Raises `NotARounding`."""
+        computing a prompt that `oracle.make_reference` has. Raises `RoundingMismatch`."""
         found: list[float] = []
         wrong: RoundingMismatch | None = None
         stored = self._executor.read_slot(slot, one.position(step) + 1)
@@ -110,8 +110,8 @@ def _stretch(kept: StoredKV, start: int, end: int) -> StoredKV:
 
 
 def _is_rounding_of(kept: StoredKV, computed: mx.array, scheme: Quantization | None) -> bool:
-    """Whether ``kept`` is ``computed`` (..., dim), rounded in the way of ``how``: values of codes,
-    and no other values that are as near."""
+    """Whether ``kept`` is ``computed`` (..., dim), rounded in the way of ``scheme``: values of
+    codes, and no other values that are as near."""
     ours, wide = kept.array.astype(mx.float32), computed.astype(mx.float32)
     allowed = NOISE * mx.max(mx.abs(wide))
     of_codes = mx.array(True)

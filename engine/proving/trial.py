@@ -36,8 +36,8 @@ class StepFailed(Exception):
 
 
 class Trial:
-    """``worst`` is the largest difference so far, ``where`` the stage that gave it. With a
-    ``replay`` that says what is right, and not what samples expect."""
+    """``max_difference`` is the largest difference so far, ``worst_stage`` the stage that gave it.
+    With a ``replay`` that says what is right, and not what samples expect."""
 
     def __init__(self, executor: Executor, replay: Replay | None = None) -> None:
         self._executor = executor
@@ -51,16 +51,16 @@ class Trial:
 
     def run_short(self, references: Sequence[Reference]) -> None:
         """What shows whether rows disturb each other; for an executor that batches."""
-        self.run(slabs=(SlabSpec(0, 4, CAPACITY),))
+        self.run(new_slabs=(SlabSpec(0, 4, CAPACITY),))
         self.join_and_leave(references, pace=1)
 
     def run_all(self, references: Sequence[Reference]) -> None:
-        """All that the executor can do. ``samples`` are five, the first one and the last
+        """All that the executor can do. ``references`` are five, the first one and the last
         one longer than two blocks."""
         if self._executor.max_sequences == 1:
             self.one_by_one(references)
             return
-        self.run(slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
+        self.run(new_slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
         self.join_and_leave(references)
         if self._executor.prefix_cache:
             self.rewind(references)
@@ -74,7 +74,7 @@ class Trial:
         self._stage = "one at a time"
         for number, one in enumerate(references):
             slot = Slot(number, 0)
-            self.run(slabs=(SlabSpec(number, 1, CAPACITY),), chunks=_chunks(slot, one)[:1])
+            self.run(new_slabs=(SlabSpec(number, 1, CAPACITY),), chunks=_chunks(slot, one)[:1])
             for chunk in _chunks(slot, one)[1:]:
                 self.run(chunks=(chunk,))
             for step in range(one.steps):

@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 def open_grammar_queue(
     loaded: LoadedModel, executor: Executor, on_done: Callable[[Grammar, CompileOutcome], None]
 ) -> GrammarQueue:
-    """The gate for requests to ``loaded``, and masks for ``executor``. ``on_done`` is called by
-    threads with grammars and what became of them, for `Gate.compiled`."""
+    """The queue for requests to ``loaded``, and masks for ``executor``. ``on_done`` is called by
+    threads with grammars and what became of them, for `GrammarQueue.on_compiled`."""
     try:
         spec = tokenizer_spec_of(loaded)
         tokenizer = spec.load()
     except ValueError as error:
         logger.warning("structured output is not supported for this model: %s", error)
         return GrammarQueue(None, None)
-    library = GrammarCache(tokenizer)
-    executor.use_grammars(GrammarMasker(library, loaded.vocab_size))
-    return GrammarQueue(GrammarCompiler(spec, tokenizer, on_done), library)
+    grammars = GrammarCache(tokenizer)
+    executor.use_grammars(GrammarMasker(grammars, loaded.vocab_size))
+    return GrammarQueue(GrammarCompiler(spec, tokenizer, on_done), grammars)
 
 
 def tokenizer_spec_of(loaded: LoadedModel) -> TokenizerSpec:

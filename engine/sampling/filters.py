@@ -19,7 +19,7 @@ class Filter(NamedTuple):
     """One row's filters; the defaults let everything pass.
 
     ``top_p`` and ``min_p`` outside (0, 1] and ``top_k`` below 1 are off, as is
-    ``xtc_threshold`` None. ``spared`` are tokens that XTC leaves alone.
+    ``xtc_threshold`` None. ``exempt_ids`` are tokens that XTC leaves alone.
     """
 
     top_p: float = 1.0

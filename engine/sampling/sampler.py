@@ -33,7 +33,7 @@ WORTH_THREADS = 65_536
 
 
 class SamplerOutput(NamedTuple):
-    """``tokens`` (rows,), int32. ``scores`` has a row for each of ``scored``, the rows
+    """``tokens`` (rows,), int32. ``logprobs`` has a row for each of ``logprob_rows``, the rows
     that asked for log-probabilities. The tokens of ``failed`` rows mean nothing: their
     grammars gave no mask, for the reason there."""
 

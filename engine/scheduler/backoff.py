@@ -7,15 +7,15 @@ STEPS_TO_DOUBLE = 100
 
 
 class ConcurrencyBackoff:
-    """``limit`` is the most that may hold a slot: ``most``, half of those that did when a step
-    raised, and then more again. So who makes steps raise is found to be alone some time."""
+    """``limit`` is the most that may hold a slot: ``max_sequences``, half of those that did when a
+    step raised, and then more again. So who makes steps raise is found to be alone some time."""
 
     def __init__(self, max_sequences: int) -> None:
         self.limit = self._max_sequences = max_sequences
         self._successes = 0
 
     def step_failed(self, num_running: int) -> None:
-        """A step raised while ``holders`` sequences held slots."""
+        """A step raised while ``num_running`` sequences held slots."""
         self.limit = max(1, num_running // 2)
         self._successes = 0
 

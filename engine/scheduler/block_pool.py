@@ -11,8 +11,8 @@ from itertools import count
 @dataclass(eq=False, slots=True)
 class Block:
     """``pins`` counts what is in flight with it; ``stored`` says that the kvstore has it.
-    ``used`` grows with every use of any block. ``state`` says that it is a snapshot: what it
-    holds is not KV, but the recurrent state at the end of the prefix of that hash."""
+    ``last_used`` grows with every use of any block. ``is_snapshot`` says that it is a snapshot:
+    what it holds is not KV, but the recurrent state at the end of the prefix of that hash."""
 
     id: int
     hash: bytes
@@ -106,7 +106,7 @@ class BlockPool:
 
     def touch(self, hashes: Sequence[bytes]) -> int:
         """Makes ``hashes`` the most recently used, the first of them last of all, since
-        a chain is worth nothing without its head. Returns what `match` would."""
+        a chain is worth nothing without its head. Returns what `match_prefix` would."""
         leading = len(hashes)
         for number in range(len(hashes) - 1, -1, -1):
             if hashes[number] in self._evictable:

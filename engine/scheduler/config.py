@@ -22,7 +22,7 @@ class SchedulerConfig:
     False is for models whose KV cannot be cut into blocks. ``look_ahead`` allows one
     plan to be made before the result of the one before it is known. ``eos_token_ids`` are
     the tokens that grammars end with. ``state_bytes`` is a snapshot of a sequence's recurrent
-    state, 0 for models that have none; there are never more than ``kept_states`` snapshots.
+    state, 0 for models that have none; there are never more than ``max_snapshots`` snapshots.
     ``keeps_kv`` False is for models that keep nothing else.
     """
 

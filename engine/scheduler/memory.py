@@ -38,8 +38,8 @@ class Ledger:
 
 
 class Memory:
-    """Slots, blocks and snapshots under one ledger, and the evictions, freed and new slabs
-    that the plan in the making must carry for it. ``fetched`` says for how many blocks there is
+    """Slots, blocks and snapshots under one ledger, and the evictions, freed and new slabs that the
+    plan in the making must carry for it. ``fetch_reservations`` says for how many blocks there is
     room that come from the kvstore, or have come, for sequences that hold no slot yet."""
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -97,7 +97,7 @@ class Memory:
     def reserve_fetch(self, seq: Sequence, blocks: int) -> int:
         """Takes memory for up to so many blocks of ``seq`` that are to come from the kvstore, and
         returns for how many. It stays reserved until `add_fetched_block` has used it or
-        `give_back` was called; but whoever finds no room otherwise may have it, and ``seq``
+        `release_fetch` was called; but whoever finds no room otherwise may have it, and ``seq``
         computes them."""
         free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
         blocks = max(0, min(blocks, free // self._config.block_bytes))
@@ -108,7 +108,8 @@ class Memory:
         return blocks
 
     def release_fetch(self, seq: Sequence, keep: int = 0) -> int:
-        """Ends what `set_aside` took for ``seq``, ``but`` so many blocks; how many it has left."""
+        """Ends what `reserve_fetch` took for ``seq``, ``keep`` so many blocks; how many it has
+        left."""
         had = self.fetch_reservations.pop(seq, 0)
         left = min(had, keep)
         self.ledger.release((had - left) * self._config.block_bytes)

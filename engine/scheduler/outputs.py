@@ -13,7 +13,7 @@ class Outputs:
     """Everything since the last time it was taken.
 
     ``fetches`` are asked of the kvstore (ticket, hashes in order), ``stores`` are blocks
-    for it, ``touches`` hashes that were used. ``cached`` and ``uncached`` are net
+    for it, ``touches`` hashes that were used. ``cache_added`` and ``cache_removed`` are net
     changes of the set of hashes that others may start from.
     """
 
@@ -36,8 +36,8 @@ class Outputs:
         finish: wire.FinishReason | None = None,
         error: str | None = None,
     ) -> None:
-        """A delta with the ``new`` last outputs of ``seq``, or with what is new of its prompt,
-        and how it ended, if it did.
+        """A delta with the ``token_ids`` last outputs of ``seq``, or with what is new of its
+        prompt, and how it ended, if it did.
 
         The first one with outputs and the last one have the usage: a router that cuts a
         text short never sees the last.

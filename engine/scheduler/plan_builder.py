@@ -29,7 +29,7 @@ class InFlightStep:
 
     ``saved`` blocks and snapshots stay pinned until then. ``exports`` maps ids of those whose
     bytes come back to their hashes. What concerns ``discarded`` sequences no longer counts.
-    ``condemned`` are blocks that must go, of sequences whose slot held something wrong.
+    ``invalid_blocks`` are blocks that must go, of sequences whose slot held something wrong.
     """
 
     number: int
@@ -62,7 +62,7 @@ class PlanBuilder:
         self.changed = False
 
     def restore(self, seq: Sequence, blocks: list[Block]) -> None:
-        """``blocks``, pinned for this, go into the slot from ``seq.computed`` on."""
+        """``blocks``, pinned for this, go into the slot from ``seq.num_computed_tokens`` on."""
         slot = seq.held_slot
         self.restores.append(
             Restore(slot, seq.num_computed_tokens, tuple(block.id for block in blocks))

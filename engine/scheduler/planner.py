@@ -22,7 +22,7 @@ LOGPROBS_CHUNK_TOKENS = 128
 
 
 class Planner:
-    """Fills drafts. What it decides takes effect at once in roster and memory, which
+    """Fills builders. What it decides takes effect at once in sequence table and memory, which
     thereby show the state after every plan made so far."""
 
     def __init__(

@@ -168,7 +168,7 @@ class Scheduler:
     def recover(self, reason: str, *, out_of_memory: bool) -> bool:
         """Takes back all plans in flight, one of which raised; the executor has been reset.
 
-        Who held a slot waits to begin again, fewer of them at once, and with ``less_memory``
+        Who held a slot waits to begin again, fewer of them at once, and with ``out_of_memory``
         where there was too little; one that was alone twice ends with ``reason`` as its error.
         False when nobody was: then this would happen again.
         """
@@ -285,7 +285,7 @@ class Scheduler:
     def _check_stop(
         self, seq: Sequence, token_ids: list[int], logprob: wire.TokenLogprobs | None
     ) -> None:
-        """Says what is ``new``, and finishes ``seq`` where its last token ends it."""
+        """Says what is ``token_ids``, and finishes ``seq`` where its last token ends it."""
         finish: wire.FinishReason | None = None
         may_stop = seq.num_output_tokens > seq.request.min_tokens
         complete = seq.num_output_tokens > 0 and (

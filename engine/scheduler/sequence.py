@@ -42,18 +42,18 @@ HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
 class Sequence:
     """A request and how far it is.
 
-    ``tokens`` are the prompt and every output that is known. ``computed`` counts the
-    positions whose KV is in the slot once every plan made so far has run, so it may be
-    ahead of ``tokens`` by the one output that is in flight. ``target`` is the position
-    of the last token, where prefill ends and decoding begins. ``saved`` counts the
-    leading blocks that need no `Save` any more. ``scored`` counts the prompt's tokens whose
-    log-probabilities have been told (the first has none). ``recorded`` says that the
-    executor has the tokens that penalties and grammars look back at. ``payloads`` are blocks
-    that came from the kvstore, by block number. ``failures`` counts the steps that raised
-    while it was alone. ``grammar`` is only held, for the executor to find. ``kept`` is the
-    position of the newest snapshot of it or that it began with, ``marks`` are those where its
-    prompt's are taken, and ``trail`` is the private one that follows it while it decodes,
-    taken at ``trail_position``.
+    ``token_ids`` are the prompt and every output that is known. ``num_computed_tokens`` counts the
+    positions whose KV is in the slot once every plan made so far has run, so it may be ahead of
+    ``token_ids`` by the one output that is in flight. ``prefill_end`` is the position of the last
+    token, where prefill ends and decoding begins. ``num_saved_blocks`` counts the leading blocks
+    that need no `Save` any more. ``num_prompt_logprobs`` counts the prompt's tokens whose
+    log-probabilities have been told (the first has none). ``history_sent`` says that the executor
+    has the tokens that penalties and grammars look back at. ``fetched_payloads`` are blocks that
+    came from the kvstore, by block number. ``failures`` counts the steps that raised while it was
+    alone. ``grammar`` is only held, for the executor to find. ``last_snapshot_position`` is the
+    position of the newest snapshot of it or that it began with, ``snapshot_positions`` are those
+    where its prompt's are taken, and ``trailing_snapshot`` is the private one that follows it while
+    it decodes, taken at ``trailing_position``.
     """
 
     request: wire.Submit
@@ -92,8 +92,9 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first, unique: who came earlier, where each step of priority counts as
-        if `OVERTAKING` arrivals earlier. So no more than that overtake anybody for each step."""
+        """Who goes first, unique: who came earlier, where each step of priority counts as if
+        `ARRIVALS_PER_PRIORITY` arrivals earlier. So no more than that overtake anybody for each
+        step."""
         priority = max(-MAX_PRIORITY, min(self.request.priority, MAX_PRIORITY))
         return (self.arrival - ARRIVALS_PER_PRIORITY * priority, self.arrival)
 
@@ -155,7 +156,7 @@ class Sequence:
         self.fetched_payloads.clear()
 
     def update_block_hashes(self) -> None:
-        """Brings ``hashes`` up to the full blocks of the known tokens."""
+        """Brings ``block_hashes`` up to the full blocks of the known tokens."""
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
             self.parent_hash = block_hash(
@@ -164,8 +165,8 @@ class Sequence:
             self.block_hashes.append(self.parent_hash)
 
     def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
-        """Counts tokens that were restored from ``computed`` on, as far as they are of the
-        prompt and this sequence never had them before. Returns what was counted."""
+        """Counts tokens that were restored from ``num_computed_tokens`` on, as far as they are of
+        the prompt and this sequence never had them before. Returns what was counted."""
         end = self.num_computed_tokens + ram_tokens + ssd_tokens
         fresh = max(
             0,

@@ -68,12 +68,12 @@ class SequenceTable:
         return self.count(*HOLDING_SLOT)
 
     def ordered(self, *statuses: Status) -> list[Sequence]:
-        """Those that hold a slot in one of ``states``, the one to be served first first."""
+        """Those that hold a slot in one of ``statuses``, the one to be served first first."""
         members = [seq for status in statuses for seq in self._by_status[status]]
         return sorted(members, key=lambda seq: seq.order)
 
     def set_status(self, seq: Sequence, status: Status) -> None:
-        """Moves ``seq``, which has a slot, to ``state``."""
+        """Moves ``seq``, which has a slot, to ``status``."""
         self._leave(seq)
         seq.status = status
         self._by_status[status][seq] = None

@@ -17,7 +17,7 @@ class _SlabRows:
 
 class SlotTable:
     """Which rows of which slab are taken. A slab is freed only as a whole and only by
-    `pop_empty`, so that one that empties and fills again costs nothing."""
+    `pop_empty_slab`, so that one that empties and fills again costs nothing."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _SlabRows] = {}

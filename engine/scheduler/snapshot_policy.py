@@ -93,7 +93,7 @@ class SnapshotPolicy:
 
     def after_decode(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Keeps the newest state at a block boundary. The tokens up to there may not be known
-        yet, and most of these are not needed: it gets its name in `settle`."""
+        yet, and most of these are not needed: it gets its name in `publish_trailing`."""
         if seq.num_computed_tokens % self._block_size or not self._config.reuses_states:
             return
         old = seq.trailing_snapshot

@@ -32,10 +32,10 @@ TOLERANCE = 1e-4
 
 class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
     """``error`` says why it could not be built or run, or what was wrong; ``difference``
-    is the largest one from mlx-lm's logits, in standard deviations of these. ``how`` names
+    is the largest one from mlx-lm's logits, in standard deviations of these. ``batching`` names
     the way in which sequences are computed together, and ``batched`` says whether in one
     pass. ``int8`` says that keys and values are right in 8 bits, ``int8_difference`` how far
-    that is from mlx-lm's logits with the same rounding, ``whole`` where and why not."""
+    that is from mlx-lm's logits with the same rounding, ``unquantized`` where and why not."""
 
     name: str
     loads: bool = False
@@ -100,7 +100,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
 
 
 class QuantizedReport(NamedTuple):
-    """``difference``, ``whole`` and ``error`` of a `Finding`, in 8 bits."""
+    """``difference``, ``unquantized`` and ``error`` of a `ArchitectureReport`, in 8 bits."""
 
     difference: float = 0.0
     unquantized: str = ""

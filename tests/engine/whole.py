@@ -52,7 +52,7 @@ class Whole:
             scheduler=self.scheduler,
             executor=self.executor,
             inbox=Inbox(),
-            link=cast(IOThread, self),
+            io_thread=cast(IOThread, self),
             status=EngineStatus(),
             store=None,
             grammar_queue=GrammarQueue(None, None),
@@ -88,7 +88,7 @@ class Whole:
         assert self.scheduler.idle
 
     def send(self, messages: Sequence[wire.Message]) -> None:
-        """In the place of the link's."""
+        """In the place of the IO thread's."""
         for message in messages:
             if isinstance(message, wire.Refused):
                 self.refused[message.request_id] = message

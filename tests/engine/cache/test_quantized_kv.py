@@ -89,7 +89,7 @@ def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize(
-    ("batch_class", "unpacked", "bits"),
+    ("batch_class", "dequantized", "bits"),
     [
         (HostBatch, True, 8),
         (GraphBatch, True, 8),
@@ -101,10 +101,10 @@ def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -
     ],
 )
 def test_every_way_of_keeping_and_of_batching_is_the_same(
-    tiny_model, kind, batch_class, unpacked, bits
+    tiny_model, kind, batch_class, dequantized, bits
 ) -> None:
     model = load(tiny_model(kind))
-    layout = probe_layout(model).with_precision(Precision(bits), dequantized=unpacked)
+    layout = probe_layout(model).with_precision(Precision(bits), dequantized=dequantized)
     assert distance_of(model, layout, batch_class) < TOLERANCE
 
 
@@ -145,8 +145,8 @@ class TestTheComparisonCatches:
     def llama(self, tiny_model):
         return load(tiny_model("llama"))
 
-    def is_wrong(self, model, batch_class=HostBatch, unpacked=True) -> None:
-        layout = probe_layout(model).with_precision(Precision(8), dequantized=unpacked)
+    def is_wrong(self, model, batch_class=HostBatch, dequantized=True) -> None:
+        layout = probe_layout(model).with_precision(Precision(8), dequantized=dequantized)
         with pytest.raises(RoundingMismatch, match="than mlx-lm computes"):
             distance_of(model, layout, batch_class)
 
@@ -185,8 +185,8 @@ class TestTheComparisonCatches:
             finally:
                 slab.scales = kept
 
-        monkeypatch.setattr(slabs.Slab, "values", rolled)
-        self.is_wrong(llama, GraphBatch, unpacked=False)
+        monkeypatch.setattr(slabs.Slab, "read", rolled)
+        self.is_wrong(llama, GraphBatch, dequantized=False)
 
     def test_blocks_that_lose_their_scales(self, llama, monkeypatch) -> None:
         give = host_blocks.give
@@ -216,11 +216,11 @@ class TestTheComparisonCatches:
 class Store:
     """An executor that only stores."""
 
-    def __init__(self, model, batch_class=HostBatch, unpacked=True, precision=PRECISIONS[0]):
-        layout = probe_layout(model).with_precision(precision, dequantized=unpacked)
+    def __init__(self, model, batch_class=HostBatch, dequantized=True, precision=PRECISIONS[0]):
+        layout = probe_layout(model).with_precision(precision, dequantized=dequantized)
         self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
         self.step, self.block = 0, 0
-        self.run(slabs=(SlabSpec(0, 3, 128), SlabSpec(1, 1, 128)))
+        self.run(new_slabs=(SlabSpec(0, 3, 128), SlabSpec(1, 1, 128)))
 
     def run(self, **parts):
         self.step += 1
@@ -257,14 +257,14 @@ WAYS = [
 TOKENS = tuple(range(20, 20 + 3 * BLOCK))
 
 
-@pytest.mark.parametrize(("batch_class", "unpacked", "precision"), WAYS)
+@pytest.mark.parametrize(("batch_class", "dequantized", "precision"), WAYS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_block_has_one_content_whichever_way_it_came(
-    tiny_model, kind, batch_class, unpacked, precision
+    tiny_model, kind, batch_class, dequantized, precision
 ) -> None:
     """Saved, by way of bytes in another slot, moved to another slab, and saved again: the same
     bytes, since nothing is quantized twice."""
-    store = Store(load(tiny_model(kind)), batch_class, unpacked, precision)
+    store = Store(load(tiny_model(kind)), batch_class, dequantized, precision)
     store.compute(0, TOKENS)
     first = store.saved(Slot(0, 0), 3)
     assert len(set(first)) == 3
@@ -336,15 +336,15 @@ def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(bits, most)
     assert packed.slot_token_bytes == packed.block_token_bytes, "bfloat16 gives no codes back"
 
 
-@pytest.mark.parametrize("unpacked", [True, False])
+@pytest.mark.parametrize("dequantized", [True, False])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_slabs_and_blocks_take_what_the_layout_says(tiny_model, unpacked, bits) -> None:
+def test_slabs_and_blocks_take_what_the_layout_says(tiny_model, dequantized, bits) -> None:
     model = load(tiny_model("gpt_oss"))
-    layout = probe_layout(model).with_precision(Precision(bits), dequantized=unpacked)
+    layout = probe_layout(model).with_precision(Precision(bits), dequantized=dequantized)
     slab = slabs.Slab(layout, 3, 64)
     kept = sum(array.nbytes for array in slab.contents) - slab.last_tokens.nbytes
     assert kept == 3 * 64 * layout.slot_token_bytes
-    store = Store(model, GraphBatch, unpacked, Precision(bits))
+    store = Store(model, GraphBatch, dequantized, Precision(bits))
     store.compute(0, TOKENS)
     (block, *_) = store.saved(Slot(0, 0), 3)
     assert sum(map(len, block)) == BLOCK * layout.block_token_bytes

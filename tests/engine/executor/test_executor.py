@@ -123,7 +123,7 @@ class Runner:
         batch_class = bound(model, layout, self.batch_class)
         self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
         self.step = 0
-        self.run(slabs=(SlabSpec(0, rows, capacity),))
+        self.run(new_slabs=(SlabSpec(0, rows, capacity),))
 
     def run(self, **parts):
         self.step += 1
@@ -207,7 +207,7 @@ def test_uneven_rows_that_join_and_leave_say_what_they_say_alone(model) -> None:
     prompts = [prompt(i, n) for i, n in enumerate((50, 3, 17, 1, 33))]
     expected = [alone(model, tokens, 12) for tokens in prompts]
     runner = Runner(model)
-    runner.run(slabs=(SlabSpec(1, 1, 64),))
+    runner.run(new_slabs=(SlabSpec(1, 1, 64),))
     slots = [Slot(0, 2), Slot(1, 0), Slot(0, 0), Slot(0, 3), Slot(0, 1)]
     outputs: list[list[int]] = [[] for _ in prompts]
     for turn in range(21):
@@ -251,8 +251,8 @@ def test_blocks_bring_a_prefix_to_another_slot_also_by_way_of_bytes(model) -> No
     saved = runner.run(saves=(Save(Slot(0, 0), 0, (1, 2)), Save(Slot(0, 0), 32, (3,))))
     assert saved.exported == ()
     exported = runner.run(evictions=(Evict(1, export=True), Evict(2)), exports=(3,)).exported
-    assert [e.block for e in exported] == [1, 3]
-    copies = {e.block: tuple(bytes(part) for part in e.payload) for e in exported}
+    assert [e.block_id for e in exported] == [1, 3]
+    copies = {e.block_id: tuple(bytes(part) for part in e.payload) for e in exported}
     runner.prefill(Slot(0, 0), prompt(4, 60))  # what was saved does not follow the slot
     runner.run(
         inserts=(Insert(11, copies[1]), Insert(13, copies[3])),
@@ -269,7 +269,7 @@ def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model) -> None:
     runner.prefill(Slot(0, 1), tokens[:-1])
     out = runner.generate(Slot(0, 1), tokens, 4, known=False)
     moves = (Move(Slot(0, 1), Slot(1, 0), len(tokens) + 3),)
-    runner.run(slabs=(SlabSpec(1, 2, 256),), moves=moves)
+    runner.run(new_slabs=(SlabSpec(1, 2, 256),), moves=moves)
     out += runner.decode((Slot(1, 0), len(tokens) + 3, None, 4))
     assert out == alone(model, tokens, 5)
 
@@ -278,7 +278,7 @@ def test_penalties_see_tokens_that_the_host_does_not_know_yet(model) -> None:
     """Rows whose tokens stay on the device, one that moves, one that joins late."""
     one, two = prompt(11, 30), prompt(12, 12)
     runner = Runner(model)
-    runner.run(slabs=(SlabSpec(1, 2, 256),))
+    runner.run(new_slabs=(SlabSpec(1, 2, 256),))
     runner.prefill(Slot(0, 2), one[:-1])
     runner.prefill(Slot(0, 1), two[:-1])
     slots, outputs = [Slot(0, 2), Slot(0, 1)], ([], [])
@@ -346,7 +346,7 @@ def test_logprobs_of_a_prompt_come_with_its_chunks(model) -> None:
                 ),
             )
         )
-        (scored,) = result.scored
+        (scored,) = result.prompt_logprobs
         assert scored[:2] == (Slot(0, 1), start)
         found += scored.logprobs
     assert len(found) == 39
@@ -366,7 +366,7 @@ def test_a_scored_chunk_that_raises_fails_alone(model) -> None:
         )
     )
     assert [slot for slot, _ in result.failed] == [Slot(0, 0)]
-    assert [(one.slot, len(one.logprobs)) for one in result.scored] == [(Slot(0, 1), 19)]
+    assert [(one.slot, len(one.logprobs)) for one in result.prompt_logprobs] == [(Slot(0, 1), 19)]
 
 
 def test_a_chunk_that_raises_fails_alone(model) -> None:
@@ -378,7 +378,7 @@ def test_a_chunk_that_raises_fails_alone(model) -> None:
         exports=(2,),
     )
     assert [slot for slot, _ in result.failed] == [Slot(0, 0)]
-    assert [e.block for e in result.exported] == [2]
+    assert [e.block_id for e in result.exported] == [2]
     assert runner.generate(Slot(0, 1), good, 3, known=True) == alone(model, good, 3)
 
 
@@ -397,7 +397,7 @@ def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(mod
         exports=(2, 3),
     )
     assert [slot for slot, _ in result.failed] == [slots[1]]
-    assert [e.block for e in result.exported] == [3]
+    assert [e.block_id for e in result.exported] == [3]
     assert runner.run(evictions=(Evict(1, export=True), Evict(2))).exported == ()
 
 

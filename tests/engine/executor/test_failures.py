@@ -171,7 +171,7 @@ def test_models_that_run_one_at_a_time_go_on_too(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model("llama")
-    monkeypatch.setattr("engine.proving.choose.probe", unsupported)
+    monkeypatch.setattr("engine.proving.choose.probe_layout", unsupported)
     whole = Whole(path)
     assert isinstance(whole.executor, SerialExecutor)
     for number, prompt in enumerate(prompts()):

@@ -1,4 +1,4 @@
-"""An engine process that has everything but a model: `python -m tests.engine.link_process`.
+"""An engine process that has everything but a model: `python -m tests.engine.io.thread_process`.
 
 Its main thread does only what the lines on its standard input say, and so nothing at
 all while there are none. The IO thread is the real one.
@@ -41,7 +41,7 @@ def main() -> None:
     endpoint, stall_timeout_s, drain_timeout_s, tokenizer = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     status, inbox = EngineStatus(), Inbox()
-    link = IOThread(
+    io_thread = IOThread(
         context=zmq.Context(),
         endpoint=endpoint,
         engine=ENGINE,
@@ -52,13 +52,13 @@ def main() -> None:
         stall_timeout_s=float(stall_timeout_s),
         drain_timeout_s=float(drain_timeout_s),
     )
-    link.catch_signals()
-    link.start()
+    io_thread.catch_signals()
+    io_thread.start()
     answer("started")
     for line in sys.stdin:
         match line.split():
             case ["introduce"]:
-                link.introduce(HELLO, {"tokenizer.json": Path(tokenizer)})
+                io_thread.introduce(HELLO, {"tokenizer.json": Path(tokenizer)})
             case ["phase", "loading" | "warming" | "ready" | "draining" as phase]:
                 status.enter_phase(phase)
             case ["live"]:

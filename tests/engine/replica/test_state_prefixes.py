@@ -126,12 +126,12 @@ def test_what_was_preempted_goes_on_from_kept_state(
     planner, grow = whole.scheduler._planner, whole.scheduler._planner._grow
     preempted = []
 
-    def preempt(draft: PlanBuilder) -> bool:
+    def preempt(builder: PlanBuilder) -> bool:
         seq = whole.scheduler._sequences.live.get("0")
         if not preempted and seq is not None and seq.num_output_tokens == 30:
             preempted.append(seq)
-            planner._preempt(seq, draft)
-        return grow(draft)
+            planner._preempt(seq, builder)
+        return grow(builder)
 
     monkeypatch.setattr(planner, "_grow", preempt)
     before = whole.scheduler.stats().prefill_tokens_total

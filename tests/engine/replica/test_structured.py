@@ -34,8 +34,8 @@ def whole(tiny_model: Callable[..., Path]) -> Build:
     def make(kind: str = "llama", **settings: object) -> Whole:
         settings = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
         whole = Whole(tiny_model(kind), **settings)
-        library = GrammarCache(tokenizer_spec_of(whole.loaded).load())
-        whole.executor.use_grammars(GrammarMasker(library, whole.loaded.vocab_size))
+        grammars = GrammarCache(tokenizer_spec_of(whole.loaded).load())
+        whole.executor.use_grammars(GrammarMasker(grammars, whole.loaded.vocab_size))
         return whole
 
     return make
@@ -91,7 +91,7 @@ def test_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def serial(model: Any, *_: object) -> ChosenExecutor:
         return ChosenExecutor(SerialExecutor(model, 512), "for this test")
 
-    monkeypatch.setattr(replica, "choose", serial)
+    monkeypatch.setattr(replica, "choose_executor", serial)
     engine = whole()
     assert isinstance(engine.executor, SerialExecutor)
     ask(engine, "a")

@@ -13,7 +13,7 @@ from shared.wire import Sampling, TokenLogprobs
 @pytest.fixture(params=["host", "device"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "device":
-        monkeypatch.setattr(arrays, "library", lambda: mx)
+        monkeypatch.setattr(arrays, "array_namespace", lambda: mx)
 
 
 def direct(logits: mx.array, chosen: int, count: int) -> TokenLogprobs:

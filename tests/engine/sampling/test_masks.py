@@ -24,7 +24,7 @@ WIDTH = VOCAB_SIZE + 13  # rows of an embedding that no token has
 
 def decode(row: int, source: str | None, **fields: object) -> Decode:
     grammar = None if source is None else Grammar(kind="regex", source=source)
-    fields = {"sampling": Sampling(seed=row), "token": 5, "output_index": 0} | fields
+    fields = {"sampling": Sampling(seed=row), "token_id": 5, "output_index": 0} | fields
     return Decode(  # type: ignore[arg-type]
         slot=Slot(0, row),
         position=0,
@@ -41,10 +41,10 @@ def test_only_bound_rows_lose_tokens(
     monkeypatch: pytest.MonkeyPatch,
     host: bool,
 ) -> None:
-    monkeypatch.setattr(sampling_masks.arrays, "library", lambda: numpy if host else mx)
-    masking = GrammarMasker(GrammarCache(tokenizer), WIDTH)
+    monkeypatch.setattr(sampling_masks.arrays, "array_namespace", lambda: numpy if host else mx)
+    masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     decodes = [decode(0, None), decode(1, "[abc]"), decode(2, None), decode(3, "x|")]
-    pending = masking.start(decodes, [5] * 4)
+    pending = masker.start(decodes, [5] * 4)
     assert pending is not None
     masks = pending.result()
     assert (masks.rows, masks.failed) == ([1, 3], [])
@@ -63,9 +63,9 @@ def test_only_bound_rows_lose_tokens(
 def test_forbidden_tokens_come_only_where_nothing_else_may(
     tokenizer: LLTokenizer,
 ) -> None:
-    masking = GrammarMasker(GrammarCache(tokenizer), WIDTH)
+    masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     rows = [decode(0, "x|", forbidden=(EOS,)), decode(1, "", forbidden=(EOS,))]
-    pending = masking.start(rows, [5] * 2)
+    pending = masker.start(rows, [5] * 2)
     assert pending is not None
     allowed = pending.result().allowed
     assert list(numpy.flatnonzero(allowed[0])) == tokenizer.tokenize_str("x")

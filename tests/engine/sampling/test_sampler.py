@@ -61,7 +61,7 @@ def test_both_array_libraries_draw_the_same(
     logits: mx.array, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = sample(logits, ROWS)
-    monkeypatch.setattr(arrays, "library", lambda: mx)
+    monkeypatch.setattr(arrays, "array_namespace", lambda: mx)
     assert sample(logits, ROWS) == host
 
 

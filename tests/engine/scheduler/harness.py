@@ -39,11 +39,11 @@ def config(**changes: Any) -> SchedulerConfig:
 
 
 RECURRENT = {
-    "hybrid": {"state_bytes": 2500, "row_bytes": 2500, "kept_states": 12},
+    "hybrid": {"state_bytes": 2500, "row_bytes": 2500, "max_snapshots": 12},
     "recurrent": {
         "state_bytes": 2500,
         "row_bytes": 2500,
-        "kept_states": 12,
+        "max_snapshots": 12,
         "keeps_kv": False,
         "block_bytes": 4,
     },

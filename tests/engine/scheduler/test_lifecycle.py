@@ -192,7 +192,7 @@ def test_a_full_engine_says_so() -> None:
 def test_an_abort_at_any_moment_frees_the_slot_in_the_next_plan(
     turns: int, look_ahead: bool
 ) -> None:
-    engine = Engine(config(look_ahead=look_ahead, store=True, completion_batch_size=1))
+    engine = Engine(config(look_ahead=look_ahead, store_enabled=True, completion_batch_size=1))
     engine.store_answers = turns != 0
     client = engine.submit(request("a", prompt(40), max_tokens=50))
     for _ in range(turns):

@@ -41,7 +41,7 @@ def test_blocks_are_shared_only_under_the_same_salt() -> None:
 
 
 def test_a_model_without_blocks_saves_and_restores_nothing() -> None:
-    engine = Engine(config(prefix_cache=False, store=True))
+    engine = Engine(config(prefix_cache=False, store_enabled=True))
     serve(engine, request("a", SHARED[:40]))
     assert cached(serve(engine, request("b", SHARED[:40]))) == (0, 0)
     assert not any(plan.saves or plan.restores or plan.evictions for plan in engine.plans)
@@ -68,7 +68,9 @@ def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -
 def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
     look_ahead: bool, store: bool
 ) -> None:
-    engine = Engine(config(blocks=600, look_ahead=look_ahead, store=store, prefill_batch_size=4))
+    engine = Engine(
+        config(blocks=600, look_ahead=look_ahead, store_enabled=store, prefill_batch_size=4)
+    )
     clients = [engine.submit(request(f"r{n}", [*SHARED, n, n + 1, n + 2])) for n in range(8)]
     engine.run()
     for client in clients:
@@ -121,9 +123,9 @@ def test_of_a_finished_sequence_the_tail_goes_first() -> None:
 
 
 def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
-    before = Engine(config(store=True, store_policy="write_through"))
+    before = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(before, request("a", SHARED[:50]))
-    after = Engine(config(store=True))
+    after = Engine(config(store_enabled=True))
     after.stored = before.stored
     client = serve(after, request("b", SHARED[:50]))
     assert cached(client) == (0, 48)
@@ -134,7 +136,7 @@ def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
 
 
 def test_what_the_kvstore_is_asked_for_begins_where_memory_ends() -> None:
-    engine = Engine(config(store=True, store_policy="write_through"))
+    engine = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(engine, request("a", SHARED[:21]))
     engine.store_answers = False
     engine.submit(request("b", SHARED[:41]))
@@ -145,7 +147,7 @@ def test_what_the_kvstore_is_asked_for_begins_where_memory_ends() -> None:
 
 
 def test_one_who_waits_for_the_kvstore_holds_nobody_up() -> None:
-    engine = Engine(config(store=True))
+    engine = Engine(config(store_enabled=True))
     engine.store_answers = False
     slow = engine.submit(request("slow", SHARED[:50]))
     quick = engine.submit(request("quick", SHARED[50:53]))
@@ -158,7 +160,7 @@ def test_one_who_waits_for_the_kvstore_holds_nobody_up() -> None:
 
 
 def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
-    engine = Engine(config(store=True))
+    engine = Engine(config(store_enabled=True))
     engine.store_answers = False
     engine.submit(request("a", SHARED[:50]))
     engine.schedule()
@@ -170,9 +172,9 @@ def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
 
 
 def test_what_is_on_its_way_from_the_kvstore_has_room_in_the_ledger() -> None:
-    before = Engine(config(store=True, store_policy="write_through"))
+    before = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(before, request("a", SHARED[:50]))
-    engine = Engine(config(blocks=32, store=True))
+    engine = Engine(config(blocks=32, store_enabled=True))
     engine.stored, engine.store_answers = before.stored, False
     first, second = request("first", SHARED[:50]), request("second", [7] * 90, max_tokens=8)
     engine.submit(first)
@@ -189,9 +191,9 @@ def test_what_is_on_its_way_from_the_kvstore_has_room_in_the_ledger() -> None:
 
 
 def test_who_runs_takes_the_room_of_what_was_fetched_for_those_that_wait() -> None:
-    before = Engine(config(store=True, store_policy="write_through"))
+    before = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(before, request("a", SHARED[:60]))
-    engine = Engine(config(blocks=32, store=True))
+    engine = Engine(config(blocks=32, store_enabled=True))
     engine.stored, engine.store_answers = before.stored, False
     fetching = engine.submit(request("fetching", SHARED[:60]))
     engine.schedule()
@@ -207,7 +209,7 @@ def test_who_runs_takes_the_room_of_what_was_fetched_for_those_that_wait() -> No
 
 
 def test_evicted_blocks_go_to_the_kvstore_once() -> None:
-    engine = Engine(config(blocks=48, store=True))
+    engine = Engine(config(blocks=48, store_enabled=True))
     serve(engine, request("a", SHARED[:60]))
     assert not engine.stored
     serve(engine, request("b", [1] * 60))
@@ -223,7 +225,7 @@ def test_evicted_blocks_go_to_the_kvstore_once() -> None:
 
 
 def test_write_through_exports_after_the_save_and_not_at_eviction() -> None:
-    engine = Engine(config(blocks=48, store=True, store_policy="write_through"))
+    engine = Engine(config(blocks=48, store_enabled=True, store_policy="write_through"))
     serve(engine, request("a", SHARED[:60]))
     assert engine.cached and set(engine.stored) == engine.cached
     serve(engine, request("b", [1] * 60))
@@ -232,7 +234,7 @@ def test_write_through_exports_after_the_save_and_not_at_eviction() -> None:
 
 
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whatever_is_cached() -> None:
-    engine = Engine(config(blocks=300, store=True))
+    engine = Engine(config(blocks=300, store_enabled=True))
     prompt = [*SHARED, *SHARED[:90]]
     serve(engine, request("a", prompt))
     already = computed(engine)

@@ -62,7 +62,7 @@ def test_the_youngest_of_the_lowest_priority_gives_way_and_resumes_exactly(
 
 
 def test_one_that_was_preempted_gets_back_from_the_kvstore_what_memory_lost() -> None:
-    engine = Engine(config(blocks=64, max_batch_size=8, store=True))
+    engine = Engine(config(blocks=64, max_batch_size=8, store_enabled=True))
     clients = [engine.submit(request("growing", SHARED[30:50], max_tokens=100))]
     clients += [engine.submit(request(f"r{n}", [n] * 16, max_tokens=16)) for n in range(5)]
     engine.run()
@@ -85,7 +85,7 @@ def test_one_that_outgrows_its_slab_alone_gives_up_its_own_slot() -> None:
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("store", [False, True])
 def test_forty_requests_that_do_not_fit_together_all_finish(look_ahead: bool, store: bool) -> None:
-    engine = Engine(config(blocks=64, look_ahead=look_ahead, store=store))
+    engine = Engine(config(blocks=64, look_ahead=look_ahead, store_enabled=store))
     pick = random.Random(1)
     clients = [
         engine.submit(
@@ -138,7 +138,13 @@ def test_those_who_restored_from_a_chunk_that_raised_begin_again(
     """With look-ahead the next plan restores from blocks before it is known that they
     were never saved."""
     engine = Engine(
-        config(blocks=200, look_ahead=True, prefill_batch_size=4, store=True, store_policy=policy)
+        config(
+            blocks=200,
+            look_ahead=True,
+            prefill_batch_size=4,
+            store_enabled=True,
+            store_policy=policy,
+        )
     )
     failing = engine.submit(request("failing", SHARED))
     followers = [engine.submit(request(f"f{n}", [*SHARED[:16], n, n])) for n in range(2)]
@@ -207,23 +213,23 @@ def test_after_a_failure_for_want_of_memory_less_of_it_is_used() -> None:
 
 
 def test_after_calm_steps_as_many_run_as_before() -> None:
-    caution = ConcurrencyBackoff(8)
-    caution.step_failed(8)
-    assert caution.limit == 4
-    caution.step_failed(1)
-    assert caution.limit == 1
+    backoff = ConcurrencyBackoff(8)
+    backoff.step_failed(8)
+    assert backoff.limit == 4
+    backoff.step_failed(1)
+    assert backoff.limit == 1
     limits = set()
     for _ in range(3 * STEPS_TO_DOUBLE):
-        caution.step_succeeded()
-        limits.add(caution.limit)
+        backoff.step_succeeded()
+        limits.add(backoff.limit)
     assert limits == {1, 2, 4, 8}
     for _ in range(STEPS_TO_DOUBLE):
-        caution.step_succeeded()
-    assert caution.limit == 8
+        backoff.step_succeeded()
+    assert backoff.limit == 8
 
 
 def test_low_priority_is_overtaken_by_so_many_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.sequence.OVERTAKING", 10)
+    monkeypatch.setattr("engine.scheduler.sequence.ARRIVALS_PER_PRIORITY", 10)
     engine = Engine(config(blocks=200, max_batch_size=1, completion_batch_size=4))
     low = engine.submit(request("low", SHARED[:5], max_tokens=3))
     ended_before = 0

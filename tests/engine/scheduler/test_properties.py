@@ -30,14 +30,18 @@ CONFIGS = st.fixed_dictionaries(
         "completion_batch_size": st.integers(1, 9),
         "prefill_chunk_tokens": st.sampled_from([None, 1, 7, 16, 64]),
         "prefix_cache": st.sampled_from([True, True, True, False]),
-        "store": st.booleans(),
+        "store_enabled": st.booleans(),
         "store_policy": st.sampled_from(["evict_only", "write_through"]),
         "look_ahead": st.booleans(),
         "max_sequences": st.sampled_from([3, 100]),
     }
 )
 STATES = st.sampled_from(
-    [{}, {}, *(fields | {"kept_states": n} for fields in RECURRENT.values() for n in (0, 1, 3, 30))]
+    [
+        {},
+        {},
+        *(fields | {"max_snapshots": n} for fields in RECURRENT.values() for n in (0, 1, 3, 30)),
+    ]
 )
 
 

@@ -161,7 +161,7 @@ def test_a_preempted_sequence_goes_on_from_its_newest_state(hybrid: dict[str, An
 def test_there_are_never_more_than_allowed_and_the_latest_stay(
     settings: dict[str, Any], limit: int
 ) -> None:
-    engine = Engine(config(**settings | {"kept_states": limit}))
+    engine = Engine(config(**settings | {"max_snapshots": limit}))
     for number in range(6):
         serve(engine, request(f"{number}", [number] * 100, max_tokens=20))
         assert engine.scheduler.stats().kept_states == min(limit, 2 * number + 2)
@@ -196,7 +196,7 @@ def test_one_that_is_aborted_while_it_decodes_leaves_nothing_without_a_name(
 
 
 def test_kept_state_goes_before_anybody_is_held_up(settings: dict[str, Any]) -> None:
-    engine = Engine(config(**settings | {"blocks": 120, "kept_states": 100}))
+    engine = Engine(config(**settings | {"blocks": 120, "max_snapshots": 100}))
     for number in range(30):
         serve(engine, request(f"{number}", [number % 20, *SHARED[:60]], max_tokens=20))
     assert not engine.scheduler.stats().preemptions_total

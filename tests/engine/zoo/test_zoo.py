@@ -156,7 +156,7 @@ class TestTheComparisonCatches:
 
         def stale(batch, number):
             slots = [row.slot for row in batch.rows]
-            if batch.rows[0].start == 0 and slots[0] in batch.slabs.states._held:
+            if batch.rows[0].start == 0 and slots[0] in batch.slabs.states._by_slot:
                 return batch.new_states.get(number, batch.slabs.states.get(number, slots))
             return state(batch, number)
 
@@ -168,10 +168,10 @@ class TestTheComparisonCatches:
         own = StateStore.copy_of
 
         def wrong(store, slot):
-            others = [other for other in store._held if other != slot]
+            others = [other for other in store._by_slot if other != slot]
             return own(store, others[0] if others else slot)
 
-        monkeypatch.setattr(StateStore, "own", wrong)
+        monkeypatch.setattr(StateStore, "copy_of", wrong)
         self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
     @recurrent
@@ -179,7 +179,7 @@ class TestTheComparisonCatches:
         """The state of the slot goes on instead."""
 
         def forgetful(store, slot, snapshot):
-            if slot not in store._states._held:
+            if slot not in store._states._by_slot:
                 return store.reset(slot)
             return []
 

@@ -20,6 +20,7 @@ from kvstore.store import BlockStore
 from kvstore.writer import Put, Writer
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES
+from shared.logs import RateLimitedLogger
 
 REPLY_BYTES = 16 * 1024 * 1024
 """Where the blocks of one answer end (after at least one): the engine asks for the rest."""
@@ -33,7 +34,6 @@ _WAITING_ANSWERS = 4096
 _QUEUED_READS = 16
 _LONGEST_TURN_S = 0.2
 _PERSISTENT_WAIT_S = 1.0
-_LOG_EVERY_S = 60.0
 _logger = logging.getLogger(__name__)
 
 
@@ -56,7 +56,7 @@ class Server:
         self._reply_bytes = reply_bytes
         self._local: OrderedDict[bytes, None] = OrderedDict()
         self._dropped = 0
-        self._next_log = float("-inf")
+        self._drop_log = RateLimitedLogger(_logger)
         self._answers: SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = SimpleQueue()
         self._unsent: dict[bytes, list[tuple[zmq.MessageTracker, int]]] = {}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
@@ -224,9 +224,7 @@ class Server:
 
     def _drop(self, what: str) -> None:
         self._dropped += 1
-        if time.monotonic() >= self._next_log:
-            self._next_log = time.monotonic() + _LOG_EVERY_S
-            _logger.warning("dropped %s (%d so far)", what, self._dropped)
+        self._drop_log.warning("dropped %s (%d so far)", what, self._dropped)
 
 
 def _nobody(_: str) -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from kvstore.directory import DISK_FULL, BlockKey
 from kvstore.store import BlockStore
 from shared.blockfile import BlockFileError
+from shared.logs import RateLimitedLogger
 
 MAX_QUEUED_BYTES = 512 * 1024 * 1024
 FULL_DISK_PAUSE_S = 1.0
 """After a full disk was met, puts are dropped for this long; the next one tries again."""
 
 _RETRY_PAUSE_S = 0.1
-_LOG_EVERY_S = 60.0
 _logger = logging.getLogger(__name__)
 
 
@@ -63,7 +63,7 @@ class Writer:
         self._stopping = False
         self._give_up_at = float("inf")
         self._full_until = float("-inf")
-        self._next_log = float("-inf")
+        self._drop_log = RateLimitedLogger(_logger)
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
@@ -159,8 +159,5 @@ class Writer:
         with self._changed:
             self._drops += 1
             drops = self._drops
-            if time.monotonic() < self._next_log:
-                return reason
-            self._next_log = time.monotonic() + _LOG_EVERY_S
-        _logger.warning("a block was not stored, %s (%d so far)", reason, drops)
+        self._drop_log.warning("a block was not stored, %s (%d so far)", reason, drops)
         return reason

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from shared.exits import EXIT_OK, EXIT_USAGE
+from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.version import installed_version
 
 PROG = "mlx-lm-server"
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that ``argv`` (default: the process's own) names; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["--version"]:
-        sys.stdout.write(f"{PROG} {version()}\n")
+        sys.stdout.write(f"{PROG} {installed_version()}\n")
         return EXIT_OK
     if not argv or argv[0].startswith("-"):
         if argv and argv[0] in ("-h", "--help"):
@@ -33,18 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
-        sys.stderr.write(f"{PROG}: unknown command {name!r}; {hint}\n")
-        return EXIT_USAGE
+        return fail(PROG, f"unknown command {name!r}; {hint}", EXIT_USAGE)
     code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     return code
-
-
-def version() -> str:
-    """The installed release; ``unknown`` when run from a bare checkout."""
-    try:
-        return importlib.metadata.version(PROG)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _list_commands() -> None:

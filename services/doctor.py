@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import zmq
 
-from services.local import CannotListen, listen
+from services.listener import ListenError, listen
 from shared import settings
-from shared.exits import EXIT_OK
+from shared.exits import EXIT_FAILED, EXIT_OK
 from shared.rundir import RunDir, RunDirError
 from shared.settings import Settings
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mark = {True: "ok  ", False: "BAD ", None: "    "}[good]
         sys.stdout.write(f"{mark}{what:<14}{text}\n")
         healthy = healthy and good is not False
-    return EXIT_OK if healthy else 1
+    return EXIT_OK if healthy else EXIT_FAILED
 
 
 def examine(options: Settings) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def _device() -> Iterator[Finding]:
 def _http(options: Settings) -> Finding:
     try:
         listen(options.host, options.port).close()
-    except CannotListen as error:
+    except ListenError as error:
         return Finding("http", str(error), False)
     return Finding("http", f"{options.host}:{options.port} is free", True)
 

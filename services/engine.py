@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 import socket
@@ -24,6 +23,7 @@ from shared import logs, settings, wire
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.settings import Settings
+from shared.version import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def serve(
             },
             capabilities=[*replica.capabilities, *grammar_queue.capabilities],
             kv_bits=replica.executor.kv_bits,
-            version=importlib.metadata.version("mlx-lm-server"),
+            version=installed_version(),
         ),
         loaded.tokenizer_files,
     )

@@ -19,7 +19,7 @@ from kvstore.server import Server
 from kvstore.store import BlockStore
 from kvstore.writer import Writer
 from shared import logs
-from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.link import SupervisorLink
 from shared.settings import Settings, parse
 
@@ -41,18 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if settings.kvstore_socket is None:
-        return _refuse("--kvstore-socket: needed by a kvstore that is started alone", EXIT_USAGE)
+        return fail(PROG, "--kvstore-socket: a kvstore started alone needs it", EXIT_USAGE)
     if _is_served(settings.kvstore_socket):
-        return _refuse(f"--kvstore-socket: {settings.kvstore_socket} is in use")
+        return fail(PROG, f"--kvstore-socket: {settings.kvstore_socket} is in use")
     stop = _Stop()
     signal.signal(signal.SIGTERM, lambda *_: stop.ask(FLUSH_S))
     signal.signal(signal.SIGINT, lambda *_: stop.ask(FLUSH_S))
     try:
         directory = Directory(settings.ssd_cache_dir)
     except DirectoryInUse as error:
-        return _refuse(f"--ssd-cache-dir: {error}")
+        return fail(PROG, f"--ssd-cache-dir: {error}")
     except OSError as error:
-        return _refuse(f"--ssd-cache-dir: {settings.ssd_cache_dir}: {error.strerror}")
+        return fail(PROG, f"--ssd-cache-dir: {settings.ssd_cache_dir}: {error.strerror}")
     store = BlockStore(
         directory,
         max_bytes=int(settings.ssd_max_size_gb * 1e9),
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = Server(context, settings.kvstore_socket, directory, store, writer)
     except zmq.ZMQError as error:
         directory.close()
-        return _refuse(f"--kvstore-socket: cannot bind {settings.kvstore_socket}: {error}")
+        return fail(PROG, f"--kvstore-socket: cannot bind {settings.kvstore_socket}: {error}")
     threading.Thread(target=_load, args=(store,), name="indexer", daemon=True).start()
     if link:
         link.watch(lambda: stop.ask(ORPHAN_FLUSH_S))
@@ -137,11 +137,6 @@ def _remove(endpoint: str) -> None:
     scheme, _, path = endpoint.partition("://")
     if scheme == "ipc":
         Path(path).unlink(missing_ok=True)
-
-
-def _refuse(why: str, code: int = EXIT_CONFIG) -> int:
-    sys.stderr.write(f"{PROG}: {why}\n")
-    return code
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -11,10 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.backend import allocation
-from services.supervisor import EXIT_FAILED, Limits, Supervisor
+from services.listener import ListenError, base_url, listen
+from services.supervisor import Limits, Supervisor
 from services.supervisor_child import ChildSpec
 from services.supervisor_output import Output
 from shared import logs, settings
+from shared.exits import EXIT_FAILED, fail
 from shared.link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import Settings
@@ -22,13 +23,8 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
-BACKLOG = 1024
 _GRACE_S = 5.0
 """What a child may take beyond --drain-timeout-s to end by itself."""
-
-
-class CannotListen(Exception):
-    """The HTTP address cannot be used; the message is one line for the user."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,37 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = settings.parse(argv, os.environ, PROG)
     try:
+        # The socket is made here and not in the router, so that connections wait, and are not
+        # refused, while the router is restarted.
         with listen(options.host, options.port) as http, RunDir.create() as run_dir:
             return _supervise(options, argv, http, run_dir)
-    except (CannotListen, RunDirError) as error:
-        sys.stderr.write(f"{PROG}: {error}\n")
-        return EXIT_FAILED
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The listening HTTP socket.
-
-    It is made here and not in the router, so that connections wait, and are not
-    refused, while the router is started again. Raises `CannotListen`.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CannotListen(f"--host: {host!r} cannot be resolved ({reason})") from None
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise CannotListen(f"--port: {port} is in use by another program") from None
-        flag = "--port" if error.errno == errno.EACCES else "--host"
-        raise CannotListen(f"{flag}: cannot listen on {host}:{port} ({error.strerror})") from None
-    return listener
+    except (ListenError, RunDirError) as error:
+        return fail(PROG, error, EXIT_FAILED)
 
 
 def children(
@@ -119,11 +90,9 @@ def children(
 
 
 def url(options: Settings, http: socket.socket) -> str:
-    """Where a client on this machine reaches the server."""
-    host, port = http.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    scheme = "https" if options.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+    """Return the URL under which a client on this machine reaches the server."""
+    url = base_url(http, tls=options.ssl_certfile is not None) + options.root_path
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _supervise(options: Settings, argv: Sequence[str], http: socket.socket, run_dir: RunDir) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import os
 import signal
@@ -21,14 +20,15 @@ from router.fleet.port import PortError
 from router.http.app import create_app
 from router.http.connections import Connection
 from router.http.front import Keys
+from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from shared import logs
-from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
-from shared.link import HTTP_VARIABLE, SupervisorLink
+from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.link import SupervisorLink
 from shared.settings import parse
+from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
 BEAT_EVERY_S = 0.5
-BACKLOG = 2048
 FLUSH_S = 5
 """How long the last events may take to reach the clients after a drain."""
 KEEP_ALIVE_S = 75
@@ -42,23 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
     if settings.engine_socket is None:
-        return _refuse("--engine-socket: needed by a router that is started alone", EXIT_USAGE)
+        return fail(PROG, "--engine-socket: a router started alone needs it", EXIT_USAGE)
     try:
         keys = Keys.from_settings(settings)
-        listener = _inherited_listener() or _bind(settings.host, settings.port)
-    except (OSError, ValueError) as error:
-        return _refuse(str(error))
+        listener = inherited() or listen(settings.host, settings.port)
+    except (OSError, ValueError, ListenError) as error:
+        return fail(PROG, error)
     try:
-        router = Router(settings, settings.engine_socket, _version())
+        router = Router(settings, settings.engine_socket, installed_version())
     except PortError as error:
         listener.close()
-        return _refuse(f"--engine-socket: {error}")
+        return fail(PROG, f"--engine-socket: {error}")
     try:
         server = _server(router, keys)
     except (ssl.SSLError, OSError) as error:
         listener.close()
         router.port.close()
-        return _refuse(f"--ssl-certfile, --ssl-keyfile: {error}")
+        return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
     # uvloop, where there is one: asyncio's own loop takes twice the time for a token.
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, router, listener, link))
@@ -122,9 +122,7 @@ async def _serve(
     beats = asyncio.create_task(_beat(router, link))
     await router.start()
     try:
-        host, port = listener.getsockname()[:2]
-        scheme = "https" if server.config.is_ssl else "http"
-        logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+        logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))
         await server.serve(sockets=[listener])
     finally:
         for task in [beats, *stopping]:
@@ -145,41 +143,6 @@ async def _beat(router: Router, link: SupervisorLink | None) -> None:
         was_ready = was_ready or any(m.ready_engines for m in router.registry.models.values())
         link.beat("draining" if router.draining else "ready" if was_ready else "loading")
         await asyncio.sleep(BEAT_EVERY_S)
-
-
-def _inherited_listener() -> socket.socket | None:
-    number = os.environ.pop(HTTP_VARIABLE, None)
-    if number is None:
-        return None
-    listener = socket.socket(fileno=int(number))
-    listener.set_inheritable(False)
-    return listener
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError with a line that names host and port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"--host, --port: cannot listen on {host}:{port}: {error}") from None
-    return listener
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("mlx-lm-server")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _refuse(why: str, code: int = EXIT_CONFIG) -> int:
-    sys.stderr.write(f"{PROG}: {why}\n")
-    return code
 
 
 if __name__ == "__main__":

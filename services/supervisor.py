@@ -19,13 +19,12 @@ from types import FrameType
 
 from services.supervisor_child import Child, ChildSpec
 from services.supervisor_output import Output
-from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_STUCK, EXIT_USAGE
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STUCK, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
-EXIT_FAILED = 1
 _TICK_S = 0.25
 
 

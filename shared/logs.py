@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from typing import Literal, Protocol
 
@@ -62,6 +63,27 @@ def line(process: str, level: str, message: str, format: Format) -> str:
     if message.startswith('{"time": '):
         return message
     return _json(time.time(), level, process, message)
+
+
+class RateLimitedLogger:
+    """Log at most one warning in ``interval_s``, and drop those in between.
+
+    A peer that sends rubbish without end must not fill the log. Safe to use from any thread.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float = 60.0) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._next_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def warning(self, message: str, *args: object) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next_at:
+                return
+            self._next_at = now + self._interval_s
+        self._logger.warning(message, *args)
 
 
 class _Formatter(logging.Formatter):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from shared.exits import EXIT_USAGE
+from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, flag, resolve
 from shared.link import LINK_VARIABLE
 from shared.rundir import MAX_SOCKET_PATH_BYTES
@@ -425,8 +425,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> Setting
         )
         check(settings)
     except FlagError as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        raise SystemExit(EXIT_USAGE) from None
+        raise SystemExit(fail(prog, error, EXIT_USAGE)) from None
     if LINK_VARIABLE not in environ:
         for warning in warnings:
             sys.stderr.write(f"{prog}: warning: {warning}\n")

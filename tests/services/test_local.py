@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services import cli, local
+from services import cli, listener, local
 from shared.rundir import RunDir
 from shared.settings import Settings, parse
+from shared.version import installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_port_in_use_is_one_line_at_once() -> None:
-    with local.listen("127.0.0.1", 0) as taken:
+    with listener.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         result = run("--host=127.0.0.1", f"--port={port}", "--model=demo")
     assert result.returncode == 1
@@ -84,11 +85,11 @@ def test_help_lists_the_commands_and_the_flags(capsys: pytest.CaptureFixture[str
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mlx-lm-server {cli.version()}\n"
+    assert capsys.readouterr().out == f"mlx-lm-server {installed_version()}\n"
 
 
 def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    with local.listen("127.0.0.1", 0) as taken:
+    with listener.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["doctor", "--host=127.0.0.1", f"--port={port}"]) == 1
     report = capsys.readouterr().out
@@ -146,9 +147,9 @@ def test_engines_allocate_in_huge_pages_unless_the_user_has_a_say(
 )
 def test_the_url_can_be_opened_as_it_is_printed(host: str, expected: str) -> None:
     try:
-        listener = local.listen(host, 0)
-    except local.CannotListen:
+        http = listener.listen(host, 0)
+    except listener.ListenError:
         pytest.skip(f"no {host} on this machine")
-    with listener:
-        port = listener.getsockname()[1]
-        assert local.url(Settings(), listener) == f"{expected}{port}"
+    with http:
+        port = http.getsockname()[1]
+        assert local.url(Settings(), http) == f"{expected}{port}"

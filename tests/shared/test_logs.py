@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -86,3 +87,13 @@ def test_a_foreign_line_gets_the_name_of_its_process() -> None:
     assert re.fullmatch(r"\d\d:\d\d:\d\d info engine-0: Segmentation fault", text)
     fields = json.loads(logs.line("engine-0", "info", "Segmentation fault", "json"))
     assert (fields["process"], fields["message"]) == ("engine-0", "Segmentation fault")
+
+
+def test_a_rate_limited_logger_drops_what_comes_too_soon(caplog: pytest.LogCaptureFixture) -> None:
+    limited = logs.RateLimitedLogger(logging.getLogger("x"), interval_s=0.5)
+    for number in range(10):
+        limited.warning("dropped %d", number)
+    assert caplog.messages == ["dropped 0"]
+    time.sleep(0.6)
+    limited.warning("dropped %d", 10)
+    assert caplog.messages == ["dropped 0", "dropped 10"]

@@ -1,0 +1,56 @@
+"""The listening HTTP socket: made by the supervisor, or by a router that is started alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from shared.link import HTTP_VARIABLE
+
+BACKLOG = 2048
+
+
+class ListenError(Exception):
+    """The HTTP address cannot be used; the message is one line for the user."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on ``host`` and ``port``. Raises `ListenError`."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ListenError(f"--host: {host!r} cannot be resolved ({reason})") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(f"--port: {port} is in use by another program") from None
+        flag = "--port" if error.errno == errno.EACCES else "--host"
+        raise ListenError(f"{flag}: cannot listen on {host}:{port} ({error.strerror})") from None
+    return listener
+
+
+def inherited() -> socket.socket | None:
+    """Return the socket the supervisor passed on; None in a process that is started alone.
+
+    The variable is removed from the environment, so that child processes do not use it.
+    """
+    number = os.environ.pop(HTTP_VARIABLE, None)
+    if number is None:
+        return None
+    listener = socket.socket(fileno=int(number))
+    listener.set_inheritable(False)
+    return listener
+
+
+def base_url(listener: socket.socket, *, tls: bool) -> str:
+    """Return the URL of the address that ``listener`` is bound to, without a path."""
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

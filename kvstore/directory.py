@@ -33,14 +33,14 @@ QUARANTINED_FILES = 8
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class DirectoryInUse(Exception):
     """Another kvstore owns the directory."""
 
 
-class BadKey(Exception):
+class InvalidBlockKey(Exception):
     """Not the name of a block (and perhaps the name of something else)."""
 
 
@@ -50,12 +50,12 @@ class BlockKey(NamedTuple):
 
     @classmethod
     def checked(cls, namespace: str, hash: bytes) -> BlockKey:
-        """Raises `BadKey` unless both are what the hashing of blocks makes:
+        """Raises `InvalidBlockKey` unless both are what the hashing of blocks makes:
         nothing else may become part of a path."""
         if not _NAMESPACE.fullmatch(namespace):
-            raise BadKey(f"namespace {namespace[:80]!r}")
+            raise InvalidBlockKey(f"namespace {namespace[:80]!r}")
         if len(hash) != HASH_BYTES:
-            raise BadKey(f"a hash of {len(hash)} bytes")
+            raise InvalidBlockKey(f"a hash of {len(hash)} bytes")
         return cls(namespace, hash)
 
 
@@ -64,7 +64,7 @@ class FileInfo(NamedTuple):
     last_used: float
 
 
-class Directory:
+class BlockDirectory:
     """Owns ``root``, which is made if it is not there.
 
     Raises `DirectoryInUse` when another kvstore has it, OSError when it cannot be used.
@@ -167,7 +167,7 @@ class Directory:
                     else:
                         yield found
         if foreign:
-            _logger.warning(
+            logger.warning(
                 "%d entries of %s are not readable blocks and left alone (%s, ...)",
                 len(foreign),
                 self.root,
@@ -182,7 +182,7 @@ class Directory:
             if entry.path != str(self.path(key)) or not entry.is_file(follow_symlinks=False):
                 return None
             status = entry.stat(follow_symlinks=False)
-        except (ValueError, BadKey, OSError):
+        except (ValueError, InvalidBlockKey, OSError):
             return None
         return key, FileInfo(status.st_size, status.st_mtime)
 
@@ -210,7 +210,7 @@ class Directory:
             if error.errno not in DISK_FULL:
                 raise
             # Without it engines get bytes instead of paths: slower, still right.
-            _logger.warning("the disk of %s is full", self.root)
+            logger.warning("the disk of %s is full", self.root)
 
 
 def _entries(path: str, unreadable: list[str]) -> list[os.DirEntry[str]]:

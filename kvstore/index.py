@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from kvstore.directory import BlockKey, FileInfo
 
 
-class Use(NamedTuple):
-    key: BlockKey
-    last_used: float
-
-
-class Index:
+class LruIndex:
     """Blocks in order of their last use, oldest first.
 
     Starts incomplete: what was added is right, what is missing may still be in the
@@ -28,7 +22,7 @@ class Index:
         self.bytes = 0
         self.is_complete = False
         self._blocks: OrderedDict[BlockKey, FileInfo] = OrderedDict()
-        self._removed_meanwhile: set[BlockKey] = set()
+        self._removed_while_loading: set[BlockKey] = set()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -36,25 +30,23 @@ class Index:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
 
-    def use(self, key: BlockKey, size: int, at: float) -> None:
+    def record_use(self, key: BlockKey, size: int, at: float) -> None:
         """Adds the block, or makes it the one used last."""
         known = self._blocks.get(key)
         self.bytes += size - (known.size if known else 0)
         self._blocks[key] = FileInfo(size, at)
         self._blocks.move_to_end(key)
-        self._removed_meanwhile.discard(key)
+        self._removed_while_loading.discard(key)
 
     def remove(self, key: BlockKey) -> None:
         known = self._blocks.pop(key, None)
         if known:
             self.bytes -= known.size
         if not self.is_complete:
-            self._removed_meanwhile.add(key)
+            self._removed_while_loading.add(key)
 
-    def oldest(self) -> Use | None:
-        for key, info in self._blocks.items():
-            return Use(key, info.last_used)
-        return None
+    def oldest(self) -> tuple[BlockKey, FileInfo] | None:
+        return next(iter(self._blocks.items()), None)
 
     def complete(self, scanned: Iterable[tuple[BlockKey, FileInfo]], now: float) -> None:
         """Takes over what a scan found, as older than all that was used since the start."""
@@ -62,11 +54,11 @@ class Index:
         older = [
             (key, FileInfo(info.size, min(info.last_used, now)))  # a clock was set back
             for key, info in scanned
-            if key not in newer and key not in self._removed_meanwhile
+            if key not in newer and key not in self._removed_while_loading
         ]
         older.sort(key=lambda item: item[1].last_used)
         self._blocks = OrderedDict(older)
         self._blocks.update(newer)
         self.bytes = sum(info.size for info in self._blocks.values())
         self.is_complete = True
-        self._removed_meanwhile.clear()
+        self._removed_while_loading.clear()

@@ -15,26 +15,26 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from kvstore.directory import BadKey, BlockKey, Directory
-from kvstore.store import BlockStore
-from kvstore.writer import Put, Writer
+from kvstore.directory import BlockDirectory, BlockKey, InvalidBlockKey
+from kvstore.store import DiskStore
+from kvstore.writer import PendingWrite, Writer
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES
 from shared.logs import RateLimitedLogger
 
-REPLY_BYTES = 16 * 1024 * 1024
+MAX_REPLY_BYTES = 16 * 1024 * 1024
 """Where the blocks of one answer end (after at least one): the engine asks for the rest."""
-UNSENT_BYTES = 64 * 1024 * 1024
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """An engine for which more than this waits to be sent is told of no further blocks."""
 MAX_HASHES = 32768
 MAX_PEERS = 1024
 
-_WAITING_MESSAGES = 32
-_WAITING_ANSWERS = 4096
-_QUEUED_READS = 16
-_LONGEST_TURN_S = 0.2
+_MAX_RECEIVED = 32
+_MAX_REPLIES_PER_PEER = 4096
+_MAX_QUEUED_READS = 16
+_MAX_TURN_S = 0.2
 _PERSISTENT_WAIT_S = 1.0
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Server:
@@ -45,44 +45,44 @@ class Server:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
-        directory: Directory,
-        store: BlockStore,
+        directory: BlockDirectory,
+        store: DiskStore,
         writer: Writer,
-        reply_bytes: int = REPLY_BYTES,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         self._directory = directory
         self._store = store
         self._writer = writer
-        self._reply_bytes = reply_bytes
-        self._local: OrderedDict[bytes, None] = OrderedDict()
+        self._max_reply_bytes = max_reply_bytes
+        self._local_peers: OrderedDict[bytes, None] = OrderedDict()
         self._dropped = 0
-        self._drop_log = RateLimitedLogger(_logger)
-        self._answers: SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = SimpleQueue()
+        self._drop_log = RateLimitedLogger(logger)
+        self._replies: SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = SimpleQueue()
         self._unsent: dict[bytes, list[tuple[zmq.MessageTracker, int]]] = {}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
-        self._reads_allowed = threading.BoundedSemaphore(_QUEUED_READS)
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
+        self._read_permits = threading.BoundedSemaphore(_MAX_QUEUED_READS)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, _WAITING_ANSWERS)
-        self._socket.set(zmq.RCVHWM, _WAITING_MESSAGES)
+        self._socket.set(zmq.SNDHWM, _MAX_REPLIES_PER_PEER)
+        self._socket.set(zmq.RCVHWM, _MAX_RECEIVED)
         self._socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
         self._socket.bind(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
 
     def serve(self, timeout_s: float) -> None:
         """Waits for messages up to ``timeout_s``, and answers those that came."""
         self._poller.poll(round(timeout_s * 1000))
         with suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while self._wake_receiver.recv(4096):
                 pass
-        self.send_answers()
-        until = time.monotonic() + _LONGEST_TURN_S
+        self.send_replies()
+        until = time.monotonic() + _MAX_TURN_S
         while time.monotonic() < until:
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -90,23 +90,23 @@ class Server:
                 break
             try:
                 self._handle(peer, frames)
-            except (wire.WireError, BadKey) as error:
+            except (wire.WireError, InvalidBlockKey) as error:
                 self._drop(f"a message that makes no sense: {error}")
             except Exception:
                 self._dropped += 1
-                _logger.exception("a bug in answering an engine; its message is dropped")
-        self.send_answers()
+                logger.exception("a bug in answering an engine; its message is dropped")
+        self.send_replies()
 
-    def send_answers(self) -> None:
+    def send_replies(self) -> None:
         with suppress(Empty):
             while True:
-                peer, message, payload = self._answers.get_nowait()
+                peer, message, payload = self._replies.get_nowait()
                 blocks = [zmq.Frame(block, track=True, copy=False) for block in payload]
                 try:
                     self._socket.send_multipart(
                         [peer, *wire.encode(message), *blocks], zmq.NOBLOCK, copy=False
                     )
-                    self._watch(peer, blocks)
+                    self._track_unsent(peer, blocks)
                 except zmq.ZMQError as error:  # EHOSTUNREACH, EAGAIN: gone, or does not read
                     self._drop(f"an answer that nobody takes: {error}")
 
@@ -120,8 +120,8 @@ class Server:
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)
         self._socket.close(linger=500)
-        self._woken.close()
-        self._wake.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def _handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
         message, payload = wire.decode(frames, wire.ToStore)
@@ -129,12 +129,12 @@ class Server:
             case wire.Locate():
                 if message.protocol not in wire.SPOKEN_VERSIONS:
                     raise wire.WireError(f"an engine that speaks version {message.protocol}")
-                self._answer(peer, wire.Nonce(path=str(self._directory.nonce_path)))
+                self._reply(peer, wire.Nonce(path=str(self._directory.nonce_path)))
             case wire.Located(nonce=nonce):
                 self._locate(peer, nonce == self._directory.nonce)
             case wire.Has():
                 count = self._store.has(_keys(message))
-                self._answer(peer, wire.HasReply(ticket=message.ticket, count=count))
+                self._reply(peer, wire.HasReply(ticket=message.ticket, count=count))
             case wire.Get():
                 self._get(peer, message)
             case wire.Put():
@@ -142,28 +142,28 @@ class Server:
             case wire.Touch():
                 self._store.touch(_keys(message))
             case wire.Corrupt():
-                self._writer.check(BlockKey.checked(message.namespace, message.hash))
+                self._writer.verify(BlockKey.checked(message.namespace, message.hash))
             case wire.StoreStatsWanted():
-                self._answer(peer, wire.StoreStatsReply(stats=self.stats()))
+                self._reply(peer, wire.StoreStatsReply(stats=self.stats()))
 
     def _locate(self, peer: bytes, proven: bool) -> None:
-        self._local.pop(peer, None)
+        self._local_peers.pop(peer, None)
         if proven:
-            self._local[peer] = None
-            if len(self._local) > MAX_PEERS:
-                self._local.popitem(last=False)
+            self._local_peers[peer] = None
+            if len(self._local_peers) > MAX_PEERS:
+                self._local_peers.popitem(last=False)
 
     def _get(self, peer: bytes, message: wire.Get) -> None:
         keys = _keys(message)
-        if peer in self._local:
+        if peer in self._local_peers:
             paths = self._store.get(keys)
-            self._answer(peer, wire.GetReply(ticket=message.ticket, count=len(paths), paths=paths))
-        elif self._may_read(peer) and self._reads_allowed.acquire(blocking=False):
-            self._readers.submit(self._read, peer, message.ticket, keys)
+            self._reply(peer, wire.GetReply(ticket=message.ticket, count=len(paths), paths=paths))
+        elif self._may_send_to(peer) and self._read_permits.acquire(blocking=False):
+            self._readers.submit(self._read_blocks, peer, message.ticket, keys)
         else:
-            self._answer(peer, wire.GetReply(ticket=message.ticket, count=0))
+            self._reply(peer, wire.GetReply(ticket=message.ticket, count=0))
 
-    def _may_read(self, peer: bytes) -> bool:
+    def _may_send_to(self, peer: bytes) -> bool:
         """Whether ``peer`` takes what it is sent. ZeroMQ itself counts messages, not bytes."""
         for name, blocks in list(self._unsent.items()):
             waiting = [(sent, size) for sent, size in blocks if not sent.done]
@@ -171,21 +171,21 @@ class Server:
                 self._unsent[name] = waiting
             else:
                 del self._unsent[name]
-        return sum(size for _, size in self._unsent.get(peer, ())) < UNSENT_BYTES
+        return sum(size for _, size in self._unsent.get(peer, ())) < MAX_UNSENT_BYTES
 
-    def _watch(self, peer: bytes, blocks: Sequence[zmq.Frame]) -> None:
+    def _track_unsent(self, peer: bytes, blocks: Sequence[zmq.Frame]) -> None:
         for block in blocks:
             if block.tracker is not None:
                 self._unsent.setdefault(peer, []).append((block.tracker, len(block)))
 
-    def _read(self, peer: bytes, ticket: int, keys: Sequence[BlockKey]) -> None:
+    def _read_blocks(self, peer: bytes, ticket: int, keys: Sequence[BlockKey]) -> None:
         """On a reader's thread: one answer's worth of blocks."""
         blocks: list[bytes] = []
         size = asked = 0
         try:
             for key in keys[: wire.MAX_FRAMES - 1]:
                 block = self._store.read(key) if self._store.has([key]) else None
-                if block and blocks and size + len(block) > self._reply_bytes:
+                if block and blocks and size + len(block) > self._max_reply_bytes:
                     break
                 asked += 1
                 if block is None:
@@ -194,40 +194,40 @@ class Server:
                 size += len(block)
             self._store.get(keys[:asked])  # counts, and refreshes their age
         finally:
-            self._reads_allowed.release()
-            self._answer(peer, wire.GetReply(ticket=ticket, count=len(blocks)), blocks)
+            self._read_permits.release()
+            self._reply(peer, wire.GetReply(ticket=ticket, count=len(blocks)), blocks)
 
     def _put(self, peer: bytes, message: wire.Put, payload: Sequence[bytes]) -> None:
         if len(payload) != 1:
             raise wire.WireError(f"a put with {len(payload)} files")
 
         def done(reason: str) -> None:
-            self._answer(
+            self._reply(
                 peer, wire.PutReply(ticket=message.ticket, stored=not reason, reason=reason)
             )
 
-        at_once = self._writer.behind and not self._writer.persistent
-        put = Put(
+        replies_at_once = self._writer.in_background and not self._writer.persistent
+        put = PendingWrite(
             BlockKey.checked(message.namespace, message.hash),
             payload[0],
-            _nobody if at_once else done,
+            _ignore if replies_at_once else done,
         )
         refused = self._writer.offer(put, _PERSISTENT_WAIT_S if self._writer.persistent else 0.0)
-        if refused or at_once:
+        if refused or replies_at_once:
             done(refused)
 
-    def _answer(self, peer: bytes, message: wire.Message, payload: Sequence[bytes] = ()) -> None:
+    def _reply(self, peer: bytes, message: wire.Message, payload: Sequence[bytes] = ()) -> None:
         """From any thread; `serve` sends it."""
-        self._answers.put((peer, message, list(payload)))
+        self._replies.put((peer, message, list(payload)))
         with suppress(OSError):  # full: it is awake already
-            self._wake.send(b"\0")
+            self._wake_sender.send(b"\0")
 
     def _drop(self, what: str) -> None:
         self._dropped += 1
         self._drop_log.warning("dropped %s (%d so far)", what, self._dropped)
 
 
-def _nobody(_: str) -> None:
+def _ignore(_: str) -> None:
     """The engine has had its answer when the block was queued."""
 
 

@@ -7,19 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvstore.directory import BlockKey, Directory
-from kvstore.index import Index
+from kvstore.directory import BlockDirectory, BlockKey
+from kvstore.index import LruIndex
 from shared.blockfile import BlockFileError, decode
 from shared.wire import StoreStats
 
-_POSITION_S = 1e-6
+_AGE_PER_POSITION_S = 1e-6
 """How much older the next block of a chain counts: without its first blocks the
 rest of a chain is useless, so these are evicted last."""
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-class BlockStore:
+class DiskStore:
     """Safe to use from several threads; file operations happen outside of the lock.
 
     ``max_bytes`` and ``ttl_s`` 0 mean no limit. Both are enforced by `flush`, the size
@@ -29,7 +29,7 @@ class BlockStore:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: BlockDirectory,
         *,
         max_bytes: int = 0,
         ttl_s: float = 0.0,
@@ -40,8 +40,8 @@ class BlockStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._index = Index()
-        self._unsaved_uses: dict[BlockKey, float] = {}
+        self._index = LruIndex()
+        self._unsaved_use_times: dict[BlockKey, float] = {}
         self._reads = self._misses = self._writes = 0
         self._corrupt = self._evicted = self._expired = 0
 
@@ -55,14 +55,14 @@ class BlockStore:
     def has(self, keys: Sequence[BlockKey]) -> int:
         """How many of ``keys`` are there, counted up to the first that is not."""
         for count, key in enumerate(keys):
-            if self._find(key) is None:
+            if self._size_of(key) is None:
                 return count
         return len(keys)
 
     def get(self, keys: Sequence[BlockKey]) -> list[str]:
         """The paths of the blocks up to the first that is missing; this uses them.
 
-        What lies there is not verified: that is for whoever reads it, and `check`.
+        What lies there is not verified: that is for whoever reads it, and `verify`.
         """
         found = self.has(keys)
         self.touch(keys[:found])
@@ -82,12 +82,12 @@ class BlockStore:
         """Makes the blocks of a chain, which are named from its start, the last used."""
         now = self._clock()
         for position in reversed(range(len(keys))):
-            size = self._find(keys[position])
+            size = self._size_of(keys[position])
             if size is not None:
-                at = now - position * _POSITION_S
+                at = now - position * _AGE_PER_POSITION_S
                 with self._lock:
-                    self._index.use(keys[position], size, at)
-                    self._unsaved_uses[keys[position]] = at
+                    self._index.record_use(keys[position], size, at)
+                    self._unsaved_use_times[keys[position]] = at
 
     def put(self, key: BlockKey, data: bytes, durable: bool) -> None:
         """Stores a block file. The first one stored stays: a second is only a use.
@@ -95,17 +95,17 @@ class BlockStore:
         Raises `BlockFileError` when ``data`` is not that block, OSError when the disk
         does not take it.
         """
-        if self._find(key) is None:
+        if self._size_of(key) is None:
             decode(data, key.hash, key.namespace)
             self._directory.write(key, data, durable)
             with self._lock:
                 self._writes += 1
-                self._index.use(key, len(data), self._clock())
+                self._index.record_use(key, len(data), self._clock())
         else:
             self.touch([key])
         self._make_room()
 
-    def check(self, key: BlockKey) -> None:
+    def verify(self, key: BlockKey) -> None:
         """Somebody found the block to be bad: put aside if it is, kept if not."""
         data = self.read(key)
         if data is not None:
@@ -113,10 +113,10 @@ class BlockStore:
                 decode(data, key.hash, key.namespace)
                 return
             except BlockFileError as error:
-                _logger.warning("block %s is corrupt: %s", self._directory.path(key), error)
+                logger.warning("block %s is corrupt: %s", self._directory.path(key), error)
             self._directory.quarantine(key)
-        elif self._find(key) is not None:
-            _logger.warning("block %s cannot be read", self._directory.path(key))
+        elif self._size_of(key) is not None:
+            logger.warning("block %s cannot be read", self._directory.path(key))
             self._directory.remove(key)
         else:
             return
@@ -127,7 +127,7 @@ class BlockStore:
     def flush(self) -> None:
         """Brings the times of use to the disk, and removes what is too old or too much."""
         with self._lock:
-            uses, self._unsaved_uses = self._unsaved_uses, {}
+            uses, self._unsaved_use_times = self._unsaved_use_times, {}
         for key, at in uses.items():
             self._directory.set_last_used(key, at)
         self._make_room()
@@ -147,7 +147,7 @@ class BlockStore:
                 expired_total=self._expired,
             )
 
-    def _find(self, key: BlockKey) -> int | None:
+    def _size_of(self, key: BlockKey) -> int | None:
         """The block's size. The disk decides, the index only spares looking for what
         it knows is not there."""
         with self._lock:
@@ -169,21 +169,22 @@ class BlockStore:
                 oldest = self._index.oldest()
                 if oldest is None or not self._index.is_complete:
                     return
-                if self._is_expired(oldest.last_used):
+                key, info = oldest
+                if self._is_expired(info.last_used):
                     self._expired += 1
                 elif 0 < self._max_bytes < self._index.bytes:
                     self._evicted += 1
                 else:
                     return
-                self._forget(oldest.key)
+                self._forget(key)
             try:
-                self._directory.remove(oldest.key)
+                self._directory.remove(key)
             except OSError as error:
-                _logger.warning("cannot remove %s: %s", self._directory.path(oldest.key), error)
+                logger.warning("cannot remove %s: %s", self._directory.path(key), error)
 
     def _forget(self, key: BlockKey) -> None:
         self._index.remove(key)
-        self._unsaved_uses.pop(key, None)
+        self._unsaved_use_times.pop(key, None)
 
     def _is_expired(self, last_used: float) -> bool:
         return 0 < self._ttl_s < self._clock() - last_used

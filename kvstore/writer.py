@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.directory import DISK_FULL, BlockKey
-from kvstore.store import BlockStore
+from kvstore.store import DiskStore
 from shared.blockfile import BlockFileError
 from shared.logs import RateLimitedLogger
 
@@ -20,87 +20,87 @@ FULL_DISK_PAUSE_S = 1.0
 """After a full disk was met, puts are dropped for this long; the next one tries again."""
 
 _RETRY_PAUSE_S = 0.1
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Put:
-    """``done`` is told why the block was not stored, or "" once it is on the disk; it is
+class PendingWrite:
+    """``on_done`` is told why the block was not stored, or "" once it is on the disk; it is
     called on the writer's thread."""
 
     key: BlockKey
     data: bytes
-    done: Callable[[str], None]
+    on_done: Callable[[str], None]
 
 
 class Writer:
     """``persistent``: written through to the device, retried ``max_retries`` times, and
     `offer` waits for room. Otherwise best effort: a full queue or an error drops the block.
-    Without ``behind`` puts are written while `offer` waits.
+    Without ``in_background`` puts are written while `offer` waits.
     """
 
     def __init__(
         self,
-        store: BlockStore,
+        store: DiskStore,
         *,
         persistent: bool = False,
-        behind: bool = True,
+        in_background: bool = True,
         queue_size: int = 512,
         max_retries: int = 3,
         flush_interval_s: float = 1.0,
     ) -> None:
         self.persistent = persistent
-        self.behind = behind
+        self.in_background = in_background
         self._store = store
         self._queue_size = queue_size
-        self._retries = max_retries if persistent else 0
+        self._max_retries = max_retries if persistent else 0
         self._flush_interval_s = max(flush_interval_s, 0.05)
-        self._changed = threading.Condition()
-        self._puts: deque[Put] = deque()
-        self._checks: deque[BlockKey] = deque(maxlen=queue_size)
+        self._condition = threading.Condition()
+        self._puts: deque[PendingWrite] = deque()
+        self._verifications: deque[BlockKey] = deque(maxlen=queue_size)
         self._queued_bytes = 0
         self._drops = 0
         self._stopping = False
-        self._give_up_at = float("inf")
+        self._deadline = float("inf")
         self._full_until = float("-inf")
-        self._drop_log = RateLimitedLogger(_logger)
+        self._drop_log = RateLimitedLogger(logger)
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
     @property
     def drops(self) -> int:
-        with self._changed:
+        with self._condition:
             return self._drops
 
-    def offer(self, put: Put, wait_s: float = 0.0) -> str:
+    def offer(self, put: PendingWrite, wait_s: float = 0.0) -> str:
         """Takes a block to write, or says why not: the queue has no room within
-        ``wait_s``, or the disk is full. ``put.done`` is called only if it is taken."""
-        with self._changed:
+        ``wait_s``, or the disk is full. ``put.on_done`` is called only if it is taken."""
+        with self._condition:
             if time.monotonic() < self._full_until:
                 return self._drop("the disk is full")
-            if self.behind:
-                if not self._changed.wait_for(self._has_room, wait_s):
+            if self.in_background:
+                if not self._condition.wait_for(self._has_room, wait_s):
                     return self._drop("the writer is behind")
                 self._puts.append(put)
                 self._queued_bytes += len(put.data)
-                self._changed.notify_all()
+                self._condition.notify_all()
                 return ""
-        put.done(self._write(put))
+        put.on_done(self._write(put))
         return ""
 
-    def check(self, key: BlockKey) -> None:
+    def verify(self, key: BlockKey) -> None:
         """Looks at a block that was reported to be bad. With too many, the oldest report
         is forgotten: the next reader of the block makes it again."""
-        with self._changed:
-            self._checks.append(key)
-            self._changed.notify_all()
+        with self._condition:
+            self._verifications.append(key)
+            self._condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Writes what is queued, for at most about ``timeout_s``, and stops."""
-        with self._changed:
+        with self._condition:
             self._stopping = True
-            self._give_up_at = time.monotonic() + timeout_s
-            self._changed.notify_all()
+            self._deadline = time.monotonic() + timeout_s
+            self._condition.notify_all()
         self._thread.join(timeout_s + 1.0)
 
     def _has_room(self) -> bool:
@@ -109,37 +109,37 @@ class Writer:
     def _run(self) -> None:
         next_flush = time.monotonic()
         while True:
-            with self._changed:
-                self._changed.wait_for(self._has_work, max(0.0, next_flush - time.monotonic()))
+            with self._condition:
+                self._condition.wait_for(self._has_work, max(0.0, next_flush - time.monotonic()))
                 put = self._puts.popleft() if self._puts else None
-                check = self._checks.popleft() if self._checks else None
+                verification = self._verifications.popleft() if self._verifications else None
                 stopping = self._stopping
-                late = time.monotonic() >= self._give_up_at
-            idle = not (put or check)
+                late = time.monotonic() >= self._deadline
+            idle = not (put or verification)
             try:
                 if put:
-                    put.done(self._drop("shutting down") if late else self._write(put))
-                if check and not late:
-                    self._store.check(check)
+                    put.on_done(self._drop("shutting down") if late else self._write(put))
+                if verification and not late:
+                    self._store.verify(verification)
                 if (stopping and idle) or time.monotonic() >= next_flush:
                     self._store.flush()
                     next_flush = time.monotonic() + self._flush_interval_s
             except Exception:
-                _logger.exception("the writer met a bug and goes on")
+                logger.exception("the writer met a bug and goes on")
                 next_flush = time.monotonic() + self._flush_interval_s
             if put:
-                with self._changed:
+                with self._condition:
                     self._queued_bytes -= len(put.data)
-                    self._changed.notify_all()
+                    self._condition.notify_all()
             elif stopping and idle:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._puts or self._checks or self._stopping)
+        return bool(self._puts or self._verifications or self._stopping)
 
-    def _write(self, put: Put) -> str:
+    def _write(self, put: PendingWrite) -> str:
         """Why the block could not be written; "" if it is there."""
-        for attempt in range(self._retries + 1):
+        for attempt in range(self._max_retries + 1):
             try:
                 self._store.put(put.key, put.data, durable=self.persistent)
                 return ""
@@ -147,16 +147,16 @@ class Writer:
                 return self._drop(f"not a block file: {error}")
             except OSError as error:
                 if error.errno in DISK_FULL:
-                    with self._changed:
+                    with self._condition:
                         self._full_until = time.monotonic() + FULL_DISK_PAUSE_S
                     return self._drop("the disk is full")
                 reason = f"cannot write: {errno.errorcode.get(error.errno or 0, error)}"
-            if attempt < self._retries:
+            if attempt < self._max_retries:
                 time.sleep(_RETRY_PAUSE_S * 2**attempt)
         return self._drop(reason)
 
     def _drop(self, reason: str) -> str:
-        with self._changed:
+        with self._condition:
             self._drops += 1
             drops = self._drops
         self._drop_log.warning("a block was not stored, %s (%d so far)", reason, drops)

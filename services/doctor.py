@@ -25,12 +25,12 @@ _PACKAGES = ("mlx-lm-server", "mlx", "mlx-lm", "pyzmq", "msgspec", "starlette", 
 _GB = 1e9
 
 
-class Finding(NamedTuple):
-    """One line of the report; ``good`` None is neither good nor bad."""
+class Check(NamedTuple):
+    """One line of the report; ``passed`` None is information only."""
 
-    what: str
+    name: str
     text: str
-    good: bool | None = None
+    passed: bool | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,16 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = settings.parse(argv, os.environ, PROG)
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     healthy = True
-    for what, text, good in examine(options):
-        mark = {True: "ok  ", False: "BAD ", None: "    "}[good]
-        sys.stdout.write(f"{mark}{what:<14}{text}\n")
-        healthy = healthy and good is not False
+    for name, text, passed in examine(options):
+        mark = {True: "ok  ", False: "BAD ", None: "    "}[passed]
+        sys.stdout.write(f"{mark}{name:<14}{text}\n")
+        healthy = healthy and passed is not False
     return EXIT_OK if healthy else EXIT_FAILED
 
 
-def examine(options: Settings) -> Iterator[Finding]:
+def examine(options: Settings) -> Iterator[Check]:
     """Everything that the report has a line for, in order."""
-    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    yield Check("python", f"{platform.python_version()} on {platform.platform()}")
     for package in _PACKAGES:
         yield _package(package)
     yield from _device()
@@ -57,14 +57,14 @@ def examine(options: Settings) -> Iterator[Finding]:
     yield from _disk(options)
 
 
-def _package(name: str) -> Finding:
+def _package(name: str) -> Check:
     try:
-        return Finding(name, importlib.metadata.version(name), True)
+        return Check(name, importlib.metadata.version(name), True)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "not installed", None if name == "mlx-lm-server" else False)
+        return Check(name, "not installed", None if name == "mlx-lm-server" else False)
 
 
-def _device() -> Iterator[Finding]:
+def _device() -> Iterator[Check]:
     from engine.backend.blas import load_fast_blas  # before anything imports mlx
 
     library = load_fast_blas()
@@ -73,33 +73,33 @@ def _device() -> Iterator[Finding]:
 
         total = float(mx.array([1.0, 2.0]).sum().item())
     except Exception as error:  # whatever a broken installation raises is the finding
-        yield Finding("device", f"mlx does not work: {error}", False)
+        yield Check("device", f"mlx does not work: {error}", False)
         return
-    yield Finding("device", str(mx.default_device()), total == 3.0)
+    yield Check("device", str(mx.default_device()), total == 3.0)
     if mx.default_device() == mx.cpu and sys.platform == "linux":
         text = library or "none found: install the extra 'cpu', or Debian's libopenblas0-pthread"
-        yield Finding("fast BLAS", text, library is not None)
+        yield Check("fast BLAS", text, library is not None)
 
 
-def _http(options: Settings) -> Finding:
+def _http(options: Settings) -> Check:
     try:
         listen(options.host, options.port).close()
     except ListenError as error:
-        return Finding("http", str(error), False)
-    return Finding("http", f"{options.host}:{options.port} is free", True)
+        return Check("http", str(error), False)
+    return Check("http", f"{options.host}:{options.port} is free", True)
 
 
-def _sockets() -> Finding:
+def _sockets() -> Check:
     try:
         with RunDir.create() as run_dir, zmq.Context() as context:
             with context.socket(zmq.ROUTER) as probe:
                 probe.bind(run_dir.socket("doctor"))
-            return Finding("sockets", f"in {run_dir.path.parent}", True)
+            return Check("sockets", f"in {run_dir.path.parent}", True)
     except (RunDirError, zmq.ZMQError) as error:
-        return Finding("sockets", str(error), False)
+        return Check("sockets", str(error), False)
 
 
-def _disk(options: Settings) -> Iterator[Finding]:
+def _disk(options: Settings) -> Iterator[Check]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield _folder("model cache", Path(HF_HUB_CACHE))
@@ -107,9 +107,9 @@ def _disk(options: Settings) -> Iterator[Finding]:
         yield _folder("SSD cache", options.ssd_cache_dir)
 
 
-def _folder(what: str, path: Path) -> Finding:
+def _folder(name: str, path: Path) -> Check:
     existing = next(one for one in (path, *path.parents) if one.exists())
     free = shutil.disk_usage(existing).free / _GB
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     text = f"{path} ({free:.1f} GB free{'' if writable else ', not writable'})"
-    return Finding(what, text, writable)
+    return Check(name, text, writable)

@@ -25,7 +25,7 @@ from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.settings import Settings
 from shared.version import installed_version
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("engine")
 
 CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
 FILE_THREADS = 4

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import zmq
 
-from kvstore.directory import Directory, DirectoryInUse
+from kvstore.directory import BlockDirectory, DirectoryInUse
 from kvstore.server import Server
-from kvstore.store import BlockStore
+from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import logs
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
@@ -32,7 +32,7 @@ ORPHAN_FLUSH_S = 2.0
 
 _DAY_S = 86400.0
 _TURN_S = 0.2
-_logger = logging.getLogger("kvstore")
+logger = logging.getLogger("kvstore")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,80 +42,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if settings.kvstore_socket is None:
         return fail(PROG, "--kvstore-socket: a kvstore started alone needs it", EXIT_USAGE)
-    if _is_served(settings.kvstore_socket):
+    if _is_in_use(settings.kvstore_socket):
         return fail(PROG, f"--kvstore-socket: {settings.kvstore_socket} is in use")
-    stop = _Stop()
-    signal.signal(signal.SIGTERM, lambda *_: stop.ask(FLUSH_S))
-    signal.signal(signal.SIGINT, lambda *_: stop.ask(FLUSH_S))
+    stop = _StopRequest()
+    signal.signal(signal.SIGTERM, lambda *_: stop.request(FLUSH_S))
+    signal.signal(signal.SIGINT, lambda *_: stop.request(FLUSH_S))
     try:
-        directory = Directory(settings.ssd_cache_dir)
+        directory = BlockDirectory(settings.ssd_cache_dir)
     except DirectoryInUse as error:
         return fail(PROG, f"--ssd-cache-dir: {error}")
     except OSError as error:
         return fail(PROG, f"--ssd-cache-dir: {settings.ssd_cache_dir}: {error.strerror}")
-    store = BlockStore(
+    store = DiskStore(
         directory,
         max_bytes=int(settings.ssd_max_size_gb * 1e9),
         ttl_s=settings.ssd_ttl_days * _DAY_S,
     )
-    writer = _writer(settings, store)
+    writer = _make_writer(settings, store)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         server = Server(context, settings.kvstore_socket, directory, store, writer)
     except zmq.ZMQError as error:
         directory.close()
         return fail(PROG, f"--kvstore-socket: cannot bind {settings.kvstore_socket}: {error}")
-    threading.Thread(target=_load, args=(store,), name="indexer", daemon=True).start()
+    threading.Thread(target=_load_index, args=(store,), name="indexer", daemon=True).start()
     if link:
-        link.watch(lambda: stop.ask(ORPHAN_FLUSH_S))
-    _logger.info("keeps blocks in %s", directory.root)
+        link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
+    logger.info("keeps blocks in %s", directory.root)
     _serve(server, link, stop)
     writer.close(stop.flush_s)
-    server.send_answers()
+    server.send_replies()
     server.close()
     context.term()
-    _remove(settings.kvstore_socket)
+    _remove_socket(settings.kvstore_socket)
     directory.close()
     return EXIT_OK
 
 
-class _Stop:
+class _StopRequest:
     """Asked for once or more; the shortest time to flush counts."""
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_requested = False
         self.flush_s = FLUSH_S
 
-    def ask(self, flush_s: float) -> None:
+    def request(self, flush_s: float) -> None:
         self.flush_s = min(self.flush_s, flush_s)
-        self.is_asked = True
+        self.is_requested = True
 
 
-def _serve(server: Server, link: SupervisorLink | None, stop: _Stop) -> None:
+def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> None:
     next_beat = 0.0
-    while not stop.is_asked:
+    while not stop.is_requested:
         if link and time.monotonic() >= next_beat:
             link.beat("ready")
             next_beat = time.monotonic() + BEAT_EVERY_S
         server.serve(_TURN_S)
 
 
-def _writer(settings: Settings, store: BlockStore) -> Writer:
+def _make_writer(settings: Settings, store: DiskStore) -> Writer:
     return Writer(
         store,
         persistent=settings.ssd_durability == "persistent",
-        behind=settings.ssd_async_writes,
+        in_background=settings.ssd_async_writes,
         queue_size=settings.ssd_writer_queue_size,
         max_retries=settings.ssd_persistent_max_retries,
         flush_interval_s=settings.ssd_flush_interval_s,
     )
 
 
-def _load(store: BlockStore) -> None:
+def _load_index(store: DiskStore) -> None:
     started = time.monotonic()
     store.load()
     stats = store.stats()
-    _logger.info(
+    logger.info(
         "found %d blocks, %.1f GB, in %.1f s",
         stats.blocks,
         stats.bytes / 1e9,
@@ -123,7 +123,7 @@ def _load(store: BlockStore) -> None:
     )
 
 
-def _is_served(endpoint: str) -> bool:
+def _is_in_use(endpoint: str) -> bool:
     """Whether somebody listens: a ZeroMQ bind would silently take an ipc socket over."""
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
@@ -132,7 +132,7 @@ def _is_served(endpoint: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _remove(endpoint: str) -> None:
+def _remove_socket(endpoint: str) -> None:
     """The ipc socket's file, which ZeroMQ leaves lying."""
     scheme, _, path = endpoint.partition("://")
     if scheme == "ipc":

@@ -13,7 +13,7 @@ from engine.backend import allocation
 from services.listener import ListenError, base_url, listen
 from services.supervisor import Limits, Supervisor
 from services.supervisor_child import ChildSpec
-from services.supervisor_output import Output
+from services.supervisor_output import LogCollector
 from shared import logs, settings
 from shared.exits import EXIT_FAILED, fail
 from shared.link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
@@ -91,18 +91,18 @@ def children(
 
 def url(options: Settings, http: socket.socket) -> str:
     """Return the URL under which a client on this machine reaches the server."""
-    url = base_url(http, tls=options.ssl_certfile is not None) + options.root_path
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    local_url = base_url(http, tls=options.ssl_certfile is not None) + options.root_path
+    return local_url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _supervise(options: Settings, argv: Sequence[str], http: socket.socket, run_dir: RunDir) -> int:
-    output = Output(options.log_format)
+    output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
     supervisor = Supervisor(
         children(options, argv, http, run_dir),
         output,
-        limits=Limits(drain_s=options.drain_timeout_s + _GRACE_S),
-        on_ready=_announcement(options, http),
+        limits=Limits(drain_timeout_s=options.drain_timeout_s + _GRACE_S),
+        on_ready=_make_announcement(options, http),
         # The router is the only one who accepts, and so can refuse, from now on.
         on_stopping=http.close,
     )
@@ -112,7 +112,7 @@ def _supervise(options: Settings, argv: Sequence[str], http: socket.socket, run_
         output.close()
 
 
-def _announcement(options: Settings, http: socket.socket) -> Callable[[], None]:
+def _make_announcement(options: Settings, http: socket.socket) -> Callable[[], None]:
     names = ", ".join(options.served_model_name or (options.model,))
     line = f"{PROG} ready: {url(options, http)}  (model {names})\n"
 

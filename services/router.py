@@ -118,7 +118,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     if link is not None:
-        link.watch(lambda: _orphaned(loop, stop_now))
+        link.watch(lambda: _on_supervisor_gone(loop, stop_now))
     beats = asyncio.create_task(_beat(router, link))
     await router.start()
     try:
@@ -130,7 +130,7 @@ async def _serve(
         await router.stop()
 
 
-def _orphaned(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:
+def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:
     """On the link's thread: the supervisor is gone, and with it who would kill us."""
     threading.Timer(FLUSH_S, os._exit, (1,)).start()
     loop.call_soon_threadsafe(stop_now)

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 from services.supervisor_child import Child, ChildSpec
-from services.supervisor_output import Output
+from services.supervisor_output import LogCollector
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STUCK, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
-_TICK_S = 0.25
+_MAX_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class Limits:
 
     A child may be silent for ``first_beat_s`` after its start, then for ``loading_s``
     until it is ready, then for ``silence_s``. Restarts wait ``backoff_s``, doubled
-    with each failure in a row up to ``longest_backoff_s``; a child that ran for
-    ``steady_s`` has no failures behind it. A child that was never ready gives up the
-    whole server after ``first_failures``. A stage of the stop may take ``drain_s``.
+    with each failure in a row up to ``max_backoff_s``; a child that ran for
+    ``stable_after_s`` has no failures behind it. A child that was never ready gives up the
+    whole server after ``max_start_failures``. A stage of the stop may take ``drain_timeout_s``.
     """
 
     first_beat_s: float = 60.0
     loading_s: float = 30.0
     silence_s: float = 10.0
     backoff_s: float = 0.1
-    longest_backoff_s: float = 30.0
-    steady_s: float = 60.0
-    first_failures: int = 5
-    drain_s: float = 35.0
+    max_backoff_s: float = 30.0
+    stable_after_s: float = 60.0
+    max_start_failures: int = 5
+    drain_timeout_s: float = 35.0
 
 
 class Supervisor:
@@ -56,7 +56,7 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ChildSpec],
-        output: Output,
+        output: LogCollector,
         *,
         limits: Limits | None = None,
         on_ready: Callable[[], None] = lambda: None,
@@ -66,7 +66,7 @@ class Supervisor:
         self._output = output
         self._on_ready = on_ready
         self._on_stopping = on_stopping
-        self._keepers = [_Keeper(spec) for spec in specs]
+        self._children = [_ManagedChild(spec) for spec in specs]
         self._announced = False
         self._signals: list[int] = []
         self._selector = selectors.DefaultSelector()
@@ -83,7 +83,7 @@ class Supervisor:
         watched = [*STOP_SIGNALS, signal.SIGCHLD]
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             watched.remove(signal.SIGHUP)  # nohup
-        before = {number: signal.signal(number, self._take) for number in watched}
+        before = {number: signal.signal(number, self._on_signal) for number in watched}
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
             code = self._keep_running()
@@ -101,14 +101,14 @@ class Supervisor:
         """The exit code when the server cannot run; None when it was told to stop."""
         while not self._signals:
             now = time.monotonic()
-            for keeper in self._keepers:
-                if keeper.child is None and now >= keeper.start_at:
-                    code = self._start(keeper, now)
+            for managed in self._children:
+                if managed.child is None and now >= managed.start_at:
+                    code = self._start(managed, now)
                     if code is not None:
                         return code
-            self._listen(now)
-            for keeper in self._keepers:
-                code = self._look_after(keeper, time.monotonic())
+            self._wait_for_events(now)
+            for managed in self._children:
+                code = self._check_child(managed, time.monotonic())
                 if code is not None:
                     return code
             if not self._announced and self._is_ready():
@@ -118,95 +118,95 @@ class Supervisor:
 
     def _is_ready(self) -> bool:
         return all(
-            keeper.child is not None and keeper.child.phase == "ready"
-            for keeper in self._keepers
-            if keeper.spec.announces_ready
+            managed.child is not None and managed.child.phase == "ready"
+            for managed in self._children
+            if managed.spec.announces_ready
         )
 
-    def _start(self, keeper: _Keeper, now: float) -> int | None:
+    def _start(self, managed: _ManagedChild, now: float) -> int | None:
         try:
-            keeper.child = Child(keeper.spec, self._output, now)
+            managed.child = Child(managed.spec, self._output, now)
         except OSError as error:  # no memory, no more processes
-            return self._put_off(keeper, f"could not be started ({error.strerror})", now)
-        self._selector.register(keeper.child.link, selectors.EVENT_READ, keeper)
-        logger.debug("started %s, process %d", keeper.spec.name, keeper.child.pid)
+            return self._schedule_restart(managed, f"could not be started ({error.strerror})", now)
+        self._selector.register(managed.child.link, selectors.EVENT_READ, managed)
+        logger.debug("started %s, process %d", managed.spec.name, managed.child.pid)
         return None
 
-    def _listen(self, now: float) -> None:
+    def _wait_for_events(self, now: float) -> None:
         """Waits for beats, signals and ends, for a tick at most from ``now`` on."""
-        due = [keeper.start_at - now for keeper in self._keepers if keeper.child is None]
-        for key, _ in self._selector.select(max(0.0, min([_TICK_S, *due]))):
+        due = [managed.start_at - now for managed in self._children if managed.child is None]
+        for key, _ in self._selector.select(max(0.0, min([_MAX_WAIT_S, *due]))):
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 key.fileobj.recv(4096)
                 continue
             child = key.data.child
-            if child is not None and not child.hear(time.monotonic()):
+            if child is not None and not child.read_beats(time.monotonic()):
                 self._selector.unregister(child.link)
         after = time.monotonic()
-        if after - now > max(self._limits.silence_s / 2, 4 * _TICK_S):
-            for keeper in self._keepers:
-                keeper.forgiven_at = after  # it was us who stood still, not they
+        if after - now > max(self._limits.silence_s / 2, 4 * _MAX_WAIT_S):
+            for managed in self._children:
+                managed.excused_at = after  # it was us who stood still, not they
 
-    def _look_after(self, keeper: _Keeper, now: float) -> int | None:
+    def _check_child(self, managed: _ManagedChild, now: float) -> int | None:
         """Kills a silent child and buries a dead one; an exit code gives the server up."""
-        child = keeper.child
+        child = managed.child
         if child is None:
             return None
-        if child.phase == "ready" and not keeper.was_ready:
-            keeper.was_ready = True
-            logger.debug("%s is ready", keeper.spec.name)
+        if child.phase == "ready" and not managed.was_ready:
+            managed.was_ready = True
+            logger.debug("%s is ready", managed.spec.name)
         code = child.exit_code()
         if code is None:
-            self._kill_if_silent(keeper, child, now)
+            self._kill_if_silent(managed, child, now)
             return None
-        child.hear(now)
-        self._bury(keeper)
-        name = keeper.spec.name
-        if not keeper.was_ready and code in PERMANENT:
+        child.read_beats(now)
+        self._reap(managed)
+        name = managed.spec.name
+        if not managed.was_ready and code in PERMANENT:
             logger.error("%s cannot start, so the server ends", name)
             return code
-        if now - child.started_at > self._limits.steady_s:
-            keeper.failures = 0
-        return self._put_off(keeper, _ending(code), now)
+        if now - child.started_at > self._limits.stable_after_s:
+            managed.failures = 0
+        return self._schedule_restart(managed, _describe_exit(code), now)
 
-    def _put_off(self, keeper: _Keeper, ending: str, now: float) -> int | None:
+    def _schedule_restart(self, managed: _ManagedChild, reason: str, now: float) -> int | None:
         """Says when to start it again; an exit code gives the server up."""
-        keeper.failures += 1
-        name = keeper.spec.name
-        if not keeper.was_ready and keeper.failures >= self._limits.first_failures:
-            logger.error("%s %s at every start, so the server ends", name, ending)
+        managed.failures += 1
+        name = managed.spec.name
+        if not managed.was_ready and managed.failures >= self._limits.max_start_failures:
+            logger.error("%s %s at every start, so the server ends", name, reason)
             return EXIT_FAILED
         wait_s = min(
-            self._limits.backoff_s * 2 ** min(keeper.failures - 1, 30),
-            self._limits.longest_backoff_s,
+            self._limits.backoff_s * 2 ** min(managed.failures - 1, 30),
+            self._limits.max_backoff_s,
         )
-        keeper.start_at = now + wait_s
-        logger.warning("%s %s; starting it again in %.1f s", name, ending, wait_s)
+        managed.start_at = now + wait_s
+        logger.warning("%s %s; starting it again in %.1f s", name, reason, wait_s)
         return None
 
-    def _kill_if_silent(self, keeper: _Keeper, child: Child, now: float) -> None:
+    def _kill_if_silent(self, managed: _ManagedChild, child: Child, now: float) -> None:
         limits = self._limits
         if child.last_beat_at is None:
             since, limit_s = child.started_at, limits.first_beat_s
         else:
             since = child.last_beat_at
             limit_s = limits.silence_s if child.phase == "ready" else limits.loading_s
-        since = max(since, keeper.forgiven_at)
+        since = max(since, managed.excused_at)
         if now - since > limit_s:
-            keeper.forgiven_at = now  # once is enough
-            logger.error("%s gave no sign of life for %.0f s: killed", keeper.spec.name, limit_s)
+            managed.excused_at = now  # once is enough
+            logger.error("%s gave no sign of life for %.0f s: killed", managed.spec.name, limit_s)
             child.signal(signal.SIGKILL)
 
-    def _bury(self, keeper: _Keeper) -> None:
-        child = keeper.child
+    def _reap(self, managed: _ManagedChild) -> None:
+        child = managed.child
         assert child is not None
         try:
             self._selector.unregister(child.link)
         except KeyError:
             pass  # it had closed its end before
         child.close()
-        keeper.child = None
+        managed.child = None
 
     # -- the end ---------------------------------------------------------------
 
@@ -214,51 +214,51 @@ class Supervisor:
         """Drains stage by stage; a signal on top of the first ends the waiting."""
         logger.info("stopping")
         self._on_stopping()
-        for stage in sorted({keeper.spec.stop_stage for keeper in self._keepers}):
-            keepers = [one for one in self._keepers if one.spec.stop_stage == stage]
-            for keeper in keepers:
-                if keeper.child is not None:
-                    keeper.child.signal(signal.SIGTERM)
-            self._await(keepers, time.monotonic() + self._limits.drain_s)
+        for stage in sorted({managed.spec.stop_stage for managed in self._children}):
+            children = [one for one in self._children if one.spec.stop_stage == stage]
+            for managed in children:
+                if managed.child is not None:
+                    managed.child.signal(signal.SIGTERM)
+            self._wait_for_exits(children, time.monotonic() + self._limits.drain_timeout_s)
             if len(self._signals) > 1:
                 logger.warning("stopping at once")
                 return 128 + self._signals[-1]
         logger.info("stopped")
         return EXIT_OK
 
-    def _await(self, keepers: Sequence[_Keeper], deadline: float) -> None:
-        while len(self._signals) < 2 and any(keeper.child for keeper in keepers):
+    def _wait_for_exits(self, children: Sequence[_ManagedChild], deadline: float) -> None:
+        while len(self._signals) < 2 and any(managed.child for managed in children):
             now = time.monotonic()
-            self._listen(now)
-            for keeper in self._keepers:
-                child = keeper.child
+            self._wait_for_events(now)
+            for managed in self._children:
+                child = managed.child
                 if child is None:
                     continue
                 if child.exit_code() is not None:
-                    self._bury(keeper)
-                elif now > deadline and keeper in keepers:
-                    logger.error("%s did not stop in time: killed", keeper.spec.name)
+                    self._reap(managed)
+                elif now > deadline and managed in children:
+                    logger.error("%s did not stop in time: killed", managed.spec.name)
                     child.signal(signal.SIGKILL)
-                    deadline = now + _TICK_S * 4
+                    deadline = now + _MAX_WAIT_S * 4
                 else:
-                    self._kill_if_silent(keeper, child, now)
+                    self._kill_if_silent(managed, child, now)
 
     def _kill_all(self) -> None:
-        running = [keeper for keeper in self._keepers if keeper.child is not None]
-        for keeper in running:
-            assert keeper.child is not None
-            keeper.child.signal(signal.SIGKILL)
-        for keeper in running:
-            assert keeper.child is not None
-            keeper.child.wait()
-            self._bury(keeper)
+        running = [managed for managed in self._children if managed.child is not None]
+        for managed in running:
+            assert managed.child is not None
+            managed.child.signal(signal.SIGKILL)
+        for managed in running:
+            assert managed.child is not None
+            managed.child.wait()
+            self._reap(managed)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS:
             self._signals.append(number)
 
 
-class _Keeper:
+class _ManagedChild:
     """What is remembered of a child over its restarts."""
 
     def __init__(self, spec: ChildSpec) -> None:
@@ -267,10 +267,10 @@ class _Keeper:
         self.start_at = 0.0
         self.failures = 0
         self.was_ready = False
-        self.forgiven_at = 0.0
+        self.excused_at = 0.0
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     if code == EXIT_STUCK:

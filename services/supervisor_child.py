@@ -1,4 +1,4 @@
-"""One child process of the supervisor: start it, hear its beats, end it."""
+"""One child process of the supervisor: start it, read its beats, end it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.supervisor_output import Output
+from services.supervisor_output import LogCollector
 from shared.link import LINK_VARIABLE
 
-_LONGEST_BEAT_BYTES = 64 * 1024
+_MAX_BEAT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,16 @@ class ChildSpec:
 class Child:
     """A running process made from ``spec``. Times are of ``time.monotonic``."""
 
-    def __init__(self, spec: ChildSpec, output: Output, now: float) -> None:
+    def __init__(self, spec: ChildSpec, output: LogCollector, now: float) -> None:
         self.spec = spec
         self.started_at = now
         self.last_beat_at: float | None = None
         self.phase = ""
-        self.link, theirs = socket.socketpair()
+        self.link, child_end = socket.socketpair()
         self.link.setblocking(False)
-        self._unread = b""
-        with theirs:
-            descriptors = {**spec.descriptors, LINK_VARIABLE: theirs.fileno()}
+        self._incomplete = b""
+        with child_end:
+            descriptors = {**spec.descriptors, LINK_VARIABLE: child_end.fileno()}
             # A process group of its own: Ctrl-C reaches the supervisor alone, which
             # then stops the children in order.
             self._process = subprocess.Popen(
@@ -77,15 +77,15 @@ class Child:
         """Until it has ended."""
         self._process.wait()
 
-    def hear(self, now: float) -> bool:
+    def read_beats(self, now: float) -> bool:
         """Reads the beats that have come; False once the child has closed its end."""
         try:
-            while data := self.link.recv(_LONGEST_BEAT_BYTES):
+            while data := self.link.recv(_MAX_BEAT_BYTES):
                 self.last_beat_at = now
-                *lines, rest = (self._unread + data).split(b"\n")
-                self._unread = rest[-_LONGEST_BEAT_BYTES:]
+                *lines, rest = (self._incomplete + data).split(b"\n")
+                self._incomplete = rest[-_MAX_BEAT_BYTES:]
                 for line in lines:
-                    self._note(line)
+                    self._parse_beat(line)
         except BlockingIOError:
             return True
         except OSError:
@@ -104,7 +104,7 @@ class Child:
         """Lets go of a child that has ended."""
         self.link.close()
 
-    def _note(self, line: bytes) -> None:
+    def _parse_beat(self, line: bytes) -> None:
         try:
             self.phase = str(json.loads(line)["phase"])
         except (ValueError, KeyError, TypeError):

@@ -17,22 +17,22 @@ from typing import IO
 
 from shared import logs
 
-_WAITING_LINES = 20_000
-_LONGEST_LINE_BYTES = 64 * 1024
+_MAX_QUEUED_LINES = 20_000
+_MAX_LINE_BYTES = 64 * 1024
 _PROGRESS_EVERY_S = 2.0
 _END_OF_LINE = re.compile(rb"[\r\n]")
 
 
-class Output:
+class LogCollector:
     """Lines from everywhere, written in the order in which they came.
 
     It is itself a stream for the supervisor's own log.
     """
 
-    def __init__(self, format: logs.Format, stream: logs.Stream | None = None) -> None:
+    def __init__(self, format: logs.LogFormat, stream: logs.LogStream | None = None) -> None:
         self._format = format
         self._stream = stream or sys.stderr
-        self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_LINES)
+        self._lines: queue.Queue[str | None] = queue.Queue(_MAX_QUEUED_LINES)
         self._dropped = 0
         self._readers: list[threading.Thread] = []
         self._writer = threading.Thread(target=self._write_all, name="output", daemon=True)
@@ -70,31 +70,33 @@ class Output:
     def _read_all(self, pipe: IO[bytes], process: str) -> None:
         rest, shown = b"", 0.0
         with pipe:
-            while data := os.read(pipe.fileno(), _LONGEST_LINE_BYTES):
+            while data := os.read(pipe.fileno(), _MAX_LINE_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
-                for one in lines:
-                    self._say(process, one)
+                for line in lines:
+                    self._emit(process, line)
                 # A progress bar returns to the start of its line and never ends it.
                 if b"\r" in rest and time.monotonic() - shown > _PROGRESS_EVERY_S:
                     shown = time.monotonic()
-                    self._say(process, rest)
-                if len(rest) > _LONGEST_LINE_BYTES:
-                    self._say(process, rest)
+                    self._emit(process, rest)
+                if len(rest) > _MAX_LINE_BYTES:
+                    self._emit(process, rest)
                     rest = b""
-            self._say(process, rest)
+            self._emit(process, rest)
 
-    def _say(self, process: str, raw: bytes) -> None:
+    def _emit(self, process: str, raw: bytes) -> None:
         parts = [part for part in _END_OF_LINE.split(raw) if part.strip()]
         if parts:
             text = parts[-1].decode(errors="replace").rstrip()
-            self.write(logs.line(process, "info", text, self._format) + "\n")
+            self.write(logs.format_line(process, "info", text, self._format) + "\n")
 
     def _write_all(self) -> None:
         while (text := self._lines.get()) is not None:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
                 message = f"{dropped} lines were dropped: nobody read them in time"
-                text = logs.line("supervisor", "warning", message, self._format) + "\n" + text
+                text = (
+                    logs.format_line("supervisor", "warning", message, self._format) + "\n" + text
+                )
             try:
                 self._stream.write(text)
                 self._stream.flush()

@@ -34,7 +34,7 @@ class FlagError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Declared:
+class FlagDeclaration:
     """What is known of a flag beside its name, type and default.
 
     ``later`` is the feature that is still missing: any value but the default is refused.
@@ -61,11 +61,11 @@ class Declared:
 
 
 def flag(default: object, help: str, *, group: str, **more: Any) -> Any:
-    """A dataclass field for the flag of the same name; see `Declared` for ``more``.
+    """A dataclass field for the flag of the same name; see `FlagDeclaration` for ``more``.
 
     A callable ``default`` is called for each new instance.
     """
-    declared = Declared(help=help, group=group, **more)
+    declared = FlagDeclaration(help=help, group=group, **more)
     options: dict[str, Any] = {"metadata": {"flag": declared}, "repr": not declared.secret}
     if callable(default):
         return dataclasses.field(default_factory=default, **options)
@@ -74,13 +74,13 @@ def flag(default: object, help: str, *, group: str, **more: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag, ready to be read: the field's name, type and default, and `Declared`."""
+    """One flag, ready to be read: the field's name, type and default, and `FlagDeclaration`."""
 
     field: str
     kind: Any
     choices: tuple[Any, ...]
     default: Any
-    declared: Declared
+    declared: FlagDeclaration
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class Flag:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _RawValue:
     """A raw value and where it came from, worded for an error message."""
 
     value: Any
@@ -119,7 +119,7 @@ def flags_of(cls: type[Any]) -> list[Flag]:
             default: Any = field.default_factory()
         else:
             default = field.default
-        kind, choices = _kind(hints[field.name])
+        kind, choices = _kind_and_choices(hints[field.name])
         found.append(Flag(field.name, kind, choices, default, field.metadata["flag"]))
     return found
 
@@ -154,7 +154,7 @@ def resolve(
         raw = given[one.field]
         try:
             value = _convert(one, raw.value)
-            _check(one, value)
+            _check_range(one, value)
         except ValueError as error:
             raise FlagError(f"{raw.origin}: {error}") from None
         if one.declared.later and value != one.default:
@@ -206,7 +206,7 @@ def _parser(flags: Sequence[Flag], prog: str, description: str) -> _Parser:
 
 def _from_command_line(
     flags: Sequence[Flag], parser: _Parser, argv: Sequence[str]
-) -> dict[str, _Given]:
+) -> dict[str, _RawValue]:
     parsed, unknown = parser.parse_known_args(list(argv))
     if unknown:
         word = unknown[0].split("=", 1)[0]
@@ -214,11 +214,11 @@ def _from_command_line(
             raise FlagError(f"unexpected argument {word!r}")
         names = [f"--{name}" for one in flags for name in (one.name, one.opposite)]
         raise FlagError(f"unknown flag {word}{_suggestion(word, names)}")
-    return {name: _Given(value, f"--{_named(name)}") for name, value in vars(parsed).items()}
+    return {name: _RawValue(value, f"--{_dashed(name)}") for name, value in vars(parsed).items()}
 
 
-def _from_environment(flags: Sequence[Flag], environ: Mapping[str, str]) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+def _from_environment(flags: Sequence[Flag], environ: Mapping[str, str]) -> dict[str, _RawValue]:
+    given: dict[str, _RawValue] = {}
     for one in flags:
         names = {one.variable: False}
         if one.kind is bool:
@@ -227,10 +227,10 @@ def _from_environment(flags: Sequence[Flag], environ: Mapping[str, str]) -> dict
         if len(found) > 1:
             raise FlagError(f"--{one.name}: both {' and '.join(found)} are set")
         for name, negated in found.items():
-            given[one.field] = _named_bool(one, environ[name], f"--{one.name} (${name})", negated)
+            given[one.field] = _raw_value(one, environ[name], f"--{one.name} (${name})", negated)
         for name in one.declared.variables:
             if one.field not in given and environ.get(name):
-                given[one.field] = _Given(environ[name], f"--{one.name} (${name})", foreign=True)
+                given[one.field] = _RawValue(environ[name], f"--{one.name} (${name})", foreign=True)
         if one.kind is tuple and one.declared.split and one.field in given:
             raw = given[one.field]
             items = [item.strip() for item in raw.value.split(",")]
@@ -238,7 +238,7 @@ def _from_environment(flags: Sequence[Flag], environ: Mapping[str, str]) -> dict
     return given
 
 
-def _from_file(flags: Sequence[Flag], path: Path) -> dict[str, _Given]:
+def _from_file(flags: Sequence[Flag], path: Path) -> dict[str, _RawValue]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -247,11 +247,11 @@ def _from_file(flags: Sequence[Flag], path: Path) -> dict[str, _Given]:
         raise FlagError(f"--config: {path} is not valid TOML: {_one_line(error)}") from None
     names = {one.name: (one, False) for one in flags}
     names |= {one.opposite: (one, True) for one in flags if one.kind is bool}
-    given: dict[str, _Given] = {}
+    given: dict[str, _RawValue] = {}
     for key, value in content.items():
         if key.replace("_", "-") not in names:
             raise FlagError(
-                f"--config: unknown key {key!r} in {path}{_suggestion(_named(key), names)}"
+                f"--config: unknown key {key!r} in {path}{_suggestion(_dashed(key), names)}"
             )
         one, negated = names[key.replace("_", "-")]
         if one.field == "config":
@@ -259,15 +259,15 @@ def _from_file(flags: Sequence[Flag], path: Path) -> dict[str, _Given]:
         if one.field in given:
             raise FlagError(f"--{one.name}: set twice in {path}")
         origin = f"--{one.name} (key {key!r} in {path})"
-        given[one.field] = _named_bool(one, value, origin, negated)
+        given[one.field] = _raw_value(one, value, origin, negated)
     return given
 
 
-def _named_bool(one: Flag, value: Any, origin: str, negated: bool) -> _Given:
+def _raw_value(one: Flag, value: Any, origin: str, negated: bool) -> _RawValue:
     if not negated:
-        return _Given(value, origin)
+        return _RawValue(value, origin)
     try:
-        return _Given(not _convert(one, value), origin)
+        return _RawValue(not _convert(one, value), origin)
     except ValueError as error:
         raise FlagError(f"{origin}: {error}") from None
 
@@ -286,7 +286,7 @@ def _unknown_variables(
 # -- values --------------------------------------------------------------------
 
 
-def _kind(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _kind_and_choices(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """The plain type behind an annotation, and the choices of a `Literal`."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
@@ -370,7 +370,7 @@ _CONVERTERS: dict[Any, Any] = {
 }
 
 
-def _check(one: Flag, value: Any) -> None:
+def _check_range(one: Flag, value: Any) -> None:
     limits = one.declared
     if isinstance(value, (int, float)):
         if limits.at_least is not None and value < limits.at_least:
@@ -405,7 +405,7 @@ def _metavar(one: Flag) -> str:
     return {int: "N", float: "X", Path: "PATH", dict: "JSON"}.get(one.kind, "TEXT")
 
 
-def _named(field: str) -> str:
+def _dashed(field: str) -> str:
     return field.replace("_", "-")
 
 

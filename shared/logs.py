@@ -14,15 +14,23 @@ import threading
 import time
 from typing import Literal, Protocol
 
-Format = Literal["text", "json"]
+LogFormat = Literal["text", "json"]
 
-_CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "huggingface_hub", "asyncio")
+_LIBRARIES = (
+    "httpx",
+    "httpcore",
+    "urllib3",
+    "filelock",
+    "fsspec",
+    "huggingface_hub",
+    "asyncio",
+)
 """Libraries of which only warnings matter to an operator."""
 
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) \S+: ")
 
 
-class Stream(Protocol):
+class LogStream(Protocol):
     """What lines are written to."""
 
     def write(self, text: str, /) -> object: ...
@@ -30,7 +38,7 @@ class Stream(Protocol):
     def flush(self) -> object: ...
 
 
-def setup(process: str, level: str, format: Format, stream: Stream | None = None) -> None:
+def setup(process: str, level: str, format: LogFormat, stream: LogStream | None = None) -> None:
     """Sends everything that is logged to ``stream`` (stderr), named after ``process``.
 
     Replaces what was set up before, so that it may be called again. uvicorn's lines
@@ -41,7 +49,7 @@ def setup(process: str, level: str, format: Format, stream: Stream | None = None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for name in _CHATTY:
+    for name in _LIBRARIES:
         logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
@@ -51,7 +59,7 @@ def setup(process: str, level: str, format: Format, stream: Stream | None = None
     logging.captureWarnings(True)
 
 
-def line(process: str, level: str, message: str, format: Format) -> str:
+def format_line(process: str, level: str, message: str, format: LogFormat) -> str:
     """One line, without its end, for what ``process`` said without this module.
 
     A line that has the right form already is returned as it is.
@@ -87,7 +95,7 @@ class RateLimitedLogger:
 
 
 class _Formatter(logging.Formatter):
-    def __init__(self, process: str, format: Format) -> None:
+    def __init__(self, process: str, format: LogFormat) -> None:
         super().__init__()
         self._process = process
         self._format = format

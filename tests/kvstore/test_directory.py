@@ -9,10 +9,10 @@ import pytest
 
 from kvstore.directory import (
     QUARANTINED_FILES,
-    BadKey,
+    BlockDirectory,
     BlockKey,
-    Directory,
     DirectoryInUse,
+    InvalidBlockKey,
 )
 from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, key_of
 
@@ -31,23 +31,23 @@ from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, key_of
     ],
 )
 def test_what_is_not_a_block_name_never_becomes_a_path(namespace: str, hash: bytes) -> None:
-    with pytest.raises(BadKey):
+    with pytest.raises(InvalidBlockKey):
         BlockKey.checked(namespace, hash)
 
 
 def test_a_second_owner_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    first = Directory(tmp_path)
+    first = BlockDirectory(tmp_path)
     with pytest.raises(DirectoryInUse):
-        Directory(tmp_path)
+        BlockDirectory(tmp_path)
     first.close()
-    Directory(tmp_path).close()
+    BlockDirectory(tmp_path).close()
 
 
 def test_leftovers_of_a_crash_are_removed_at_start(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / "17").write_bytes(b"half a block")
     (tmp_path / "nonce-dead").write_text("old")
-    directory = Directory(tmp_path)
+    directory = BlockDirectory(tmp_path)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert [path.name for path in tmp_path.glob("nonce-*")] == [directory.nonce_path.name]
     directory.close()
@@ -58,7 +58,7 @@ def test_leftovers_of_a_crash_are_removed_at_start(tmp_path: Path) -> None:
 def test_a_scan_finds_what_was_written_and_leaves_the_rest_alone(
     tmp_path: Path, durable: bool
 ) -> None:
-    directory = Directory(tmp_path)
+    directory = BlockDirectory(tmp_path)
     for number in range(3):
         directory.write(key_of(number), file_of(number), durable)
     foreign = [
@@ -79,7 +79,7 @@ def test_a_scan_finds_what_was_written_and_leaves_the_rest_alone(
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    directory = Directory(tmp_path)
+    directory = BlockDirectory(tmp_path)
     directory.path(key_of(1)).mkdir(parents=True)  # a rename onto it fails
     with pytest.raises(OSError):
         directory.write(key_of(1), file_of(1), durable=False)
@@ -88,7 +88,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_quarantine_keeps_only_the_last_few(tmp_path: Path) -> None:
-    directory = Directory(tmp_path)
+    directory = BlockDirectory(tmp_path)
     for number in range(QUARANTINED_FILES + 3):
         directory.write(key_of(number), b"bad", durable=False)
         os.utime(directory.path(key_of(number)), (number, number))
@@ -109,7 +109,7 @@ def test_kill_9_in_the_middle_of_writing_leaves_only_whole_blocks(tmp_path: Path
     writer.kill()
     writer.wait()
     writer.stdout.close()
-    directory = Directory(tmp_path)
+    directory = BlockDirectory(tmp_path)
     found = dict(directory.scan())
     assert len(found) >= 20
     for key in found:
@@ -122,9 +122,9 @@ _WRITE_FOR_EVER = """
 import sys
 from itertools import count
 from pathlib import Path
-from kvstore.directory import Directory
+from kvstore.directory import BlockDirectory
 from tests.kvstore.blocks import file_of, key_of
-directory = Directory(Path(sys.argv[1]))
+directory = BlockDirectory(Path(sys.argv[1]))
 for number in count():
     directory.write(key_of(number), file_of(number, 200_000), durable=False)
     print(number, flush=True)

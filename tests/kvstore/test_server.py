@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from kvstore import server as server_module
-from kvstore.directory import Directory
+from kvstore.directory import BlockDirectory
 from kvstore.server import Server
-from kvstore.store import BlockStore
+from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import wire
 from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, wait_until
@@ -24,9 +24,9 @@ class Running:
     """A server on a thread of its own, and engines' ends of its socket."""
 
     server: Server
-    store: BlockStore
+    store: DiskStore
     writer: Writer
-    directory: Directory
+    directory: BlockDirectory
     endpoint: str
     context: zmq.Context[zmq.Socket[bytes]]
     engines: list[Engine] = field(default_factory=list)
@@ -97,15 +97,15 @@ def persistent(tmp_path: Path, socket_dir: Path) -> Iterator[Running]:
 
 
 def run(
-    tmp_path: Path, socket_dir: Path, make_writer: Callable[[BlockStore], Writer] = Writer
+    tmp_path: Path, socket_dir: Path, make_writer: Callable[[DiskStore], Writer] = Writer
 ) -> Iterator[Running]:
     endpoint = f"ipc://{socket_dir}/kvstore"
-    directory = Directory(tmp_path / "blocks")
-    store = BlockStore(directory)
+    directory = BlockDirectory(tmp_path / "blocks")
+    store = DiskStore(directory)
     store.load()
     writer = make_writer(store)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = Server(context, endpoint, directory, store, writer, reply_bytes=25_000)
+    server = Server(context, endpoint, directory, store, writer, max_reply_bytes=25_000)
     stop = threading.Event()
 
     def serve() -> None:
@@ -239,7 +239,7 @@ def test_an_engine_that_leaves_before_its_answer_harms_nobody(running: Running) 
 def test_an_engine_that_never_reads_is_offered_no_more_and_harms_no_other(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "UNSENT_BYTES", 2_000_000)
+    monkeypatch.setattr(server_module, "MAX_UNSENT_BYTES", 2_000_000)
     deaf, other = running.engine(), running.engine()
     other.put(1, 100_000)
     wait_until(lambda: other.has(1) == 1)

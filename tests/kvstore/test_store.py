@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.directory import Directory
-from kvstore.store import BlockStore
+from kvstore.directory import BlockDirectory
+from kvstore.store import DiskStore
 from shared.blockfile import BlockFileError
 from tests.kvstore.blocks import file_of, key_of
 
@@ -26,8 +26,8 @@ class Clock:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Directory]:
-    directory = Directory(tmp_path)
+def directory(tmp_path: Path) -> Iterator[BlockDirectory]:
+    directory = BlockDirectory(tmp_path)
     yield directory
     directory.close()
 
@@ -37,22 +37,22 @@ def clock() -> Clock:
     return Clock()
 
 
-def loaded(directory: Directory, **limits: object) -> BlockStore:
-    store = BlockStore(directory, **limits)  # type: ignore[arg-type]
+def loaded(directory: BlockDirectory, **limits: object) -> DiskStore:
+    store = DiskStore(directory, **limits)  # type: ignore[arg-type]
     store.load()
     return store
 
 
-def put(store: BlockStore, *numbers: int) -> None:
+def put(store: DiskStore, *numbers: int) -> None:
     for number in numbers:
         store.put(key_of(number), file_of(number), durable=False)
 
 
-def there(store: BlockStore, *numbers: int) -> set[int]:
+def there(store: DiskStore, *numbers: int) -> set[int]:
     return {number for number in numbers if store.has([key_of(number)])}
 
 
-def test_a_run_ends_at_the_first_gap(directory: Directory) -> None:
+def test_a_run_ends_at_the_first_gap(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1, 2, 4)
     keys = [key_of(number) for number in (1, 2, 3, 4)]
@@ -64,7 +64,7 @@ def test_a_run_ends_at_the_first_gap(directory: Directory) -> None:
     assert (stats.reads_total, stats.misses_total, stats.blocks) == (3, 2, 3)
 
 
-def test_what_is_not_this_block_is_not_stored(directory: Directory) -> None:
+def test_what_is_not_this_block_is_not_stored(directory: BlockDirectory) -> None:
     store = loaded(directory)
     with pytest.raises(BlockFileError):
         store.put(key_of(1), file_of(2), durable=False)
@@ -73,7 +73,7 @@ def test_what_is_not_this_block_is_not_stored(directory: Directory) -> None:
     assert there(store, 1, 2) == set()
 
 
-def test_the_first_block_stored_stays(directory: Directory) -> None:
+def test_the_first_block_stored_stays(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     before = directory.path(key_of(1)).stat().st_ino
@@ -83,7 +83,7 @@ def test_the_first_block_stored_stays(directory: Directory) -> None:
 
 
 def test_the_size_limit_evicts_what_was_used_least_recently(
-    directory: Directory, clock: Clock
+    directory: BlockDirectory, clock: Clock
 ) -> None:
     store = loaded(directory, max_bytes=3 * SIZE, clock=clock)
     put(store, 1, 2, 3)
@@ -98,7 +98,7 @@ def test_the_size_limit_evicts_what_was_used_least_recently(
     assert sum(1 for _ in directory.scan()) == 3
 
 
-def test_a_chain_loses_its_end_before_its_start(directory: Directory, clock: Clock) -> None:
+def test_a_chain_loses_its_end_before_its_start(directory: BlockDirectory, clock: Clock) -> None:
     store = loaded(directory, max_bytes=4 * SIZE, clock=clock)
     put(store, 1, 2, 3, 4)
     store.touch([key_of(number) for number in (1, 2, 3, 4)])
@@ -106,7 +106,7 @@ def test_a_chain_loses_its_end_before_its_start(directory: Directory, clock: Clo
     assert there(store, 1, 2, 3, 4, 5) == {1, 2, 3, 5}
 
 
-def test_order_and_ages_survive_a_restart(directory: Directory, clock: Clock) -> None:
+def test_order_and_ages_survive_a_restart(directory: BlockDirectory, clock: Clock) -> None:
     store = loaded(directory, clock=clock)
     put(store, 1, 2, 3, 4)
     store.touch([key_of(number) for number in (2, 1)])
@@ -117,7 +117,7 @@ def test_order_and_ages_survive_a_restart(directory: Directory, clock: Clock) ->
     assert there(again, 1, 2, 3, 4) == {1, 2}
 
 
-def test_blocks_unused_for_the_ttl_expire(directory: Directory, clock: Clock) -> None:
+def test_blocks_unused_for_the_ttl_expire(directory: BlockDirectory, clock: Clock) -> None:
     store = loaded(directory, ttl_s=7 * DAY_S, clock=clock)
     put(store, 1, 2)
     clock.now += 4 * DAY_S
@@ -130,11 +130,11 @@ def test_blocks_unused_for_the_ttl_expire(directory: Directory, clock: Clock) ->
 
 
 def test_an_expired_block_is_not_found_while_indexing_either(
-    directory: Directory, clock: Clock
+    directory: BlockDirectory, clock: Clock
 ) -> None:
     put(loaded(directory, clock=clock), 1)
     os.utime(directory.path(key_of(1)), (clock.now - 8 * DAY_S,) * 2)
-    store = BlockStore(directory, ttl_s=7 * DAY_S, clock=clock)
+    store = DiskStore(directory, ttl_s=7 * DAY_S, clock=clock)
     assert there(store, 1) == set()
     store.load()
     assert store.stats().expired_total == 1
@@ -142,10 +142,10 @@ def test_an_expired_block_is_not_found_while_indexing_either(
 
 
 def test_the_store_is_usable_before_its_index_is_complete(
-    directory: Directory, clock: Clock
+    directory: BlockDirectory, clock: Clock
 ) -> None:
     put(loaded(directory, clock=clock), 1, 2, 3)
-    store = BlockStore(directory, max_bytes=3 * SIZE, clock=clock)
+    store = DiskStore(directory, max_bytes=3 * SIZE, clock=clock)
     assert store.stats().indexing
     assert store.has([key_of(1), key_of(2), key_of(9)]) == 2
     assert len(store.get([key_of(1)])) == 1
@@ -156,7 +156,7 @@ def test_the_store_is_usable_before_its_index_is_complete(
     assert there(store, 1, 4) == {1, 4}
 
 
-def test_a_file_that_vanished_is_a_miss_and_forgotten(directory: Directory) -> None:
+def test_a_file_that_vanished_is_a_miss_and_forgotten(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     directory.path(key_of(1)).unlink()
@@ -167,28 +167,28 @@ def test_a_file_that_vanished_is_a_miss_and_forgotten(directory: Directory) -> N
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", file_of(2), file_of(1)[:-1] + b"?"])
-def test_a_block_that_is_bad_is_put_aside(directory: Directory, damage: bytes) -> None:
+def test_a_block_that_is_bad_is_put_aside(directory: BlockDirectory, damage: bytes) -> None:
     store = loaded(directory)
     put(store, 1)
     directory.path(key_of(1)).write_bytes(damage)
-    store.check(key_of(1))
+    store.verify(key_of(1))
     assert there(store, 1) == set()
     assert store.stats().corrupt_total == 1
-    store.check(key_of(1))
+    store.verify(key_of(1))
     assert store.stats().corrupt_total == 1
     put(store, 1)
     assert there(store, 1) == {1}
 
 
-def test_a_false_alarm_costs_no_block(directory: Directory) -> None:
+def test_a_false_alarm_costs_no_block(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
-    store.check(key_of(1))
+    store.verify(key_of(1))
     assert there(store, 1) == {1}
     assert store.stats().corrupt_total == 0
 
 
-def test_the_directory_may_be_removed_under_the_store(directory: Directory) -> None:
+def test_the_directory_may_be_removed_under_the_store(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     directory.path(key_of(1)).unlink()
@@ -199,11 +199,11 @@ def test_the_directory_may_be_removed_under_the_store(directory: Directory) -> N
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_sequence_of_operations_keeps_index_and_files_in_step(
-    directory: Directory, clock: Clock, seed: int
+    directory: BlockDirectory, clock: Clock, seed: int
 ) -> None:
     rng = random.Random(seed)
     limits = {"max_bytes": 12 * SIZE, "ttl_s": 100.0, "clock": clock}
-    store = BlockStore(directory, **limits)  # type: ignore[arg-type]
+    store = DiskStore(directory, **limits)  # type: ignore[arg-type]
     for _ in range(400):
         number = rng.randrange(30)
         match rng.randrange(8):
@@ -217,14 +217,14 @@ def test_any_sequence_of_operations_keeps_index_and_files_in_step(
             case 5:
                 if directory.info(key_of(number)):
                     directory.path(key_of(number)).write_bytes(b"damaged")
-                store.check(key_of(number))
+                store.verify(key_of(number))
                 assert there(store, number) == set()
             case 6:
                 clock.now += rng.uniform(0, 40)
                 store.flush()
             case 7 if rng.random() < 0.2:
                 store.flush()
-                store = BlockStore(directory, **limits)  # type: ignore[arg-type]
+                store = DiskStore(directory, **limits)  # type: ignore[arg-type]
             case _:
                 store.load()
         there(store, *range(35))  # notices what vanished
@@ -235,11 +235,11 @@ def test_any_sequence_of_operations_keeps_index_and_files_in_step(
             assert store.stats().bytes <= 12 * SIZE
 
 
-def test_a_pipe_in_the_place_of_a_block_is_not_waited_for(directory: Directory) -> None:
+def test_a_pipe_in_the_place_of_a_block_is_not_waited_for(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     directory.path(key_of(1)).unlink()
     os.mkfifo(directory.path(key_of(1)))
-    store.check(key_of(1))
+    store.verify(key_of(1))
     assert store.read(key_of(1)) is None
     assert store.get([key_of(1)]) == []

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvstore import writer as writer_module
-from kvstore.directory import BlockKey, Directory
-from kvstore.store import BlockStore
-from kvstore.writer import Put, Writer
+from kvstore.directory import BlockDirectory, BlockKey
+from kvstore.store import DiskStore
+from kvstore.writer import PendingWrite, Writer
 from tests.kvstore.blocks import file_of, key_of, wait_until
 
 
-class TroubledDirectory(Directory):
+class FaultyDirectory(BlockDirectory):
     """A directory on a disk that can be made slow, full or faulty."""
 
     def __init__(self, root: Path) -> None:
@@ -35,30 +35,30 @@ class TroubledDirectory(Directory):
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[TroubledDirectory]:
-    directory = TroubledDirectory(tmp_path)
+def directory(tmp_path: Path) -> Iterator[FaultyDirectory]:
+    directory = FaultyDirectory(tmp_path)
     yield directory
     directory.may_write.set()
     directory.close()
 
 
 @pytest.fixture
-def store(directory: TroubledDirectory) -> BlockStore:
-    store = BlockStore(directory)
+def store(directory: FaultyDirectory) -> DiskStore:
+    store = DiskStore(directory)
     store.load()
     return store
 
 
 class Outcomes(dict[int, str]):
-    def put(self, number: int, data: bytes | None = None) -> Put:
-        return Put(
+    def put(self, number: int, data: bytes | None = None) -> PendingWrite:
+        return PendingWrite(
             key_of(number),
             file_of(number) if data is None else data,
             lambda reason: self.__setitem__(number, reason),
         )
 
 
-def test_what_is_queued_is_written_and_done_is_told(store: BlockStore) -> None:
+def test_what_is_queued_is_written_and_done_is_told(store: DiskStore) -> None:
     writer, outcomes = Writer(store), Outcomes()
     for number in range(10):
         assert writer.offer(outcomes.put(number)) == ""
@@ -67,7 +67,7 @@ def test_what_is_queued_is_written_and_done_is_told(store: BlockStore) -> None:
     assert store.has([key_of(number) for number in range(10)]) == 10
 
 
-def test_a_full_queue_refuses_and_counts(directory: TroubledDirectory, store: BlockStore) -> None:
+def test_a_full_queue_refuses_and_counts(directory: FaultyDirectory, store: DiskStore) -> None:
     directory.may_write.clear()
     writer, outcomes = Writer(store, queue_size=3), Outcomes()
     refused = [number for number in range(10) if writer.offer(outcomes.put(number))]
@@ -78,7 +78,7 @@ def test_a_full_queue_refuses_and_counts(directory: TroubledDirectory, store: Bl
     assert sorted(outcomes) == [number for number in range(10) if number not in refused]
 
 
-def test_persistent_offers_wait_for_room(directory: TroubledDirectory, store: BlockStore) -> None:
+def test_persistent_offers_wait_for_room(directory: FaultyDirectory, store: DiskStore) -> None:
     directory.may_write.clear()
     writer, outcomes = Writer(store, persistent=True, queue_size=1), Outcomes()
     threading.Timer(0.3, directory.may_write.set).start()
@@ -90,7 +90,7 @@ def test_persistent_offers_wait_for_room(directory: TroubledDirectory, store: Bl
 
 
 def test_a_queue_of_large_blocks_is_bounded_in_bytes(
-    directory: TroubledDirectory, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+    directory: FaultyDirectory, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "MAX_QUEUED_BYTES", 2 * len(file_of(0)))
     directory.may_write.clear()
@@ -102,7 +102,7 @@ def test_a_queue_of_large_blocks_is_bounded_in_bytes(
 
 
 def test_persistent_writes_are_retried_so_often_and_no_more(
-    directory: TroubledDirectory, store: BlockStore
+    directory: FaultyDirectory, store: DiskStore
 ) -> None:
     writer, outcomes = Writer(store, persistent=True, max_retries=2), Outcomes()
     directory.errors = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
@@ -116,25 +116,25 @@ def test_persistent_writes_are_retried_so_often_and_no_more(
     writer.close(20)
 
 
-def test_best_effort_does_not_retry(directory: TroubledDirectory, store: BlockStore) -> None:
+def test_best_effort_does_not_retry(directory: FaultyDirectory, store: DiskStore) -> None:
     directory.always = OSError(errno.EIO, "always")
-    writer, outcomes = Writer(store, behind=False), Outcomes()
+    writer, outcomes = Writer(store, in_background=False), Outcomes()
     assert writer.offer(outcomes.put(1)) == ""
     assert "EIO" in outcomes[1]
     assert directory.attempts == 1
     writer.close(20)
 
 
-def test_without_a_queue_the_block_is_there_when_offer_returns(store: BlockStore) -> None:
-    writer, outcomes = Writer(store, behind=False), Outcomes()
+def test_without_a_queue_the_block_is_there_when_offer_returns(store: DiskStore) -> None:
+    writer, outcomes = Writer(store, in_background=False), Outcomes()
     assert writer.offer(outcomes.put(1)) == ""
     assert store.has([key_of(1)]) == 1 and outcomes == {1: ""}
     writer.close(20)
 
 
 def test_a_full_disk_drops_with_one_log_line_and_recovers_by_itself(
-    directory: TroubledDirectory,
-    store: BlockStore,
+    directory: FaultyDirectory,
+    store: DiskStore,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_full_disk_drops_with_one_log_line_and_recovers_by_itself(
     writer.close(20)
 
 
-def test_what_is_not_a_block_is_dropped_and_the_next_is_written(store: BlockStore) -> None:
+def test_what_is_not_a_block_is_dropped_and_the_next_is_written(store: DiskStore) -> None:
     writer, outcomes = Writer(store), Outcomes()
     writer.offer(outcomes.put(1, b"rubbish"))
     writer.offer(outcomes.put(2))
@@ -166,7 +166,7 @@ def test_what_is_not_a_block_is_dropped_and_the_next_is_written(store: BlockStor
     writer.close(20)
 
 
-def test_closing_gives_up_in_time(directory: TroubledDirectory, store: BlockStore) -> None:
+def test_closing_gives_up_in_time(directory: FaultyDirectory, store: DiskStore) -> None:
     directory.may_write.clear()
     writer, outcomes = Writer(store), Outcomes()
     for number in range(5):
@@ -178,9 +178,9 @@ def test_closing_gives_up_in_time(directory: TroubledDirectory, store: BlockStor
 
 
 def test_ages_and_limits_are_looked_after_without_any_put(
-    directory: TroubledDirectory, tmp_path: Path
+    directory: FaultyDirectory, tmp_path: Path
 ) -> None:
-    store = BlockStore(directory, ttl_s=0.5)
+    store = DiskStore(directory, ttl_s=0.5)
     store.load()
     writer, outcomes = Writer(store, flush_interval_s=0.1), Outcomes()
     writer.offer(outcomes.put(1))

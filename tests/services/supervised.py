@@ -10,13 +10,13 @@ import sys
 
 from services.supervisor import Limits, Supervisor
 from services.supervisor_child import ChildSpec
-from services.supervisor_output import Output
+from services.supervisor_output import LogCollector
 from shared import logs
 from shared.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(folder: str, limits: str, *children: str) -> int:
-    output = Output("text")
+    output = LogCollector("text")
     logs.setup("supervisor", "info", "text", output)
     with RunDir.create() as run_dir:
         specs = []

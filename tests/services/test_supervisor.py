@@ -189,7 +189,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
 
 
 def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
-    server = start("a:stubborn:0", drain_s=1)
+    server = start("a:stubborn:0", drain_timeout_s=1)
     server.wait_until_ready()
     server.process.terminate()
     code, _, log = server.end()
@@ -214,7 +214,7 @@ def test_a_permanent_error_of_a_child_that_has_served_is_tried_again(start: Star
 
 
 def test_a_child_that_never_gets_ready_gives_the_server_up(start: Start) -> None:
-    server = start("a:crash:0", backoff_s=0.01, first_failures=3)
+    server = start("a:crash:0", backoff_s=0.01, max_start_failures=3)
     code, _, log = server.end()
     assert code == 1
     assert "a ended with code 3 at every start, so the server ends" in log

@@ -24,7 +24,7 @@ def restored() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def logged(format: logs.Format, level: str = "info") -> io.StringIO:
+def logged(format: logs.LogFormat, level: str = "info") -> io.StringIO:
     stream = io.StringIO()
     logs.setup("engine-0", level, format, stream)
     return stream
@@ -75,17 +75,17 @@ def test_the_level_holds() -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_a_line_that_has_the_form_already_is_not_wrapped_again(format: logs.Format) -> None:
+def test_a_line_that_has_the_form_already_is_not_wrapped_again(format: logs.LogFormat) -> None:
     stream = logged(format)
     logging.getLogger("x").info("hello")
     line = stream.getvalue().rstrip("\n")
-    assert logs.line("supervisor", "info", line, format) == line
+    assert logs.format_line("supervisor", "info", line, format) == line
 
 
 def test_a_foreign_line_gets_the_name_of_its_process() -> None:
-    text = logs.line("engine-0", "info", "Segmentation fault", "text")
+    text = logs.format_line("engine-0", "info", "Segmentation fault", "text")
     assert re.fullmatch(r"\d\d:\d\d:\d\d info engine-0: Segmentation fault", text)
-    fields = json.loads(logs.line("engine-0", "info", "Segmentation fault", "json"))
+    fields = json.loads(logs.format_line("engine-0", "info", "Segmentation fault", "json"))
     assert (fields["process"], fields["message"]) == ("engine-0", "Segmentation fault")
 
 

@@ -1,0 +1,50 @@
+"""Messages to frames and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import msgspec
+
+PROTOCOL_VERSION = 1
+SPOKEN_VERSIONS = (1,)
+"""Versions this release understands: its own, and the one before it once there is one."""
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_FRAMES = 4096
+
+
+class WireError(Exception):
+    """A message that does not decode: wrong framing, type or field."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of everything that is sent."""
+
+
+def encode(message: Message, *payload: bytes | memoryview) -> list[bytes | memoryview]:
+    """Return the frames of ``message``: its header, then ``payload`` unchanged."""
+    header = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    return [header, *payload]
+
+
+def decode(frames: Sequence[bytes | memoryview], expected: Any) -> tuple[Any, list[bytes]]:
+    """Return the message in ``frames``, and its raw frames.
+
+    ``expected`` is a union of message types (`ToEngine`, ...).
+    Raises: `WireError` for any other type of message, and for malformed frames.
+    """
+    if not frames:
+        raise WireError("a message without frames")
+    if len(frames) > MAX_FRAMES:
+        raise WireError(f"{len(frames)} frames, over the limit of {MAX_FRAMES}")
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        raise WireError(f"a header of {len(frames[0])} bytes, over {MAX_HEADER_BYTES}")
+    try:
+        fields = msgpack.unpackb(frames[0], strict_map_key=True)
+        message = msgspec.convert(fields, expected)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"{type(error).__name__}: {error}") from error
+    return message, [bytes(frame) for frame in frames[1:]]

@@ -1,0 +1,176 @@
+"""The messages between router and engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.wire.codec import PROTOCOL_VERSION, Message
+from shared.wire.parts import (
+    Delta,
+    EngineStats,
+    Grammar,
+    LiveRequest,
+    Phase,
+    Sampling,
+    StoreStats,
+)
+
+RefusalReason = Literal["invalid", "too_large", "unsupported", "full", "draining"]
+
+TOKENIZER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""The only names that a router asks an engine for, and the only ones that an engine sends."""
+
+
+# -- router -> engine ----------------------------------------------------------
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Ask for a `Hello`."""
+
+    # An engine that sees a new id drops every request of the old router: that router is gone,
+    # and its clients with it.
+    router_id: str
+    protocol: int = PROTOCOL_VERSION
+
+
+class Submit(Message, frozen=True, tag="submit"):
+    """One sequence to generate."""
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: list[int]  # with the EOS tokens
+    min_tokens: int = 0
+    # Tokens of an earlier attempt. They count against `max_tokens` and are not sent again.
+    generated: list[int] = msgspec.field(default_factory=list)
+    cache_salt: str = ""
+    priority: int = 0  # higher goes first
+    logprobs: int | None = None  # alternatives to report; None: no log-probabilities
+    # The same for the prompt, which is then computed even if blocks of it are cached.
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # the request is accepted once this is compiled
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Free the request at the next step."""
+
+    request_id: str
+    attempt: int | None = None  # None: any
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """Finish the requests at hand, refuse new ones, and then send `Bye`."""
+
+
+class FilesWanted(Message, frozen=True, tag="files_wanted"):
+    """Ask for files whose digests the router does not have."""
+
+    names: list[str]  # out of `TOKENIZER_FILES`
+
+
+# -- engine -> router ----------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """The introduction of an engine, sent once per `Ping` from a router it does not know."""
+
+    protocol: int
+    engine: str  # the name, which stays the same after a restart
+    # Differs after each start. A new one tells the router that the old one's requests are lost.
+    incarnation: str
+    model: str
+    aliases: list[str]
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    block_size: int
+    total_blocks: int
+    max_sequences: int  # requests it takes at once
+    max_batch_size: int
+    namespace: bytes  # the root of its block hashes (see `shared.hashing`)
+    eos_token_ids: list[int]
+    files: dict[str, str]  # name of a tokenizer file -> hex SHA-256 of its content
+    capabilities: list[str] = msgspec.field(default_factory=list)
+    kv_bits: int = 16
+    version: str = ""
+
+
+class Beat(Message, frozen=True, tag="beat"):
+    """Sent by the engine's IO thread, also while the main thread computes."""
+
+    engine: str
+    incarnation: str
+    number: int
+    phase: Phase
+    phase_s: float  # time in this phase
+    stalled_s: float  # since the last computed token while there were requests; 0 when idle
+    live: list[LiveRequest]
+    stats: EngineStats
+    store: StoreStats | None = None
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """The engine holds the request from now on."""
+
+    request_id: str
+    attempt: int
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The engine does not take the request."""
+
+    request_id: str
+    attempt: int
+    # `invalid`, `too_large` and `unsupported` are faults of the request (400). `full` and
+    # `draining` are not: the router places it elsewhere or waits.
+    reason: RefusalReason
+    message: str
+    param: str | None = None  # the field at fault
+
+
+class Tokens(Message, frozen=True, tag="tokens"):
+    """One message a step, for all sequences that gained something."""
+
+    deltas: list[Delta]
+
+
+class CacheEvents(Message, frozen=True, tag="cache_events"):
+    """Changes of the set of block hashes in RAM."""
+
+    number: int  # rises by one
+    added: list[bytes]  # the whole set after a gap in `number`, or if `snapshot` is set
+    removed: list[bytes]
+    snapshot: bool = False
+
+
+class Files(Message, frozen=True, tag="files"):
+    """The answer to `FilesWanted`: one raw frame per name, in order."""
+
+    names: list[str]
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """The engine ends; it has drained."""
+
+    engine: str
+    incarnation: str
+
+
+ToEngine = Ping | Submit | Abort | Drain | FilesWanted
+ToRouter = Hello | Beat | Accepted | Refused | Tokens | CacheEvents | Files | Bye

@@ -1,0 +1,99 @@
+"""The messages between engine and kvstore. ``ticket`` pairs a reply with its request."""
+
+from __future__ import annotations
+
+from shared.wire.codec import PROTOCOL_VERSION, Message
+from shared.wire.parts import StoreStats
+
+# -- engine -> kvstore ---------------------------------------------------------
+
+
+class Locate(Message, frozen=True, tag="locate"):
+    """Find out whether both see one file system: the kvstore replies with the path of a nonce
+    file, and the engine sends the content that it reads there (`Located`)."""
+
+    protocol: int = PROTOCOL_VERSION
+
+
+class Located(Message, frozen=True, tag="located"):
+    """The proof of a shared file system: with the right nonce, `Get` is answered with paths."""
+
+    nonce: str
+
+
+class Has(Message, frozen=True, tag="has"):
+    """Ask how many of ``hashes``, counted from the first, are there without a gap."""
+
+    ticket: int
+    namespace: str
+    hashes: list[bytes]
+
+
+class Get(Message, frozen=True, tag="get"):
+    """Ask for the blocks of ``hashes`` up to the first that is missing."""
+
+    ticket: int
+    namespace: str
+    hashes: list[bytes]
+
+
+class Put(Message, frozen=True, tag="put"):
+    """Store one block; the frame is a whole block file (see `shared.blockfile`)."""
+
+    ticket: int
+    namespace: str
+    hash: bytes
+
+
+class Touch(Message, frozen=True, tag="touch"):
+    """Refresh the age of these blocks: they were used. No reply."""
+
+    namespace: str
+    hashes: list[bytes]
+
+
+class Corrupt(Message, frozen=True, tag="corrupt"):
+    """Report a block that the engine read from its path and found bad. No reply."""
+
+    namespace: str
+    hash: bytes
+
+
+class StoreStatsWanted(Message, frozen=True, tag="store_stats_wanted"):
+    """Ask for `StoreStats`."""
+
+
+# -- kvstore -> engine ---------------------------------------------------------
+
+
+class Nonce(Message, frozen=True, tag="nonce"):
+    """The reply to `Locate`."""
+
+    path: str
+
+
+class HasReply(Message, frozen=True, tag="has_reply"):
+    ticket: int
+    count: int
+
+
+class GetReply(Message, frozen=True, tag="get_reply"):
+    """The blocks that were found, as paths or as one raw frame per block."""
+
+    ticket: int
+    count: int
+    paths: list[str] | None = None  # one per block; None: the blocks are in the frames
+
+
+class PutReply(Message, frozen=True, tag="put_reply"):
+    ticket: int
+    stored: bool  # False: dropped, since the writer is behind or the disk is full
+    reason: str = ""
+
+
+class StoreStatsReply(Message, frozen=True, tag="store_stats"):
+    stats: StoreStats
+
+
+ToStore = Locate | Located | Has | Get | Put | Touch | Corrupt | StoreStatsWanted
+FromStore = Nonce | HasReply | GetReply | PutReply | StoreStatsReply

@@ -1,0 +1,161 @@
+"""Structs that messages are made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["loading", "warming", "ready", "draining"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Limit of the source of one grammar, in UTF-8."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one sequence are chosen."""
+
+    # The noise of a token depends on (seed, absolute output position) alone. The router draws
+    # a seed if the client gives none, so that a resumed sequence goes on as it would have.
+    seed: int
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
+    # XTC drops, with `xtc_probability`, all but the least likely of the tokens whose
+    # probability is over `xtc_threshold`. It never drops those of `xtc_special_ids`.
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_ids: list[int] = []
+    repetition_penalty: float = 1.0  # 0 and 1: none
+    repetition_context_size: int = 20  # last tokens of prompt and output; 0: all of them
+    presence_penalty: float = 0.0  # of the whole output
+    frequency_penalty: float = 0.0  # of the whole output
+    logit_bias: list[tuple[int, float]] = []  # pairs of a token and what is added to its logit
+
+    @property
+    def repeats_cost(self) -> bool:
+        return self.repetition_penalty not in (0.0, 1.0)
+
+    @property
+    def outputs_cost(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether choosing a token needs the tokens before it."""
+        return self.repeats_cost or self.outputs_cost
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that the text of an answer must have, in llguidance's terms."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str  # a JSON schema (as JSON), a regular expression or a Lark grammar
+    # The grammar binds from the first output on, or after the first place where these tokens
+    # occur (the end of a model's reasoning).
+    after: list[int] = []
+    param: str | None = None  # the field of the request that a refusal names
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one sequence, and where its time went."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_ram_tokens: int = 0
+    cached_ssd_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of one position, of the model's own distribution: before
+    temperature, penalties and every other control."""
+
+    chosen: float
+    top_ids: list[int] = []  # most likely first
+    top: list[float] = []  # parallel to `top_ids`
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one step for one sequence."""
+
+    request_id: str
+    attempt: int
+    index: int  # output position of the first of `token_ids`
+    token_ids: list[int]  # with the token that ended the sequence, which the usage counts too
+    logprobs: list[TokenLogprobs] | None = None  # parallel to `token_ids`, if asked for
+    # The next ones of the prompt, from its second token on; complete before the first output.
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the last of `token_ids`, if that is a stop token (not text)
+    error: str | None = None
+    # Counts so far: in the last delta of an attempt, and in the first that has tokens.
+    usage: Usage | None = None
+
+
+class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence that an engine holds, as a `Beat` lists it."""
+
+    request_id: str
+    attempt: int
+    generated: int  # number of output tokens
+    accepted: bool = True  # False while the grammar is compiled
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of one engine, at the time of the beat that carries them.
+
+    Counters (``*_total``) count from the start of the engine process.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    total_blocks: int = 0
+    used_blocks: int = 0
+    free_blocks: int = 0
+    limit_bytes: int = 0  # of the ledger
+    unevictable_bytes: int = 0  # of the ledger: what running sequences hold
+    active_memory_bytes: int = 0
+    kept_states: int = 0
+    steps_total: int = 0
+    step_seconds_total: float = 0.0
+    schedule_seconds_total: float = 0.0
+    build_seconds_total: float = 0.0
+    sample_seconds_total: float = 0.0
+    emit_seconds_total: float = 0.0
+    batch_rows_total: int = 0
+    prompt_tokens_total: int = 0
+    prefill_tokens_total: int = 0
+    cached_ram_tokens_total: int = 0
+    cached_ssd_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    aborts_total: int = 0
+    dropped_messages_total: int = 0
+    store_reads_total: int = 0
+    store_writes_total: int = 0
+    store_drops_total: int = 0
+    store_corrupt_total: int = 0
+    store_read_bytes_total: int = 0
+    store_written_bytes_total: int = 0
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of the kvstore (`StoreStatsReply`); engines pass them on in beats."""
+
+    blocks: int = 0
+    bytes: int = 0
+    limit_bytes: int = 0
+    indexing: bool = False  # the index is still being rebuilt
+    reads_total: int = 0
+    writes_total: int = 0
+    misses_total: int = 0
+    drops_total: int = 0
+    corrupt_total: int = 0
+    evicted_total: int = 0
+    expired_total: int = 0
+    dropped_messages_total: int = 0

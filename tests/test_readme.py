@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.flags import Flag, _shown, flags_of
+from shared.flags import Flag, flags_of
 from shared.settings import Settings
 
 README = Path(__file__).parents[1] / "README.md"
@@ -19,8 +19,8 @@ def reference() -> str:
     lines: list[str] = []
     group = ""
     for flag in sorted(flags_of(Settings), key=_group_rank):
-        if flag.declared.group != group:
-            group = flag.declared.group
+        if flag.group != group:
+            group = flag.group
             lines += [
                 f"\n### {group[0].upper()}{group[1:]}\n",
                 "| flag | default | |",
@@ -31,8 +31,8 @@ def reference() -> str:
 
 
 def _group_rank(flag: Flag) -> int:
-    groups = list(dict.fromkeys(one.declared.group for one in flags_of(Settings)))
-    return groups.index(flag.declared.group)
+    groups = list(dict.fromkeys(one.group for one in flags_of(Settings)))
+    return groups.index(flag.group)
 
 
 def _row(flag: Flag) -> str:
@@ -46,7 +46,7 @@ def _row(flag: Flag) -> str:
         text += f" ({', '.join(f'`{choice}`' for choice in flag.choices)})"
     if flag.declared.later:
         text += " — *not available yet*"
-    default = _shown(flag)
+    default = flag.shown_default
     return f"| {name} | {default if ' ' in default else f'`{default}`'} | {text} |".replace(
         "``", ""
     )

@@ -1,0 +1,150 @@
+"""Where the values of flags come from: the command line, the environment and a TOML file."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shared.flags.declaration import ENVIRONMENT_PREFIX, Flag, FlagError, dashed, variable
+from shared.flags.values import convert, one_line
+
+
+@dataclass(frozen=True)
+class RawValue:
+    value: Any
+    origin: str  # where it came from, worded for an error message
+    foreign: bool = False  # from a variable that belongs to other programs too
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message.removeprefix("argument "))
+
+
+def argument_parser(flags: Sequence[Flag], prog: str, description: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        usage=f"{prog} [flags]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
+    )
+    groups: dict[str, Any] = {}
+    for flag in flags:
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        group = groups[flag.group]
+        options: dict[str, Any] = {"dest": flag.field, "help": _help(flag).replace("%", "%%")}
+        if flag.kind is bool:
+            group.add_argument(f"--{flag.name}", action="store_const", const=True, **options)
+            options["help"] = argparse.SUPPRESS if flag.name.startswith("no-") else "the opposite"
+            group.add_argument(f"--{flag.opposite}", action="store_const", const=False, **options)
+            continue
+        metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else _metavar(flag)
+        action = "append" if flag.kind is tuple else "store"
+        group.add_argument(f"--{flag.name}", action=action, metavar=metavar, **options)
+    return parser
+
+
+def from_command_line(
+    flags: Sequence[Flag], parser: _Parser, argv: Sequence[str]
+) -> dict[str, RawValue]:
+    parsed, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        word = unknown[0].split("=", 1)[0]
+        if not word.startswith("-"):
+            raise FlagError(f"unexpected argument {word!r}")
+        names = [f"--{name}" for flag in flags for name in (flag.name, flag.opposite)]
+        raise FlagError(f"unknown flag {word}{_suggestion(word, names)}")
+    return {name: RawValue(value, f"--{dashed(name)}") for name, value in vars(parsed).items()}
+
+
+def from_environment(flags: Sequence[Flag], environ: Mapping[str, str]) -> dict[str, RawValue]:
+    given: dict[str, RawValue] = {}
+    for flag in flags:
+        names = {flag.variable: False}
+        if flag.kind is bool:
+            names[variable(flag.opposite)] = True
+        found = {name: negated for name, negated in names.items() if environ.get(name)}
+        if len(found) > 1:
+            raise FlagError(f"--{flag.name}: both {' and '.join(found)} are set")
+        for name, negated in found.items():
+            origin = f"--{flag.name} (${name})"
+            given[flag.field] = _negatable(flag, environ[name], origin, negated)
+        for name in flag.declared.variables:
+            if flag.field not in given and environ.get(name):
+                origin = f"--{flag.name} (${name})"
+                given[flag.field] = RawValue(environ[name], origin, foreign=True)
+        if flag.kind is tuple and flag.declared.split and flag.field in given:
+            raw = given[flag.field]
+            items = [item.strip() for item in raw.value.split(",")]
+            given[flag.field] = replace(raw, value=items)
+    return given
+
+
+def from_file(flags: Sequence[Flag], path: Path) -> dict[str, RawValue]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FlagError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FlagError(f"--config: {path} is not valid TOML: {one_line(error)}") from None
+    names = {flag.name: (flag, False) for flag in flags}
+    names |= {flag.opposite: (flag, True) for flag in flags if flag.kind is bool}
+    given: dict[str, RawValue] = {}
+    for key, value in content.items():
+        if key.replace("_", "-") not in names:
+            raise FlagError(
+                f"--config: unknown key {key!r} in {path}{_suggestion(dashed(key), names)}"
+            )
+        flag, negated = names[key.replace("_", "-")]
+        if flag.field == "config":
+            raise FlagError(f"--config: {path} names another file, which is not followed")
+        if flag.field in given:
+            raise FlagError(f"--{flag.name}: set twice in {path}")
+        origin = f"--{flag.name} (key {key!r} in {path})"
+        given[flag.field] = _negatable(flag, value, origin, negated)
+    return given
+
+
+def unknown_variables(
+    flags: Sequence[Flag], environ: Mapping[str, str], others: Sequence[str]
+) -> list[str]:
+    known = {variable(name) for flag in flags for name in (flag.name, flag.opposite)} | {*others}
+    return [
+        f"${name} is not a setting"
+        for name in sorted(environ)
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known
+    ]
+
+
+def _negatable(flag: Flag, value: Any, origin: str, negated: bool) -> RawValue:
+    if not negated:
+        return RawValue(value, origin)
+    try:
+        return RawValue(not convert(flag, value), origin)
+    except ValueError as error:
+        raise FlagError(f"{origin}: {error}") from None
+
+
+def _help(flag: Flag) -> str:
+    repeatable = "; repeatable" if flag.kind is tuple else ""
+    also = "".join(f", ${name}" for name in flag.declared.variables)
+    later = " [not available yet]" if flag.declared.later else ""
+    default = f"(default: {flag.shown_default}; ${flag.variable}{also})"
+    return f"{flag.declared.help}{repeatable} {default}{later}"
+
+
+def _metavar(flag: Flag) -> str:
+    return {int: "N", float: "X", Path: "PATH", dict: "JSON"}.get(flag.kind, "TEXT")
+
+
+def _suggestion(word: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
+    return f" (did you mean {close[0]}?)" if close else ""

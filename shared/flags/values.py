@@ -1,0 +1,108 @@
+"""Values of flags: from text or TOML to the type of the flag, within its range."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from shared.flags.declaration import Flag
+
+_YES_NO = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def convert(flag: Flag, raw: Any) -> Any:
+    """``raw`` (a string, or what TOML has) as the flag's type; ValueError says what is wrong."""
+    if flag.declared.word is not None and raw == flag.declared.word:
+        return None
+    value = _CONVERTERS[flag.kind](raw)
+    if flag.choices and value not in flag.choices:
+        raise ValueError(f"{raw!r} is none of {', '.join(map(str, flag.choices))}")
+    return value
+
+
+def _to_int(raw: Any) -> int:
+    try:
+        if isinstance(raw, str):
+            return int(raw)
+    except ValueError:
+        pass
+    if type(raw) is not int:
+        raise ValueError(f"{raw!r} is not a whole number")
+    return raw
+
+
+def _to_float(raw: Any) -> float:
+    try:
+        if isinstance(raw, bool):
+            raise ValueError
+        value = float(raw)
+    except (ValueError, TypeError):
+        raise ValueError(f"{raw!r} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{raw!r} is not a finite number")
+    return value
+
+
+def _to_bool(raw: Any) -> bool:
+    value = _YES_NO.get(raw.lower()) if isinstance(raw, str) else raw
+    if not isinstance(value, bool):
+        raise ValueError(f"{raw!r} is neither true nor false")
+    return value
+
+
+def _to_text(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise ValueError("not a string")
+    if not raw.strip():
+        raise ValueError("empty")
+    return raw
+
+
+def _to_texts(raw: Any) -> tuple[str, ...]:
+    if not isinstance(raw, (str, list)):
+        raise ValueError("neither a string nor a list of strings")
+    return tuple(_to_text(item) for item in ([raw] if isinstance(raw, str) else raw))
+
+
+def _to_object(raw: Any) -> dict[str, Any]:
+    try:
+        value = json.loads(raw) if isinstance(raw, str) else raw
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+_CONVERTERS: dict[Any, Any] = {
+    int: _to_int,
+    float: _to_float,
+    bool: _to_bool,
+    str: _to_text,
+    Path: lambda raw: Path(_to_text(raw)).expanduser(),
+    tuple: _to_texts,
+    dict: _to_object,
+}
+
+
+def check_range(flag: Flag, value: Any) -> None:
+    limits = flag.declared
+    if isinstance(value, (int, float)):
+        if limits.at_least is not None and value < limits.at_least:
+            raise ValueError(f"{value} is less than {limits.at_least}")
+        if limits.more_than is not None and value <= limits.more_than:
+            raise ValueError(f"{value} is not more than {limits.more_than}")
+        if limits.at_most is not None and value > limits.at_most:
+            raise ValueError(f"{value} is more than {limits.at_most}")
+    if limits.existing_file and not (value.is_file() and os.access(value, os.R_OK)):
+        raise ValueError(f"no readable file {value}")
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

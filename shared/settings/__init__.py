@@ -1,0 +1,44 @@
+"""Every setting of the server.
+
+`parse` reads them from the command line, the environment (``MLX_LM_SERVER_`` and the flag's
+name), a TOML file (``--config``) and the defaults, in that order of precedence. All processes
+take the same flags, so that the supervisor can pass its own on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from shared.exits import EXIT_USAGE, fail
+from shared.flags import FlagError, resolve
+from shared.link import LINK_VARIABLE
+from shared.settings.checks import check
+from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
+
+__all__ = ["ReasoningParserName", "Settings", "ToolParserName", "check", "parse"]
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> Settings:
+    """The settings that the user asked for.
+
+    What makes no sense is one line on stderr and SystemExit(2), before anything starts.
+    Warnings go to stderr too, except in a child process, whose supervisor gave them.
+    """
+    try:
+        settings, warnings = resolve(
+            Settings,
+            argv,
+            environ,
+            prog=prog,
+            description="LLM serving on MLX. Order of precedence: flag, environment "
+            "variable, --config file, default.",
+            other_variables=("MLX_LM_SERVER_BLAS",),
+        )
+        check(settings)
+    except FlagError as error:
+        raise SystemExit(fail(prog, error, EXIT_USAGE)) from None
+    if LINK_VARIABLE not in environ:
+        for warning in warnings:
+            sys.stderr.write(f"{prog}: warning: {warning}\n")
+    return settings

@@ -1,0 +1,76 @@
+"""Checks of settings that are valid alone and contradict each other."""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from shared.flags import FlagError
+from shared.rundir import MAX_SOCKET_PATH_BYTES
+from shared.settings.groups import Settings
+
+
+def check(settings: Settings) -> None:
+    """Raises `FlagError` for values that are right alone and senseless together."""
+    for smaller, larger in (
+        ("ngram_min", "ngram_max"),
+        ("max_batch_size", "completion_batch_size"),
+        ("prefill_batch_size", "completion_batch_size"),
+        ("default_max_tokens", "max_generation_tokens"),
+    ):
+        low, high = getattr(settings, smaller), getattr(settings, larger)
+        if low > high:
+            names = [f"--{name.replace('_', '-')}" for name in (smaller, larger)]
+            raise FlagError(f"{names[0]}: {low} is more than {names[1]}, which is {high}")
+    if settings.ssl_keyfile and not settings.ssl_certfile:
+        raise FlagError("--ssl-keyfile: makes no sense without --ssl-certfile")
+    if settings.root_path and not _is_path(settings.root_path):
+        raise FlagError("--root-path: must begin with / and not end with one")
+    for origin in settings.cors_origin:
+        if origin != "*" and not _is_origin(origin):
+            raise FlagError(f"--cors-origin: {origin!r} is not an origin like https://host:port")
+    for key in (*settings.api_key, settings.metrics_key or "-"):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            name = "--api-key" if key in settings.api_key else "--metrics-key"
+            raise FlagError(f"{name}: only printable ASCII without spaces can go into a header")
+    for name in ("engine_socket", "kvstore_socket"):
+        address = getattr(settings, name)
+        if address is not None:
+            _check_socket(f"--{name.replace('_', '-')}", address)
+    if settings.engine_socket and settings.engine_socket == settings.kvstore_socket:
+        raise FlagError("--kvstore-socket: the same as --engine-socket")
+
+
+def _check_socket(name: str, address: str) -> None:
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        if not rest.startswith("/"):
+            raise FlagError(f"{name}: {address!r} is not ipc:// with an absolute path")
+        if len(rest.encode()) > MAX_SOCKET_PATH_BYTES:
+            raise FlagError(f"{name}: the path is over {MAX_SOCKET_PATH_BYTES} bytes long")
+        return
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
+    if not _is_loopback(host.strip("[]")):
+        raise FlagError(f"{name}: {host} is not this machine, which needs --curve-dir")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_path(path: str) -> bool:
+    return path.startswith("/") and not path.endswith("/") and not set(path) & set("?# ")
+
+
+def _is_origin(origin: str) -> bool:
+    try:
+        parts = urlsplit(origin)
+        parts.port  # noqa: B018  (raises for a bad one)
+    except ValueError:
+        return False
+    return bool(parts.scheme and parts.hostname) and not (parts.path or parts.query)

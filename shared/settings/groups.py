@@ -1,0 +1,320 @@
+"""The groups of settings: every flag of the server is declared here, once.
+
+A group is a section of ``--help``. Attributes have the names of the flags. None means that the
+flag was not set, and that the device, the model or a private directory decides.
+"""
+
+# ruff: noqa: RUF009  (`flag` makes a dataclass field)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from shared.flags import flag
+
+_speculation_flag = partial(flag, later="speculative decoding is")
+_distributed_flag = partial(flag, later="distributed inference is")
+
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "json",
+    "harmony",
+    "function_gemma",
+    "gemma4",
+    "glm47",
+    "json_tools",
+    "kimi_k2",
+    "kimi_k3",
+    "laguna",
+    "longcat",
+    "minicpm5",
+    "minimax_m2",
+    "mistral",
+    "muse_spark",
+    "pythonic",
+    "qwen3_coder",
+]
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "harmony",
+    "think",
+    "gemma4",
+    "kimi_k3",
+    "longcat",
+    "mistral",
+    "seed_oss",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    GROUP: ClassVar = "server"
+
+    config: Path | None = flag(None, "TOML file with any of these settings")
+    host: str = flag("0.0.0.0", "address to listen on")
+    port: int = flag(8000, "port to listen on (0: any free one)", at_least=0, at_most=65535)
+    api_key: tuple[str, ...] = flag((), "bearer token that clients need", secret=True, split=False)
+    api_key_file: Path | None = flag(None, "file with one API key a line", existing_file=True)
+    admin_key: str | None = flag(
+        None, "key for /admin", secret=True, later="the admin interface is"
+    )
+    metrics_key: str | None = flag(None, "key for /metrics", secret=True, shown_default="open")
+    max_request_bytes: int = flag(1048576, "largest request body", at_least=1)
+    response_store_mb: int = flag(
+        64, "MB of memory for stored responses (0: none is stored)", at_least=0
+    )
+    cors_origin: tuple[str, ...] = flag((), "web origin that may call the API, or *")
+    root_path: str = flag("", "path a proxy serves this under")
+    ssl_certfile: Path | None = flag(None, "TLS certificate", existing_file=True)
+    ssl_keyfile: Path | None = flag(None, "TLS key", existing_file=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    GROUP: ClassVar = "model"
+
+    model: str = flag(
+        "mlx-community/Qwen3-4B-4bit",
+        "Hugging Face model id, local path, or 'demo' for the embedded model",
+    )
+    served_model_name: tuple[str, ...] = flag(
+        (), "name the API answers to", shown_default="the model id"
+    )
+    adapter_path: Path | None = flag(None, "directory of a LoRA adapter, as mlx-lm makes them")
+    trust_remote_code: bool = flag(False, "let the engine run code that comes with the model")
+    chat_template: str | None = flag(
+        None, "chat template: a file, or the template itself", shown_default="the model's"
+    )
+    chat_template_args: dict[str, Any] = flag(
+        dict, "JSON object of arguments for the chat template"
+    )
+    eos_token: str | None = flag(None, "end token", shown_default="the model's")
+    pad_token: str | None = flag(None, "pad token", shown_default="the model's")
+    bos_token: str | None = flag(None, "begin token", shown_default="the model's")
+    tool_parser: ToolParserName = flag(
+        "auto", "how the model writes tool calls; auto: as its tokenizer says"
+    )
+    reasoning_parser: ReasoningParserName = flag(
+        "auto", "how the model marks its reasoning; auto: as its tokenizer says"
+    )
+    idle_unload_s: float = flag(
+        0.0,
+        "unload a model nobody asked for in so many seconds (0: never)",
+        at_least=0,
+        later="unloading is",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSettings:
+    GROUP: ClassVar = "KV cache"
+
+    block_size: int = flag(16, "tokens per KV cache block", at_least=1, at_most=1024)
+    num_blocks: int | None = flag(
+        None,
+        "blocks of KV cache memory",
+        at_least=1,
+        word="auto",
+        shown_default="auto: from the device, at least 2048",
+    )
+    kv_bits: Literal[4, 8, 16] = flag(8, "bits of the KV cache; 16: the model's own type")
+    kv_group_size: Literal[16, 32, 64, 128] = flag(
+        64, "elements per scale of a quantized KV cache, at most"
+    )
+    max_kv_size: int | None = flag(None, "longest context kept per sequence, in tokens", at_least=2)
+    sequence_cache_size: int = flag(
+        50, "kept states of recurrent layers; 0: no prefix reuse for them", at_least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDCacheSettings:
+    GROUP: ClassVar = "SSD cache"
+
+    ssd_cache_dir: Path = flag(
+        lambda: Path("~/.cache/mlx-lm-server/kv-cache").expanduser(),
+        "directory of the SSD tier",
+        shown_default="~/.cache/mlx-lm-server/kv-cache",
+    )
+    no_ssd: bool = flag(False, "serve without the SSD tier")
+    ssd_ttl_days: int = flag(7, "days after which an unused block goes", at_least=1)
+    ssd_policy: Literal["evict_only", "write_through"] = flag(
+        "evict_only", "store blocks that leave RAM, or all when they are full"
+    )
+    ssd_durability: Literal["best_effort", "persistent"] = flag(
+        "best_effort", "drop under pressure, or retry and sync"
+    )
+    ssd_async_writes: bool = flag(True, "write in the background")
+    ssd_writer_queue_size: int = flag(512, "blocks that may wait to be written", at_least=1)
+    ssd_persistent_max_retries: int = flag(3, "retries of a persistent write", at_least=0)
+    ssd_flush_interval_s: float = flag(1.0, "seconds between flushes of the writer", more_than=0)
+    ssd_max_size_gb: float = flag(50.0, "size limit in GB (0: none)", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingSettings:
+    GROUP: ClassVar = "batching"
+
+    max_batch_size: int = flag(8, "sequences that decode at once", at_least=1)
+    prefill_batch_size: int = flag(4, "sequences that prefill at once", at_least=1)
+    max_queue_size: int = flag(128, "requests that may wait", at_least=1)
+    completion_batch_size: int = flag(32, "sequences an engine holds at once", at_least=1)
+    prefill_chunk_tokens: int | None = flag(
+        None, "largest piece of a prompt between two decode steps", at_least=1, word="auto"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    GROUP: ClassVar = "generation"
+
+    default_max_tokens: int = flag(512, "max_tokens where a request has none", at_least=1)
+    max_prompt_tokens: int = flag(32768, "longest prompt", at_least=1)
+    max_generation_tokens: int = flag(32768, "largest max_tokens", at_least=1)
+    request_timeout_s: float = flag(120.0, "longest silence after the first token", more_than=0)
+    first_token_timeout_s: float = flag(300.0, "longest wait for the first token", more_than=0)
+    temperature: float | None = flag(
+        None,
+        "sampling temperature where a request has none",
+        at_least=0,
+        at_most=100,
+        shown_default="the model's",
+    )
+    top_p: float | None = flag(
+        None,
+        "nucleus where a request has none",
+        more_than=0,
+        at_most=1,
+        shown_default="the model's",
+    )
+    top_k: int | None = flag(
+        None,
+        "candidates where a request has none (0: all)",
+        at_least=0,
+        shown_default="the model's",
+    )
+    min_p: float | None = flag(
+        None,
+        "least probability, as a part of the best one's, where a request has none",
+        at_least=0,
+        at_most=1,
+        shown_default="the model's",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    GROUP: ClassVar = "admission control"
+
+    max_concurrent_requests: int = flag(
+        64, "requests running and waiting (0: no limit)", at_least=0
+    )
+    memory_pressure_threshold: float = flag(
+        0.9, "part of the KV memory in use from which requests get a 503", more_than=0, at_most=1
+    )
+    rate_limit_requests: int = flag(
+        0, "requests per key and minute (0: no limit)", at_least=0, later="rate limits are"
+    )
+    rate_limit_tokens: int = flag(
+        0, "tokens per key and minute (0: no limit)", at_least=0, later="rate limits are"
+    )
+    drain_timeout_s: float = flag(30.0, "how long a graceful stop waits", at_least=0)
+    restart_wait_s: float = flag(30.0, "how long a request waits for a lost engine", at_least=0)
+    stall_timeout_s: float = flag(
+        60.0, "an engine that has work and computes nothing for so long is restarted", more_than=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationSettings:
+    GROUP: ClassVar = "speculative decoding"
+
+    spec_decode: Literal["none", "ngram", "draft"] = _speculation_flag(
+        "none", "where drafts come from"
+    )
+    num_speculative_tokens: int = _speculation_flag(5, "draft tokens a step", at_least=1)
+    spec_decode_disable_batch_size: int = _speculation_flag(
+        8, "no drafts above this batch size", at_least=1
+    )
+    ngram_max: int = _speculation_flag(4, "longest n-gram", at_least=1)
+    ngram_min: int = _speculation_flag(1, "shortest n-gram", at_least=1)
+    ngram_prompt_lookup: bool = _speculation_flag(True, "look n-grams up in the prompt")
+    draft_model_path: str | None = _speculation_flag(None, "draft model")
+    draft_model_quantize: str | None = flag(
+        None,
+        "deprecated, without effect: use a quantized draft model",
+        ignored="deprecated and without effect; use a quantized draft model",
+    )
+    draft_context_len: int = _speculation_flag(
+        128, "context the draft model sees", at_least=1, at_most=512
+    )
+    spec_decode_dynamic: bool = _speculation_flag(True, "adapt the number of drafts")
+    spec_decode_acceptance_threshold: float = _speculation_flag(
+        0.3, "acceptance below which drafting stops", at_least=0, at_most=1
+    )
+    adaptive_k: bool = _speculation_flag(True, "adapt k per sequence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedSettings:
+    GROUP: ClassVar = "distributed / tensor parallel"
+
+    distributed_mode: Literal["off", "ring", "jaccl"] = _distributed_flag(
+        "off", "tensor parallel backend"
+    )
+    distributed_sharding: Literal["tensor"] = _distributed_flag(
+        "tensor", "how the model is divided"
+    )
+    distributed_strict: bool = _distributed_flag(True, "refuse what does not divide evenly")
+    distributed_hostfile: Path | None = _distributed_flag(
+        None, "hostfile of the ring backend", variables=("MLX_HOSTFILE",)
+    )
+    distributed_ibv_devices: str | None = _distributed_flag(
+        None, "IBV devices of the jaccl backend", variables=("MLX_IBV_DEVICES",)
+    )
+    distributed_jaccl_coordinator: str | None = _distributed_flag(
+        None, "coordinator address of the jaccl backend", variables=("MLX_JACCL_COORDINATOR",)
+    )
+    num_local_ranks: int | None = _distributed_flag(None, "ranks on this machine", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    GROUP: ClassVar = "processes and logging"
+
+    engines: int = flag(1, "replicas of the model on this machine", at_least=1, at_most=64)
+    engine_socket: str | None = flag(
+        None,
+        "where router and engines meet: ipc://PATH or tcp://HOST:PORT",
+        shown_default="a private one",
+    )
+    kvstore_socket: str | None = flag(
+        None,
+        "where kvstore and engines meet: ipc://PATH or tcp://HOST:PORT",
+        shown_default="a private one",
+    )
+    curve_dir: Path | None = flag(None, "ZeroMQ CURVE keys for tcp sockets", later="CURVE is")
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "info", "least level that is logged"
+    )
+    log_format: Literal["text", "json"] = flag("text", "form of a log line")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    ServerSettings,
+    ModelSettings,
+    KVCacheSettings,
+    SSDCacheSettings,
+    BatchingSettings,
+    GenerationSettings,
+    AdmissionSettings,
+    SpeculationSettings,
+    DistributedSettings,
+    ProcessSettings,
+):
+    """The resolved settings; ``Settings()`` has the defaults."""

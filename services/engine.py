@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -25,6 +26,12 @@ from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.settings import Settings
 from shared.version import installed_version
 
+if TYPE_CHECKING:  # these import mlx
+    from engine.grammar.queue import GrammarQueue
+    from engine.io.store_client import StoreClient
+    from engine.model.load import LoadedModel
+    from engine.replica.build import Replica
+
 logger = logging.getLogger("engine")
 
 CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
@@ -32,13 +39,16 @@ FILE_THREADS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until told to stop; ends the process itself when something is beyond repair."""
+    """Serve until told to stop; return the exit code.
+
+    The process ends itself if it makes no progress (`engine.io.io_thread`).
+    """
     options = settings.parse(sys.argv[1:] if argv is None else argv, os.environ, "services.engine")
     name = os.environ.get(ENGINE_NAME_VARIABLE, f"engine-{socket.gethostname()}-{os.getpid()}")
     logs.setup(name, options.log_level, options.log_format)
     supervisor = SupervisorLink.from_environment()
     if options.engine_socket is None:
-        logger.error("--engine-socket is needed: where the router of this engine listens")
+        logger.error("--engine-socket is needed: the address of this engine's router")
         return EXIT_USAGE
     if supervisor is not None:
         supervisor.watch(lambda: os._exit(EXIT_OK))
@@ -64,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return EXIT_CONFIG
     except Exception:
-        logger.exception("beyond repair")
+        logger.exception("an error that cannot be recovered from")
         return EXIT_FAILED
     io_thread.send([wire.Bye(engine=name, incarnation=incarnation)])
     io_thread.stop()
@@ -82,72 +92,24 @@ def serve(
     engine: str,
     incarnation: str,
 ) -> None:
-    """Loads the model and serves until drained. Raises `ModelUnavailable`."""
+    """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     load_fast_blas()  # before anything imports mlx, which the imports below do
     from engine.core import EngineCore
-    from engine.io.store_client import StoreClient
-    from engine.model import load as models
     from engine.replica.build import build_replica
     from engine.replica.grammars import open_grammar_queue
 
     device.prepare()
-    path = models.resolve(options.model)
-    loaded = models.load(
-        path,
-        adapter_path=options.adapter_path,
-        max_kv_size=options.max_kv_size,
-        tokenizer_options=models.TokenizerOptions(
-            eos_token=options.eos_token,
-            bos_token=options.bos_token,
-            pad_token=options.pad_token,
-        ),
-        trust_remote_code=options.trust_remote_code,
-    )
+    loaded = _load_model(options)
     status.enter_phase("warming")
     replica = build_replica(loaded, options)
-    store = None
-    if options.kvstore_socket is not None and replica.uses_store:
-        store = StoreClient(
-            context,
-            options.kvstore_socket,
-            replica.namespace.hex(),
-            ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"),
-            on_fetched=lambda ticket, payloads: inbox.put(BlocksFetched(ticket, payloads)),
-            wake=io_thread.wake,
-        )
-        io_thread.use_store(store)
+    store = _connect_store(options, context, replica, io_thread, inbox)
     grammar_queue = open_grammar_queue(
         loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))
     )
-    names = options.served_model_name or (options.model,)
-    io_thread.introduce(
-        wire.Hello(
-            protocol=wire.PROTOCOL_VERSION,
-            engine=engine,
-            incarnation=incarnation,
-            model=names[0],
-            aliases=list(names[1:]),
-            fingerprint=f"{loaded.fingerprint}{loaded.adapter}",
-            context_length=loaded.context_length,
-            vocab_size=loaded.vocab_size,
-            block_size=options.block_size,
-            total_blocks=replica.num_blocks,
-            max_sequences=replica.executor.max_sequences or options.completion_batch_size,
-            max_batch_size=replica.executor.max_sequences or options.max_batch_size,
-            namespace=replica.namespace,
-            eos_token_ids=list(loaded.eos_token_ids),
-            files={
-                name: hashlib.sha256(file.read_bytes()).hexdigest()
-                for name, file in loaded.tokenizer_files.items()
-            },
-            capabilities=[*replica.capabilities, *grammar_queue.capabilities],
-            kv_bits=replica.executor.kv_bits,
-            version=installed_version(),
-        ),
-        loaded.tokenizer_files,
-    )
+    hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)
+    io_thread.introduce(hello, loaded.tokenizer_files)
     status.enter_phase("ready")
-    logger.info("ready: %s", names[0])
+    logger.info("ready: %s", hello.model)
     EngineCore(
         scheduler=replica.scheduler,
         executor=replica.executor,
@@ -161,8 +123,82 @@ def serve(
     grammar_queue.close()
 
 
+def _load_model(options: Settings) -> LoadedModel:
+    from engine.model import load as models
+
+    tokenizer_options = models.TokenizerOptions(
+        eos_token=options.eos_token, bos_token=options.bos_token, pad_token=options.pad_token
+    )
+    return models.load(
+        models.resolve(options.model),
+        adapter_path=options.adapter_path,
+        max_kv_size=options.max_kv_size,
+        tokenizer_options=tokenizer_options,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _connect_store(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    replica: Replica,
+    io_thread: IOThread,
+    inbox: Inbox,
+) -> StoreClient | None:
+    """Return the client of the kvstore; None without a kvstore, or a use for it."""
+    if options.kvstore_socket is None or not replica.uses_store:
+        return None
+    from engine.io.store_client import StoreClient
+
+    store = StoreClient(
+        context,
+        options.kvstore_socket,
+        replica.namespace.hex(),
+        ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"),
+        on_fetched=lambda ticket, payloads: inbox.put(BlocksFetched(ticket, payloads)),
+        wake=io_thread.wake,
+    )
+    io_thread.use_store(store)
+    return store
+
+
+def _hello(
+    options: Settings,
+    loaded: LoadedModel,
+    replica: Replica,
+    grammar_queue: GrammarQueue,
+    *,
+    engine: str,
+    incarnation: str,
+) -> wire.Hello:
+    names = options.served_model_name or (options.model,)
+    return wire.Hello(
+        protocol=wire.PROTOCOL_VERSION,
+        engine=engine,
+        incarnation=incarnation,
+        model=names[0],
+        aliases=list(names[1:]),
+        fingerprint=f"{loaded.fingerprint}{loaded.adapter}",
+        context_length=loaded.context_length,
+        vocab_size=loaded.vocab_size,
+        block_size=options.block_size,
+        total_blocks=replica.num_blocks,
+        max_sequences=replica.executor.max_sequences or options.completion_batch_size,
+        max_batch_size=replica.executor.max_sequences or options.max_batch_size,
+        namespace=replica.namespace,
+        eos_token_ids=list(loaded.eos_token_ids),
+        files={
+            name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for name, file in loaded.tokenizer_files.items()
+        },
+        capabilities=[*replica.capabilities, *grammar_queue.capabilities],
+        kv_bits=replica.executor.kv_bits,
+        version=installed_version(),
+    )
+
+
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # MLX's threads may crash in the interpreter's own shutdown
+    os._exit(code)  # MLX's threads may crash while the interpreter shuts down

@@ -1,12 +1,12 @@
-"""The files of the kvstore: where a block lies, and how it gets there whole.
+"""The files of the kvstore: where a block lies, and how it is written atomically.
 
     <root>/lock                                          held while a kvstore owns the root
     <root>/nonce-<random>                                proof of a shared file system
     <root>/tmp/                                          half-written files; emptied at start
-    <root>/quarantine/                                   the last few bad files, to look at
+    <root>/quarantine/                                   the last few bad files, for inspection
     <root>/<namespace>/rank_0/<ab>/<hash>.safetensors    a block; its mtime is its last use
 
-Nothing here keeps state about blocks: the directory is the truth.
+Nothing here keeps state about blocks: the directory is the source of truth.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES
+from shared.locks import try_lock
 
 RANK = "rank_0"
 SUFFIX = ".safetensors"
@@ -41,7 +42,7 @@ class DirectoryInUse(Exception):
 
 
 class InvalidBlockKey(Exception):
-    """Not the name of a block (and perhaps the name of something else)."""
+    """Not the name of a block; as a path it might name another file."""
 
 
 class BlockKey(NamedTuple):
@@ -50,8 +51,10 @@ class BlockKey(NamedTuple):
 
     @classmethod
     def checked(cls, namespace: str, hash: bytes) -> BlockKey:
-        """Raises `InvalidBlockKey` unless both are what the hashing of blocks makes:
-        nothing else may become part of a path."""
+        """Return a key whose parts are what the hashing of blocks makes.
+
+        Raises: `InvalidBlockKey`, since nothing else may become part of a path.
+        """
         if not _NAMESPACE.fullmatch(namespace):
             raise InvalidBlockKey(f"namespace {namespace[:80]!r}")
         if len(hash) != HASH_BYTES:
@@ -65,9 +68,9 @@ class FileInfo(NamedTuple):
 
 
 class BlockDirectory:
-    """Owns ``root``, which is made if it is not there.
+    """The owner of ``root``, which is created if it does not exist.
 
-    Raises `DirectoryInUse` when another kvstore has it, OSError when it cannot be used.
+    Raises: `DirectoryInUse` if another kvstore owns it, OSError if it cannot be used.
     """
 
     def __init__(self, root: Path) -> None:
@@ -102,7 +105,7 @@ class BlockDirectory:
         return FileInfo(status.st_size, status.st_mtime)
 
     def write(self, key: BlockKey, data: bytes, durable: bool) -> None:
-        """Whole or not at all; with ``durable`` it survives a loss of power."""
+        """Write the file whole or not at all; with ``durable`` it survives a power loss."""
         path = self.path(key)
         temporary = self._tmp / str(next(self._numbers))
         try:
@@ -125,7 +128,7 @@ class BlockDirectory:
                 _sync_folder(folder)
 
     def read(self, key: BlockKey) -> bytes:
-        if self.info(key) is None:  # a pipe of that name would be waited for
+        if self.info(key) is None:  # opening a pipe of that name would block
             raise FileNotFoundError(self.path(key))
         with self.path(key).open("rb", buffering=0) as file:
             return file.read(MAX_FILE_BYTES)
@@ -138,7 +141,7 @@ class BlockDirectory:
             os.utime(self.path(key), (at, at))
 
     def quarantine(self, key: BlockKey) -> None:
-        """Puts a bad file aside, where no engine finds it; the last few are kept."""
+        """Move a bad file to where no engine finds it; the last few are kept."""
         try:
             self._quarantine.mkdir(mode=0o700, exist_ok=True)
             self.path(key).rename(self._quarantine / f"{key.hash.hex()}.bad")
@@ -149,8 +152,10 @@ class BlockDirectory:
             self.remove(key)
 
     def scan(self) -> Iterator[tuple[BlockKey, FileInfo]]:
-        """Every block in the directory, in no order. What is not ours, or cannot be
-        read, is left alone; one log line says how much of it there was."""
+        """Yield every block in the directory, in no order.
+
+        Entries that are not ours or cannot be read stay as they are; one log line counts them.
+        """
         foreign: list[str] = []
         own = {"lock", "tmp", "quarantine", self.nonce_path.name}
         for namespace in _entries(str(self.root), foreign):
@@ -168,7 +173,7 @@ class BlockDirectory:
                         yield found
         if foreign:
             logger.warning(
-                "%d entries of %s are not readable blocks and left alone (%s, ...)",
+                "%d entries of %s are not readable blocks and are left alone (%s, ...)",
                 len(foreign),
                 self.root,
                 foreign[0],
@@ -187,18 +192,13 @@ class BlockDirectory:
         return key, FileInfo(status.st_size, status.st_mtime)
 
     def _acquire_lock(self) -> int:
-        lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise DirectoryInUse(f"another kvstore uses {self.root}") from error
-            raise
+        lock = try_lock(self.root / "lock")
+        if lock is None:
+            raise DirectoryInUse(f"another kvstore uses {self.root}")
         return lock
 
     def _remove_leftovers(self) -> None:
-        """What a killed kvstore left. Safe, since the lock is ours."""
+        """Remove what a killed kvstore left. Safe, since this process holds the lock."""
         for path in (*self._tmp.iterdir(), *self.root.glob("nonce-*")):
             with suppress(OSError):
                 path.unlink()
@@ -209,7 +209,7 @@ class BlockDirectory:
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            # Without it engines get bytes instead of paths: slower, still right.
+            # Without the nonce, engines get bytes instead of paths: slower, but correct.
             logger.warning("the disk of %s is full", self.root)
 
 
@@ -223,14 +223,14 @@ def _entries(path: str, unreadable: list[str]) -> list[os.DirEntry[str]]:
 
 
 def _sync(fd: int) -> None:
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone stops at the drive's cache
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves the data in the drive's cache
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
         os.fsync(fd)
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the names in it are found again."""
+    """Sync the names in ``folder``, so that they are found again."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,20 +1,20 @@
-"""The private directory in which the processes of one server meet.
+"""The private run-time directory of one server.
 
-It holds the ``ipc://`` sockets, has mode 0700 and a short path (macOS allows a socket
-path of 103 bytes), and is locked by the supervisor for as long as that lives: a
-ZeroMQ bind silently takes over a live socket, so nobody may ever use the directory of
-a living server.
+It holds the ``ipc://`` sockets of its processes, has mode 0700 and a short path (macOS allows
+a socket path of 103 bytes). The supervisor locks it as long as it lives: a ZeroMQ bind silently
+takes over a live socket, so no other process may use the directory of a running server.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
 import tempfile
 from pathlib import Path
 from types import TracebackType
+
+from shared.locks import try_lock
 
 RUN_DIR_VARIABLE = "_MLX_LM_SERVER_RUN_DIR"
 MAX_SOCKET_PATH_BYTES = 103
@@ -25,7 +25,7 @@ _LONGEST_NAME_BYTES = 24
 
 
 class RunDirError(Exception):
-    """The directory cannot be used: no place for it, or a living server has it."""
+    """The directory cannot be used: no place for it, or a running server has it."""
 
 
 class RunDir:
@@ -37,9 +37,12 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: Path | None = None) -> RunDir:
-        """A new directory under ``parent`` (default: the first of $XDG_RUNTIME_DIR, the
-        temporary directory and /tmp whose path is short enough), after those that dead
-        servers of the same user left there have been removed."""
+        """Create a directory under ``parent``, after removing those that dead servers of the
+        same user left there.
+
+        The default of ``parent`` is the first of $XDG_RUNTIME_DIR, the temporary directory and
+        /tmp whose path is short enough. Raises: `RunDirError`.
+        """
         base = parent or _base()
         sweep(base)
         try:
@@ -50,18 +53,18 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Takes over the existing directory ``path``; refused while another has it."""
+        """Lock the existing directory ``path``. Raises: `RunDirError` if it is locked."""
         lock = _try_lock(path, create=True)
         if lock is None:
             raise RunDirError(f"{path} belongs to a server that is running")
         return cls(path, lock)
 
     def socket(self, name: str) -> str:
-        """The ZeroMQ address of the socket ``name`` in this directory."""
+        """Return the ZeroMQ address of the socket ``name`` in this directory."""
         return f"ipc://{self.path / name}"
 
     def remove(self) -> None:
-        """Removes the directory, then gives up the lock. Does nothing the second time."""
+        """Remove the directory, then release the lock. Do nothing the second time."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -80,7 +83,7 @@ class RunDir:
 
 
 def remove_if_abandoned(path: str | Path) -> bool:
-    """Removes the directory of a supervisor that is dead; says whether it did."""
+    """Remove the directory of a supervisor that is dead; return whether it was removed."""
     path = Path(path)
     lock = _try_lock(path, create=False)
     if lock is None:
@@ -91,35 +94,32 @@ def remove_if_abandoned(path: str | Path) -> bool:
 
 
 def sweep(base: Path) -> int:
-    """Removes what dead servers of this user left in ``base``; returns how many."""
+    """Remove the directories of this user's dead servers in ``base``; return their number."""
     removed = 0
     for path in base.glob(_PREFIX + "*"):
         try:
             status = path.lstat()
         except OSError:
-            continue  # another one was quicker
+            continue  # another process removed it first
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             removed += remove_if_abandoned(path)
     return removed
 
 
 def _try_lock(path: Path, *, create: bool) -> int | None:
-    """The descriptor that holds the lock of ``path``; None when another process has it
-    or the directory is gone. Without ``create`` a directory that has no lock file yet
-    is left alone: its owner is just making it."""
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    """Return the descriptor that holds the lock of ``path``.
+
+    None if another process has it or the directory is gone. Without ``create``, also None for a
+    directory without a lock file: its owner has only just created it.
+    """
     try:
-        lock = os.open(path / _LOCK, flags, 0o600)
+        lock = try_lock(path / _LOCK, create=create)
     except OSError:
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock).st_nlink:  # else it was removed between the two calls
-            return lock
-    except OSError:
-        pass
-    os.close(lock)
-    return None
+    if lock is not None and not os.fstat(lock).st_nlink:  # removed between opening and locking
+        os.close(lock)
+        return None
+    return lock
 
 
 def _base() -> Path:

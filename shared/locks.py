@@ -1,0 +1,24 @@
+"""Locks on files, which the system releases when their process ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+
+def try_lock(path: Path, *, create: bool = True) -> int | None:
+    """Return a descriptor that holds the lock of the file ``path`` until it is closed.
+
+    None if another process holds the lock. Raises: OSError if the file cannot be locked.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise
+    return lock

@@ -11,14 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shared.flags import sources
 from shared.flags.declaration import Flag, FlagError, flag, flags_of
-from shared.flags.sources import (
-    argument_parser,
-    from_command_line,
-    from_environment,
-    from_file,
-    unknown_variables,
-)
 from shared.flags.values import check_range, convert
 
 __all__ = ["Flag", "FlagError", "flag", "flags_of", "resolve"]
@@ -43,13 +37,14 @@ def resolve(
     Raises: `FlagError`, and SystemExit(0) after ``--help`` was printed.
     """
     flags = flags_of(cls)
-    parser = argument_parser(flags, prog, description)
-    given = from_environment(flags, environ) | from_command_line(flags, parser, argv)
+    parser = sources.argument_parser(flags, prog, description)
+    given = sources.from_environment(flags, environ)
+    given |= sources.from_command_line(flags, parser, argv)
     if config in given:
-        given = from_file(flags, Path(str(given[config].value)).expanduser()) | given
+        given = sources.from_file(flags, Path(str(given[config].value)).expanduser()) | given
 
     values: dict[str, Any] = {}
-    warnings = unknown_variables(flags, environ, other_variables)
+    warnings = sources.unknown_variables(flags, environ, other_variables)
     for known in flags:
         raw = given.get(known.field)
         if raw is None:

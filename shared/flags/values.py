@@ -17,7 +17,7 @@ _YES_NO = {
 
 
 def convert(flag: Flag, raw: Any) -> Any:
-    """``raw`` (a string, or what TOML has) as the flag's type; ValueError says what is wrong."""
+    """Return ``raw`` (a string, or a value of TOML) as the flag's type. Raises: ValueError."""
     if flag.declared.word is not None and raw == flag.declared.word:
         return None
     value = _CONVERTERS[flag.kind](raw)

@@ -20,10 +20,10 @@ __all__ = ["ReasoningParserName", "Settings", "ToolParserName", "check", "parse"
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> Settings:
-    """The settings that the user asked for.
+    """Return the settings that the user asked for.
 
-    What makes no sense is one line on stderr and SystemExit(2), before anything starts.
-    Warnings go to stderr too, except in a child process, whose supervisor gave them.
+    Invalid settings are one line on stderr and SystemExit(2), before anything starts. Warnings
+    go to stderr too, except in a child process, as its supervisor has printed them.
     """
     try:
         settings, warnings = resolve(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from shared.flags import flag
 
+_model_flag = partial(flag, shown_default="the model's")
 _speculation_flag = partial(flag, later="speculative decoding is")
 _distributed_flag = partial(flag, later="distributed inference is")
 
@@ -38,15 +39,7 @@ ToolParserName = Literal[
     "qwen3_coder",
 ]
 ReasoningParserName = Literal[
-    "auto",
-    "none",
-    "harmony",
-    "think",
-    "gemma4",
-    "kimi_k3",
-    "longcat",
-    "mistral",
-    "seed_oss",
+    "auto", "none", "harmony", "think", "gemma4", "kimi_k3", "longcat", "mistral", "seed_oss"
 ]
 
 
@@ -68,7 +61,7 @@ class ServerSettings:
         64, "MB of memory for stored responses (0: none is stored)", at_least=0
     )
     cors_origin: tuple[str, ...] = flag((), "web origin that may call the API, or *")
-    root_path: str = flag("", "path a proxy serves this under")
+    root_path: str = flag("", "path under which a proxy serves this")
     ssl_certfile: Path | None = flag(None, "TLS certificate", existing_file=True)
     ssl_keyfile: Path | None = flag(None, "TLS key", existing_file=True)
 
@@ -82,7 +75,7 @@ class ModelSettings:
         "Hugging Face model id, local path, or 'demo' for the embedded model",
     )
     served_model_name: tuple[str, ...] = flag(
-        (), "name the API answers to", shown_default="the model id"
+        (), "model name that the API accepts", shown_default="the model id"
     )
     adapter_path: Path | None = flag(None, "directory of a LoRA adapter, as mlx-lm makes them")
     trust_remote_code: bool = flag(False, "let the engine run code that comes with the model")
@@ -92,9 +85,9 @@ class ModelSettings:
     chat_template_args: dict[str, Any] = flag(
         dict, "JSON object of arguments for the chat template"
     )
-    eos_token: str | None = flag(None, "end token", shown_default="the model's")
-    pad_token: str | None = flag(None, "pad token", shown_default="the model's")
-    bos_token: str | None = flag(None, "begin token", shown_default="the model's")
+    eos_token: str | None = _model_flag(None, "end token")
+    pad_token: str | None = _model_flag(None, "pad token")
+    bos_token: str | None = _model_flag(None, "begin token")
     tool_parser: ToolParserName = flag(
         "auto", "how the model writes tool calls; auto: as its tokenizer says"
     )
@@ -103,7 +96,7 @@ class ModelSettings:
     )
     idle_unload_s: float = flag(
         0.0,
-        "unload a model nobody asked for in so many seconds (0: never)",
+        "seconds without a request after which a model is unloaded (0: never)",
         at_least=0,
         later="unloading is",
     )
@@ -123,11 +116,11 @@ class KVCacheSettings:
     )
     kv_bits: Literal[4, 8, 16] = flag(8, "bits of the KV cache; 16: the model's own type")
     kv_group_size: Literal[16, 32, 64, 128] = flag(
-        64, "elements per scale of a quantized KV cache, at most"
+        64, "most elements per scale of a quantized KV cache"
     )
     max_kv_size: int | None = flag(None, "longest context kept per sequence, in tokens", at_least=2)
     sequence_cache_size: int = flag(
-        50, "kept states of recurrent layers; 0: no prefix reuse for them", at_least=0
+        50, "kept snapshots of recurrent state (0: no prefix reuse for such models)", at_least=0
     )
 
 
@@ -141,9 +134,9 @@ class SSDCacheSettings:
         shown_default="~/.cache/mlx-lm-server/kv-cache",
     )
     no_ssd: bool = flag(False, "serve without the SSD tier")
-    ssd_ttl_days: int = flag(7, "days after which an unused block goes", at_least=1)
+    ssd_ttl_days: int = flag(7, "days after which an unused block is removed", at_least=1)
     ssd_policy: Literal["evict_only", "write_through"] = flag(
-        "evict_only", "store blocks that leave RAM, or all when they are full"
+        "evict_only", "store blocks that leave RAM, or every block once it is full"
     )
     ssd_durability: Literal["best_effort", "persistent"] = flag(
         "best_effort", "drop under pressure, or retry and sync"
@@ -164,7 +157,7 @@ class BatchingSettings:
     max_queue_size: int = flag(128, "requests that may wait", at_least=1)
     completion_batch_size: int = flag(32, "sequences an engine holds at once", at_least=1)
     prefill_chunk_tokens: int | None = flag(
-        None, "largest piece of a prompt between two decode steps", at_least=1, word="auto"
+        None, "most prompt tokens between two decode steps", at_least=1, word="auto"
     )
 
 
@@ -173,36 +166,24 @@ class GenerationSettings:
     GROUP: ClassVar = "generation"
 
     default_max_tokens: int = flag(512, "max_tokens where a request has none", at_least=1)
-    max_prompt_tokens: int = flag(32768, "longest prompt", at_least=1)
+    max_prompt_tokens: int = flag(32768, "longest prompt, in tokens", at_least=1)
     max_generation_tokens: int = flag(32768, "largest max_tokens", at_least=1)
-    request_timeout_s: float = flag(120.0, "longest silence after the first token", more_than=0)
-    first_token_timeout_s: float = flag(300.0, "longest wait for the first token", more_than=0)
-    temperature: float | None = flag(
-        None,
-        "sampling temperature where a request has none",
-        at_least=0,
-        at_most=100,
-        shown_default="the model's",
+    request_timeout_s: float = flag(120.0, "seconds to wait for each further token", more_than=0)
+    first_token_timeout_s: float = flag(300.0, "seconds to wait for the first token", more_than=0)
+    temperature: float | None = _model_flag(
+        None, "sampling temperature where a request has none", at_least=0, at_most=100
     )
-    top_p: float | None = flag(
-        None,
-        "nucleus where a request has none",
-        more_than=0,
-        at_most=1,
-        shown_default="the model's",
+    top_p: float | None = _model_flag(
+        None, "top_p where a request has none", more_than=0, at_most=1
     )
-    top_k: int | None = flag(
-        None,
-        "candidates where a request has none (0: all)",
-        at_least=0,
-        shown_default="the model's",
+    top_k: int | None = _model_flag(
+        None, "top_k where a request has none (0: all tokens)", at_least=0
     )
-    min_p: float | None = flag(
+    min_p: float | None = _model_flag(
         None,
-        "least probability, as a part of the best one's, where a request has none",
+        "min_p where a request has none: least probability, relative to the likeliest token's",
         at_least=0,
         at_most=1,
-        shown_default="the model's",
     )
 
 
@@ -214,7 +195,10 @@ class AdmissionSettings:
         64, "requests running and waiting (0: no limit)", at_least=0
     )
     memory_pressure_threshold: float = flag(
-        0.9, "part of the KV memory in use from which requests get a 503", more_than=0, at_most=1
+        0.9,
+        "fraction of the KV memory in use from which on requests get a 503",
+        more_than=0,
+        at_most=1,
     )
     rate_limit_requests: int = flag(
         0, "requests per key and minute (0: no limit)", at_least=0, later="rate limits are"
@@ -222,10 +206,10 @@ class AdmissionSettings:
     rate_limit_tokens: int = flag(
         0, "tokens per key and minute (0: no limit)", at_least=0, later="rate limits are"
     )
-    drain_timeout_s: float = flag(30.0, "how long a graceful stop waits", at_least=0)
-    restart_wait_s: float = flag(30.0, "how long a request waits for a lost engine", at_least=0)
+    drain_timeout_s: float = flag(30.0, "seconds that a graceful stop may take", at_least=0)
+    restart_wait_s: float = flag(30.0, "seconds that requests wait for a lost engine", at_least=0)
     stall_timeout_s: float = flag(
-        60.0, "an engine that has work and computes nothing for so long is restarted", more_than=0
+        60.0, "seconds without progress after which an engine with work is restarted", more_than=0
     )
 
 
@@ -289,19 +273,19 @@ class ProcessSettings:
     engines: int = flag(1, "replicas of the model on this machine", at_least=1, at_most=64)
     engine_socket: str | None = flag(
         None,
-        "where router and engines meet: ipc://PATH or tcp://HOST:PORT",
+        "address where router and engines meet: ipc://PATH or tcp://HOST:PORT",
         shown_default="a private one",
     )
     kvstore_socket: str | None = flag(
         None,
-        "where kvstore and engines meet: ipc://PATH or tcp://HOST:PORT",
+        "address where kvstore and engines meet: ipc://PATH or tcp://HOST:PORT",
         shown_default="a private one",
     )
     curve_dir: Path | None = flag(None, "ZeroMQ CURVE keys for tcp sockets", later="CURVE is")
     log_level: Literal["debug", "info", "warning", "error"] = flag(
-        "info", "least level that is logged"
+        "info", "lowest level that is logged"
     )
-    log_format: Literal["text", "json"] = flag("text", "form of a log line")
+    log_format: Literal["text", "json"] = flag("text", "format of a log line")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The health check of a container: `python deploy/health.py kvstore|URL`.
 
-Exits with 0 when the kvstore answers on its socket, or the URL with 200.
+Exits with 0 if the kvstore replies on its socket, or the URL answers with 200.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TIMEOUT_S = 4.0
 def main(what: str) -> int:
     try:
         kvstore_answers() if what == "kvstore" else url_answers(what)
-    except OSError as error:  # zmq's and urllib's errors are some, too
+    except OSError as error:  # base class of zmq's and urllib's errors too
         sys.stderr.write(f"{what}: {error}\n")
         return 1
     return 0
@@ -27,7 +27,7 @@ def url_answers(url: str) -> None:
 
 
 def kvstore_answers() -> None:
-    import zmq  # only here: the check of a URL runs often and should be cheap
+    import zmq  # imported here: the check of a URL runs often and should be cheap
 
     from shared import wire
 
@@ -35,7 +35,7 @@ def kvstore_answers() -> None:
         kvstore.linger = 0
         kvstore.connect(os.environ["MLX_LM_SERVER_KVSTORE_SOCKET"])
         kvstore.send_multipart(wire.encode(wire.StoreStatsWanted()))
-        if not kvstore.poll(TIMEOUT_S * 1000):
+        if not kvstore.poll(round(TIMEOUT_S * 1000)):
             raise TimeoutError("no answer")
         wire.decode(kvstore.recv_multipart(), wire.FromStore)
 

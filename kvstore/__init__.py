@@ -1,5 +1,5 @@
-"""The SSD tier of the KV cache: blocks by hash in one directory, for several engines.
+"""The SSD tier of the KV cache: blocks by hash in one directory, shared by several engines.
 
-`directory` knows the files, `index` who was used last, `store` puts the two together,
-`writer` writes behind a bounded queue, `server` speaks ZeroMQ.
+`directory` owns the files and `index` the order of use. `store` keeps the two in step, `writer`
+writes from a bounded queue, and `server` speaks ZeroMQ.
 """

@@ -1,6 +1,6 @@
-"""Which blocks there are and which of them was used last: sizes, ages, order.
+"""The blocks on the disk in order of their last use: sizes, ages, order.
 
-Plain data in memory; whoever shares one between threads holds a lock.
+Plain data in memory. It is not thread-safe; `DiskStore` holds a lock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from kvstore.directory import BlockKey, FileInfo
 class LruIndex:
     """Blocks in order of their last use, oldest first.
 
-    Starts incomplete: what was added is right, what is missing may still be in the
-    directory. `complete` merges the scan of the directory under what happened meanwhile.
+    An index starts incomplete: its blocks exist, and blocks that it lacks may be in the
+    directory too. `complete` adds the result of a scan of the directory, as older than all that
+    was recorded since the start.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class LruIndex:
         return key in self._blocks
 
     def record_use(self, key: BlockKey, size: int, at: float) -> None:
-        """Adds the block, or makes it the one used last."""
+        """Add the block, or make it the most recently used."""
         known = self._blocks.get(key)
         self.bytes += size - (known.size if known else 0)
         self._blocks[key] = FileInfo(size, at)
@@ -49,10 +50,10 @@ class LruIndex:
         return next(iter(self._blocks.items()), None)
 
     def complete(self, scanned: Iterable[tuple[BlockKey, FileInfo]], now: float) -> None:
-        """Takes over what a scan found, as older than all that was used since the start."""
+        """Add what a scan found, as older than all that was used since the start."""
         newer = self._blocks
         older = [
-            (key, FileInfo(info.size, min(info.last_used, now)))  # a clock was set back
+            (key, FileInfo(info.size, min(info.last_used, now)))  # the clock may have been set back
             for key, info in scanned
             if key not in newer and key not in self._removed_while_loading
         ]

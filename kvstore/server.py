@@ -1,4 +1,4 @@
-"""The kvstore's socket: answers engines, and what it cannot answer it counts and drops."""
+"""The socket of the kvstore. Messages that make no sense are counted and dropped."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shared.blockfile import MAX_FILE_BYTES
 from shared.logs import RateLimitedLogger
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
-"""Where the blocks of one answer end (after at least one): the engine asks for the rest."""
+"""Limit of the blocks of one reply (but at least one block): the engine asks for the rest."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""An engine for which more than this waits to be sent is told of no further blocks."""
+"""An engine with more than this waiting to be sent gets no further blocks."""
 MAX_HASHES = 32768
 MAX_PEERS = 1024
 
@@ -38,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Binds ``endpoint`` (raises `zmq.ZMQError` when it cannot) and serves one thread's
-    calls of `serve`."""
+    """Binds ``endpoint``; one thread calls `serve` in a loop.
+
+    Raises: `zmq.ZMQError` if it cannot bind.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Server:
         self._poller.register(self._wake_receiver, zmq.POLLIN)
 
     def serve(self, timeout_s: float) -> None:
-        """Waits for messages up to ``timeout_s``, and answers those that came."""
+        """Wait for messages up to ``timeout_s``, and reply to those that came."""
         self._poller.poll(round(timeout_s * 1000))
         with suppress(BlockingIOError):
             while self._wake_receiver.recv(4096):
@@ -94,7 +96,7 @@ class Server:
                 self._drop(f"a message that makes no sense: {error}")
             except Exception:
                 self._dropped += 1
-                logger.exception("a bug in answering an engine; its message is dropped")
+                logger.exception("a bug in handling a message, which is dropped")
         self.send_replies()
 
     def send_replies(self) -> None:
@@ -107,8 +109,8 @@ class Server:
                         [peer, *wire.encode(message), *blocks], zmq.NOBLOCK, copy=False
                     )
                     self._track_unsent(peer, blocks)
-                except zmq.ZMQError as error:  # EHOSTUNREACH, EAGAIN: gone, or does not read
-                    self._drop(f"an answer that nobody takes: {error}")
+                except zmq.ZMQError as error:  # EHOSTUNREACH: gone. EAGAIN: not reading
+                    self._drop(f"a reply that its engine does not take: {error}")
 
     def stats(self) -> wire.StoreStats:
         return msgspec.structs.replace(
@@ -164,7 +166,7 @@ class Server:
             self._reply(peer, wire.GetReply(ticket=message.ticket, count=0))
 
     def _may_send_to(self, peer: bytes) -> bool:
-        """Whether ``peer`` takes what it is sent. ZeroMQ itself counts messages, not bytes."""
+        """Return whether ``peer`` reads what it is sent. ZeroMQ limits messages, not bytes."""
         for name, blocks in list(self._unsent.items()):
             waiting = [(sent, size) for sent, size in blocks if not sent.done]
             if waiting:
@@ -179,7 +181,7 @@ class Server:
                 self._unsent.setdefault(peer, []).append((block.tracker, len(block)))
 
     def _read_blocks(self, peer: bytes, ticket: int, keys: Sequence[BlockKey]) -> None:
-        """On a reader's thread: one answer's worth of blocks."""
+        """Read the blocks of one reply, on a reader thread."""
         blocks: list[bytes] = []
         size = asked = 0
         try:
@@ -192,7 +194,7 @@ class Server:
                     break
                 blocks.append(block)
                 size += len(block)
-            self._store.get(keys[:asked])  # counts, and refreshes their age
+            self._store.get(keys[:asked])  # counts the reads, and refreshes the age of the blocks
         finally:
             self._read_permits.release()
             self._reply(peer, wire.GetReply(ticket=ticket, count=len(blocks)), blocks)
@@ -217,9 +219,9 @@ class Server:
             done(refused)
 
     def _reply(self, peer: bytes, message: wire.Message, payload: Sequence[bytes] = ()) -> None:
-        """From any thread; `serve` sends it."""
+        """Queue a reply, from any thread; `serve` sends it."""
         self._replies.put((peer, message, list(payload)))
-        with suppress(OSError):  # full: it is awake already
+        with suppress(OSError):  # full: `serve` is awake already
             self._wake_sender.send(b"\0")
 
     def _drop(self, what: str) -> None:
@@ -228,7 +230,7 @@ class Server:
 
 
 def _ignore(_: str) -> None:
-    """The engine has had its answer when the block was queued."""
+    """Do nothing: the engine got its reply when the block was queued."""
 
 
 def _keys(message: wire.Has | wire.Get | wire.Touch) -> list[BlockKey]:

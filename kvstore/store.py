@@ -1,4 +1,4 @@
-"""The blocks: what is there, who goes first. The index and the files, kept in step."""
+"""The blocks on disk and the order of their eviction: index and files, kept in step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from shared.blockfile import BlockFileError, decode
 from shared.wire import StoreStats
 
 _AGE_PER_POSITION_S = 1e-6
-"""How much older the next block of a chain counts: without its first blocks the
-rest of a chain is useless, so these are evicted last."""
+"""Each block of a chain counts as this much older than the one before it. Without its first
+blocks the rest of a chain is useless, so the first are evicted last."""
 
 logger = logging.getLogger(__name__)
 
 
 class DiskStore:
-    """Safe to use from several threads; file operations happen outside of the lock.
+    """Blocks by key, evicted by age and total size.
 
-    ``max_bytes`` and ``ttl_s`` 0 mean no limit. Both are enforced by `flush`, the size
-    after each `put` as well. Until `load` has run, blocks are looked up on the disk and
-    nothing is evicted.
+    Safe to use from several threads; file operations happen outside of the lock.
+
+    ``max_bytes`` and ``ttl_s`` 0 mean no limit. `flush` and `put` enforce both. Until `load` has
+    run, blocks are looked up on the disk and nothing is evicted.
     """
 
     def __init__(
@@ -46,23 +47,23 @@ class DiskStore:
         self._corrupt = self._evicted = self._expired = 0
 
     def load(self) -> None:
-        """Rebuilds the index from the directory; may run beside everything else."""
+        """Rebuild the index from the directory; may run concurrently with everything else."""
         scanned = list(self._directory.scan())
         with self._lock:
             self._index.complete(scanned, self._clock())
         self.flush()
 
     def has(self, keys: Sequence[BlockKey]) -> int:
-        """How many of ``keys`` are there, counted up to the first that is not."""
+        """Return how many of ``keys`` are stored, up to the first that is not."""
         for count, key in enumerate(keys):
             if self._size_of(key) is None:
                 return count
         return len(keys)
 
     def get(self, keys: Sequence[BlockKey]) -> list[str]:
-        """The paths of the blocks up to the first that is missing; this uses them.
+        """Return the paths of the blocks up to the first that is missing, and mark them as used.
 
-        What lies there is not verified: that is for whoever reads it, and `verify`.
+        The files are not verified: the reader does that, and `verify`.
         """
         found = self.has(keys)
         self.touch(keys[:found])
@@ -72,14 +73,14 @@ class DiskStore:
         return [str(self._directory.path(key)) for key in keys[:found]]
 
     def read(self, key: BlockKey) -> bytes | None:
-        """The file as it is; None when it cannot be read."""
+        """Return the content of the file, not verified; None if it cannot be read."""
         try:
             return self._directory.read(key)
         except OSError:
             return None
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Makes the blocks of a chain, which are named from its start, the last used."""
+        """Make the blocks of a chain, given from its start, the most recently used."""
         now = self._clock()
         for position in reversed(range(len(keys))):
             size = self._size_of(keys[position])
@@ -90,10 +91,9 @@ class DiskStore:
                     self._unsaved_use_times[keys[position]] = at
 
     def put(self, key: BlockKey, data: bytes, durable: bool) -> None:
-        """Stores a block file. The first one stored stays: a second is only a use.
+        """Store a block file. If the block is stored already, this only counts as a use.
 
-        Raises `BlockFileError` when ``data`` is not that block, OSError when the disk
-        does not take it.
+        Raises: `BlockFileError` if ``data`` is not that block, OSError if the disk fails.
         """
         if self._size_of(key) is None:
             decode(data, key.hash, key.namespace)
@@ -106,7 +106,7 @@ class DiskStore:
         self._make_room()
 
     def verify(self, key: BlockKey) -> None:
-        """Somebody found the block to be bad: put aside if it is, kept if not."""
+        """Check a block that was reported as bad: quarantine it if it is, keep it if not."""
         data = self.read(key)
         if data is not None:
             try:
@@ -125,7 +125,7 @@ class DiskStore:
             self._forget(key)
 
     def flush(self) -> None:
-        """Brings the times of use to the disk, and removes what is too old or too much."""
+        """Write the times of use to the disk, and evict what is over the limits."""
         with self._lock:
             uses, self._unsaved_use_times = self._unsaved_use_times, {}
         for key, at in uses.items():
@@ -148,8 +148,10 @@ class DiskStore:
             )
 
     def _size_of(self, key: BlockKey) -> int | None:
-        """The block's size. The disk decides, the index only spares looking for what
-        it knows is not there."""
+        """Return the size of the block, None if it is not stored.
+
+        The disk decides; a complete index only saves the look-up of blocks that it lacks.
+        """
         with self._lock:
             known = key in self._index
             if not known and self._index.is_complete:
@@ -163,7 +165,7 @@ class DiskStore:
         return info.size
 
     def _make_room(self) -> None:
-        """Removes the blocks used least recently while they are too old, or too much."""
+        """Evict the least recently used blocks until both limits hold."""
         while True:
             with self._lock:
                 oldest = self._index.oldest()

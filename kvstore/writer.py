@@ -1,4 +1,4 @@
-"""Writes blocks behind the back of whoever answers engines, from a bounded queue."""
+"""Writing blocks in the background, from a bounded queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.logs import RateLimitedLogger
 
 MAX_QUEUED_BYTES = 512 * 1024 * 1024
 FULL_DISK_PAUSE_S = 1.0
-"""After a full disk was met, puts are dropped for this long; the next one tries again."""
+"""Once the disk was full, writes are dropped for this long; the next one tries again."""
 
 _RETRY_PAUSE_S = 0.1
 logger = logging.getLogger(__name__)
@@ -25,18 +25,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PendingWrite:
-    """``on_done`` is told why the block was not stored, or "" once it is on the disk; it is
-    called on the writer's thread."""
+    """A block to write."""
 
     key: BlockKey
     data: bytes
+    # Called on the writer's thread with the reason why the block was not stored, or with ""
+    # once it is on the disk.
     on_done: Callable[[str], None]
 
 
 class Writer:
-    """``persistent``: written through to the device, retried ``max_retries`` times, and
-    `offer` waits for room. Otherwise best effort: a full queue or an error drops the block.
-    Without ``in_background`` puts are written while `offer` waits.
+    """A thread that writes blocks to ``store``.
+
+    A ``persistent`` writer syncs to the device, retries ``max_retries`` times, and its `offer`
+    waits for room. Otherwise a full queue or an error drops the block (best effort).
+    Without ``in_background``, `offer` writes the block before it returns.
     """
 
     def __init__(
@@ -73,8 +76,11 @@ class Writer:
             return self._drops
 
     def offer(self, put: PendingWrite, wait_s: float = 0.0) -> str:
-        """Takes a block to write, or says why not: the queue has no room within
-        ``wait_s``, or the disk is full. ``put.on_done`` is called only if it is taken."""
+        """Take a block to write, and return "", or return why it was not taken.
+
+        Reasons: the queue has no room within ``wait_s``, or the disk is full. ``put.on_done`` is
+        called only if the block is taken.
+        """
         with self._condition:
             if time.monotonic() < self._full_until:
                 return self._drop("the disk is full")
@@ -89,14 +95,16 @@ class Writer:
         return ""
 
     def verify(self, key: BlockKey) -> None:
-        """Looks at a block that was reported to be bad. With too many, the oldest report
-        is forgotten: the next reader of the block makes it again."""
+        """Queue the check of a block that was reported as bad.
+
+        A full queue drops the oldest report; the next reader of that block repeats it.
+        """
         with self._condition:
             self._verifications.append(key)
             self._condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Writes what is queued, for at most about ``timeout_s``, and stops."""
+        """Write what is queued, for about ``timeout_s`` at most, and stop."""
         with self._condition:
             self._stopping = True
             self._deadline = time.monotonic() + timeout_s
@@ -125,7 +133,7 @@ class Writer:
                     self._store.flush()
                     next_flush = time.monotonic() + self._flush_interval_s
             except Exception:
-                logger.exception("the writer met a bug and goes on")
+                logger.exception("a bug in the writer, which goes on")
                 next_flush = time.monotonic() + self._flush_interval_s
             if put:
                 with self._condition:
@@ -138,7 +146,7 @@ class Writer:
         return bool(self._puts or self._verifications or self._stopping)
 
     def _write(self, put: PendingWrite) -> str:
-        """Why the block could not be written; "" if it is there."""
+        """Return why the block could not be written; "" if it was."""
         for attempt in range(self._max_retries + 1):
             try:
                 self._store.put(put.key, put.data, durable=self.persistent)

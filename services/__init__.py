@@ -1,0 +1,1 @@
+"""The processes of the server, the supervisor that runs them, and the command line."""

@@ -1,4 +1,4 @@
-"""The command line: `mlx-lm-server [COMMAND] [flags]`, where COMMAND is serve if left out."""
+"""The command line: `mlx-lm-server [COMMAND] [flags]`; the default of COMMAND is serve."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COMMANDS = {
     "serve": ("services.local", "serve a model (the default)"),
     "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }
-"""Name -> (module with ``main(argv) -> int``, help). A module is imported when asked for."""
+"""Name -> (module with ``main(argv) -> int``, help). A module is imported when it is needed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that ``argv`` (default: the process's own) names; the exit code."""
+    """Run the command that ``argv`` (default: sys.argv) names; return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["--version"]:
         sys.stdout.write(f"{PROG} {installed_version()}\n")

@@ -26,15 +26,15 @@ _GB = 1e9
 
 
 class Check(NamedTuple):
-    """One line of the report; ``passed`` None is information only."""
+    """One line of the report."""
 
     name: str
     text: str
-    passed: bool | None = None
+    passed: bool | None = None  # None: information only
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report for a server with these flags; 0 when it could start."""
+    """Print the report for a server with these flags; return 0 if it could start."""
     argv = sys.argv[1:] if argv is None else argv
     options = settings.parse(argv, os.environ, PROG)
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(options: Settings) -> Iterator[Check]:
-    """Everything that the report has a line for, in order."""
+    """Yield the lines of the report, in order."""
     yield Check("python", f"{platform.python_version()} on {platform.platform()}")
     for package in _PACKAGES:
         yield _package(package)
@@ -72,7 +72,7 @@ def _device() -> Iterator[Check]:
         import mlx.core as mx
 
         total = float(mx.array([1.0, 2.0]).sum().item())
-    except Exception as error:  # whatever a broken installation raises is the finding
+    except Exception as error:  # a broken installation may raise anything, and that is the result
         yield Check("device", f"mlx does not work: {error}", False)
         return
     yield Check("device", str(mx.default_device()), total == 3.0)

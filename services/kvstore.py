@@ -26,9 +26,9 @@ from shared.settings import Settings, parse
 PROG = "services.kvstore"
 BEAT_EVERY_S = 0.5
 FLUSH_S = 10.0
-"""How long what is queued may take to be written at the end; without a supervisor,
-whose other children end as well, less."""
+"""How long the queued blocks may take to be written at the end."""
 ORPHAN_FLUSH_S = 2.0
+"""The same once the supervisor is gone: less, as the other processes end too."""
 
 _DAY_S = 86400.0
 _TURN_S = 0.2
@@ -36,7 +36,7 @@ logger = logging.getLogger("kvstore")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or the supervisor's end; returns the exit code."""
+    """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _StopRequest:
-    """Asked for once or more; the shortest time to flush counts."""
+    """A stop that may be requested more than once; the shortest time to flush counts."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -124,7 +124,7 @@ def _load_index(store: DiskStore) -> None:
 
 
 def _is_in_use(endpoint: str) -> bool:
-    """Whether somebody listens: a ZeroMQ bind would silently take an ipc socket over."""
+    """Return whether a process listens: a ZeroMQ bind would silently take over an ipc socket."""
     scheme, _, path = endpoint.partition("://")
     if scheme != "ipc":
         return False
@@ -133,7 +133,7 @@ def _is_in_use(endpoint: str) -> bool:
 
 
 def _remove_socket(endpoint: str) -> None:
-    """The ipc socket's file, which ZeroMQ leaves lying."""
+    """Remove the file of an ipc socket, which ZeroMQ does not remove."""
     scheme, _, path = endpoint.partition("://")
     if scheme == "ipc":
         Path(path).unlink(missing_ok=True)

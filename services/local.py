@@ -1,4 +1,4 @@
-"""All processes of a server on one machine, as children of this one."""
+"""`mlx-lm-server serve`: all processes of a server on one machine, as children of this one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
 _GRACE_S = 5.0
-"""What a child may take beyond --drain-timeout-s to end by itself."""
+"""The time beyond --drain-timeout-s that a child has to end by itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until told to stop; the exit code."""
+    """Serve until told to stop; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     options = settings.parse(argv, os.environ, PROG)
     try:
@@ -43,15 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def children(
     options: Settings, argv: Sequence[str], http: socket.socket, run_dir: RunDir
 ) -> list[ChildSpec]:
-    """The processes of one server. They get the supervisor's own flags, and the sockets."""
+    """Return the processes of one server. They get the supervisor's own flags, and the sockets."""
     engine_socket = options.engine_socket or run_dir.socket("engines")
     kvstore_socket = options.kvstore_socket or run_dir.socket("kvstore")
     flags = [*argv, f"--engine-socket={engine_socket}", f"--kvstore-socket={kvstore_socket}"]
     root = str(Path(__file__).resolve().parent.parent)
     environment = {
         RUN_DIR_VARIABLE: str(run_dir.path),
-        # Our packages have plain names: with -P and this, a folder of the same name
-        # where the user happens to stand is not taken for one of them.
+        # Our packages have plain names. With -P and this path, a folder of the same name in
+        # the working directory is not imported in place of one of them.
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -81,10 +81,7 @@ def children(
         for number in range(options.engines)
     ]
     kvstore = ChildSpec(
-        name="kvstore",
-        command=command("services.kvstore"),
-        environment=environment,
-        stop_stage=2,
+        name="kvstore", command=command("services.kvstore"), environment=environment, stop_stage=2
     )
     return [*([] if options.no_ssd else [kvstore]), *engines, router]
 
@@ -103,7 +100,7 @@ def _supervise(options: Settings, argv: Sequence[str], http: socket.socket, run_
         output,
         limits=Limits(drain_timeout_s=options.drain_timeout_s + _GRACE_S),
         on_ready=_make_announcement(options, http),
-        # The router is the only one who accepts, and so can refuse, from now on.
+        # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,
     )
     try:
@@ -121,7 +118,7 @@ def _make_announcement(options: Settings, http: socket.socket) -> Callable[[], N
             sys.stdout.write(line)
             sys.stdout.flush()
         except OSError:
-            logger.info("%s", line.strip())  # nobody reads our stdout
+            logger.info("%s", line.strip())  # stdout is closed
 
     return announce
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or the supervisor's end; returns the exit code."""
+    """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener.close()
         router.port.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
-    # uvloop, where there is one: asyncio's own loop takes twice the time for a token.
+    # uvloop if it is installed: asyncio's own loop takes twice the time for a token.
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, router, listener, link))
     return EXIT_OK
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`: during a drain it still has to answer, with 503."""
+    """A server that leaves signals to `_serve`: during a drain it still answers, with 503."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ async def _serve(
         server.should_exit = True
 
     def stop() -> None:
-        """The first time after a drain, the second time at once."""
+        """Stop after a drain the first time, at once the second time."""
         if stopping:
             stop_now()
         else:
@@ -131,13 +131,16 @@ async def _serve(
 
 
 def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:
-    """On the link's thread: the supervisor is gone, and with it who would kill us."""
+    """Stop at once. The timer ends a process that hangs, as no supervisor is left to kill it.
+
+    Called on the thread of the link.
+    """
     threading.Timer(FLUSH_S, os._exit, (1,)).start()
     loop.call_soon_threadsafe(stop_now)
 
 
 async def _beat(router: Router, link: SupervisorLink | None) -> None:
-    """Tells the supervisor that the event loop turns; "ready" once requests are served."""
+    """Tell the supervisor that the event loop runs; "ready" once requests are served."""
     was_ready = False
     while link is not None:
         was_ready = was_ready or any(m.ready_engines for m in router.registry.models.values())
@@ -150,6 +153,6 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through the interpreter's exit: MLX, which the tokenizers bring in, may crash
-    # there when it was imported on another thread.
+    # Skip the shutdown of the interpreter: MLX, which the tokenizers import, may crash there if
+    # it was imported on another thread.
     os._exit(code)

@@ -1,9 +1,9 @@
-"""Keeps a set of child processes running until told to stop.
+"""The supervisor: it keeps a set of child processes running until told to stop.
 
-Each child that ends is started again, soon at first and ever later while it keeps
-failing. One whose beats stay away (it is stopped, or hangs) is killed first. SIGTERM
-and SIGINT drain the children stage by stage; a second signal ends all at once. The
-children notice by themselves when the supervisor is gone (`shared.link`).
+A child that ends is restarted, with growing pauses while it keeps failing. A child whose
+beats stop (it is stopped, or hangs) is killed first. SIGTERM and SIGINT drain the children
+stage by stage; a second signal ends all at once. The children notice by themselves when the
+supervisor is gone (`shared.link`).
 """
 
 from __future__ import annotations
@@ -30,28 +30,24 @@ _MAX_WAIT_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How patient the supervisor is (seconds).
+    """The limits of the supervisor's patience."""
 
-    A child may be silent for ``first_beat_s`` after its start, then for ``loading_s``
-    until it is ready, then for ``silence_s``. Restarts wait ``backoff_s``, doubled
-    with each failure in a row up to ``max_backoff_s``; a child that ran for
-    ``stable_after_s`` has no failures behind it. A child that was never ready gives up the
-    whole server after ``max_start_failures``. A stage of the stop may take ``drain_timeout_s``.
-    """
-
-    first_beat_s: float = 60.0
-    loading_s: float = 30.0
-    silence_s: float = 10.0
-    backoff_s: float = 0.1
+    first_beat_s: float = 60.0  # silence after the start
+    loading_s: float = 30.0  # silence after the first beat, until the child is ready
+    silence_s: float = 10.0  # silence of a child that is ready
+    backoff_s: float = 0.1  # pause before a restart, doubled with each failure in a row
     max_backoff_s: float = 30.0
-    stable_after_s: float = 60.0
-    max_start_failures: int = 5
-    drain_timeout_s: float = 35.0
+    stable_after_s: float = 60.0  # a run of this length forgives earlier failures
+    max_start_failures: int = 5  # of a child that was never ready; then the server ends
+    drain_timeout_s: float = 35.0  # of one stage of the stop
 
 
 class Supervisor:
-    """Runs ``specs``. ``on_ready`` is called once, when the server is first ready;
-    ``on_stopping`` once, before the first child is asked to stop."""
+    """Runs the children of ``specs``.
+
+    ``on_ready`` is called once, when all that announce it are ready for the first time.
+    ``on_stopping`` is called once, before the first child is told to stop.
+    """
 
     def __init__(
         self,
@@ -72,7 +68,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Until the children are told to stop, or cannot start; the exit code.
+        """Run until told to stop, or until a child cannot start; return the exit code.
 
         To be called on the main thread. No child is left when it returns or raises.
         """
@@ -133,7 +129,7 @@ class Supervisor:
         return None
 
     def _wait_for_events(self, now: float) -> None:
-        """Waits for beats, signals and ends, for a tick at most from ``now`` on."""
+        """Wait for beats, signals and exits, at most `_MAX_WAIT_S` from ``now`` on."""
         due = [managed.start_at - now for managed in self._children if managed.child is None]
         for key, _ in self._selector.select(max(0.0, min([_MAX_WAIT_S, *due]))):
             if key.data is None:
@@ -146,10 +142,10 @@ class Supervisor:
         after = time.monotonic()
         if after - now > max(self._limits.silence_s / 2, 4 * _MAX_WAIT_S):
             for managed in self._children:
-                managed.excused_at = after  # it was us who stood still, not they
+                managed.excused_at = after  # the supervisor itself was stopped, not the child
 
     def _check_child(self, managed: _ManagedChild, now: float) -> int | None:
-        """Kills a silent child and buries a dead one; an exit code gives the server up."""
+        """Kill a silent child, reap a dead one. An exit code means that the server ends."""
         child = managed.child
         if child is None:
             return None
@@ -171,15 +167,14 @@ class Supervisor:
         return self._schedule_restart(managed, _describe_exit(code), now)
 
     def _schedule_restart(self, managed: _ManagedChild, reason: str, now: float) -> int | None:
-        """Says when to start it again; an exit code gives the server up."""
+        """Set the time of the next start. An exit code means that the server ends."""
         managed.failures += 1
         name = managed.spec.name
         if not managed.was_ready and managed.failures >= self._limits.max_start_failures:
             logger.error("%s %s at every start, so the server ends", name, reason)
             return EXIT_FAILED
         wait_s = min(
-            self._limits.backoff_s * 2 ** min(managed.failures - 1, 30),
-            self._limits.max_backoff_s,
+            self._limits.backoff_s * 2 ** min(managed.failures - 1, 30), self._limits.max_backoff_s
         )
         managed.start_at = now + wait_s
         logger.warning("%s %s; starting it again in %.1f s", name, reason, wait_s)
@@ -194,7 +189,7 @@ class Supervisor:
             limit_s = limits.silence_s if child.phase == "ready" else limits.loading_s
         since = max(since, managed.excused_at)
         if now - since > limit_s:
-            managed.excused_at = now  # once is enough
+            managed.excused_at = now  # do not kill it twice
             logger.error("%s gave no sign of life for %.0f s: killed", managed.spec.name, limit_s)
             child.signal(signal.SIGKILL)
 
@@ -204,14 +199,14 @@ class Supervisor:
         try:
             self._selector.unregister(child.link)
         except KeyError:
-            pass  # it had closed its end before
+            pass  # the child closed its end before
         child.close()
         managed.child = None
 
     # -- the end ---------------------------------------------------------------
 
     def _stop(self) -> int:
-        """Drains stage by stage; a signal on top of the first ends the waiting."""
+        """Drain stage by stage, until a second signal; return the exit code."""
         logger.info("stopping")
         self._on_stopping()
         for stage in sorted({managed.spec.stop_stage for managed in self._children}):
@@ -259,7 +254,7 @@ class Supervisor:
 
 
 class _ManagedChild:
-    """What is remembered of a child over its restarts."""
+    """The state of a child across its restarts. Times are of ``time.monotonic``."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
@@ -267,7 +262,7 @@ class _ManagedChild:
         self.start_at = 0.0
         self.failures = 0
         self.was_ready = False
-        self.excused_at = 0.0
+        self.excused_at = 0.0  # silence counts from here on
 
 
 def _describe_exit(code: int) -> str:

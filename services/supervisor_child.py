@@ -18,20 +18,15 @@ _MAX_BEAT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """What to run.
-
-    ``descriptors`` maps the name of an environment variable to the descriptor whose
-    number it tells the child. When the server stops, children of a lower ``stop_stage``
-    have ended before those of the next are asked to. The server is ready when every
-    child with ``announces_ready`` is.
-    """
+    """How to run a child."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Environment variable -> inherited descriptor, whose number is its value.
     descriptors: Mapping[str, int] = field(default_factory=dict)
-    stop_stage: int = 0
-    announces_ready: bool = False
+    stop_stage: int = 0  # children of a lower stage end before those of the next are told to
+    announces_ready: bool = False  # the server is ready when all of these children are
 
 
 class Child:
@@ -47,8 +42,8 @@ class Child:
         self._incomplete = b""
         with child_end:
             descriptors = {**spec.descriptors, LINK_VARIABLE: child_end.fileno()}
-            # A process group of its own: Ctrl-C reaches the supervisor alone, which
-            # then stops the children in order.
+            # A process group of its own: Ctrl-C reaches only the supervisor, which then stops
+            # the children in order.
             self._process = subprocess.Popen(
                 spec.command,
                 env={
@@ -70,15 +65,15 @@ class Child:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Return None while it runs; negative: the signal that ended it."""
         return self._process.poll()
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Block until it has ended."""
         self._process.wait()
 
     def read_beats(self, now: float) -> bool:
-        """Reads the beats that have come; False once the child has closed its end."""
+        """Read the beats that arrived; return False once the child has closed its end."""
         try:
             while data := self.link.recv(_MAX_BEAT_BYTES):
                 self.last_beat_at = now
@@ -93,19 +88,19 @@ class Child:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """To the child and what it started; nothing when it has ended."""
+        """Signal the child and its own children; do nothing if it has ended."""
         if self._process.poll() is None:
             try:
                 os.killpg(self._process.pid, number)
             except (ProcessLookupError, PermissionError):
-                pass  # it ended in between (macOS says "not permitted" of a zombie)
+                pass  # it has just ended (macOS reports "not permitted" for a zombie)
 
     def close(self) -> None:
-        """Lets go of a child that has ended."""
+        """Release the resources of a child that has ended."""
         self.link.close()
 
     def _parse_beat(self, line: bytes) -> None:
         try:
             self.phase = str(json.loads(line)["phase"])
         except (ValueError, KeyError, TypeError):
-            pass  # a line that is no beat still proves that the child lives
+            pass  # any line proves that the child is alive

@@ -1,8 +1,8 @@
-"""One log stream out of the output of several processes.
+"""One log stream made from the output of several processes.
 
-Children write into pipes, which threads empty at once; one thread writes to our own
-stream. So neither a child nor the supervisor ever waits for a terminal that is paused
-or a reader that is slow: what does not fit is dropped, and counted in the stream.
+Children write into pipes, which threads read at once; one thread writes to our own stream.
+So neither a child nor the supervisor waits for a paused terminal or a slow reader: lines that
+do not fit in the queue are dropped, and a line in the stream counts them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _END_OF_LINE = re.compile(rb"[\r\n]")
 
 
 class LogCollector:
-    """Lines from everywhere, written in the order in which they came.
+    """Writes the lines of all processes in order of arrival.
 
-    It is itself a stream for the supervisor's own log.
+    It is also the stream of the supervisor's own log.
     """
 
     def __init__(self, format: logs.LogFormat, stream: logs.LogStream | None = None) -> None:
@@ -39,7 +39,7 @@ class LogCollector:
         self._writer.start()
 
     def follow(self, pipe: IO[bytes], process: str) -> None:
-        """Takes over what ``process`` writes into ``pipe``, which is closed at its end."""
+        """Read what ``process`` writes into ``pipe``, and close it at the end of file."""
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         reader = threading.Thread(
             target=self._read_all, args=(pipe, process), name=f"output-{process}", daemon=True
@@ -54,10 +54,10 @@ class LogCollector:
             self._dropped += 1
 
     def flush(self) -> None:
-        """Nothing to do: `close` is what waits."""
+        """Do nothing: only `close` waits."""
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Writes what is there, as far as that goes within ``timeout_s``."""
+        """Write what is queued, as far as possible within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -93,7 +93,7 @@ class LogCollector:
         while (text := self._lines.get()) is not None:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                message = f"{dropped} lines were dropped: nobody read them in time"
+                message = f"{dropped} lines were dropped: the log was not read in time"
                 text = (
                     logs.format_line("supervisor", "warning", message, self._format) + "\n" + text
                 )
@@ -101,4 +101,4 @@ class LogCollector:
                 self._stream.write(text)
                 self._stream.flush()
             except (OSError, ValueError):
-                pass  # nobody reads any more; the server goes on without
+                pass  # the reader is gone; the server goes on without a log

@@ -1,10 +1,9 @@
 """The file of one block: safetensors, readable by any safetensors library.
 
-The payload buffers are the tensors "0", "1", ... (dtype U8, their bytes as they
-are), in order and without gaps. The metadata names what the file is and carries a
-CRC-32 of the sizes and the bytes of the payload, so that a file that is short, damaged
-or another block's is told apart before its bytes are used. (BLAKE2b took six times as
-long, most of what reading a block cost.)
+The payload buffers are the tensors "0", "1", ... (dtype U8, their bytes unchanged), in order
+and without gaps. The metadata identifies the block and holds a CRC-32 of the sizes and the
+bytes of the payload, so that a file that is short, damaged or another block's is detected
+before its bytes are used. (BLAKE2b took six times as long, most of the time to read a block.)
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import msgspec
 
 FORMAT = "mlx-lm-server-block-2"
 MAX_FILE_BYTES = 256 * 1024 * 1024
-"""More is not a block: neither sent, nor read into memory."""
+"""A larger file is not a block: it is neither sent nor read into memory."""
 
 _MAX_HEADER_BYTES = 1024 * 1024
 _LENGTH_BYTES = 8
@@ -27,7 +26,7 @@ class BlockFileError(Exception):
 
 
 def encode(hash: bytes, namespace: str, payload: Sequence[bytes | memoryview]) -> bytes:
-    """The file of the block ``hash`` of ``namespace`` with these buffers."""
+    """Return the file of the block ``hash`` of ``namespace`` with these buffers."""
     buffers = [memoryview(buffer).cast("B") for buffer in payload]
     header: dict[str, object] = {
         "__metadata__": _Metadata(
@@ -48,10 +47,10 @@ def encode(hash: bytes, namespace: str, payload: Sequence[bytes | memoryview]) -
 
 
 def decode(data: bytes | memoryview, hash: bytes, namespace: str) -> tuple[memoryview, ...]:
-    """The payload buffers in ``data``, as views without a copy.
+    """Return the payload buffers in ``data``, as views without a copy.
 
-    Raises `BlockFileError` unless ``data`` is, whole and unchanged, what `encode`
-    made for this ``hash`` and ``namespace``.
+    Raises: `BlockFileError` unless ``data`` is, whole and unchanged, what `encode` made for
+    this ``hash`` and ``namespace``.
     """
     view = memoryview(data)
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
@@ -107,5 +106,5 @@ def _parse_header(header: memoryview) -> tuple[_Metadata, list[_Tensor]]:
 def _checksum(sizes: Sequence[int], payload: Sequence[memoryview]) -> str:
     checksum = crc32(",".join(map(str, sizes)).encode() + b"\n")
     for buffer in payload:
-        checksum = crc32(buffer, checksum)  # lets go of the GIL
+        checksum = crc32(buffer, checksum)  # releases the GIL
     return f"{checksum:08x}"

@@ -1,8 +1,8 @@
 """Block hashes: the names under which equal KV is found again.
 
-``H(parent, token ids of the block)``, chained from a root that is made of
-everything that changes what a block holds. BLAKE2b with 128 bits; stable over
-processes, machines and releases.
+``H(parent, token ids of the block)``, chained from a root that covers everything that
+changes the content of a block. BLAKE2b with 128 bits; stable across processes, machines
+and releases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def namespace(
     adapter: str = "",
     tensor_parallel: int = 1,
 ) -> bytes:
-    """The root of all hashes of engines whose blocks are interchangeable.
+    """Return the root of all hashes of engines whose blocks are interchangeable.
 
     ``kv_group_size`` is ignored at 16 bits, where nothing is quantized.
     """
@@ -45,14 +45,14 @@ def namespace(
 
 
 def salted(root: bytes, cache_salt: str) -> bytes:
-    """The root for requests with ``cache_salt``: they share blocks among themselves only."""
+    """Return the root for requests with ``cache_salt``, which share blocks only with each other."""
     if not cache_salt:
         return root
     return blake2b(root + cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of the block with ``token_ids`` that follows ``parent``."""
+    """Return the hash of the block with ``token_ids`` that follows ``parent``."""
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -60,7 +60,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The chained hashes of the full blocks of ``token_ids``, first to last."""
+    """Return the chained hashes of the full blocks of ``token_ids``, first to last."""
     hashes: list[bytes] = []
     parent = root
     for end in range(block_size, len(token_ids) + 1, block_size):

@@ -1,8 +1,8 @@
-"""A child process's line to the supervisor that started it.
+"""The link between a child process and the supervisor that started it.
 
-The child inherits one end of a socket pair. It writes beats, one JSON object a line,
-and reads nothing but the end of file: that means the supervisor is gone, whatever
-killed it, and that the child has to end.
+The child inherits one end of a socket pair. It writes beats, one JSON object a line, and reads
+nothing but the end of file. That means that the supervisor is gone, whatever killed it, and
+that the child has to end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENGINE_NAME_VARIABLE = "_MLX_LM_SERVER_ENGINE"
 
 
 class SupervisorLink:
-    """Safe to use from any thread."""
+    """The child's end of the link. Safe to use from any thread."""
 
     def __init__(self, connection: socket.socket, run_dir: str | None = None) -> None:
         self._connection = connection
@@ -35,10 +35,10 @@ class SupervisorLink:
 
     @classmethod
     def from_environment(cls) -> SupervisorLink | None:
-        """The link this process was started with; None when it was started alone.
+        """Return the link that this process inherited; None if it was started alone.
 
-        The variable is taken out of the environment, so that what this process starts
-        does not mistake the descriptor for its own.
+        The variable is removed from the environment, so that child processes do not take the
+        descriptor for their own.
         """
         number = os.environ.pop(LINK_VARIABLE, None)
         if number is None:
@@ -48,10 +48,10 @@ class SupervisorLink:
         return cls(connection, os.environ.get(RUN_DIR_VARIABLE))
 
     def beat(self, phase: str, **facts: object) -> None:
-        """Tells the supervisor that this process lives, and its ``phase``.
+        """Tell the supervisor that this process is alive, and its ``phase``.
 
-        Never blocks and never raises for want of a reader: a beat for which there is
-        no room is dropped, and one that fitted in part is finished before the next.
+        It never blocks, and never raises for lack of a reader. A beat that does not fit is
+        dropped; a beat that fitted in part is completed before the next.
         """
         line = json.dumps({"phase": phase, **facts}).encode() + b"\n"
         with self._lock:
@@ -62,10 +62,10 @@ class SupervisorLink:
                 self._unsent = line[sent:] if sent else b""
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Calls ``on_gone`` on a thread of its own once the supervisor is gone.
+        """Call ``on_gone`` on a separate thread once the supervisor is gone.
 
-        What the supervisor can no longer remove, the private directory with the
-        sockets, is removed first.
+        Before that, remove the private directory with the sockets, which the supervisor can no
+        longer remove.
         """
         threading.Thread(target=self._wait, args=(on_gone,), name="link", daemon=True).start()
 
@@ -74,14 +74,14 @@ class SupervisorLink:
             while self._connection.recv(4096):
                 pass
         except OSError:
-            pass  # a reset is an end like any other
+            pass  # a reset is an end too
         if self._run_dir is not None:
             self._remove(Path(self._run_dir))
         on_gone()
 
     def _remove(self, run_dir: Path) -> None:
-        # The system closes what a killed process had open one after the other: its end of
-        # the link may be gone before its lock is.
+        # The system closes the descriptors of a killed process one after the other: its end of
+        # the link may be closed before its lock is released.
         deadline = time.monotonic() + _LOCK_PATIENCE_S
         while not remove_if_abandoned(run_dir) and run_dir.exists():
             if time.monotonic() > deadline:
@@ -91,7 +91,7 @@ class SupervisorLink:
     def _send(self, data: bytes) -> int:
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT | _NO_SIGPIPE)
-        except OSError:  # full, or nobody there; the latter is `watch`'s business
+        except OSError:  # full, or the supervisor is gone, which `watch` handles
             return 0
 
 

@@ -1,7 +1,7 @@
-"""Logging of all processes: one form, the process named on every line.
+"""Logging of all processes: one format, with the name of the process on every line.
 
-Text is ``HH:MM:SS level process: message``; JSON is one object a line. Keys, prompts
-and texts of users are never logged by anyone.
+Text is ``HH:MM:SS level process: message``; JSON is one object a line. Keys, prompts and
+texts of users are never logged.
 """
 
 from __future__ import annotations
@@ -16,22 +16,14 @@ from typing import Literal, Protocol
 
 LogFormat = Literal["text", "json"]
 
-_LIBRARIES = (
-    "httpx",
-    "httpcore",
-    "urllib3",
-    "filelock",
-    "fsspec",
-    "huggingface_hub",
-    "asyncio",
-)
-"""Libraries of which only warnings matter to an operator."""
+_LIBRARIES = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "huggingface_hub", "asyncio")
+"""Libraries of which only warnings and errors are logged."""
 
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) \S+: ")
 
 
 class LogStream(Protocol):
-    """What lines are written to."""
+    """The destination of log lines."""
 
     def write(self, text: str, /) -> object: ...
 
@@ -39,10 +31,9 @@ class LogStream(Protocol):
 
 
 def setup(process: str, level: str, format: LogFormat, stream: LogStream | None = None) -> None:
-    """Sends everything that is logged to ``stream`` (stderr), named after ``process``.
+    """Send everything that is logged to ``stream`` (default: stderr), as lines of ``process``.
 
-    Replaces what was set up before, so that it may be called again. uvicorn's lines
-    come the same way, without its access log.
+    A second call replaces the first. uvicorn's lines go the same way, without its access log.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Formatter(process, format))
@@ -60,9 +51,9 @@ def setup(process: str, level: str, format: LogFormat, stream: LogStream | None 
 
 
 def format_line(process: str, level: str, message: str, format: LogFormat) -> str:
-    """One line, without its end, for what ``process`` said without this module.
+    """Return a log line, without its line end, for output that bypassed this module.
 
-    A line that has the right form already is returned as it is.
+    A line that has the right format already is returned unchanged.
     """
     if format == "text":
         if _TEXT_LINE.match(message):

@@ -7,15 +7,7 @@ from typing import Literal
 import msgspec
 
 from shared.wire.codec import PROTOCOL_VERSION, Message
-from shared.wire.parts import (
-    Delta,
-    EngineStats,
-    Grammar,
-    LiveRequest,
-    Phase,
-    Sampling,
-    StoreStats,
-)
+from shared.wire.parts import Delta, EngineStats, Grammar, LiveRequest, Phase, Sampling, StoreStats
 
 RefusalReason = Literal["invalid", "too_large", "unsupported", "full", "draining"]
 

@@ -1,4 +1,4 @@
-"""Blocks for tests, and short words for them."""
+"""Blocks for tests, named by numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def file_of(number: int, size: int = 1000) -> bytes:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Fails the test when ``condition`` does not come true in a generous time."""
+    """Fail the test if ``condition`` does not become true in time."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"

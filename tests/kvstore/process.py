@@ -31,13 +31,13 @@ class Process:
         return self
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         assert self.process
         self.process.kill()
         self._reap()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM; return the exit code."""
         assert self.process
         self.process.terminate()
         return self._reap()
@@ -51,12 +51,12 @@ class Process:
         self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """End the process, in whatever state it is."""
         if self.process and self.process.returncode is None:
             self.kill()
 
     def run(self) -> subprocess.CompletedProcess[str]:
-        """One that is expected to end by itself."""
+        """Run a process that is expected to end by itself."""
         return subprocess.run(self.command, capture_output=True, text=True, timeout=60, check=False)
 
     def _reap(self) -> int:

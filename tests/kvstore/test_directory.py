@@ -30,7 +30,7 @@ from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, key_of
         (NAMESPACE, hash_of(1) + b"x"),
     ],
 )
-def test_what_is_not_a_block_name_never_becomes_a_path(namespace: str, hash: bytes) -> None:
+def test_an_invalid_block_key_never_becomes_a_path(namespace: str, hash: bytes) -> None:
     with pytest.raises(InvalidBlockKey):
         BlockKey.checked(namespace, hash)
 
@@ -55,9 +55,7 @@ def test_leftovers_of_a_crash_are_removed_at_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_scan_finds_what_was_written_and_leaves_the_rest_alone(
-    tmp_path: Path, durable: bool
-) -> None:
+def test_a_scan_finds_written_blocks_and_keeps_foreign_files(tmp_path: Path, durable: bool) -> None:
     directory = BlockDirectory(tmp_path)
     for number in range(3):
         directory.write(key_of(number), file_of(number), durable)

@@ -89,14 +89,14 @@ def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, socket_dir:
     assert refused.stderr.count("\n") == 1 and "--ssd-cache-dir" in refused.stderr
 
 
-def test_alone_it_needs_a_socket(kvstore: Process) -> None:
+def test_a_kvstore_started_alone_needs_a_socket(kvstore: Process) -> None:
     kvstore.command = kvstore.command[:-2]
     refused = kvstore.run()
     assert refused.returncode == EXIT_USAGE
     assert refused.stderr.count("\n") == 1 and "--kvstore-socket" in refused.stderr
 
 
-def test_bytes_that_are_not_even_zeromq_harm_nobody(kvstore: Process, context: Context) -> None:
+def test_bytes_that_are_not_zeromq_do_no_harm(kvstore: Process, context: Context) -> None:
     kvstore.start()
     rng = random.Random(3)
     for _ in range(30):
@@ -105,11 +105,11 @@ def test_bytes_that_are_not_even_zeromq_harm_nobody(kvstore: Process, context: C
             try:
                 raw.sendall(rng.randbytes(rng.randrange(1, 2000)))
             except OSError:
-                pass  # it hung up on us
+                pass  # it closed the connection
     assert Engine(context, kvstore.endpoint).put(1).stored
 
 
-def test_it_beats_and_ends_with_its_supervisor(kvstore: Process) -> None:
+def test_the_kvstore_beats_and_ends_with_its_supervisor(kvstore: Process) -> None:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         kvstore.command,
@@ -181,9 +181,7 @@ def test_the_size_limit_holds_under_load(tmp_path: Path, socket_dir: Path) -> No
     assert kvstore.stop() == 0
 
 
-def test_a_version_it_does_not_speak_gets_no_answer_and_harms_nobody(
-    kvstore: Process, context: Context
-) -> None:
+def test_an_unsupported_protocol_version_gets_no_reply(kvstore: Process, context: Context) -> None:
     kvstore.start()
     engine = Engine(context, kvstore.endpoint)
     engine.send(wire.Locate(protocol=99))

@@ -146,7 +146,7 @@ def test_an_engine_that_read_no_nonce_gets_bytes(running: Running) -> None:
     assert reply.paths is None and frames == [file_of(1)]
 
 
-def test_an_answer_in_bytes_is_bounded_and_the_rest_can_be_asked_for(running: Running) -> None:
+def test_a_reply_in_bytes_is_bounded_and_the_rest_can_be_asked_for(running: Running) -> None:
     engine = running.engine()
     for number in range(5):
         engine.put(number, 10_000)
@@ -155,7 +155,7 @@ def test_an_answer_in_bytes_is_bounded_and_the_rest_can_be_asked_for(running: Ru
     assert reply.count == len(frames) == 2
     engine.put(9, 60_000)
     wait_until(lambda: engine.has(9) == 1)
-    assert engine.get(9)[0].count == 1  # one at least, however large
+    assert engine.get(9)[0].count == 1  # at least one, however large
     reads = engine.stats()
     assert (reads.reads_total, reads.misses_total) == (3, 0)
 
@@ -169,21 +169,23 @@ def test_two_engines_share_the_blocks_and_are_told_apart(running: Running) -> No
     assert one.stats().blocks == two.stats().blocks == 1
 
 
-def test_persistent_answers_when_the_block_is_on_the_disk(persistent: Running) -> None:
+def test_a_persistent_put_is_answered_once_the_block_is_on_the_disk(persistent: Running) -> None:
     engine = persistent.engine()
     for number in range(5):
         assert engine.put(number).stored
         assert engine.has(number) == 1
 
 
-def test_a_put_that_is_no_block_is_told_so_when_persistent(persistent: Running) -> None:
+def test_a_persistent_put_of_an_invalid_block_is_answered_with_the_reason(
+    persistent: Running,
+) -> None:
     engine = persistent.engine()
     message = wire.Put(ticket=3, namespace=NAMESPACE, hash=hash_of(3))
     reply, _ = engine.ask(message, b"rubbish")
     assert not reply.stored and "not a block file" in reply.reason
 
 
-def test_a_reported_block_is_checked_and_put_aside(running: Running) -> None:
+def test_a_reported_block_is_verified_and_quarantined(running: Running) -> None:
     engine = running.local_engine()
     engine.put(1)
     engine.put(2)
@@ -221,12 +223,12 @@ def test_rubbish_is_counted_and_dropped(running: Running) -> None:
     for message, payload in nonsense:
         engine.send(message, *payload)
     other = running.engine()
-    expected = 200 + len(header) + len(nonsense) - 1  # a touch of nothing is no harm
+    expected = 200 + len(header) + len(nonsense) - 1  # a touch of no blocks is valid
     wait_until(lambda: other.stats().dropped_messages_total == expected)
     assert other.put(1).stored
 
 
-def test_an_engine_that_leaves_before_its_answer_harms_nobody(running: Running) -> None:
+def test_an_engine_that_leaves_before_its_reply_does_no_harm(running: Running) -> None:
     for _ in range(20):
         engine = Engine(running.context, running.endpoint)
         engine.socket.set(zmq.LINGER, 1000)
@@ -236,7 +238,7 @@ def test_an_engine_that_leaves_before_its_answer_harms_nobody(running: Running) 
     assert running.engine().stats().blocks == 0
 
 
-def test_an_engine_that_never_reads_is_offered_no_more_and_harms_no_other(
+def test_an_engine_that_never_reads_gets_no_more_blocks_and_others_do(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_UNSENT_BYTES", 2_000_000)

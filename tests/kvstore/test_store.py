@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def loaded(directory: BlockDirectory, **limits: object) -> DiskStore:
-    store = DiskStore(directory, **limits)  # type: ignore[arg-type]
+def loaded(
+    directory: BlockDirectory,
+    *,
+    max_bytes: int = 0,
+    ttl_s: float = 0.0,
+    clock: Callable[[], float] = time.time,
+) -> DiskStore:
+    store = DiskStore(directory, max_bytes=max_bytes, ttl_s=ttl_s, clock=clock)
     store.load()
     return store
 
@@ -64,7 +72,7 @@ def test_a_run_ends_at_the_first_gap(directory: BlockDirectory) -> None:
     assert (stats.reads_total, stats.misses_total, stats.blocks) == (3, 2, 3)
 
 
-def test_what_is_not_this_block_is_not_stored(directory: BlockDirectory) -> None:
+def test_a_file_of_another_block_is_not_stored(directory: BlockDirectory) -> None:
     store = loaded(directory)
     with pytest.raises(BlockFileError):
         store.put(key_of(1), file_of(2), durable=False)
@@ -73,7 +81,7 @@ def test_what_is_not_this_block_is_not_stored(directory: BlockDirectory) -> None
     assert there(store, 1, 2) == set()
 
 
-def test_the_first_block_stored_stays(directory: BlockDirectory) -> None:
+def test_a_stored_block_is_not_overwritten(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     before = directory.path(key_of(1)).stat().st_ino
@@ -106,7 +114,7 @@ def test_a_chain_loses_its_end_before_its_start(directory: BlockDirectory, clock
     assert there(store, 1, 2, 3, 4, 5) == {1, 2, 3, 5}
 
 
-def test_order_and_ages_survive_a_restart(directory: BlockDirectory, clock: Clock) -> None:
+def test_the_order_of_use_survives_a_restart(directory: BlockDirectory, clock: Clock) -> None:
     store = loaded(directory, clock=clock)
     put(store, 1, 2, 3, 4)
     store.touch([key_of(number) for number in (2, 1)])
@@ -152,7 +160,7 @@ def test_the_store_is_usable_before_its_index_is_complete(
     put(store, 4)
     store.load()
     assert not store.stats().indexing
-    assert len(there(store, 2, 3)) == 1  # one of the two that nobody used since the start
+    assert len(there(store, 2, 3)) == 1  # one of the two not used since the start
     assert there(store, 1, 4) == {1, 4}
 
 
@@ -167,7 +175,7 @@ def test_a_file_that_vanished_is_a_miss_and_forgotten(directory: BlockDirectory)
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", file_of(2), file_of(1)[:-1] + b"?"])
-def test_a_block_that_is_bad_is_put_aside(directory: BlockDirectory, damage: bytes) -> None:
+def test_a_bad_block_is_quarantined(directory: BlockDirectory, damage: bytes) -> None:
     store = loaded(directory)
     put(store, 1)
     directory.path(key_of(1)).write_bytes(damage)
@@ -180,7 +188,7 @@ def test_a_block_that_is_bad_is_put_aside(directory: BlockDirectory, damage: byt
     assert there(store, 1) == {1}
 
 
-def test_a_false_alarm_costs_no_block(directory: BlockDirectory) -> None:
+def test_a_good_block_survives_a_false_report(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     store.verify(key_of(1))
@@ -198,12 +206,12 @@ def test_the_directory_may_be_removed_under_the_store(directory: BlockDirectory)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_sequence_of_operations_keeps_index_and_files_in_step(
+def test_random_operations_keep_index_and_files_in_step(
     directory: BlockDirectory, clock: Clock, seed: int
 ) -> None:
     rng = random.Random(seed)
-    limits = {"max_bytes": 12 * SIZE, "ttl_s": 100.0, "clock": clock}
-    store = DiskStore(directory, **limits)  # type: ignore[arg-type]
+    make_store = partial(DiskStore, directory, max_bytes=12 * SIZE, ttl_s=100.0, clock=clock)
+    store = make_store()
     for _ in range(400):
         number = rng.randrange(30)
         match rng.randrange(8):
@@ -224,10 +232,10 @@ def test_any_sequence_of_operations_keeps_index_and_files_in_step(
                 store.flush()
             case 7 if rng.random() < 0.2:
                 store.flush()
-                store = DiskStore(directory, **limits)  # type: ignore[arg-type]
+                store = make_store()
             case _:
                 store.load()
-        there(store, *range(35))  # notices what vanished
+        there(store, *range(35))  # makes the store notice vanished files
         if not store.stats().indexing:
             files = dict(directory.scan())
             assert store.stats().blocks == len(files)
@@ -235,7 +243,7 @@ def test_any_sequence_of_operations_keeps_index_and_files_in_step(
             assert store.stats().bytes <= 12 * SIZE
 
 
-def test_a_pipe_in_the_place_of_a_block_is_not_waited_for(directory: BlockDirectory) -> None:
+def test_a_pipe_in_place_of_a_block_does_not_block_reads(directory: BlockDirectory) -> None:
     store = loaded(directory)
     put(store, 1)
     directory.path(key_of(1)).unlink()

@@ -58,7 +58,7 @@ class Outcomes(dict[int, str]):
         )
 
 
-def test_what_is_queued_is_written_and_done_is_told(store: DiskStore) -> None:
+def test_queued_blocks_are_written_and_reported_as_done(store: DiskStore) -> None:
     writer, outcomes = Writer(store), Outcomes()
     for number in range(10):
         assert writer.offer(outcomes.put(number)) == ""
@@ -71,7 +71,7 @@ def test_a_full_queue_refuses_and_counts(directory: FaultyDirectory, store: Disk
     directory.may_write.clear()
     writer, outcomes = Writer(store, queue_size=3), Outcomes()
     refused = [number for number in range(10) if writer.offer(outcomes.put(number))]
-    assert len(refused) in (6, 7)  # beside the three in the queue one may be under way
+    assert len(refused) in (6, 7)  # besides the three in the queue, one may be in progress
     assert writer.drops == len(refused)
     directory.may_write.set()
     writer.close(20)
@@ -101,7 +101,7 @@ def test_a_queue_of_large_blocks_is_bounded_in_bytes(
     writer.close(20)
 
 
-def test_persistent_writes_are_retried_so_often_and_no_more(
+def test_persistent_writes_are_retried_up_to_the_limit(
     directory: FaultyDirectory, store: DiskStore
 ) -> None:
     writer, outcomes = Writer(store, persistent=True, max_retries=2), Outcomes()
@@ -156,7 +156,7 @@ def test_a_full_disk_drops_with_one_log_line_and_recovers_by_itself(
     writer.close(20)
 
 
-def test_what_is_not_a_block_is_dropped_and_the_next_is_written(store: DiskStore) -> None:
+def test_an_invalid_block_is_dropped_and_the_next_is_written(store: DiskStore) -> None:
     writer, outcomes = Writer(store), Outcomes()
     writer.offer(outcomes.put(1, b"rubbish"))
     writer.offer(outcomes.put(2))
@@ -166,7 +166,7 @@ def test_what_is_not_a_block_is_dropped_and_the_next_is_written(store: DiskStore
     writer.close(20)
 
 
-def test_closing_gives_up_in_time(directory: FaultyDirectory, store: DiskStore) -> None:
+def test_closing_ends_within_its_timeout(directory: FaultyDirectory, store: DiskStore) -> None:
     directory.may_write.clear()
     writer, outcomes = Writer(store), Outcomes()
     for number in range(5):
@@ -177,9 +177,7 @@ def test_closing_gives_up_in_time(directory: FaultyDirectory, store: DiskStore) 
     assert "shutting down" in outcomes.values()
 
 
-def test_ages_and_limits_are_looked_after_without_any_put(
-    directory: FaultyDirectory, tmp_path: Path
-) -> None:
+def test_limits_are_enforced_without_any_put(directory: FaultyDirectory, tmp_path: Path) -> None:
     store = DiskStore(directory, ttl_s=0.5)
     store.load()
     writer, outcomes = Writer(store, flush_interval_s=0.1), Outcomes()

@@ -1,7 +1,7 @@
 """A child for the supervisor's tests: `child_program.py FOLDER NAME BEHAVIOUR`.
 
-It notes each start and end in ``FOLDER/journal`` ("start NAME PID TIME") and then does
-what BEHAVIOUR says. Real processes of ours differ from it only in what they serve.
+It records each start and end in ``FOLDER/journal`` ("start NAME PID TIME") and then
+acts as BEHAVIOUR says. To the supervisor it looks like one of the real processes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def test_a_port_in_use_is_one_line_at_once() -> None:
     assert result.stdout == ""
 
 
-def test_a_host_that_is_not_ours_is_one_line() -> None:
+def test_a_host_of_another_machine_is_one_line() -> None:
     result = run("--host=192.0.2.1", "--port=0")
     assert result.returncode == 1
     assert result.stderr.startswith("mlx-lm-server: --host: cannot listen on 192.0.2.1:0 (")
@@ -114,7 +114,7 @@ def test_the_children_meet_in_the_private_directory(tmp_path: Path) -> None:
         assert stages["router"] < stages["engine"] < stages["kvstore"]
 
 
-def test_sockets_that_were_given_are_kept_and_no_ssd_needs_no_kvstore(tmp_path: Path) -> None:
+def test_given_sockets_are_kept_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
     argv = ["--no-ssd", "--engine-socket=ipc:///run/e"]
     settings = parse(argv, {}, "prog")
     with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
@@ -123,7 +123,7 @@ def test_sockets_that_were_given_are_kept_and_no_ssd_needs_no_kvstore(tmp_path: 
     assert parse(specs[0].command[4:], {}, "prog").engine_socket == "ipc:///run/e"
 
 
-def test_engines_allocate_in_huge_pages_unless_the_user_has_a_say(
+def test_engines_allocate_in_huge_pages_unless_the_user_sets_tunables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def engine() -> str | None:
@@ -145,7 +145,7 @@ def test_engines_allocate_in_huge_pages_unless_the_user_has_a_say(
         ("::1", "http://[::1]:"),
     ],
 )
-def test_the_url_can_be_opened_as_it_is_printed(host: str, expected: str) -> None:
+def test_the_printed_url_can_be_opened(host: str, expected: str) -> None:
     try:
         http = listener.listen(host, 0)
     except listener.ListenError:

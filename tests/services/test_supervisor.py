@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Server:
-    """A supervisor that runs, and what its children noted."""
+    """A running supervisor, and the journal of its children."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -49,14 +49,14 @@ class Server:
         return self.journal()
 
     def wait_until_ready(self) -> Path:
-        """The run directory."""
+        """Return the run directory."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("ready "), line
         return Path(line.removeprefix("ready ").strip())
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, what is left of stdout, and stderr; waits for the end."""
+        """Wait for the end; return the exit code, the rest of stdout, and stderr."""
         out, error = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, error
 
@@ -88,7 +88,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         server.process.kill()
         server.process.communicate(timeout=PATIENCE_S)
         for entry in server.journal():
-            wait_until(lambda pid=entry.pid: not runs(pid))  # type: ignore[misc]
+            wait_until_gone(entry.pid)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -96,6 +96,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not runs(pid))
 
 
 def runs(pid: int) -> bool:
@@ -106,7 +110,7 @@ def runs(pid: int) -> bool:
     return True
 
 
-def test_a_killed_child_is_started_again_and_the_others_stay(start: Start) -> None:
+def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -> None:
     server = start("a:serve:0", "b:serve:0")
     server.wait_until_ready()
     victim = next(entry for entry in server.journal() if entry.name == "a")
@@ -116,11 +120,11 @@ def test_a_killed_child_is_started_again_and_the_others_stay(start: Start) -> No
     server.process.terminate()
     code, rest, log = server.end()
     assert code == EXIT_OK
-    assert rest == "", "ready is said once"
+    assert rest == "", "ready is announced once"
     assert "warning supervisor: a was ended by SIGKILL" in log
 
 
-def test_restarts_come_ever_later_while_a_child_keeps_failing(start: Start) -> None:
+def test_pauses_before_restarts_grow_while_a_child_keeps_failing(start: Start) -> None:
     server = start("a:ready-then-crash:0", backoff_s=0.2)
     times = [entry.at for entry in server.wait_for_starts(5)]
     gaps = [late - early for early, late in itertools.pairwise(times)]
@@ -143,7 +147,7 @@ def test_a_child_that_never_beats_is_given_longer_and_then_killed(start: Start) 
     assert second.at - first.at > 2
 
 
-def test_a_supervisor_that_was_stopped_does_not_blame_its_children(start: Start) -> None:
+def test_a_supervisor_that_was_stopped_does_not_kill_its_children(start: Start) -> None:
     server = start("a:serve:0", silence_s=1.5)
     server.wait_until_ready()
     server.process.send_signal(signal.SIGSTOP)
@@ -160,7 +164,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(start: Start) -> None:
     (run_dir / "socket").touch()
     server.process.kill()
     for entry in server.journal():
-        wait_until(lambda pid=entry.pid: not runs(pid))  # type: ignore[misc]
+        wait_until_gone(entry.pid)
     wait_until(lambda: not run_dir.exists())
 
 
@@ -207,13 +211,13 @@ def test_a_permanent_error_at_start_ends_the_server_with_its_line(start: Start) 
     assert sum(entry.name == "a" for entry in server.journal()) == 1
 
 
-def test_a_permanent_error_of_a_child_that_has_served_is_tried_again(start: Start) -> None:
+def test_a_child_that_was_ready_is_restarted_after_a_permanent_error(start: Start) -> None:
     server = start("a:refuse-later:0")
     assert len(server.wait_for_starts(3)) >= 3
     assert server.process.poll() is None
 
 
-def test_a_child_that_never_gets_ready_gives_the_server_up(start: Start) -> None:
+def test_a_child_that_never_becomes_ready_ends_the_server(start: Start) -> None:
     server = start("a:crash:0", backoff_s=0.01, max_start_failures=3)
     code, _, log = server.end()
     assert code == 1
@@ -221,7 +225,7 @@ def test_a_child_that_never_gets_ready_gives_the_server_up(start: Start) -> None
     assert len(server.journal()) == 3
 
 
-def test_a_child_goes_on_while_nobody_reads_the_log(start: Start) -> None:
+def test_a_child_keeps_running_while_the_log_is_not_read(start: Start) -> None:
     server = start("a:chatty:0")
     wait_until(lambda: bool(server.journal("said")))
     server.wait_until_ready()

@@ -54,14 +54,14 @@ def test_a_cut_file_is_refused_wherever_it_was_cut() -> None:
         decode(data + b"x", HASH, NAMESPACE)
 
 
-def test_any_flipped_bit_is_refused_or_harmless() -> None:
+def test_a_flipped_bit_is_refused_or_changes_nothing() -> None:
     """Padding and the spelling of the header may change without changing the block."""
     payload = (b"keys", b"values")
     data = bytearray(encode(HASH, NAMESPACE, payload))
     for position in range(len(data) * 8):
         data[position // 8] ^= 1 << position % 8
         try:
-            assert decode(bytes(data), HASH, NAMESPACE) == payload
+            assert tuple(map(bytes, decode(bytes(data), HASH, NAMESPACE))) == payload
         except BlockFileError:
             pass
         data[position // 8] ^= 1 << position % 8

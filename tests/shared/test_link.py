@@ -1,9 +1,8 @@
-"""The line between a child and its supervisor."""
+"""The link between a child and its supervisor."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.link import LINK_VARIABLE, SupervisorLink
-from shared.rundir import RunDir
+from tests.shared.test_rundir import hold
 
 
 @pytest.fixture
@@ -71,16 +70,17 @@ def test_beats_never_block_and_lines_never_mix(
 
 
 def test_the_end_of_the_supervisor_is_noticed_and_its_directory_removed(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path)
+    supervisor, run_dir = hold(tmp_path)
     ours, theirs = socket.socketpair()
     gone = threading.Event()
-    SupervisorLink(ours, str(run_dir.path)).watch(gone.set)
+    SupervisorLink(ours, str(run_dir)).watch(gone.set)
     theirs.send(b"something\n")
     assert not gone.wait(0.2)
-    os.close(run_dir._lock)  # as the death of its process does
+    with supervisor:
+        supervisor.kill()
     theirs.close()
     assert gone.wait(10)
-    assert not run_dir.path.exists()
+    assert not run_dir.exists()
 
 
 def test_a_beat_after_the_end_of_the_supervisor_does_nothing(

@@ -1,4 +1,4 @@
-"""The form of log lines."""
+"""The format of log lines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_json_is_one_object_a_line() -> None:
     assert fields["trace"].endswith("ValueError: broken")
 
 
-def test_libraries_are_heard_only_when_something_is_wrong() -> None:
+def test_only_warnings_of_libraries_are_logged() -> None:
     stream = logged("text")
     for name in ("httpx", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(name).info("chatter")
@@ -68,14 +68,14 @@ def test_libraries_are_heard_only_when_something_is_wrong() -> None:
     assert stream.getvalue().count("trouble") == 3
 
 
-def test_the_level_holds() -> None:
+def test_lines_below_the_level_are_not_logged() -> None:
     stream = logged("text", "warning")
     logging.getLogger("x").info("small talk")
     assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_a_line_that_has_the_form_already_is_not_wrapped_again(format: logs.LogFormat) -> None:
+def test_a_formatted_line_is_not_formatted_again(format: logs.LogFormat) -> None:
     stream = logged(format)
     logging.getLogger("x").info("hello")
     line = stream.getvalue().rstrip("\n")

@@ -30,7 +30,7 @@ sys.stdin.read()
 
 
 def hold(parent: Path) -> tuple[subprocess.Popen[str], Path]:
-    """A process that has a run directory in ``parent``."""
+    """Start a process that holds a run directory in ``parent``."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(parent)],
         stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ def hold(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_it_is_private_short_and_gone_afterwards() -> None:
+def test_the_directory_is_private_has_a_short_path_and_is_removed() -> None:
     with RunDir.create() as run_dir:
         assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
         address = run_dir.socket("engines")
@@ -51,7 +51,7 @@ def test_it_is_private_short_and_gone_afterwards() -> None:
     assert not run_dir.path.exists()
 
 
-def test_a_place_with_too_long_a_path_is_passed_over(
+def test_a_parent_with_too_long_a_path_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("x" * 100)
@@ -62,7 +62,7 @@ def test_a_place_with_too_long_a_path_is_passed_over(
         assert run_dir.path.parent == Path("/tmp")
 
 
-def test_the_directory_of_a_living_server_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_the_directory_of_a_running_server_is_neither_taken_nor_removed(tmp_path: Path) -> None:
     process, path = hold(tmp_path)
     with process:
         with pytest.raises(RunDirError, match="belongs to a server that is running"):
@@ -73,7 +73,7 @@ def test_the_directory_of_a_living_server_is_refused_and_left_alone(tmp_path: Pa
         process.kill()
 
 
-def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_the_directory_of_a_killed_server_is_removed_at_the_next_start(tmp_path: Path) -> None:
     process, path = hold(tmp_path)
     with process:
         process.kill()
@@ -85,10 +85,10 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path: Path) 
         assert sorted(tmp_path.iterdir()) == sorted([other, run_dir.path])
 
 
-def test_a_directory_that_is_gone_is_nothing_to_remove(tmp_path: Path) -> None:
+def test_a_missing_directory_is_not_removed(tmp_path: Path) -> None:
     assert not remove_if_abandoned(tmp_path / "never")
 
 
-def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_parent_that_cannot_be_written_raises_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"no private directory in .*: No such file"):
         RunDir.create(tmp_path / os.urandom(4).hex())

@@ -94,7 +94,7 @@ LATER = {
 def refusal(
     capsys: pytest.CaptureFixture[str], *argv: str, environ: dict[str, str] | None = None
 ) -> str:
-    """The one line with which ``argv`` is refused."""
+    """Return the one line with which ``argv`` is refused."""
     with pytest.raises(SystemExit) as caught:
         parse(argv, environ or {}, "prog")
     out, error = capsys.readouterr()
@@ -111,7 +111,7 @@ def test_a_flag_of_the_reference_has_its_name_and_default(name: str, default: ob
     assert getattr(parse([], {}, "prog"), name[2:].replace("-", "_")) == default
 
 
-def test_no_flags_at_all_are_the_defaults() -> None:
+def test_without_flags_settings_have_their_defaults() -> None:
     assert parse([], {}, "prog") == Settings()
 
 
@@ -206,7 +206,7 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
     assert parse(["--spec-decode", "none"], {}, "prog") == Settings()
 
 
-def test_variables_of_other_programs_count_only_when_their_feature_is_there() -> None:
+def test_a_variable_of_another_program_is_ignored_while_its_feature_is_missing() -> None:
     assert parse([], {"MLX_HOSTFILE": "/hosts.json"}, "prog").distributed_hostfile is None
 
 
@@ -247,7 +247,7 @@ def test_variables_of_other_programs_count_only_when_their_feature_is_there() ->
         (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is not this machine"),
     ],
 )
-def test_what_makes_no_sense_is_one_line_that_names_the_flag(
+def test_an_invalid_value_is_one_line_that_names_the_flag(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, *argv).removeprefix("prog: ").startswith(message)
@@ -286,7 +286,7 @@ def test_a_boolean_set_by_both_of_its_names_is_refused(capsys: pytest.CaptureFix
         ("port =", "--config: {} is not valid TOML: "),
     ],
 )
-def test_a_bad_file_is_named_with_its_key(
+def test_an_error_in_a_file_names_file_and_key(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.toml"
@@ -295,7 +295,7 @@ def test_a_bad_file_is_named_with_its_key(
     assert line.removeprefix("prog: ").startswith(message.format(file))
 
 
-def test_what_has_no_effect_and_what_is_unknown_is_a_warning(
+def test_a_flag_without_effect_and_an_unknown_variable_are_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     environ = {"MLX_LM_SERVER_PROT": "1"}
@@ -305,7 +305,7 @@ def test_what_has_no_effect_and_what_is_unknown_is_a_warning(
     assert lines[1].startswith("prog: warning: --draft-model-quantize: deprecated")
 
 
-def test_a_child_does_not_repeat_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_child_process_does_not_repeat_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     parse(["--draft-model-quantize", "x"], {"_MLX_LM_SERVER_LINK_FD": "3"}, "prog")
     assert capsys.readouterr().err == ""
 
@@ -315,7 +315,7 @@ def test_n_grams_cannot_be_shorter_than_their_minimum() -> None:
         check(dataclasses.replace(Settings(), ngram_min=5))
 
 
-def test_tcp_is_allowed_on_the_loopback_alone() -> None:
+def test_tcp_is_allowed_on_the_loopback_only() -> None:
     for address in ("tcp://127.0.0.1:5555", "tcp://[::1]:5555", "tcp://localhost:5555"):
         assert parse(["--engine-socket", address], {}, "prog").engine_socket == address
 

@@ -41,7 +41,7 @@ FILE_THREADS = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; return the exit code.
 
-    The process ends itself if it makes no progress (`engine.io.io_thread`).
+    The process ends itself if it makes no progress (`engine.io.thread`).
     """
     options = settings.parse(sys.argv[1:] if argv is None else argv, os.environ, "services.engine")
     name = os.environ.get(ENGINE_NAME_VARIABLE, f"engine-{socket.gethostname()}-{os.getpid()}")

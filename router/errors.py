@@ -10,7 +10,7 @@ from typing import ClassVar
 import msgspec
 
 
-class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """``param`` is the field that is to blame, where it is one: ``messages[0].content``."""
 
     message: str
@@ -19,10 +19,10 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None
 
 
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What is answered in place of what was asked for."""
 
-    error: ErrorDetail
+    error: ErrorInfo
 
 
 class ApiError(Exception):
@@ -50,7 +50,7 @@ class ApiError(Exception):
         self.code = code or self.default_code
         self.retry_after_s = retry_after_s
 
-    def rename(self, names: Mapping[str, str]) -> None:
+    def rename_fields(self, names: Mapping[str, str]) -> None:
         """Speaks of the fields as another API calls them; ``names`` has theirs by ours."""
         for ours, theirs in names.items():
             if self.param is not None and re.match(rf"{re.escape(ours)}(?![\w])", self.param):
@@ -59,8 +59,8 @@ class ApiError(Exception):
                 return
 
     def body(self) -> bytes:
-        detail = ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code)
-        return msgspec.json.encode(ErrorBody(error=detail))
+        detail = ErrorInfo(message=self.message, type=self.type, param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorResponse(error=detail))
 
     def headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
@@ -75,7 +75,7 @@ class InvalidRequest(ApiError):
     type = "invalid_request_error"
 
 
-class ContextExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest):
     default_code = "context_length_exceeded"
 
 
@@ -121,7 +121,7 @@ class MethodNotAllowed(ApiError):
         return {"allow": self.allow}
 
 
-class BodyTooSlow(ApiError):
+class BodyTimeout(ApiError):
     """The body did not arrive in time."""
 
     status = 408
@@ -129,7 +129,7 @@ class BodyTooSlow(ApiError):
     default_code = "request_timeout"
 
 
-class HeadersTooSlow(BodyTooSlow):
+class HeadersTimeout(BodyTimeout):
     """The headers did not arrive in time."""
 
 
@@ -149,7 +149,7 @@ class BodyTooLarge(ApiError):
     default_code = "request_too_large"
 
 
-class NotJson(ApiError):
+class UnsupportedMediaType(ApiError):
     """The body is of another media type, or compressed in an unknown way."""
 
     status = 415
@@ -187,7 +187,7 @@ class GenerationTimeout(ApiError):
     default_code = "timeout"
 
 
-class NotServed(ApiError):
+class EndpointNotSupported(ApiError):
     """The path is known from elsewhere, and nothing here answers it."""
 
     status = 501
@@ -207,5 +207,5 @@ class InternalError(ApiError):
         super().__init__("The server had an error while processing the request.")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection: nobody is left to answer."""

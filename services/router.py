@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
-from router.fleet.core import Router
-from router.fleet.port import PortError
+from router.fleet.engine_socket import EngineSocketError
+from router.fleet.router import Router
 from router.http.app import create_app
 from router.http.connections import Connection
-from router.http.front import Keys
+from router.http.middleware import ApiKeys
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from shared import logs
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
@@ -44,20 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings.engine_socket is None:
         return fail(PROG, "--engine-socket: a router started alone needs it", EXIT_USAGE)
     try:
-        keys = Keys.from_settings(settings)
+        keys = ApiKeys.from_settings(settings)
         listener = inherited() or listen(settings.host, settings.port)
     except (OSError, ValueError, ListenError) as error:
         return fail(PROG, error)
     try:
         router = Router(settings, settings.engine_socket, installed_version())
-    except PortError as error:
+    except EngineSocketError as error:
         listener.close()
         return fail(PROG, f"--engine-socket: {error}")
     try:
         server = _server(router, keys)
     except (ssl.SSLError, OSError) as error:
         listener.close()
-        router.port.close()
+        router.engine_socket.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
     # uvloop if it is installed: asyncio's own loop takes twice the time for a token.
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -73,7 +73,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(router: Router, keys: Keys) -> _Server:
+def _server(router: Router, keys: ApiKeys) -> _Server:
     settings = router.settings
     config = uvicorn.Config(
         create_app(router, keys),
@@ -112,7 +112,7 @@ async def _serve(
             stopping.append(asyncio.create_task(drain()))
 
     def stop_now() -> None:
-        router.cut("The server is shutting down.")
+        router.abort_all("The server is shutting down.")
         server.should_exit = server.force_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,35 +9,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.anthropic.answers import MessageWriter
-from router.anthropic.errors import ErrorBody
+from router.anthropic.errors import AnthropicErrorResponse
 from router.anthropic.schemas import (
+    AnthropicMessage,
     CountTokensRequest,
-    Event,
-    Message,
     MessagesRequest,
+    MessageStreamEvent,
     TokenCount,
 )
 from router.anthropic.translation import chat_request
+from router.anthropic.writer import MessageWriter
 from router.api.body import read_json_body
 from router.api.endpoints import ChatEndpoint
-from router.fleet.core import Router
 from router.fleet.engines import Model
-from router.schemas.schemas import ChatRequest, parse
+from router.fleet.router import Router
+from router.schemas.requests import ChatRequest, parse_body
 
 
 class Messages(ChatEndpoint[MessagesRequest]):
-    kind = MessagesRequest
-    answer = Message
-    event = Event
-    error_body = ErrorBody
+    body_type = MessagesRequest
+    response_type = AnthropicMessage
+    event_type = MessageStreamEvent
+    error_type = AnthropicErrorResponse
     example: ClassVar = {
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 32,
     }
     field_names: ClassVar = {"response_format.json_schema.schema": "output_config.format.schema"}
 
-    def request(self, body: MessagesRequest) -> ChatRequest:
+    def translate(self, body: MessagesRequest) -> ChatRequest:
         return chat_request(body)
 
     def writer(self, body: MessagesRequest, model: Model) -> MessageWriter:
@@ -58,10 +58,10 @@ class CountTokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
         raw = await read_json_body(Request(scope, receive), router.settings.max_request_bytes)
-        request = chat_request(parse(raw, CountTokensRequest))
+        request = chat_request(parse_body(raw, CountTokensRequest))
         model = router.model_for(request.model)
         if model.renderer is None:
             raise router.not_ready(model)
-        (prompt,) = await self._messages.prompts(request, model)
+        (prompt,) = await self._messages.tokenize_prompts(request, model)
         answer = msgspec.json.encode(TokenCount(len(prompt)))
         await Response(answer, media_type="application/json")(scope, receive, send)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct, json
 
-from router.errors import ApiError, ContextExceeded
+from router.errors import ApiError, ContextLengthExceeded
 
 _TYPES = {
     401: "authentication_error",
@@ -20,13 +20,13 @@ _TYPES = {
 }
 
 
-class ErrorDetails(Struct, frozen=True):
+class AnthropicError(Struct, frozen=True):
     type: str
     message: str
 
 
-class ErrorBody(Struct, frozen=True, kw_only=True):
-    error: ErrorDetails
+class AnthropicErrorResponse(Struct, frozen=True, kw_only=True):
+    error: AnthropicError
     request_id: str | None = None
     type: Literal["error"] = "error"
 
@@ -36,12 +36,14 @@ def error_body(error: ApiError, request_id: str | None = None) -> bytes:
     if kind is None:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
-    if isinstance(error, ContextExceeded):
+    if isinstance(error, ContextLengthExceeded):
         # Agents look for these words, and then make their conversation shorter.
         message = f"prompt is too long: {message}"
-    return json.encode(ErrorBody(error=ErrorDetails(kind, message), request_id=request_id))
+    return json.encode(
+        AnthropicErrorResponse(error=AnthropicError(kind, message), request_id=request_id)
+    )
 
 
-def speaks_anthropic(path: str) -> bool:
+def is_anthropic_path(path: str) -> bool:
     """Whether those who call ``path`` expect errors in this shape."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from router.schemas.conversation import MAX_TOOLS, ToolName
-from router.schemas.schemas import (
+from router.schemas.requests import (
     MAX_STOP_STRINGS,
     Count,
     SamplingRequest,
@@ -17,7 +17,7 @@ from router.schemas.schemas import (
 # -- requests ------------------------------------------------------------------
 
 
-class Block(Struct, frozen=True, kw_only=True):
+class ContentBlockParam(Struct, frozen=True, kw_only=True):
     """A content block of any type; which fields it has to have depends on that.
     ``cache_control``, ``citations`` and ``signature`` are accepted and mean nothing here."""
 
@@ -29,15 +29,15 @@ class Block(Struct, frozen=True, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     is_error: bool | None = None
-    content: str | list[Block] | dict[str, Any] | None = None
+    content: str | list[ContentBlockParam] | dict[str, Any] | None = None
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class MessageParam(Struct, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlockParam]
 
 
-class ToolDefinition(Struct, frozen=True, kw_only=True):
+class AnthropicTool(Struct, frozen=True, kw_only=True):
     """A tool of the client's; every other ``type`` is one of Anthropic's own."""
 
     name: ToolName
@@ -47,13 +47,13 @@ class ToolDefinition(Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ToolUseChoice(Struct, frozen=True, kw_only=True):
+class AnthropicToolChoice(Struct, frozen=True, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct, frozen=True, kw_only=True):
+class ThinkingConfig(Struct, frozen=True, kw_only=True):
     """The budget is told to the chat template, which may know what to do with it.
     Of thinking whose ``display`` is ``omitted`` only that there was some is shown."""
 
@@ -79,11 +79,11 @@ class Metadata(Struct, frozen=True, kw_only=True):
 class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
     """A conversation. How it would go on may be given, and does not matter."""
 
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=100_000)]
-    system: str | list[Block] | None = None
-    tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolUseChoice | None = None
-    thinking: Thinking | None = None
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=100_000)]
+    system: str | list[ContentBlockParam] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -109,18 +109,18 @@ class TokenCount(Struct, frozen=True):
     input_tokens: int
 
 
-class OutputTokensDetails(Struct, frozen=True):
+class AnthropicOutputTokensDetails(Struct, frozen=True):
     thinking_tokens: int
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class AnthropicUsage(Struct, frozen=True, kw_only=True):
     """``input_tokens`` are those that were not read from the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: AnthropicOutputTokensDetails
     service_tier: Literal["standard"] = "standard"
 
 
@@ -140,21 +140,21 @@ class ToolUseBlock(Struct, frozen=True, tag="tool_use"):
     input: dict[str, Any]
 
 
-AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
 ]
 
 
-class Message(Struct, frozen=True, kw_only=True, tag="message"):
+class AnthropicMessage(Struct, frozen=True, kw_only=True, tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[AnswerBlock]
+    content: list[ContentBlock]
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
-    usage: Usage
+    usage: AnthropicUsage
 
 
 # -- events --------------------------------------------------------------------
@@ -176,40 +176,48 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta"):
     partial_json: str
 
 
-class MessageStart(Struct, frozen=True, tag="message_start"):
-    message: Message
+class MessageStartEvent(Struct, frozen=True, tag="message_start"):
+    message: AnthropicMessage
 
 
-class BlockStart(Struct, frozen=True, tag="content_block_start"):
+class ContentBlockStartEvent(Struct, frozen=True, tag="content_block_start"):
     index: int
-    content_block: AnswerBlock
+    content_block: ContentBlock
 
 
-class Ping(Struct, frozen=True, tag="ping"):
+class PingEvent(Struct, frozen=True, tag="ping"):
     pass
 
 
-class BlockDelta(Struct, frozen=True, tag="content_block_delta"):
+class ContentBlockDeltaEvent(Struct, frozen=True, tag="content_block_delta"):
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
-class BlockStop(Struct, frozen=True, tag="content_block_stop"):
+class ContentBlockStopEvent(Struct, frozen=True, tag="content_block_stop"):
     index: int
 
 
-class Ending(Struct, frozen=True):
+class StopDelta(Struct, frozen=True):
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessageDelta(Struct, frozen=True, tag="message_delta"):
-    delta: Ending
-    usage: Usage
+class MessageDeltaEvent(Struct, frozen=True, tag="message_delta"):
+    delta: StopDelta
+    usage: AnthropicUsage
 
 
-class MessageStop(Struct, frozen=True, tag="message_stop"):
+class MessageStopEvent(Struct, frozen=True, tag="message_stop"):
     pass
 
 
-Event = MessageStart | BlockStart | Ping | BlockDelta | BlockStop | MessageDelta | MessageStop
+MessageStreamEvent = (
+    MessageStartEvent
+    | ContentBlockStartEvent
+    | PingEvent
+    | ContentBlockDeltaEvent
+    | ContentBlockStopEvent
+    | MessageDeltaEvent
+    | MessageStopEvent
+)

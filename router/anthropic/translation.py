@@ -6,27 +6,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router.anthropic.schemas import (
-    Block,
+    AnthropicTool,
+    AnthropicToolChoice,
+    ContentBlockParam,
     CountTokensRequest,
+    MessageParam,
     MessagesRequest,
     OutputFormat,
-    Thinking,
-    ToolDefinition,
-    ToolUseChoice,
-    Turn,
+    ThinkingConfig,
 )
 from router.errors import InvalidRequest, NotSupported
 from router.schemas.conversation import (
     ChatMessage,
-    Function,
     FunctionCall,
+    FunctionDefinition,
     FunctionName,
     Tool,
     ToolCall,
     ToolChoice,
     ToolMode,
 )
-from router.schemas.schemas import ChatRequest, sampling_fields, translated
+from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _PARAGRAPH = "\n\n"
@@ -42,7 +42,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     asked = body.output_format or (config.format if config else None)
     if asked is not None:
         fields["response_format"] = _response_format(asked)
-    return translated(
+    return validated(
         ChatRequest(
             **fields,
             messages=messages,
@@ -61,14 +61,14 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     )
 
 
-def _template_args(thinking: Thinking) -> dict[str, Any]:
+def _template_args(thinking: ThinkingConfig) -> dict[str, Any]:
     args: dict[str, Any] = {"enable_thinking": thinking.type != "disabled"}
     if thinking.budget_tokens is not None:
         args["thinking_budget"] = thinking.budget_tokens
     return args
 
 
-def _tool(tool: ToolDefinition, index: int) -> Tool:
+def _tool(tool: AnthropicTool, index: int) -> Tool:
     if tool.type not in (None, "custom"):
         raise NotSupported(
             f"'tools[{index}]': tools of type '{tool.type}' are Anthropic's own and not supported"
@@ -78,7 +78,7 @@ def _tool(tool: ToolDefinition, index: int) -> Tool:
     if tool.input_schema is None:
         where = f"tools[{index}].input_schema"
         raise InvalidRequest(f"'{where}' is missing.", param=where)
-    function = Function(
+    function = FunctionDefinition(
         name=tool.name,
         description=tool.description,
         parameters=tool.input_schema,
@@ -87,7 +87,7 @@ def _tool(tool: ToolDefinition, index: int) -> Tool:
     return Tool(function=function)
 
 
-def _tool_choice(choice: ToolUseChoice) -> ToolMode | ToolChoice:
+def _tool_choice(choice: AnthropicToolChoice) -> ToolMode | ToolChoice:
     match choice.type:
         case "auto":
             return "auto"
@@ -132,24 +132,24 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
     return found
 
 
-def _assistant(turn: Turn, where: str) -> ChatMessage:
+def _assistant(turn: MessageParam, where: str) -> ChatMessage:
     if isinstance(turn.content, str):
         return ChatMessage("assistant", turn.content)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
-    for place, block in _placed(turn.content, f"{where}.content"):
+    for place, block in _with_places(turn.content, f"{where}.content"):
         match block.type:
             case "text":
-                texts.append(_given(block.text, place, "text"))
+                texts.append(_required(block.text, place, "text"))
             case "thinking":
-                thoughts.append(_given(block.thinking, place, "thinking"))
+                thoughts.append(_required(block.thinking, place, "thinking"))
             case "redacted_thinking":
                 pass  # only its author could read it
             case "tool_use":
-                name = _given(block.name, place, "name")
+                name = _required(block.name, place, "name")
                 call = FunctionCall(name, block.input or {})
-                calls.append(ToolCall(call, id=_given(block.id, place, "id")))
+                calls.append(ToolCall(call, id=_required(block.id, place, "id")))
             case _:
                 raise _unsupported(block, place)
     return ChatMessage(
@@ -160,20 +160,20 @@ def _assistant(turn: Turn, where: str) -> ChatMessage:
     )
 
 
-def _user(turn: Turn, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
+def _user(turn: MessageParam, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
     """Results of tools are messages of their own."""
     if isinstance(turn.content, str):
         yield ChatMessage("user", turn.content)
         return
     texts: list[str] = []
-    for place, block in _placed(turn.content, f"{where}.content"):
+    for place, block in _with_places(turn.content, f"{where}.content"):
         if block.type != "tool_result":
             texts.append(_text_of(block, place))
             continue
         if texts:
             yield ChatMessage("user", _PARAGRAPH.join(texts))
             texts = []
-        tool_use_id = _given(block.tool_use_id, place, "tool_use_id")
+        tool_use_id = _required(block.tool_use_id, place, "tool_use_id")
         yield ChatMessage(
             "tool",
             _result(block, f"{place}.content"),
@@ -184,7 +184,7 @@ def _user(turn: Turn, where: str, names: dict[str, str]) -> Iterator[ChatMessage
         yield ChatMessage("user", _PARAGRAPH.join(texts))
 
 
-def _result(block: Block, where: str) -> str:
+def _result(block: ContentBlockParam, where: str) -> str:
     content = block.content
     if isinstance(content, dict):
         raise InvalidRequest(f"'{where}' must be text or a list of blocks.", param=where)
@@ -192,30 +192,32 @@ def _result(block: Block, where: str) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def _text(content: str | Sequence[Block], where: str, between: str) -> str:
+def _text(content: str | Sequence[ContentBlockParam], where: str, between: str) -> str:
     if isinstance(content, str):
         return content
-    return between.join(_text_of(block, place) for place, block in _placed(content, where))
+    return between.join(_text_of(block, place) for place, block in _with_places(content, where))
 
 
-def _text_of(block: Block, place: str) -> str:
+def _text_of(block: ContentBlockParam, place: str) -> str:
     if block.type != "text":
         raise _unsupported(block, place)
-    return _given(block.text, place, "text")
+    return _required(block.text, place, "text")
 
 
-def _placed(blocks: Sequence[Block], where: str) -> Iterator[tuple[str, Block]]:
+def _with_places(
+    blocks: Sequence[ContentBlockParam], where: str
+) -> Iterator[tuple[str, ContentBlockParam]]:
     for index, block in enumerate(blocks):
         yield f"{where}[{index}]", block
 
 
-def _given(value: str | None, place: str, name: str) -> str:
+def _required(value: str | None, place: str, name: str) -> str:
     if value is None:
         raise InvalidRequest(f"'{place}.{name}' is missing.", param=f"{place}.{name}")
     return value
 
 
-def _unsupported(block: Block, place: str) -> InvalidRequest:
+def _unsupported(block: ContentBlockParam, place: str) -> InvalidRequest:
     return InvalidRequest(
         f"'{place}': content of type '{block.type}' is not supported here; this server takes text.",
         param=f"{place}.type",

@@ -8,7 +8,13 @@ import zlib
 
 from starlette.requests import ClientDisconnect, Request
 
-from router.errors import BodyTooLarge, BodyTooSlow, ClientGone, InvalidRequest, NotJson
+from router.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    ClientDisconnected,
+    InvalidRequest,
+    UnsupportedMediaType,
+)
 
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0
@@ -20,20 +26,22 @@ async def read_json_body(
 ) -> bytes:
     """At most ``max_bytes`` of JSON text, decompressed.
 
-    Raises `NotJson` for another media type or an unknown compression,
-    `BodyTooLarge`, `BodyTooSlow`, and `ClientGone`.
+    Raises `UnsupportedMediaType` for another media type or an unknown compression,
+    `BodyTooLarge`, `BodyTimeout`, and `ClientDisconnected`.
     """
     _check_media_type(request.headers.get("content-type"))
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
     if encoding != "identity" and encoding not in _WINDOW_BITS:
-        raise NotJson(f"Content-Encoding '{encoding}' is not supported; use gzip, deflate or none.")
+        raise UnsupportedMediaType(
+            f"Content-Encoding '{encoding}' is not supported; use gzip, deflate or none."
+        )
     try:
         async with asyncio.timeout(timeout_s):
             raw = await _read(request, max_bytes)
     except TimeoutError:
-        raise BodyTooSlow(f"The body did not arrive within {timeout_s:g} s.") from None
+        raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
-        raise ClientGone from None
+        raise ClientDisconnected from None
     return raw if encoding == "identity" else _decompress(raw, _WINDOW_BITS[encoding], max_bytes)
 
 
@@ -42,7 +50,7 @@ def _check_media_type(content_type: str | None) -> None:
         return
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise NotJson(f"The body must be application/json, not '{media_type}'.")
+        raise UnsupportedMediaType(f"The body must be application/json, not '{media_type}'.")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

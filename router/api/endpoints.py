@@ -13,25 +13,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.answers import DONE, AnswerWriter, ChatShape, CompletionWriter, Shape, TextShape
 from router.api.body import read_json_body
 from router.api.streaming import EventStream
-from router.errors import ApiError, ContextExceeded, ErrorBody, InvalidRequest
-from router.fleet.core import Router
+from router.api.writers import (
+    DONE,
+    ChatCompletionFormat,
+    CompletionFormat,
+    CompletionWriter,
+    OutputWriter,
+    TextCompletionFormat,
+)
+from router.errors import ApiError, ContextLengthExceeded, ErrorResponse, InvalidRequest
 from router.fleet.engines import Model
-from router.generation.cachedebug import explain
-from router.generation.choice import Piece
+from router.fleet.router import Router
+from router.generation.cache_debug import explain
+from router.generation.choice import OutputDelta
 from router.generation.generation import Generation
-from router.schemas.objects import ChatCompletion, ChatCompletionChunk, TextCompletion
-from router.schemas.schemas import (
+from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
+from router.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     RequestBody,
-    parse,
+    parse_body,
 )
-from router.tokens.replies import AskedCalls
-from router.tokens.reply import PlainReply, ReplyParser
+from router.tokens.model_replies import ToolCallPolicy
+from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from shared.wire import Grammar
 
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -41,44 +48,44 @@ _Request = TypeVar("_Request", bound=GenerationRequest)
 class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     """An ASGI application that answers one kind of request, streaming or not.
 
-    ``kind`` is its body, which is understood as a ``_Request``. ``answer`` is what a whole
-    answer is, ``event`` what the data of a stream's events are but for ``last_data``,
-    ``error_body`` what tells of errors in either; ``example`` is a body. The API's
-    description is made of these.
+    ``body_type`` is its body, which is understood as a ``_Request``. ``response_type`` is what a
+    whole answer is, ``event_type`` what the data of a stream's events are but for
+    ``stream_terminator``, ``error_type`` what tells of errors in either; ``example`` is a body. The
+    API's description is made of these.
     """
 
-    kind: type[_Body]
-    answer: ClassVar[Any]
-    event: ClassVar[Any]
-    last_data: ClassVar[str | None] = None
-    error_body: ClassVar[Any] = ErrorBody
+    body_type: type[_Body]
+    response_type: ClassVar[Any]
+    event_type: ClassVar[Any]
+    stream_terminator: ClassVar[str | None] = None
+    error_type: ClassVar[Any] = ErrorResponse
     example: ClassVar[Mapping[str, Any]]
     prompt_field: ClassVar[str]
     """What a prompt that is too long is blamed on."""
     field_names: ClassVar[Mapping[str, str]] = {}
-    """What errors call the fields of ``_Request``, where ``kind`` calls them otherwise."""
+    """What errors call the fields of ``_Request``, where ``body_type`` calls them otherwise."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     @abstractmethod
-    def request(self, body: _Body) -> _Request:
+    def translate(self, body: _Body) -> _Request:
         """What ``body`` asks for. Raises `InvalidRequest`."""
 
     @abstractmethod
-    def writer(self, body: _Body, model: Model) -> AnswerWriter:
+    def writer(self, body: _Body, model: Model) -> OutputWriter:
         """What answers ``body``."""
 
     @abstractmethod
-    async def prompts(
-        self, request: _Request, model: Model, scope: str | None = None
+    async def tokenize_prompts(
+        self, request: _Request, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
-        """The token ids of the prompts in ``request``; in a ``scope`` they go on from what
+        """The token ids of the prompts in ``request``; in a ``cache_scope`` they go on from what
         is known there. Raises `InvalidRequest`."""
 
-    def reply(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
+    def reply_parser(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
         """What takes a reply to ``prompt`` apart."""
-        return PlainReply()
+        return PlainReplyParser()
 
     def grammar(self, request: _Request, model: Model, prompt: list[int]) -> Grammar | None:
         """What a reply to ``prompt`` is bound to. Raises `InvalidRequest`."""
@@ -89,21 +96,23 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._answer(scope, receive, send)
+            await self._respond(scope, receive, send)
         except ApiError as error:
-            error.rename(self.field_names)
+            error.rename_fields(self.field_names)
             raise
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
         http = Request(scope, receive)
-        body = parse(await read_json_body(http, router.settings.max_request_bytes), self.kind)
-        request = self.request(body)
+        body = parse_body(
+            await read_json_body(http, router.settings.max_request_bytes), self.body_type
+        )
+        request = self.translate(body)
         model = router.model_for(request.model)
         writer = self.writer(body, model)
         key = scope["state"].get("api_key", "")
-        with router.admission.request(), Generation(router, model, key) as generation:
-            async with _watched(receive, generation):
+        with router.admission.limit_concurrency(), Generation(router, model, key) as generation:
+            async with _abort_on_disconnect(receive, generation):
                 await self._submit(generation, request, writer.id)
                 await generation.accepted()
                 headers = [(b"x-seed", str(generation.seed).encode())]
@@ -114,27 +123,27 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
                     stream = EventStream(generation, writer, send, write_timeout_s=timeout_s)
                     await stream.run(headers)
                     return
-                answer = await _whole(generation, writer)
+                answer = await _full_response(generation, writer)
             response = Response(answer, media_type="application/json")
             response.raw_headers += headers
             await response(scope, receive, send)
 
-    async def _submit(self, generation: Generation, request: _Request, answer_id: str) -> None:
+    async def _submit(self, generation: Generation, request: _Request, response_id: str) -> None:
         model = generation.model
         if model.renderer is None:
             raise self._router.not_ready(model)
         try:
-            scope = generation.scope = f"{generation.key}/{request.cache_salt or ''}"
-            prompts = await self.prompts(request, model, scope)
+            scope = generation.cache_scope = f"{generation.key}/{request.cache_salt or ''}"
+            prompts = await self.tokenize_prompts(request, model, scope)
             generation.submit(
                 request,
                 prompts,
                 self.max_tokens(request),
-                answer_id,
-                reply=lambda prompt: self.reply(request, model, prompt),
+                response_id,
+                reply_parser=lambda prompt: self.reply_parser(request, model, prompt),
                 grammar=lambda prompt: self.grammar(request, model, prompt),
             )
-        except ContextExceeded as error:
+        except ContextLengthExceeded as error:
             error.param = self.prompt_field
             raise
 
@@ -147,58 +156,58 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
     def max_tokens(self, request: ChatRequest) -> int | None:
         return request.max_completion_tokens or request.max_tokens
 
-    async def prompts(
-        self, request: ChatRequest, model: Model, scope: str | None = None
+    async def tokenize_prompts(
+        self, request: ChatRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
         assert model.renderer is not None  # `_submit` has seen it
         return [
             await model.renderer.render_chat(
                 request.messages,
-                request.told_tools,
+                request.prompt_tools,
                 request.template_args,
-                scope,
+                cache_scope,
                 ending=request.prompt_ending,
             )
         ]
 
-    def reply(self, request: ChatRequest, model: Model, prompt: list[int]) -> ReplyParser:
+    def reply_parser(self, request: ChatRequest, model: Model, prompt: list[int]) -> ReplyParser:
         assert model.renderer is not None
-        return model.renderer.replies.parser(prompt, _asked(request))
+        return model.renderer.replies.parser(prompt, _tool_call_policy(request))
 
     def grammar(self, request: ChatRequest, model: Model, prompt: list[int]) -> Grammar | None:
         assert model.renderer is not None
-        return model.renderer.replies.grammar(prompt, _asked(request), request.grammar)
+        return model.renderer.replies.grammar(prompt, _tool_call_policy(request), request.grammar)
 
 
 class ChatCompletions(ChatEndpoint[ChatRequest]):
-    kind = ChatRequest
-    answer = ChatCompletion
-    event = ChatCompletionChunk
-    last_data = DONE
+    body_type = ChatRequest
+    response_type = ChatCompletion
+    event_type = ChatCompletionChunk
+    stream_terminator = DONE
     example: ClassVar = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
 
-    def request(self, body: ChatRequest) -> ChatRequest:
+    def translate(self, body: ChatRequest) -> ChatRequest:
         return body
 
-    def writer(self, body: ChatRequest, model: Model) -> AnswerWriter:
-        return _completion_writer(ChatShape(), body, model)
+    def writer(self, body: ChatRequest, model: Model) -> OutputWriter:
+        return _completion_writer(ChatCompletionFormat(), body, model)
 
 
 class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
-    kind = CompletionRequest
-    answer = event = TextCompletion
-    last_data = DONE
+    body_type = CompletionRequest
+    response_type = event_type = TextCompletion
+    stream_terminator = DONE
     example: ClassVar = {"prompt": "Once upon a time", "max_tokens": 32}
     prompt_field = "prompt"
 
-    def request(self, body: CompletionRequest) -> CompletionRequest:
+    def translate(self, body: CompletionRequest) -> CompletionRequest:
         return body
 
-    def writer(self, body: CompletionRequest, model: Model) -> AnswerWriter:
-        return _completion_writer(TextShape(), body, model)
+    def writer(self, body: CompletionRequest, model: Model) -> OutputWriter:
+        return _completion_writer(TextCompletionFormat(), body, model)
 
-    async def prompts(
-        self, request: CompletionRequest, model: Model, scope: str | None = None
+    async def tokenize_prompts(
+        self, request: CompletionRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
         assert model.renderer is not None  # `_submit` has seen it
         found: list[list[int]] = []
@@ -216,45 +225,45 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
         return found
 
 
-def _asked(request: ChatRequest) -> AskedCalls:
-    return AskedCalls(
-        request.usable_tools,
-        must=request.must_call,
+def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
+    return ToolCallPolicy(
+        request.callable_tools,
+        required=request.requires_call,
         # A tool that is named is called once.
-        several=request.parallel_tool_calls is not False and not request.names_tool,
+        parallel=request.parallel_tool_calls is not False and not request.names_tool,
     )
 
 
 def _completion_writer(
-    shape: Shape[Any, Any], body: GenerationRequest, model: Model
-) -> AnswerWriter:
+    format: CompletionFormat[Any, Any], body: GenerationRequest, model: Model
+) -> OutputWriter:
     return CompletionWriter(
-        shape,
+        format,
         body.model or model.names[0],
         model.hello.fingerprint,
-        usage_event=body.wants_usage_event,
+        include_usage=body.include_usage,
     )
 
 
-async def _whole(generation: Generation, writer: AnswerWriter) -> bytes:
-    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+async def _full_response(generation: Generation, writer: OutputWriter) -> bytes:
+    deltas: list[list[OutputDelta]] = [[] for _ in generation.choices]
     while True:
         for choice in generation.choices:
-            pieces[choice.index].append(generation.advance(choice))
+            deltas[choice.index].append(generation.advance(choice))
         if generation.finished:
             break
-        await generation.news()
-    return writer.whole(generation, [Piece.join(each) for each in pieces])
+        await generation.changed()
+    return writer.full_response(generation, [OutputDelta.join(each) for each in deltas])
 
 
 @asynccontextmanager
-async def _watched(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+async def _abort_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
     """Abandons ``generation`` as soon as the client closes the connection."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.abandon()
+        generation.abort()
 
     task = asyncio.create_task(watch())
     try:

@@ -18,23 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api.endpoints import GenerationEndpoint
 from router.errors import (
     ApiError,
+    BodyTimeout,
     BodyTooLarge,
-    BodyTooSlow,
-    ErrorBody,
+    ErrorResponse,
     GenerationTimeout,
     InternalError,
     InvalidRequest,
     ModelNotFound,
-    NotJson,
     TooManyRequests,
     Unauthorized,
     Unavailable,
+    UnsupportedMediaType,
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
 Access = Literal["open", "key", "metrics key"]
 
-BODY_ERRORS = (InvalidRequest, BodyTooSlow, BodyTooLarge, NotJson)
+BODY_ERRORS = (InvalidRequest, BodyTimeout, BodyTooLarge, UnsupportedMediaType)
 MODEL_ERRORS = (ModelNotFound, TooManyRequests, Unavailable)
 
 
@@ -42,10 +42,10 @@ MODEL_ERRORS = (ModelNotFound, TooManyRequests, Unavailable)
 class Operation:
     """``path`` is Starlette's; ``errors`` are those beside `InternalError` and `Unauthorized`.
 
-    ``body``, ``answer``, ``event`` and ``error_body`` are types that msgspec knows: of the
-    request's JSON, of the answer's, and of the data of server-sent events where the answer
-    can be a stream, which ``last_data`` ends. ``answer`` is None for one of another
-    ``media_type``.
+    ``body_type``, ``response_type``, ``event_type`` and ``error_type`` are types that msgspec
+    knows: of the request's JSON, of the answer's, and of the data of server-sent events where the
+    answer can be a stream, which ``stream_terminator`` ends. ``response_type`` is None for one of
+    another ``media_type``.
     """
 
     path: str
@@ -56,20 +56,20 @@ class Operation:
     access: Access = "key"
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The JSON schemas of what may be in the query, by name."""
-    body: Any = None
+    body_type: Any = None
     example: Mapping[str, Any] | None = None
-    answer: Any = None
+    response_type: Any = None
     media_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
     headers: Mapping[str, str] = field(default_factory=dict)
     """Those of the answer, with what they say."""
-    event: Any = None
-    last_data: str | None = None
+    event_type: Any = None
+    stream_terminator: str | None = None
     errors: tuple[type[ApiError], ...] = ()
-    error_body: Any = ErrorBody
+    error_type: Any = ErrorResponse
 
     @property
-    def template(self) -> str:
+    def path_template(self) -> str:
         """The path as OpenAPI writes it."""
         return re.sub(r":\w+}", "}", self.path)
 
@@ -79,56 +79,56 @@ class Operation:
         return (*closed, *self.errors, InternalError)
 
 
-def generation(
+def generation_operation(
     path: str,
     endpoint: ASGIApp,
     summary: str,
     tag: str,
-    kind: type[GenerationEndpoint[Any, Any]] | None = None,
+    endpoint_type: type[GenerationEndpoint[Any, Any]] | None = None,
 ) -> Operation:
-    """An operation that generates, streaming or not. ``endpoint`` is a ``kind``, or has one do
-    the work."""
-    if kind is None:
+    """An operation that generates, streaming or not. ``endpoint`` is an ``endpoint_type``, or has
+    one do the work."""
+    if endpoint_type is None:
         assert isinstance(endpoint, GenerationEndpoint)
-        kind = type(endpoint)
+        endpoint_type = type(endpoint)
     return Operation(
         path=path,
         endpoint=endpoint,
         summary=summary,
         tag=tag,
         method="POST",
-        body=kind.kind,
-        example=kind.example,
-        answer=kind.answer,
-        event=kind.event,
-        last_data=kind.last_data,
+        body_type=endpoint_type.body_type,
+        example=endpoint_type.example,
+        response_type=endpoint_type.response_type,
+        event_type=endpoint_type.event_type,
+        stream_terminator=endpoint_type.stream_terminator,
         headers={
             "x-seed": "The seed of the generation, drawn where none was given.",
             "x-debug-cache": "Where a request asks by the same header: JSON that compares its"
             " prompt to the closest earlier one.",
         },
         errors=(*BODY_ERRORS, *MODEL_ERRORS, GenerationTimeout),
-        error_body=kind.error_body,
+        error_type=endpoint_type.error_type,
     )
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
     """One for each path, so that a wrong method is told of all the right ones."""
-    by_path: dict[str, _ByMethod] = {}
+    by_path: dict[str, _MethodRouter] = {}
     for operation in operations:
         route = Route(operation.path, operation.endpoint, methods=[operation.method])
-        methods = by_path.setdefault(operation.path, _ByMethod(operation.template))
+        methods = by_path.setdefault(operation.path, _MethodRouter(operation.path_template))
         methods.apps |= dict.fromkeys(route.methods or (), route.app)
     return [Route(path, each, methods=list(each.apps)) for path, each in by_path.items()]
 
 
-class _ByMethod:
-    """What is at one path; it leaves the path's ``template`` in the request's state."""
+class _MethodRouter:
+    """What is at one path; it leaves the path's ``path_template`` in the request's state."""
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, path_template: str) -> None:
         self.apps: dict[str, ASGIApp] = {}
-        self._template = template
+        self._path_template = path_template
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["template"] = self._template
+        scope["state"]["template"] = self._path_template
         await self.apps[scope["method"]](scope, receive, send)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from starlette.types import Send
 
-from router.api.answers import AnswerWriter
-from router.errors import ApiError, ClientGone, InternalError
+from router.api.writers import OutputWriter
+from router.errors import ApiError, ClientDisconnected, InternalError
 from router.generation.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -17,40 +17,40 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 5.0
 
 
-class _Alarm:
-    """Calls ``ring`` when ``delay_s`` have passed since `start`. To start it again, as every
+class _RestartableTimer:
+    """Calls ``on_expiry`` when ``delay_s`` have passed since `start`. To start it again, as every
     token does, costs next to nothing: one timer of the loop serves all the time."""
 
-    def __init__(self, delay_s: float, ring: Callable[[], None]) -> None:
+    def __init__(self, delay_s: float, on_expiry: Callable[[], None]) -> None:
         self._delay_s = delay_s
-        self._ring = ring
+        self._on_expiry = on_expiry
         self._loop = asyncio.get_running_loop()
-        self._due: float | None = None
+        self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.rung = False
+        self.expired = False
 
     def start(self) -> None:
-        self.rung = False
-        self._due = self._loop.time() + self._delay_s
+        self.expired = False
+        self._deadline = self._loop.time() + self._delay_s
         if self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._look)
+            self._timer = self._loop.call_at(self._deadline, self._check)
 
     def stop(self) -> None:
-        self._due = None
+        self._deadline = None
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
-        if self._due is None:
+        if self._deadline is None:
             return
-        if self._loop.time() < self._due:
-            self._timer = self._loop.call_at(self._due, self._look)
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._check)
         else:
-            self._due, self.rung = None, True
-            self._ring()
+            self._deadline, self.expired = None, True
+            self._on_expiry()
 
 
 class EventStream:
@@ -63,7 +63,7 @@ class EventStream:
     def __init__(
         self,
         generation: Generation,
-        writer: AnswerWriter,
+        writer: OutputWriter,
         send: Send,
         *,
         write_timeout_s: float,
@@ -72,21 +72,22 @@ class EventStream:
         self._generation = generation
         self._writer = writer
         self._send = send
-        self._patience = asyncio.timeout(None)
-        self._blocked = _Alarm(write_timeout_s, self._give_up)
-        self._silent = _Alarm(keep_alive_s, generation.wake)
+        self._write_timeout = asyncio.timeout(None)
+        self._write_timer = _RestartableTimer(write_timeout_s, self._give_up)
+        self._keep_alive_timer = _RestartableTimer(keep_alive_s, generation.notify)
 
     async def run(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends everything, headers first. Errors end it as an event; raises `ClientGone`."""
+        """Sends everything, headers first. Errors end it as an event; raises
+        `ClientDisconnected`."""
         try:
-            async with self._patience:
+            async with self._write_timeout:
                 await self._run(headers)
         except TimeoutError:
             logger.info("%s: the client does not read", self._writer.id)
-            raise ClientGone from None
+            raise ClientDisconnected from None
         finally:
-            self._blocked.close()
-            self._silent.close()
+            self._write_timer.close()
+            self._keep_alive_timer.close()
 
     async def _run(self, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send(
@@ -102,53 +103,55 @@ class EventStream:
             }
         )
         try:
-            await self._events()
+            await self._send_events()
         except ApiError as error:
             await self._end(self._writer.error(error))
-        except ClientGone:
+        except ClientDisconnected:
             raise
         except Exception:
             logger.exception("in the stream of %s", self._writer.id)
             await self._end(self._writer.error(InternalError()))
 
-    async def _events(self) -> None:
+    async def _send_events(self) -> None:
         generation, writer = self._generation, self._writer
-        events = [writer.opening(generation)]
-        self._silent.start()
+        events = [writer.stream_start(generation)]
+        self._keep_alive_timer.start()
         while True:
             error: ApiError | None = None
             for choice in generation.choices:
                 if choice.finish_reason is not None:
                     continue
                 try:
-                    piece = generation.advance(choice)
+                    delta = generation.advance(choice)
                 except ApiError as raised:
                     error = raised
                     break
-                if piece:
-                    events.append(writer.piece(generation, choice, piece))
+                if delta:
+                    events.append(writer.delta(generation, choice, delta))
                 if choice.finish_reason is not None:
-                    events.append(writer.end(generation, choice))
+                    events.append(writer.choice_end(generation, choice))
             if any(events):
                 await self._write(b"".join(events))
-            elif self._silent.rung:  # a call is shown as a whole: tokens may come for long
+            elif (
+                self._keep_alive_timer.expired
+            ):  # a call is shown as a whole: tokens may come for long
                 await self._write(writer.keep_alive)
             events.clear()
             if error is not None:
                 raise error
             if generation.finished:
                 break
-            await generation.news()
-        await self._end(writer.closing(generation))
+            await generation.changed()
+        await self._end(writer.stream_end(generation))
 
     async def _end(self, body: bytes) -> None:
         await self._write(body, more=False)
 
     async def _write(self, body: bytes, more: bool = True) -> None:
-        self._blocked.start()
+        self._write_timer.start()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._blocked.stop()
-        self._silent.start()
+        self._write_timer.stop()
+        self._keep_alive_timer.start()
 
     def _give_up(self) -> None:
-        self._patience.reschedule(0)
+        self._write_timeout.reschedule(0)

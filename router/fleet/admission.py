@@ -19,14 +19,14 @@ _LONGEST_RETRY_AFTER_S = 120.0
 _MEMORY_RETRY_AFTER_S = 5.0
 
 
-class DrainRate:
+class DepartureRate:
     """How fast sequences leave, from the last ones that did."""
 
     def __init__(self, window: int = 32, clock: Callable[[], float] = time.monotonic) -> None:
         self._departures: deque[float] = deque(maxlen=window)
         self._clock = clock
 
-    def note(self) -> None:
+    def record(self) -> None:
         self._departures.append(self._clock())
 
     def wait_s(self, ahead: int) -> float:
@@ -40,27 +40,27 @@ class DrainRate:
 
 
 class Admission:
-    def __init__(self, settings: Settings, drain_rate: DrainRate) -> None:
+    def __init__(self, settings: Settings, departure_rate: DepartureRate) -> None:
         self._settings = settings
-        self._drain_rate = drain_rate
-        self.requests = 0
+        self._departure_rate = departure_rate
+        self.num_requests = 0
         """Running and queued together."""
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def limit_concurrency(self) -> Iterator[None]:
         """Counts one request while it is served. Raises `TooManyRequests`."""
         limit = self._settings.max_concurrent_requests
-        if limit and self.requests >= limit:
+        if limit and self.num_requests >= limit:
             raise TooManyRequests(
-                f"The server has {self.requests} requests, which is its limit.",
+                f"The server has {self.num_requests} requests, which is its limit.",
                 code="too_many_concurrent_requests",
-                retry_after_s=self._drain_rate.wait_s(0),
+                retry_after_s=self._departure_rate.wait_s(0),
             )
-        self.requests += 1
+        self.num_requests += 1
         try:
             yield
         finally:
-            self.requests -= 1
+            self.num_requests -= 1
 
     def check_queue(self, model: Model, waiting: int, new: int) -> None:
         """Whether ``new`` sequences may join ``waiting`` ones. Raises `TooManyRequests`.
@@ -68,13 +68,13 @@ class Admission:
         A request whose own sequences are more than the queue holds is let in while
         nobody waits: it could never come in otherwise.
         """
-        places = sum(engine.places for engine in model.ready_engines)
+        capacity = sum(engine.free_capacity for engine in model.ready_engines)
         limit = self._settings.max_queue_size
-        if waiting and waiting + new > limit + places:
+        if waiting and waiting + new > limit + capacity:
             raise TooManyRequests(
                 f"The queue is full ({waiting} waiting).",
                 code="queue_full",
-                retry_after_s=self._drain_rate.wait_s(waiting),
+                retry_after_s=self._departure_rate.wait_s(waiting),
             )
 
     def check_memory(self, model: Model) -> None:
@@ -85,5 +85,5 @@ class Admission:
             raise Unavailable(
                 "The server is short of KV cache memory.",
                 code="memory_pressure",
-                retry_after_s=max(_MEMORY_RETRY_AFTER_S, self._drain_rate.wait_s(0)),
+                retry_after_s=max(_MEMORY_RETRY_AFTER_S, self._departure_rate.wait_s(0)),
             )

@@ -54,7 +54,7 @@ _ENGINE_GAUGES = {
 
 
 class Metrics:
-    """The router's counters; ``watch`` adds what is read when Prometheus asks."""
+    """The router's counters; ``register_engines`` adds what is read when Prometheus asks."""
 
     def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -82,13 +82,13 @@ class Metrics:
         build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
         build.labels(version).set(1)
 
-    def watch(
+    def register_engines(
         self,
         models: Callable[[], Iterable[Model]],
-        waiting: Callable[[str], int],
-        clean: Callable[[], bool],
+        num_waiting: Callable[[str], int],
+        shutdown_clean: Callable[[], bool],
     ) -> None:
-        self.registry.register(_EngineCollector(models, waiting, clean))
+        self.registry.register(_EngineCollector(models, num_waiting, shutdown_clean))
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -98,12 +98,12 @@ class _EngineCollector(Collector):
     def __init__(
         self,
         models: Callable[[], Iterable[Model]],
-        waiting: Callable[[str], int],
-        clean: Callable[[], bool],
+        num_waiting: Callable[[str], int],
+        shutdown_clean: Callable[[], bool],
     ) -> None:
         self._models = models
-        self._waiting = waiting
-        self._clean = clean
+        self._num_waiting = num_waiting
+        self._shutdown_clean = shutdown_clean
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -127,13 +127,13 @@ class _EngineCollector(Collector):
             "queued_requests", "Sequences waiting for an engine", labels=["model"]
         )
         for served in self._models():
-            queued.add_metric([served.id], self._waiting(served.id))
+            queued.add_metric([served.id], self._num_waiting(served.id))
         yield queued
         yield GaugeMetricFamily("dist_fatal", "1: a tensor parallel group has failed", value=0)
         yield GaugeMetricFamily(
             "shutdown_clean",
             "0: the shutdown that is going on had to cut requests",
-            value=float(self._clean()),
+            value=float(self._shutdown_clean()),
         )
 
 

@@ -11,7 +11,7 @@ from shared.wire import CacheEvents
 
 if TYPE_CHECKING:
     from router.fleet.engines import Engine
-    from router.fleet.flight import Flight
+    from router.fleet.remote_sequence import RemoteSequence
 
 _ASSUMED_LIMIT = 65_536
 
@@ -23,7 +23,7 @@ class PrefixIndex:
     def __init__(self, assumed_limit: int = _ASSUMED_LIMIT) -> None:
         self._reported: set[bytes] = set()
         self._assumed: OrderedDict[bytes, None] = OrderedDict()
-        self._limit = assumed_limit
+        self._assumed_limit = assumed_limit
         self._number: int | None = None
 
     def update(self, events: CacheEvents) -> None:
@@ -41,10 +41,10 @@ class PrefixIndex:
         for block in blocks:
             self._assumed[block] = None
             self._assumed.move_to_end(block)
-        while len(self._assumed) > self._limit:
+        while len(self._assumed) > self._assumed_limit:
             self._assumed.popitem(last=False)
 
-    def hit(self, blocks: Sequence[bytes]) -> int:
+    def num_cached_blocks(self, blocks: Sequence[bytes]) -> int:
         """How many of ``blocks`` need not be computed there: those up to the last one that is
         known. The ones before it come with it, or, where it stands for recurrent state, are
         not reported."""
@@ -54,30 +54,36 @@ class PrefixIndex:
         return 0
 
 
-def choose(engines: Sequence[Engine], flight: Flight) -> Engine:
-    """The best of ``engines`` (at least one, each with a place) for ``flight``."""
+def choose_engine(engines: Sequence[Engine], sequence: RemoteSequence) -> Engine:
+    """The best of ``engines`` (at least one, each with a place) for ``sequence``."""
     if len(engines) == 1:
         return engines[0]
-    idle = min(engines, key=lambda engine: len(engine.flights))
+    idle = min(engines, key=lambda engine: len(engine.sequences))
     ranked = [
-        engine for engine in engines if not _clearly_busier(len(engine.flights), len(idle.flights))
+        engine
+        for engine in engines
+        if not _clearly_busier(len(engine.sequences), len(idle.sequences))
     ]
     blocks: dict[tuple[bytes, int], list[bytes]] = {}
     for engine in ranked:
         root = (engine.hello.namespace, engine.hello.block_size)
         if root not in blocks:
-            start = salted(root[0], flight.order.cache_salt)
-            blocks[root] = block_hashes(start, flight.order.prompt + flight.tokens, root[1])
+            start = salted(root[0], sequence.spec.cache_salt)
+            blocks[root] = block_hashes(
+                start, sequence.spec.prompt_token_ids + sequence.output_token_ids, root[1]
+            )
     best = max(
         ranked,
         key=lambda engine: (
-            engine.prefixes.hit(blocks[engine.hello.namespace, engine.hello.block_size]),
-            -len(engine.flights),
+            engine.prefix_index.num_cached_blocks(
+                blocks[engine.hello.namespace, engine.hello.block_size]
+            ),
+            -len(engine.sequences),
         ),
     )
-    best.prefixes.assume(blocks[best.hello.namespace, best.hello.block_size])
+    best.prefix_index.assume(blocks[best.hello.namespace, best.hello.block_size])
     return best
 
 
-def _clearly_busier(flights: int, least: int) -> bool:
-    return flights > 2 * least + 4
+def _clearly_busier(sequences: int, least: int) -> bool:
+    return sequences > 2 * least + 4

@@ -1,19 +1,19 @@
-"""One answer: its flight, the text that comes of its tokens, and how likely these were."""
+"""One answer: its sequence, the text that comes of its tokens, and how likely these were."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from router.fleet.core import Router
-from router.fleet.flight import Flight
-from router.schemas.objects import FinishReason
-from router.tokens.logprobs import Alignment, ScoredToken
-from router.tokens.reply import CallDelta, Part, ReplyParser
-from router.tokens.text import TextStream
+from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.router import Router
+from router.schemas.completions import FinishReason
+from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.logprobs import ScoredToken, TokenAligner
+from router.tokens.reply_parser import CallDelta, ReplyDelta, ReplyParser
 
 
-class Piece(NamedTuple):
+class OutputDelta(NamedTuple):
     """A piece of an answer; ``tokens`` is None where log-probabilities are not asked for."""
 
     text: str = ""
@@ -25,18 +25,18 @@ class Piece(NamedTuple):
         return any(self)
 
     @classmethod
-    def join(cls, pieces: Sequence[Piece]) -> Piece:
-        """All of ``pieces`` as one, each call in one piece too."""
-        scored = [piece.tokens for piece in pieces if piece.tokens is not None]
+    def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
+        """All of ``deltas`` as one, each call in one delta too."""
+        scored = [delta.tokens for delta in deltas if delta.tokens is not None]
         return cls(
-            "".join(piece.text for piece in pieces),
+            "".join(delta.text for delta in deltas),
             [token for tokens in scored for token in tokens] if scored else None,
-            "".join(piece.reasoning for piece in pieces),
-            _one_each(call for piece in pieces for call in piece.calls),
+            "".join(delta.reasoning for delta in deltas),
+            _merged_calls(call for delta in deltas for call in delta.calls),
         )
 
 
-def _one_each(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+def _merged_calls(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
     """``deltas`` with one for each call."""
     calls: dict[int, CallDelta] = {}
     for delta in deltas:
@@ -51,124 +51,135 @@ class Echo(NamedTuple):
     """A prompt that comes before its answer: its ``text``, and the tokens that are it."""
 
     text: str
-    own_tokens: Sequence[int]
+    tokens: Sequence[int]
 
 
 class Choice:
-    """One of the answers: a flight and the text that comes out of it.
+    """One of the answers: a sequence and the text that comes out of it.
 
-    ``scored`` is the flight that brings the log-probabilities of the prompt, the same
-    for all choices of one prompt. ``finish_reason`` is set once the text is complete.
+    ``prompt_logprobs_source`` is the sequence that brings the log-probabilities of the prompt, the
+    same for all choices of one prompt. ``finish_reason`` is set once the text is complete.
     """
 
     def __init__(
         self,
         index: int,
-        flight: Flight,
-        text: TextStream,
-        reply: ReplyParser,
+        sequence: RemoteSequence,
+        detokenizer: IncrementalDetokenizer,
+        parser: ReplyParser,
         *,
-        scored: Flight,
-        alignment: Alignment | None,
+        prompt_logprobs_source: RemoteSequence,
+        aligner: TokenAligner | None,
         echo: Echo | None,
     ) -> None:
         self.index = index
-        self.flight = flight
-        self.scored = scored
-        self._text = text
-        self._reply = reply
-        self._alignment = alignment
+        self.sequence = sequence
+        self.prompt_logprobs_source = prompt_logprobs_source
+        self._detokenizer = detokenizer
+        self._parser = parser
+        self._aligner = aligner
         self._echo = echo
-        self._shown = 0
-        self._read = 0
-        self._cut = False
+        self._chars_shown = 0
+        self._tokens_read = 0
+        self._stop_requested = False
         self.reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
 
     @property
     def completion_tokens(self) -> int:
-        return self._text.tokens
+        return self._detokenizer.num_tokens
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended it."""
-        return self._text.stop_string
+        return self._detokenizer.stop_string
 
     @property
-    def output(self) -> list[int]:
+    def output_token_ids(self) -> list[int]:
         """The tokens that its text is made of, and the one that ended it."""
-        return self.flight.tokens[: self._text.tokens]
+        return self.sequence.output_token_ids[: self._detokenizer.num_tokens]
 
-    def advance(self, router: Router) -> Piece:
-        """What has become certain since the last call. Raises the flight's error."""
+    def advance(self, router: Router) -> OutputDelta:
+        """What has become certain since the last call. Raises the sequence's error."""
         if self.finish_reason is not None:
-            return Piece()
-        parts: list[Part] = []
+            return OutputDelta()
+        parsed: list[ReplyDelta] = []
         if self._echo is not None:
-            if self._alignment is not None and not self.scored.prompt_scored:
-                return self._not_yet()
-            parts.append(self._take(self._begin(self._echo)))
+            if self._aligner is not None and not self.prompt_logprobs_source.has_prompt_logprobs:
+                return self._wait_for_logprobs()
+            parsed.append(self._parse(self._begin_echo(self._echo)))
             self._echo = None
-        self._advance(router, parts)
+        self._advance(router, parsed)
         tokens = None
-        if self._alignment is not None:
-            tokens = self._alignment.shown(self._shown)
-            if self.finish_reason is not None and not self._text.stopped and not self._cut:
-                tokens += self._alignment.rest()
-        return Piece(
-            "".join(part.text for part in parts),
+        if self._aligner is not None:
+            tokens = self._aligner.take(self._chars_shown)
+            if (
+                self.finish_reason is not None
+                and not self._detokenizer.stopped
+                and not self._stop_requested
+            ):
+                tokens += self._aligner.take_rest()
+        return OutputDelta(
+            "".join(delta.text for delta in parsed),
             tokens,
-            "".join(part.reasoning for part in parts),
-            _one_each(call for part in parts for call in part.calls),
+            "".join(delta.reasoning for delta in parsed),
+            _merged_calls(call for delta in parsed for call in delta.calls),
         )
 
-    def _take(self, shown: str) -> Part:
-        self._shown += len(shown)
-        return self._reply.feed(shown)
+    def _parse(self, shown: str) -> ReplyDelta:
+        self._chars_shown += len(shown)
+        return self._parser.feed(shown)
 
-    def _not_yet(self) -> Piece:
-        for flight in (self.flight, self.scored):
-            if flight.error is not None:
-                raise flight.error
-        return Piece()
+    def _wait_for_logprobs(self) -> OutputDelta:
+        for sequence in (self.sequence, self.prompt_logprobs_source):
+            if sequence.error is not None:
+                raise sequence.error
+        return OutputDelta()
 
-    def _begin(self, echo: Echo) -> str:
+    def _begin_echo(self, echo: Echo) -> str:
         """The prompt's text; its tokens, and what it holds back, go out with what follows."""
-        whole = self._text.begin(echo.own_tokens)
-        if self._alignment is not None:
-            prompt, scores = self.flight.order.prompt, self.scored.prompt_logprobs
-            self._alignment.begin(prompt, scores, echo.text)
+        whole = self._detokenizer.prime(echo.tokens)
+        if self._aligner is not None:
+            prompt, logprobs = (
+                self.sequence.spec.prompt_token_ids,
+                self.prompt_logprobs_source.prompt_logprobs,
+            )
+            self._aligner.add_prompt(prompt, logprobs, echo.text)
         start = echo.text.find(whole)
         return echo.text[: start + len(whole)] if start >= 0 else whole
 
-    def _advance(self, router: Router, parts: list[Part]) -> None:
+    def _advance(self, router: Router, parsed: list[ReplyDelta]) -> None:
         """Adds what the new tokens became to ``parts``."""
-        flight = self.flight
-        new = [] if self._cut else flight.tokens[self._read :]
-        scores = flight.logprobs[self._read :]
-        self._read = len(flight.tokens)
-        silent = flight.done and flight.stop_token is not None and bool(new)
-        audible = new[:-1] if silent else new
-        for token in audible:
-            if self._text.stopped or self._reply.complete:
+        sequence = self.sequence
+        new = [] if self._stop_requested else sequence.output_token_ids[self._tokens_read :]
+        logprobs = sequence.logprobs[self._tokens_read :]
+        self._tokens_read = len(sequence.output_token_ids)
+        ends_with_stop_token = sequence.done and sequence.stop_token is not None and bool(new)
+        text_tokens = new[:-1] if ends_with_stop_token else new
+        for token in text_tokens:
+            if self._detokenizer.stopped or self._parser.complete:
                 break
-            self.reasoning_tokens += self._reply.in_reasoning
-            parts.append(self._take(self._text.feed(token)))
-        if self._alignment is not None and audible:
-            self._alignment.add(audible, scores[: len(audible)])
-        if (self._text.stopped or self._reply.complete) and not self._cut:
-            self._cut = True
-            router.dispatcher.cut(flight)
-        if not flight.done:
+            self.reasoning_tokens += self._parser.in_reasoning
+            parsed.append(self._parse(self._detokenizer.feed(token)))
+        if self._aligner is not None and text_tokens:
+            self._aligner.add(text_tokens, logprobs[: len(text_tokens)])
+        if (self._detokenizer.stopped or self._parser.complete) and not self._stop_requested:
+            self._stop_requested = True
+            router.dispatcher.stop(sequence)
+        if not sequence.done:
             return
-        if flight.error is not None and not self._cut:
-            raise flight.error
-        if silent and not self._cut:
-            self._text.count_silent()
-        parts.append(self._take(self._text.finish()))
-        limited = flight.finish == "length" and not self._text.stopped and not self._cut
-        parts.append(self._reply.finish(cut=limited or self._text.stopped))
+        if sequence.error is not None and not self._stop_requested:
+            raise sequence.error
+        if ends_with_stop_token and not self._stop_requested:
+            self._detokenizer.count_stop_token()
+        parsed.append(self._parse(self._detokenizer.finish()))
+        limited = (
+            sequence.finish_reason == "length"
+            and not self._detokenizer.stopped
+            and not self._stop_requested
+        )
+        parsed.append(self._parser.finish(cut=limited or self._detokenizer.stopped))
         if limited:
             self.finish_reason = "length"
         else:
-            self.finish_reason = "tool_calls" if self._reply.called else "stop"
+            self.finish_reason = "tool_calls" if self._parser.called else "stop"

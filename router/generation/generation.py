@@ -12,22 +12,22 @@ from types import TracebackType
 
 from msgspec import UNSET, UnsetType
 
-from router.errors import ClientGone, ContextExceeded, InvalidRequest
-from router.fleet.core import Router
+from router.errors import ClientDisconnected, ContextLengthExceeded, InvalidRequest
 from router.fleet.engines import Model
-from router.fleet.flight import Flight, Order
-from router.generation.choice import Choice, Echo, Piece
-from router.schemas.objects import (
+from router.fleet.remote_sequence import RemoteSequence, SequenceSpec
+from router.fleet.router import Router
+from router.generation.choice import Choice, Echo, OutputDelta
+from router.schemas.completions import (
     CompletionTokensDetails,
+    CompletionUsage,
     PromptLogprobs,
     PromptTokensDetails,
-    UsageBody,
 )
-from router.schemas.schemas import GenerationRequest
-from router.tokens.logprobs import Alignment, Details, prompt_logprobs
+from router.schemas.requests import GenerationRequest
+from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprobs
 from router.tokens.rendering import Renderer
-from router.tokens.reply import ReplyParser
-from router.tokens.text import TextStream
+from router.tokens.reply_parser import ReplyParser
 from shared.settings import Settings
 from shared.wire import Grammar, Sampling
 
@@ -35,7 +35,7 @@ MAX_SEQUENCES = 128
 TAIL_TOKENS = 64
 """Of a prompt whose text goes on: what the detokenizer sees of it, for a space that it would leave
 out at a beginning."""
-REPETITION_CONTEXT = 20
+REPETITION_CONTEXT_SIZE = 20
 """mlx-lm's default of ``repetition_context_size``."""
 
 
@@ -46,16 +46,17 @@ class Generation:
         self._router = router
         self.key = key
         self.model = model
-        self.scope = key
-        """Within which conversations may be known to each other (`router.tokens.history`)."""
+        self.cache_scope = key
+        """Within which conversations may be known to each other
+        (`router.tokens.tokenization_cache`)."""
         self.choices: list[Choice] = []
         self.prompts: Sequence[Sequence[int]] = ()
         self.seed = 0
-        self._alternatives = 0
-        self._prompt_alternatives: int | None = None
-        self._news = asyncio.Event()
-        self._gone = False
-        self._began = time.monotonic()
+        self._num_logprobs = 0
+        self._num_prompt_logprobs: int | None = None
+        self._changed = asyncio.Event()
+        self._client_gone = False
+        self._started_at = time.monotonic()
 
     def submit(
         self,
@@ -64,11 +65,11 @@ class Generation:
         max_tokens: int | None,
         request_id: str,
         *,
-        reply: Callable[[list[int]], ReplyParser],
+        reply_parser: Callable[[list[int]], ReplyParser],
         grammar: Callable[[list[int]], Grammar | None],
     ) -> None:
-        """Admits ``request.n`` sequences for each of ``prompts``; each is bound to the
-        ``grammar`` of its prompt, and taken apart by a ``reply`` of its own. Raises `ApiError`."""
+        """Admits ``request.n`` sequences for each of ``prompts``; each is bound to the ``grammar``
+        of its prompt, and taken apart by a ``reply_parser`` of its own. Raises `ApiError`."""
         router, model = self._router, self.model
         n = request.n or 1
         if len(prompts) * n > MAX_SEQUENCES:
@@ -76,118 +77,126 @@ class Generation:
                 f"{len(prompts)} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
                 param="n" if n > 1 else "prompt",
             )
-        router.admission.check_queue(model, router.dispatcher.waiting(model.id), len(prompts) * n)
+        router.admission.check_queue(
+            model, router.dispatcher.num_waiting(model.id), len(prompts) * n
+        )
         self.prompts = prompts
         self.seed = request.seed if request.seed is not None else secrets.randbits(53)
         stop_ids = _stop_token_ids(request, model)
         renderer = model.renderer
         assert renderer is not None  # `Router.model_for` has seen an engine ready
         _check_vocabulary(request, model)
-        self._alternatives = request.alternatives or 0
-        self._prompt_alternatives = request.prompt_logprobs
-        echoed = request.echoed or itertools.repeat(None, len(prompts))
+        self._num_logprobs = request.num_logprobs or 0
+        self._num_prompt_logprobs = request.prompt_logprobs
+        echoed = request.echo_prompts or itertools.repeat(None, len(prompts))
         for prompt, echo in zip(prompts, echoed, strict=True):
             limit = check_lengths(router.settings, model, prompt, max_tokens)
             bound = grammar(prompt)
-            scored: Flight | None = None
+            prompt_logprobs_source: RemoteSequence | None = None
             for choice in range(n):
                 index = len(self.choices)
-                order = Order(
+                spec = SequenceSpec(
                     request_id=f"{request_id}:{index}",
-                    prompt=prompt,
+                    prompt_token_ids=prompt,
                     sampling=_sampling(request, model, router.settings, self.seed, choice),
                     max_tokens=limit,
                     stop_token_ids=stop_ids,
                     min_tokens=min(request.min_tokens or 0, limit),
                     cache_salt=request.cache_salt or "",
                     priority=request.priority or 0,
-                    logprobs=request.alternatives,
+                    logprobs=request.num_logprobs,
                     # A prompt is the same in all its choices.
                     prompt_logprobs=_prompt_logprobs(request) if choice == 0 else None,
                     grammar=bound,
                 )
-                flight = Flight(order, model, self.key, self.wake)
-                scored = scored or flight
-                text = TextStream(
+                sequence = RemoteSequence(spec, model, self.key, self.notify)
+                prompt_logprobs_source = prompt_logprobs_source or sequence
+                detokenizer = IncrementalDetokenizer(
                     renderer.detokenizer(), request.stop_strings, request.min_tokens or 0
                 )
-                if request.continues:
-                    text.begin(prompt[-TAIL_TOKENS:])
-                aligned = request.alternatives is not None
+                if request.continues_prompt:
+                    detokenizer.prime(prompt[-TAIL_TOKENS:])
+                aligned = request.num_logprobs is not None
                 self.choices.append(
                     Choice(
                         index,
-                        flight,
-                        text,
-                        reply(prompt),
-                        scored=scored,
-                        alignment=Alignment(renderer.vocabulary) if aligned else None,
+                        sequence,
+                        detokenizer,
+                        reply_parser(prompt),
+                        prompt_logprobs_source=prompt_logprobs_source,
+                        aligner=TokenAligner(renderer.vocabulary) if aligned else None,
                         echo=None if echo is None else _echo(echo, prompt, renderer),
                     )
                 )
-        router.dispatcher.admit(model, [choice.flight for choice in self.choices])
+        router.dispatcher.admit(model, [choice.sequence for choice in self.choices])
 
     async def accepted(self) -> None:
         """Returns when an engine has taken one of the sequences. Raises a refusal."""
         while True:
-            self._news.clear()
-            self._check_client()
+            self._changed.clear()
+            self._check_connected()
             for choice in self.choices:
-                if choice.flight.error is not None:
-                    raise choice.flight.error
-            if any(choice.flight.started for choice in self.choices):
+                if choice.sequence.error is not None:
+                    raise choice.sequence.error
+            if any(choice.sequence.started for choice in self.choices):
                 return
-            await self._news.wait()
+            await self._changed.wait()
 
-    async def news(self) -> None:
-        """Waits until a sequence has moved, or until `wake`. Raises `ClientGone`."""
-        await self._news.wait()
-        self._news.clear()
-        self._check_client()
+    async def changed(self) -> None:
+        """Waits until a sequence has moved, or until `notify`. Raises `ClientDisconnected`."""
+        await self._changed.wait()
+        self._changed.clear()
+        self._check_connected()
 
-    def wake(self) -> None:
-        """Lets who waits for `news` look again."""
-        self._news.set()
+    def notify(self) -> None:
+        """Lets who waits for `changed` look again."""
+        self._changed.set()
 
-    def advance(self, choice: Choice) -> Piece:
+    def advance(self, choice: Choice) -> OutputDelta:
         running = choice.finish_reason is None
-        piece = choice.advance(self._router)
+        delta = choice.advance(self._router)
         if running and choice.finish_reason is not None:
             assert self.model.renderer is not None
-            self.model.renderer.replied(self.scope, choice.flight.order.prompt, choice.output)
-        return piece
+            self.model.renderer.remember_reply(
+                self.cache_scope, choice.sequence.spec.prompt_token_ids, choice.output_token_ids
+            )
+        return delta
 
     @property
-    def details(self) -> Details:
+    def logprobs_context(self) -> LogprobsContext:
         """For the log-probabilities of what is generated."""
         assert self.model.renderer is not None
-        return Details(self.model.renderer.vocabulary, self._alternatives)
+        return LogprobsContext(self.model.renderer.vocabulary, self._num_logprobs)
 
     def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | UnsetType:
         """Those of the prompt of ``choice``, where they are asked for."""
-        if self._prompt_alternatives is None:
+        if self._num_prompt_logprobs is None:
             return UNSET
-        details = Details(self.details.vocabulary, self._prompt_alternatives)
-        return prompt_logprobs(choice.flight.order.prompt, choice.scored.prompt_logprobs, details)
+        context = LogprobsContext(self.logprobs_context.vocabulary, self._num_prompt_logprobs)
+        return prompt_logprobs(
+            choice.sequence.spec.prompt_token_ids,
+            choice.prompt_logprobs_source.prompt_logprobs,
+            context,
+        )
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """The client is gone: everything is freed at once, and whoever waits is told."""
-        self._gone = True
+        self._client_gone = True
         self._release()
-        self.wake()
+        self.notify()
 
-    def usage(self) -> UsageBody:
+    def usage(self) -> CompletionUsage:
         """Exact once all choices have finished."""
         prompt_tokens = sum(len(prompt) for prompt in self.prompts)
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         per_prompt = max(1, len(self.choices) // max(1, len(self.prompts)))
         # A prompt counts once, however many choices it has; so does what was cached of it.
-        cached = sum(choice.flight.cached_tokens for choice in self.choices[::per_prompt])
-        return UsageBody(
+        cached = sum(choice.sequence.cached_tokens for choice in self.choices[::per_prompt])
+        return CompletionUsage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
@@ -208,33 +217,33 @@ class Generation:
     ) -> None:
         self._release()
         if self.finished and self.choices:
-            self._router.metrics.end_to_end.observe(time.monotonic() - self._began)
+            self._router.metrics.end_to_end.observe(time.monotonic() - self._started_at)
 
     def _release(self) -> None:
         for choice in self.choices:
-            self._router.dispatcher.release(choice.flight)
+            self._router.dispatcher.release(choice.sequence)
 
-    def _check_client(self) -> None:
-        if self._gone:
-            raise ClientGone
+    def _check_connected(self) -> None:
+        if self._client_gone:
+            raise ClientDisconnected
 
 
 def check_lengths(
     settings: Settings, model: Model, prompt: Sequence[int], max_tokens: int | None
 ) -> int:
     """The max_tokens that holds for ``prompt``: what was asked for, cut to what the context
-    leaves. Raises `ContextExceeded` and `InvalidRequest`."""
+    leaves. Raises `ContextLengthExceeded` and `InvalidRequest`."""
     context = model.hello.context_length
     if not prompt:
         raise InvalidRequest("The prompt is empty.", param="prompt")
     if len(prompt) >= context:
-        raise ContextExceeded(
+        raise ContextLengthExceeded(
             f"The prompt has {len(prompt)} tokens; with one more to generate that is over the"
             f" model's context of {context}.",
             param="prompt",
         )
     if len(prompt) > settings.max_prompt_tokens:
-        raise ContextExceeded(
+        raise ContextLengthExceeded(
             f"The prompt has {len(prompt)} tokens, over the limit of {settings.max_prompt_tokens}.",
             param="prompt",
         )
@@ -261,15 +270,15 @@ def _check_vocabulary(request: GenerationRequest, model: Model) -> None:
 def _prompt_logprobs(request: GenerationRequest) -> int | None:
     """How many alternatives are needed for the prompt, for itself or to be echoed."""
     wanted = [request.prompt_logprobs]
-    if request.echoed is not None:
-        wanted.append(request.alternatives)
+    if request.echo_prompts is not None:
+        wanted.append(request.num_logprobs)
     return max((count for count in wanted if count is not None), default=None)
 
 
 def _echo(prompt: str | list[int], tokens: list[int], renderer: Renderer) -> Echo:
     if isinstance(prompt, str):
-        return Echo(prompt, renderer.own_tokens(prompt, tokens))
-    return Echo(renderer.vocabulary.join(tokens), tokens)
+        return Echo(prompt, renderer.without_bos(prompt, tokens))
+    return Echo(renderer.vocabulary.decode(tokens), tokens)
 
 
 def _stop_token_ids(request: GenerationRequest, model: Model) -> list[int]:
@@ -303,7 +312,7 @@ def _sampling(
         xtc_special_ids=renderer.xtc_special_ids if request.xtc_probability else [],
         repetition_penalty=request.repetition_penalty or 1.0,
         repetition_context_size=(
-            REPETITION_CONTEXT
+            REPETITION_CONTEXT_SIZE
             if request.repetition_context_size is None
             else request.repetition_context_size
         ),

@@ -13,23 +13,23 @@ from starlette.responses import PlainTextResponse, Response
 from router.anthropic.endpoints import CountTokens, Messages
 from router.anthropic.schemas import CountTokensRequest, TokenCount
 from router.api.endpoints import ChatCompletions, Completions
-from router.api.operations import BODY_ERRORS, MODEL_ERRORS, Operation, generation, routes
+from router.api.operations import BODY_ERRORS, MODEL_ERRORS, Operation, generation_operation, routes
 from router.errors import ModelNotFound
-from router.fleet.core import Router
+from router.fleet.router import Router
 from router.http import openapi
 from router.http.docs import show_docs
-from router.http.front import Front, Keys, answer_http_exception
-from router.http.health import Health, Liveness, Readiness, health, readiness
+from router.http.health import Health, Liveness, Readiness, health_report, unready_reasons
+from router.http.middleware import ApiKeys, RequestMiddleware, http_exception_handler
 from router.http.models import ModelCard, ModelList, all_models, one_model
 from router.http.tokenize import (
-    DetokenizeAnswer,
     DetokenizeRequest,
-    TokenizeAnswer,
+    DetokenizeResponse,
     TokenizeRequest,
+    TokenizeResponse,
     detokenize,
     tokenize,
 )
-from router.http.unserved import unserved_routes
+from router.http.unsupported import unsupported_routes
 from router.responses.endpoints import Responses
 
 
@@ -40,38 +40,40 @@ class Version(msgspec.Struct, frozen=True):
 def operations(router: Router) -> list[Operation]:
     """Everything that is served. The routes and `/openapi.json` are made of it."""
     return [
-        generation(
+        generation_operation(
             "/v1/chat/completions", ChatCompletions(router), "Answer a conversation", "OpenAI"
         ),
-        generation("/v1/completions", Completions(router), "Go on with a text", "OpenAI"),
+        generation_operation("/v1/completions", Completions(router), "Go on with a text", "OpenAI"),
         *Responses(router).operations,
         Operation(
             path="/v1/models",
             endpoint=list_models,
             summary="The models that are served",
             tag="OpenAI",
-            answer=ModelList,
+            response_type=ModelList,
         ),
         Operation(
             path="/v1/models/{model:path}",
             endpoint=show_model,
             summary="One of them",
             tag="OpenAI",
-            answer=ModelCard,
+            response_type=ModelCard,
             errors=(ModelNotFound,),
         ),
-        generation("/v1/messages", Messages(router), "Answer a conversation", "Anthropic"),
+        generation_operation(
+            "/v1/messages", Messages(router), "Answer a conversation", "Anthropic"
+        ),
         Operation(
             path="/v1/messages/count_tokens",
             endpoint=CountTokens(router),
             summary="How many tokens a conversation has",
             tag="Anthropic",
             method="POST",
-            body=CountTokensRequest,
+            body_type=CountTokensRequest,
             example={"messages": [{"role": "user", "content": "Say hello."}]},
-            answer=TokenCount,
+            response_type=TokenCount,
             errors=(*BODY_ERRORS, *MODEL_ERRORS),
-            error_body=Messages.error_body,
+            error_type=Messages.error_type,
         ),
         Operation(
             path="/tokenize",
@@ -79,9 +81,9 @@ def operations(router: Router) -> list[Operation]:
             summary="The token ids of a text or a conversation",
             tag="Tokens",
             method="POST",
-            body=TokenizeRequest,
+            body_type=TokenizeRequest,
             example={"prompt": "Hello", "return_token_strs": True},
-            answer=TokenizeAnswer,
+            response_type=TokenizeResponse,
             errors=(*BODY_ERRORS, *MODEL_ERRORS),
         ),
         Operation(
@@ -90,9 +92,9 @@ def operations(router: Router) -> list[Operation]:
             summary="The text of token ids",
             tag="Tokens",
             method="POST",
-            body=DetokenizeRequest,
+            body_type=DetokenizeRequest,
             example={"tokens": [1, 2, 3]},
-            answer=DetokenizeAnswer,
+            response_type=DetokenizeResponse,
             errors=(*BODY_ERRORS, *MODEL_ERRORS),
         ),
         Operation(
@@ -101,7 +103,7 @@ def operations(router: Router) -> list[Operation]:
             summary="How the server is, by model and engine",
             tag="Server",
             access="open",
-            answer=Health,
+            response_type=Health,
             statuses=(200, 503),
         ),
         Operation(
@@ -110,7 +112,7 @@ def operations(router: Router) -> list[Operation]:
             summary="Whether the process runs",
             tag="Server",
             access="open",
-            answer=Liveness,
+            response_type=Liveness,
         ),
         Operation(
             path="/readyz",
@@ -118,7 +120,7 @@ def operations(router: Router) -> list[Operation]:
             summary="Whether every model can answer",
             tag="Server",
             access="open",
-            answer=Readiness,
+            response_type=Readiness,
             statuses=(200, 503),
         ),
         Operation(
@@ -135,7 +137,7 @@ def operations(router: Router) -> list[Operation]:
             summary="The server's version",
             tag="Server",
             access="open",
-            answer=Version,
+            response_type=Version,
         ),
         Operation(
             path="/openapi.json",
@@ -143,7 +145,7 @@ def operations(router: Router) -> list[Operation]:
             summary="This description",
             tag="Server",
             access="open",
-            answer=dict,
+            response_type=dict,
         ),
         Operation(
             path="/docs",
@@ -156,7 +158,7 @@ def operations(router: Router) -> list[Operation]:
     ]
 
 
-def create_app(router: Router, keys: Keys) -> Starlette:
+def create_app(router: Router, keys: ApiKeys) -> Starlette:
     """The application of ``router``, whose start and stop are its owner's."""
     settings = router.settings
     table = operations(router)
@@ -173,18 +175,18 @@ def create_app(router: Router, keys: Keys) -> Starlette:
         )
     middleware.append(
         Middleware(
-            Front,
+            RequestMiddleware,
             settings=settings,
             keys=keys,
-            paths=frozenset(operation.path for operation in table),
-            open_paths=frozenset(each.path for each in table if each.access == "open"),
+            metric_paths=frozenset(operation.path for operation in table),
+            public_paths=frozenset(each.path for each in table if each.access == "open"),
             metrics=router.metrics,
         )
     )
     app = Starlette(
-        routes=[*routes(table), *unserved_routes()],
+        routes=[*routes(table), *unsupported_routes()],
         middleware=middleware,
-        exception_handlers={HTTPException: answer_http_exception},
+        exception_handlers={HTTPException: http_exception_handler},
     )
     app.router.redirect_slashes = False
     app.state.router = router
@@ -207,7 +209,7 @@ async def show_model(request: Request) -> Response:
 
 
 async def show_health(request: Request) -> Response:
-    status, body = health(_router(request))
+    status, body = health_report(_router(request))
     return _json(body, status)
 
 
@@ -216,7 +218,7 @@ async def show_livez(request: Request) -> Response:
 
 
 async def show_readyz(request: Request) -> Response:
-    reasons = readiness(_router(request))
+    reasons = unready_reasons(_router(request))
     status = 503 if reasons else 200
     return _json(Readiness("not ready" if reasons else "ready", reasons), status)
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.errors import ApiError, HeadersTooLarge, HeadersTooSlow, InvalidRequest
+from router.errors import ApiError, HeadersTimeout, HeadersTooLarge, InvalidRequest
 
 
 class Connection(HttpToolsProtocol):
@@ -21,7 +21,7 @@ class Connection(HttpToolsProtocol):
     headers_timeout_s: ClassVar[float] = 30.0
     max_header_bytes: ClassVar[int] = 64 * 1024
 
-    _due: asyncio.TimerHandle | None = None
+    _headers_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -29,62 +29,65 @@ class Connection(HttpToolsProtocol):
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._headers_came()
+        self._cancel_headers_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._due is None:
-            if not self._answering:
+        if self._headers_timer is None:
+            if not self._responding:
                 self._expect_headers()  # what came were blank lines
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
-            self._refuse(HeadersTooLarge(f"Headers are over {self.max_header_bytes} bytes."))
+            self._respond_and_close(
+                HeadersTooLarge(f"Headers are over {self.max_header_bytes} bytes.")
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect_headers()
 
     def on_headers_complete(self) -> None:
-        self._headers_came()
+        self._cancel_headers_timer()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest("This is not valid HTTP.", code="invalid_http"))
+        self._respond_and_close(InvalidRequest("This is not valid HTTP.", code="invalid_http"))
 
     def _expect_headers(self) -> None:
-        if self._due is None:
+        if self._headers_timer is None:
             self._header_bytes = 0
-            self._wait()
+            self._start_headers_timer()
 
-    def _wait(self) -> None:
-        self._due = self.loop.call_later(self.headers_timeout_s, self._give_up)
+    def _start_headers_timer(self) -> None:
+        self._headers_timer = self.loop.call_later(self.headers_timeout_s, self._on_headers_timeout)
 
-    def _headers_came(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+    def _cancel_headers_timer(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
 
     @property
-    def _answering(self) -> bool:
+    def _responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _give_up(self) -> None:
-        if self._answering:
-            self._wait()  # these are of the next request, and this one may take its time
+    def _on_headers_timeout(self) -> None:
+        if self._responding:
+            # These are of the next request, and this one may take its time.
+            self._start_headers_timer()
         elif self._header_bytes:
             seconds = f"{self.headers_timeout_s:g} s"
-            self._refuse(HeadersTooSlow(f"The headers did not arrive within {seconds}."))
+            self._respond_and_close(HeadersTimeout(f"The headers did not arrive within {seconds}."))
         else:
             self.transport.close()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _respond_and_close(self, error: ApiError) -> None:
         """Answers what did not become a request, and closes; in the midst of an answer it
         only closes."""
-        if self._answering and self.cycle.response_started:
+        if self._responding and self.cycle.response_started:
             self.transport.close()
             return
         body = error.body()

@@ -6,14 +6,14 @@ from typing import Literal
 
 from msgspec import Struct
 
-from router.fleet.core import Router
 from router.fleet.engines import Engine, Model
+from router.fleet.router import Router
 
 _DEGRADED_FROM = 0.72
 """Part of the memory pressure threshold above which the state is "degraded"."""
 
 
-State = Literal["ok", "degraded", "overloaded", "shutting_down"]
+HealthStatus = Literal["ok", "degraded", "overloaded", "shutting_down"]
 
 
 class Liveness(Struct, frozen=True):
@@ -51,7 +51,7 @@ class EngineHealth(Struct, frozen=True, kw_only=True):
 
 class ModelHealth(Struct, frozen=True, kw_only=True):
     id: str
-    status: State
+    status: HealthStatus
     queued: int
     engines: list[EngineHealth]
 
@@ -59,36 +59,36 @@ class ModelHealth(Struct, frozen=True, kw_only=True):
 class Health(Struct, frozen=True, kw_only=True):
     """``requests`` counts those running and waiting."""
 
-    status: State
+    status: HealthStatus
     version: str
     reasons: list[str]
     requests: int
     models: list[ModelHealth]
 
 
-def readiness(router: Router) -> list[str]:
+def unready_reasons(router: Router) -> list[str]:
     """Why the server is not ready; empty when every model has an engine that is."""
     if router.draining:
         return ["the server is shutting down"]
     models = list(router.registry.models.values())
     if not models:
-        return ["no engine has joined yet", *router.registry.strangers]
+        return ["no engine has joined yet", *router.registry.unregistered_engines]
     return [
         f"model {model.id}: {trouble}"
         for model in models
         if not model.ready_engines
-        for trouble in (*model.troubles, *router.registry.strangers)
+        for trouble in (*model.troubles, *router.registry.unregistered_engines)
     ]
 
 
-def health(router: Router) -> tuple[int, Health]:
+def health_report(router: Router) -> tuple[int, Health]:
     """The HTTP status and the body. The state of the server is that of its worst model;
     one without a ready engine makes it degraded, with a 503."""
     models = list(router.registry.models.values())
     threshold = router.settings.memory_pressure_threshold
-    reasons = readiness(router)
+    reasons = unready_reasons(router)
     states = [_state(model, threshold) for model in models]
-    state: State = "ok"
+    state: HealthStatus = "ok"
     if router.draining:
         state = "shutting_down"
     elif "overloaded" in states and not reasons:
@@ -100,12 +100,12 @@ def health(router: Router) -> tuple[int, Health]:
         status=state,
         version=router.version,
         reasons=reasons or [trouble for model in models for trouble in model.troubles],
-        requests=router.admission.requests,
+        requests=router.admission.num_requests,
         models=[
             ModelHealth(
                 id=model.names[0],
                 status=model_state,
-                queued=router.dispatcher.waiting(model.id),
+                queued=router.dispatcher.num_waiting(model.id),
                 engines=[_engine(engine) for engine in model.engines],
             )
             for model, model_state in zip(models, states, strict=True)
@@ -113,7 +113,7 @@ def health(router: Router) -> tuple[int, Health]:
     )
 
 
-def _state(model: Model, threshold: float) -> State:
+def _state(model: Model, threshold: float) -> HealthStatus:
     ready = model.ready_engines
     if not ready:
         return "degraded"
@@ -130,7 +130,7 @@ def _engine(engine: Engine) -> EngineHealth:
         trouble=engine.trouble,
         phase=engine.phase,
         stalled_s=round(engine.stalled_s, 1),
-        sequences=len(engine.flights),
+        sequences=len(engine.sequences),
         max_sequences=engine.hello.max_sequences,
         memory_pressure=round(engine.memory_pressure, 4),
         blocks=BlockCounts(

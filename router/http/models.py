@@ -56,7 +56,7 @@ def all_models(registry: Registry) -> ModelList:
 
 def one_model(registry: Registry, name: str) -> ModelCard:
     """Raises `ModelNotFound`."""
-    model = registry.model_named(name)
+    model = registry.find_model(name)
     if model is None:
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
     return _card(model, name)

@@ -12,7 +12,7 @@ import msgspec
 
 from router.api.operations import Operation
 from router.errors import ApiError, TooManyRequests, Unauthorized, Unavailable
-from router.schemas.schemas import RequestBody, unsupported_fields
+from router.schemas.requests import RequestBody, unsupported_fields
 
 _Json = dict[str, Any]
 
@@ -52,7 +52,7 @@ def document(
     for operation in operations:
         described = _operation(operation, references)
         described["security"] = _security(needed[operation.access])
-        paths.setdefault(operation.template, {})[operation.method.lower()] = described
+        paths.setdefault(operation.path_template, {})[operation.method.lower()] = described
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -66,7 +66,7 @@ def document(
             "tags": [{"name": tag} for tag in dict.fromkeys(each.tag for each in operations)],
             "paths": paths,
             "components": {
-                "schemas": _tidied(components),
+                "schemas": _normalized(components),
                 "securitySchemes": {
                     "bearer": {"type": "http", "scheme": "bearer"},
                     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -78,19 +78,24 @@ def document(
 
 def _types(operations: Sequence[Operation]) -> Iterator[Any]:
     for operation in operations:
-        kinds = (operation.body, operation.answer, operation.event, operation.error_body)
+        kinds = (
+            operation.body_type,
+            operation.response_type,
+            operation.event_type,
+            operation.error_type,
+        )
         yield from (kind for kind in kinds if kind is not None)
 
 
 def _operation(operation: Operation, references: dict[Any, _Json]) -> _Json:
-    words = operation.template.replace("{", "").replace("}", "").strip("/")
+    words = operation.path_template.replace("{", "").replace("}", "").strip("/")
     described: _Json = {
         "operationId": f"{operation.method.lower()}_{words}".replace("/", "_"),
         "summary": operation.summary,
         "tags": [operation.tag],
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in _path_parameters(operation.template)
+            for name in _path_parameters(operation.path_template)
         ]
         + [
             {"name": name, "in": "query", "schema": schema}
@@ -98,8 +103,8 @@ def _operation(operation: Operation, references: dict[Any, _Json]) -> _Json:
         ],
         "responses": _responses(operation, references),
     }
-    if operation.body is not None:
-        content: _Json = {"schema": references[operation.body]}
+    if operation.body_type is not None:
+        content: _Json = {"schema": references[operation.body_type]}
         if operation.example is not None:
             content["example"] = operation.example
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
@@ -124,7 +129,7 @@ def _responses(operation: Operation, references: dict[Any, _Json]) -> _Json:
         responses[str(error.status)] = {
             "description": error.__doc__ or "",
             "headers": {"x-request-id": _REQUEST_ID, **_error_headers(error)},
-            "content": {"application/json": {"schema": references[operation.error_body]}},
+            "content": {"application/json": {"schema": references[operation.error_type]}},
         }
     headers = {
         name: {"description": says, "schema": {"type": "string"}}
@@ -148,12 +153,14 @@ def _error_headers(error: type[ApiError]) -> _Json:
 
 
 def _content(operation: Operation, references: dict[Any, _Json]) -> _Json:
-    if operation.answer is None:
+    if operation.response_type is None:
         return {operation.media_type: {"schema": {"type": "string"}}}
-    content: _Json = {operation.media_type: {"schema": references[operation.answer]}}
-    if operation.event is not None:
-        kinds = [references[operation.event], references[operation.error_body]]
-        content["text/event-stream"] = {"schema": _event({"anyOf": kinds}, operation.last_data)}
+    content: _Json = {operation.media_type: {"schema": references[operation.response_type]}}
+    if operation.event_type is not None:
+        kinds = [references[operation.event_type], references[operation.error_type]]
+        content["text/event-stream"] = {
+            "schema": _event({"anyOf": kinds}, operation.stream_terminator)
+        }
     return content
 
 
@@ -183,13 +190,13 @@ def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
         }
 
 
-def _tidied(value: Any) -> Any:
+def _normalized(value: Any) -> Any:
     """Descriptions in Markdown, and patterns that end as ECMA's do."""
     if isinstance(value, list):
-        return [_tidied(each) for each in value]
+        return [_normalized(each) for each in value]
     if not isinstance(value, dict):
         return value
-    tidied = {name: _tidied(each) for name, each in value.items()}
+    tidied = {name: _normalized(each) for name, each in value.items()}
     if isinstance(description := tidied.get("description"), str):
         tidied["description"] = description.replace("``", "`")
     if isinstance(pattern := tidied.get("pattern"), str):

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from router.api.body import read_json_body
 from router.errors import InvalidRequest
-from router.fleet.core import Router
 from router.fleet.engines import Model
+from router.fleet.router import Router
 from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
-from router.schemas.schemas import RequestBody, TokenId, parse
+from router.schemas.requests import RequestBody, TokenId, parse_body
 from router.tokens.rendering import Renderer
 
 
@@ -48,7 +48,7 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
         return prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
 
 
-class TokenizeAnswer(Struct, frozen=True, kw_only=True):
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
     """``max_model_len`` is the model's context. ``token_strs`` are the tokens as the
     vocabulary has them, where they were asked for."""
 
@@ -63,15 +63,15 @@ class DetokenizeRequest(RequestBody, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
-class DetokenizeAnswer(Struct, frozen=True, kw_only=True):
+class DetokenizeResponse(Struct, frozen=True, kw_only=True):
     prompt: str
 
 
 async def tokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request = await _body(http, router, TokenizeRequest)
-    model, renderer = _served(router, request.model)
-    with router.admission.request():
+    model, renderer = _ready_model(router, request.model)
+    with router.admission.limit_concurrency():
         if request.messages is None:
             special = True if request.add_special_tokens is None else request.add_special_tokens
             tokens = await renderer.encode(request.prompt or "", add_special_tokens=special)
@@ -83,9 +83,9 @@ async def tokenize(http: Request) -> Response:
                 ending=request.prompt_ending,
                 add_special_tokens=bool(request.add_special_tokens),
             )
-        texts = await renderer.names(tokens) if request.return_token_strs else None
+        texts = await renderer.token_strings(tokens) if request.return_token_strs else None
     return _json(
-        TokenizeAnswer(
+        TokenizeResponse(
             count=len(tokens),
             max_model_len=model.hello.context_length,
             tokens=tokens,
@@ -97,7 +97,7 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request = await _body(http, router, DetokenizeRequest)
-    model, renderer = _served(router, request.model)
+    model, renderer = _ready_model(router, request.model)
     over = next((i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size), None)
     if over is not None:
         raise InvalidRequest(
@@ -105,18 +105,18 @@ async def detokenize(http: Request) -> Response:
             param=f"tokens[{over}]",
             code="invalid_value",
         )
-    with router.admission.request():
-        return _json(DetokenizeAnswer(prompt=await renderer.decode(request.tokens)))
+    with router.admission.limit_concurrency():
+        return _json(DetokenizeResponse(prompt=await renderer.decode(request.tokens)))
 
 
 _Body = TypeVar("_Body", bound=RequestBody)
 
 
 async def _body(http: Request, router: Router, kind: type[_Body]) -> _Body:
-    return parse(await read_json_body(http, router.settings.max_request_bytes), kind)
+    return parse_body(await read_json_body(http, router.settings.max_request_bytes), kind)
 
 
-def _served(router: Router, name: str | None) -> tuple[Model, Renderer]:
+def _ready_model(router: Router, name: str | None) -> tuple[Model, Renderer]:
     model = router.model_for(name)
     if model.renderer is None:
         raise router.not_ready(model)

@@ -10,20 +10,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.endpoints import ChatEndpoint
-from router.api.operations import Operation, generation
+from router.api.operations import Operation, generation_operation
 from router.errors import InvalidRequest, NotFound, NotSupported
-from router.fleet.core import Router
 from router.fleet.engines import Model
-from router.responses.answers import ResponseWriter
-from router.responses.objects import Deletion, ItemList, ResponseObject, StreamEvent
+from router.fleet.router import Router
+from router.responses.objects import DeletedResponse, ItemList, ResponseObject, ResponseStreamEvent
 from router.responses.schemas import InputItem, ResponsesRequest
-from router.responses.store import ResponseStore, Turn
-from router.responses.translation import chat_request, read_input
-from router.responses.truncation import fit
-from router.schemas.schemas import ChatRequest
+from router.responses.store import ResponseStore, StoredResponse
+from router.responses.translation import chat_request, resolve_input
+from router.responses.truncation import truncate_to_fit
+from router.responses.writer import ResponseWriter
+from router.schemas.requests import ChatRequest
 
 _MB = 1_000_000
-_MOST_ITEMS = 100
+_MAX_PAGE_ITEMS = 100
 _TAG = "OpenAI Responses"
 _PATH = "/v1/responses/{response_id}"
 
@@ -38,14 +38,16 @@ class Responses:
     @property
     def operations(self) -> list[Operation]:
         return [
-            generation("/v1/responses", self, "Answer a conversation", _TAG, _Creation),
+            generation_operation(
+                "/v1/responses", self, "Answer a conversation", _TAG, _CreateResponse
+            ),
             Operation(
                 path=_PATH,
-                endpoint=self.show,
+                endpoint=self.retrieve,
                 summary="An earlier response",
                 tag=_TAG,
                 query={"stream": {"enum": ["false"]}},
-                answer=ResponseObject,
+                response_type=ResponseObject,
                 errors=(InvalidRequest, NotFound),
             ),
             Operation(
@@ -54,7 +56,7 @@ class Responses:
                 summary="Forget an earlier response",
                 tag=_TAG,
                 method="DELETE",
-                answer=Deletion,
+                response_type=DeletedResponse,
                 errors=(NotFound,),
             ),
             Operation(
@@ -68,32 +70,32 @@ class Responses:
             ),
             Operation(
                 path=_PATH + "/input_items",
-                endpoint=self.list_input,
+                endpoint=self.list_input_items,
                 summary="What an earlier response answers",
                 tag=_TAG,
                 query={
                     "order": {"enum": ["asc", "desc"]},
                     "after": {"type": "string"},
-                    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS},
+                    "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE_ITEMS},
                 },
-                answer=ItemList,
+                response_type=ItemList,
                 errors=(InvalidRequest, NotFound),
             ),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope["state"].get("api_key", "")
-        await _Creation(self._router, self._store, key)(scope, receive, send)
+        await _CreateResponse(self._router, self._store, key)(scope, receive, send)
 
-    async def show(self, request: Request) -> Response:
+    async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise NotSupported("A stored response cannot be streamed.", param="stream")
-        return _json(self._find(request).answer)
+        return _json(self._find(request).response)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         self._store.delete(request.state.api_key, response_id)
-        return _json(msgspec.json.encode(Deletion(id=response_id)))
+        return _json(msgspec.json.encode(DeletedResponse(id=response_id)))
 
     async def cancel(self, request: Request) -> Response:
         self._find(request)
@@ -102,8 +104,8 @@ class Responses:
             " Whoever closes the connection of a running one ends it."
         )
 
-    async def list_input(self, request: Request) -> Response:
-        items = [msgspec.json.decode(item) for item in self._find(request).input()]
+    async def list_input_items(self, request: Request) -> Response:
+        items = [msgspec.json.decode(item) for item in self._find(request).full_input()]
         query = request.query_params
         if query.get("order", "desc") not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
@@ -115,8 +117,8 @@ class Responses:
                 raise InvalidRequest(f"There is no item '{after}' here.", param="after")
             items = items[places[0] + 1 :]
         limit = query.get("limit", "20")
-        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_ITEMS:
-            raise InvalidRequest(f"'limit' must be 1 to {_MOST_ITEMS}.", param="limit")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_PAGE_ITEMS:
+            raise InvalidRequest(f"'limit' must be 1 to {_MAX_PAGE_ITEMS}.", param="limit")
         page = items[: int(limit)]
         return _json(
             msgspec.json.encode(
@@ -129,17 +131,17 @@ class Responses:
             )
         )
 
-    def _find(self, request: Request) -> Turn:
+    def _find(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
         return self._store.find(request.state.api_key, response_id)
 
 
-class _Creation(ChatEndpoint[ResponsesRequest]):
+class _CreateResponse(ChatEndpoint[ResponsesRequest]):
     """One request of one key's."""
 
-    kind = ResponsesRequest
-    answer = ResponseObject
-    event = StreamEvent
+    body_type = ResponsesRequest
+    response_type = ResponseObject
+    event_type = ResponseStreamEvent
     example: ClassVar = {"input": "Say hello.", "max_output_tokens": 32}
     prompt_field = "input"
     field_names: ClassVar = {
@@ -152,18 +154,20 @@ class _Creation(ChatEndpoint[ResponsesRequest]):
         super().__init__(router)
         self._store = store
         self._key = key
-        self._before: Turn | None = None
+        self._previous: StoredResponse | None = None
         self._items: list[InputItem] = []
         self._truncated = False
 
-    def request(self, body: ResponsesRequest) -> ChatRequest:
+    def translate(self, body: ResponsesRequest) -> ChatRequest:
         earlier: list[InputItem] = []
         if body.previous_response_id is not None:
-            self._before = self._store.find(
+            self._previous = self._store.find(
                 self._key, body.previous_response_id, "previous_response_id"
             )
-            earlier = self._before.conversation()
-        self._items = read_input(body.input, lambda item_id: self._store.item(self._key, item_id))
+            earlier = self._previous.conversation()
+        self._items = resolve_input(
+            body.input, lambda item_id: self._store.item(self._key, item_id)
+        )
         self._truncated = body.truncation == "auto"
         return chat_request(body, [*earlier, *self._items])
 
@@ -171,21 +175,25 @@ class _Creation(ChatEndpoint[ResponsesRequest]):
         def keep(response_id: str, answer: bytes) -> None:
             if body.store is not False:
                 items = msgspec.json.encode(self._items)
-                self._store.keep(response_id, Turn(self._key, self._before, items, answer))
+                self._store.put(
+                    response_id, StoredResponse(self._key, self._previous, items, answer)
+                )
 
         return ResponseWriter(body, body.model or model.names[0], keep)
 
-    async def prompts(
-        self, request: ChatRequest, model: Model, scope: str | None = None
+    async def tokenize_prompts(
+        self, request: ChatRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
-        prompts = await super().prompts(request, model, scope)
+        prompts = await super().tokenize_prompts(request, model, cache_scope)
         if not self._truncated:
             return prompts
         settings, context = self._router.settings, model.hello.context_length
         room = min(self.max_tokens(request) or settings.default_max_tokens, context // 2)
         limit = min(context - room, settings.max_prompt_tokens)
-        render = super().prompts
-        return await fit(prompts, request, limit, lambda shorter: render(shorter, model, scope))
+        render = super().tokenize_prompts
+        return await truncate_to_fit(
+            prompts, request, limit, lambda shorter: render(shorter, model, cache_scope)
+        )
 
 
 def _json(body: bytes) -> Response:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from router.responses.schemas import FunctionTool, Reasoning, TextConfig, ToolSelection
-from router.schemas.objects import ChatToken
+from router.responses.schemas import FunctionTool, ReasoningConfig, ResponsesToolChoice, TextConfig
+from router.schemas.completions import ChatCompletionTokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -16,7 +16,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 class OutputText(Struct, frozen=True, kw_only=True, tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: list[ChatToken]
+    logprobs: list[ChatCompletionTokenLogprob]
 
 
 class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
@@ -102,13 +102,13 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: Reasoning
+    reasoning: ReasoningConfig
     safety_identifier: str | None
     service_tier: Literal["default"] = "default"
     store: bool
     temperature: float | None
     text: TextConfig
-    tool_choice: str | ToolSelection
+    tool_choice: str | ResponsesToolChoice
     tools: list[FunctionTool]
     top_logprobs: int
     top_p: float | None
@@ -126,7 +126,7 @@ class ItemList(Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-class Deletion(Struct, frozen=True, kw_only=True):
+class DeletedResponse(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
@@ -135,135 +135,141 @@ class Deletion(Struct, frozen=True, kw_only=True):
 # -- events --------------------------------------------------------------------
 
 
-class Event(Struct, kw_only=True):
+class SequencedEvent(Struct, kw_only=True):
     """``sequence_number`` is set when it is sent."""
 
     sequence_number: int = 0
 
 
-class ResponseEvent(Event, kw_only=True):
+class ResponseEvent(SequencedEvent, kw_only=True):
     response: ResponseObject
 
 
-class Created(ResponseEvent, tag="response.created"): ...
+class ResponseCreatedEvent(ResponseEvent, tag="response.created"): ...
 
 
-class InProgress(ResponseEvent, tag="response.in_progress"): ...
+class ResponseInProgressEvent(ResponseEvent, tag="response.in_progress"): ...
 
 
-class Completed(ResponseEvent, tag="response.completed"): ...
+class ResponseCompletedEvent(ResponseEvent, tag="response.completed"): ...
 
 
-class Incomplete(ResponseEvent, tag="response.incomplete"): ...
+class ResponseIncompleteEvent(ResponseEvent, tag="response.incomplete"): ...
 
 
-class Failed(ResponseEvent, tag="response.failed"): ...
+class ResponseFailedEvent(ResponseEvent, tag="response.failed"): ...
 
 
-class ErrorEvent(Event, kw_only=True, tag="error"):
+class ResponseErrorEvent(SequencedEvent, kw_only=True, tag="error"):
     code: str | None
     message: str
     param: str | None
 
 
-class ItemEvent(Event, kw_only=True):
+class ItemEvent(SequencedEvent, kw_only=True):
     output_index: int
     item: OutputItem
 
 
-class ItemAdded(ItemEvent, tag="response.output_item.added"): ...
+class OutputItemAddedEvent(ItemEvent, tag="response.output_item.added"): ...
 
 
-class ItemDone(ItemEvent, tag="response.output_item.done"): ...
+class OutputItemDoneEvent(ItemEvent, tag="response.output_item.done"): ...
 
 
-class ContentEvent(Event, kw_only=True):
+class ContentEvent(SequencedEvent, kw_only=True):
     item_id: str
     output_index: int
     content_index: Literal[0] = 0
 
 
-class PartAdded(ContentEvent, kw_only=True, tag="response.content_part.added"):
+class ContentPartAddedEvent(ContentEvent, kw_only=True, tag="response.content_part.added"):
     part: OutputText | ReasoningText
 
 
-class PartDone(ContentEvent, kw_only=True, tag="response.content_part.done"):
+class ContentPartDoneEvent(ContentEvent, kw_only=True, tag="response.content_part.done"):
     part: OutputText | ReasoningText
 
 
-class TextDelta(ContentEvent, kw_only=True, tag="response.output_text.delta"):
+class TextDeltaEvent(ContentEvent, kw_only=True, tag="response.output_text.delta"):
     delta: str
-    logprobs: list[ChatToken]
+    logprobs: list[ChatCompletionTokenLogprob]
 
 
-class TextDone(ContentEvent, kw_only=True, tag="response.output_text.done"):
+class TextDoneEvent(ContentEvent, kw_only=True, tag="response.output_text.done"):
     text: str
-    logprobs: list[ChatToken]
+    logprobs: list[ChatCompletionTokenLogprob]
 
 
-class ReasoningDelta(ContentEvent, kw_only=True, tag="response.reasoning_text.delta"):
+class ReasoningTextDeltaEvent(ContentEvent, kw_only=True, tag="response.reasoning_text.delta"):
     delta: str
 
 
-class ReasoningDone(ContentEvent, kw_only=True, tag="response.reasoning_text.done"):
+class ReasoningTextDoneEvent(ContentEvent, kw_only=True, tag="response.reasoning_text.done"):
     text: str
 
 
-class SummaryEvent(Event, kw_only=True):
+class SummaryEvent(SequencedEvent, kw_only=True):
     item_id: str
     output_index: int
     summary_index: Literal[0] = 0
 
 
-class SummaryPartAdded(SummaryEvent, kw_only=True, tag="response.reasoning_summary_part.added"):
+class SummaryPartAddedEvent(
+    SummaryEvent, kw_only=True, tag="response.reasoning_summary_part.added"
+):
     part: SummaryText
 
 
-class SummaryPartDone(SummaryEvent, kw_only=True, tag="response.reasoning_summary_part.done"):
+class SummaryPartDoneEvent(SummaryEvent, kw_only=True, tag="response.reasoning_summary_part.done"):
     part: SummaryText
 
 
-class SummaryDelta(SummaryEvent, kw_only=True, tag="response.reasoning_summary_text.delta"):
+class SummaryTextDeltaEvent(
+    SummaryEvent, kw_only=True, tag="response.reasoning_summary_text.delta"
+):
     delta: str
 
 
-class SummaryDone(SummaryEvent, kw_only=True, tag="response.reasoning_summary_text.done"):
+class SummaryTextDoneEvent(SummaryEvent, kw_only=True, tag="response.reasoning_summary_text.done"):
     text: str
 
 
-class ArgumentsEvent(Event, kw_only=True):
+class ArgumentsEvent(SequencedEvent, kw_only=True):
     item_id: str
     output_index: int
 
 
-class ArgumentsDelta(ArgumentsEvent, kw_only=True, tag="response.function_call_arguments.delta"):
+class ArgumentsDeltaEvent(
+    ArgumentsEvent, kw_only=True, tag="response.function_call_arguments.delta"
+):
     delta: str
 
 
-class ArgumentsDone(ArgumentsEvent, kw_only=True, tag="response.function_call_arguments.done"):
+class ArgumentsDoneEvent(ArgumentsEvent, kw_only=True, tag="response.function_call_arguments.done"):
     name: str
     arguments: str
 
 
-StreamEvent = (
-    Created
-    | InProgress
-    | Completed
-    | Incomplete
-    | Failed
-    | ErrorEvent
-    | ItemAdded
-    | ItemDone
-    | PartAdded
-    | PartDone
-    | TextDelta
-    | TextDone
-    | ReasoningDelta
-    | ReasoningDone
-    | SummaryPartAdded
-    | SummaryPartDone
-    | SummaryDelta
-    | SummaryDone
-    | ArgumentsDelta
-    | ArgumentsDone
+ResponseStreamEvent = (
+    ResponseCreatedEvent
+    | ResponseInProgressEvent
+    | ResponseCompletedEvent
+    | ResponseIncompleteEvent
+    | ResponseFailedEvent
+    | ResponseErrorEvent
+    | OutputItemAddedEvent
+    | OutputItemDoneEvent
+    | ContentPartAddedEvent
+    | ContentPartDoneEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningTextDeltaEvent
+    | ReasoningTextDoneEvent
+    | SummaryPartAddedEvent
+    | SummaryPartDoneEvent
+    | SummaryTextDeltaEvent
+    | SummaryTextDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
 )

@@ -8,12 +8,12 @@ from msgspec import Meta, Struct
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import MAX_TOOLS, ToolName
-from router.schemas.schemas import Alternatives, Count, SamplingRequest
+from router.schemas.requests import Count, LogprobsCount, SamplingRequest
 
 MAX_ITEMS = 10_000
 
 
-class Part(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of an item's content, of any type; only text is taken."""
 
     type: str
@@ -29,12 +29,12 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     status: str | None = None
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    content: str | list[ItemContentPart] | None = None
+    summary: list[ItemContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | dict[str, Any] | None = None
-    output: str | list[Part] | dict[str, Any] | None = None
+    output: str | list[ItemContentPart] | dict[str, Any] | None = None
 
 
 class FunctionTool(Struct, frozen=True, kw_only=True):
@@ -47,11 +47,11 @@ class FunctionTool(Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ToolSelection(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str
     name: ToolName | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[ToolSelection], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesToolChoice], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +67,7 @@ class TextConfig(Struct, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Struct, frozen=True, kw_only=True):
+class ReasoningConfig(Struct, frozen=True, kw_only=True):
     effort: Annotated[str, Meta(max_length=64)] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -87,12 +87,12 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
-    top_logprobs: Alternatives | None = None
+    top_logprobs: LogprobsCount | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     service_tier: str | None = None

@@ -12,16 +12,16 @@ from router.errors import InvalidRequest, NotFound, NotSupported
 from router.responses.schemas import (
     FunctionTool,
     InputItem,
-    Part,
+    ItemContentPart,
     ResponsesRequest,
+    ResponsesToolChoice,
     TextFormat,
-    ToolSelection,
 )
 from router.schemas.conversation import (
     AllowedTools,
     ChatMessage,
-    Function,
     FunctionCall,
+    FunctionDefinition,
     FunctionName,
     NamedTool,
     Tool,
@@ -29,7 +29,7 @@ from router.schemas.conversation import (
     ToolChoice,
     ToolMode,
 )
-from router.schemas.schemas import ChatRequest, sampling_fields, translated
+from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _Value = TypeVar("_Value")
@@ -39,12 +39,13 @@ _ID_PREFIXES = {"reasoning": "rs_", "function_call": "fc_", "function_call_outpu
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
-    """A request for the answer to ``items``, which `read_input` made. Raises `InvalidRequest`."""
+    """A request for the answer to ``items``, which `resolve_input` made. Raises
+    `InvalidRequest`."""
     fields = sampling_fields(body)
     asked = body.text.format if body.text else None
     if asked is not None:
         fields["response_format"] = _response_format(asked)
-    return translated(
+    return validated(
         ChatRequest(
             **fields,
             messages=_messages(items, body.instructions),
@@ -79,7 +80,7 @@ def _tool(tool: FunctionTool, index: int) -> Tool:
     if tool.name is None:
         where = f"tools[{index}].name"
         raise InvalidRequest(f"'{where}' is missing.", param=where)
-    function = Function(
+    function = FunctionDefinition(
         name=tool.name,
         description=tool.description,
         parameters=tool.parameters,
@@ -88,13 +89,13 @@ def _tool(tool: FunctionTool, index: int) -> Tool:
     return Tool(function=function)
 
 
-def _tool_choice(choice: ToolMode | ToolSelection | None) -> ToolMode | ToolChoice | None:
-    if not isinstance(choice, ToolSelection):
+def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
+    if not isinstance(choice, ResponsesToolChoice):
         return choice
     match choice:
-        case ToolSelection(type="function", name=str(name)):
+        case ResponsesToolChoice(type="function", name=str(name)):
             return ToolChoice(type="function", function=FunctionName(name))
-        case ToolSelection(type="allowed_tools", mode=mode, tools=list(tools)) if tools:
+        case ResponsesToolChoice(type="allowed_tools", mode=mode, tools=list(tools)) if tools:
             named = [tool.name for tool in tools if tool.type == "function" and tool.name]
             if len(named) == len(tools):
                 allowed = [NamedTool(function=FunctionName(name)) for name in named]
@@ -112,34 +113,36 @@ def _tool_choice(choice: ToolMode | ToolSelection | None) -> ToolMode | ToolChoi
 # -- items ---------------------------------------------------------------------
 
 
-def read_input(
+def resolve_input(
     given: str | Sequence[InputItem], find: Callable[[str], InputItem | None]
 ) -> list[InputItem]:
     """The items of an input, each whole and with a type and an id; ``find`` gives those that
     are only referred to. Raises `InvalidRequest` that names what is wrong, or not supported."""
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
-    return [_read(item, f"input[{index}]", find) for index, item in enumerate(given)]
+    return [_resolve(item, f"input[{index}]", find) for index, item in enumerate(given)]
 
 
-def _read(item: InputItem, where: str, find: Callable[[str], InputItem | None]) -> InputItem:
+def _resolve(item: InputItem, where: str, find: Callable[[str], InputItem | None]) -> InputItem:
     kind = item.type or ("message" if item.role is not None else "item_reference")
     match kind:
         case "message":
-            role = _given(item.role, where, "role")
+            role = _required(item.role, where, "role")
             text = "output_text" if role == "assistant" else "input_text"
             content = item.content
             if content is None:
                 raise _missing(where, "content")
-            parts = [Part(type=text, text=content)] if isinstance(content, str) else content
+            parts = (
+                [ItemContentPart(type=text, text=content)] if isinstance(content, str) else content
+            )
             _check_text(parts, f"{where}.content")
             item = replace(item, content=parts, status=item.status or "completed")
         case "function_call":
             for name in ("call_id", "name", "arguments"):
-                _given(getattr(item, name), where, name)
+                _required(getattr(item, name), where, name)
         case "function_call_output":
-            _given(item.call_id, where, "call_id")
-            output = _given(item.output, where, "output")
+            _required(item.call_id, where, "call_id")
+            output = _required(item.output, where, "output")
             if isinstance(output, dict):
                 place = f"{where}.output"
                 raise InvalidRequest(f"'{place}' must be text or a list of parts.", param=place)
@@ -149,7 +152,7 @@ def _read(item: InputItem, where: str, find: Callable[[str], InputItem | None]) 
             if isinstance(item.content, list):
                 _check_text(item.content, f"{where}.content")
         case "item_reference":
-            item_id = _given(item.id, where, "id")
+            item_id = _required(item.id, where, "id")
             found = find(item_id)
             if found is None:
                 raise NotFound(
@@ -168,7 +171,7 @@ def _read(item: InputItem, where: str, find: Callable[[str], InputItem | None]) 
     return replace(item, type=kind, id=item.id or prefix + uuid.uuid4().hex)
 
 
-def _check_text(parts: Sequence[Part], where: str) -> None:
+def _check_text(parts: Sequence[ItemContentPart], where: str) -> None:
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
         name = "refusal" if part.type == "refusal" else "text"
@@ -179,10 +182,10 @@ def _check_text(parts: Sequence[Part], where: str) -> None:
                 param=f"{place}.type",
                 code="unsupported_content",
             )
-        _given(getattr(part, name), place, name)
+        _required(getattr(part, name), place, name)
 
 
-def _given(value: _Value | None, place: str, name: str) -> _Value:
+def _required(value: _Value | None, place: str, name: str) -> _Value:
     if value is None:
         raise _missing(place, name)
     return value
@@ -213,7 +216,7 @@ def _messages(items: Sequence[InputItem], instructions: str | None) -> list[Chat
         found += _assistant(said)
         said = []
         if item.type == "function_call_output":
-            assert not isinstance(item.output, dict)  # `read_input` has seen it
+            assert not isinstance(item.output, dict)  # `resolve_input` has seen it
             found.append(
                 ChatMessage(
                     "tool",
@@ -253,7 +256,7 @@ def _assistant(said: Sequence[InputItem]) -> Iterable[ChatMessage]:
     return (message,)
 
 
-def _text(content: str | Sequence[Part] | None, between: str = "") -> str:
+def _text(content: str | Sequence[ItemContentPart] | None, between: str = "") -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return between.join(part.text or part.refusal or "" for part in content)

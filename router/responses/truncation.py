@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from router.schemas.schemas import ChatRequest
+from router.schemas.requests import ChatRequest
 
 
-async def fit(
+async def truncate_to_fit(
     prompts: list[list[int]],
     request: ChatRequest,
     limit: int,

@@ -56,7 +56,7 @@ class ChatMessage(Struct, frozen=True):
     audio: Any = None
 
 
-class Function(Struct, frozen=True, kw_only=True):
+class FunctionDefinition(Struct, frozen=True, kw_only=True):
     """``parameters`` is a JSON schema of the arguments; None for none at all. ``strict``
     arguments are held to it while they are generated."""
 
@@ -67,7 +67,7 @@ class Function(Struct, frozen=True, kw_only=True):
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    function: Function
+    function: FunctionDefinition
     type: Literal["function"] = "function"
 
 

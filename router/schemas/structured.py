@@ -38,13 +38,13 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return any_object("response_format")
+            return json_object_grammar("response_format")
         if self.json_schema is None:
             raise InvalidRequest(
                 "'response_format' of type 'json_schema' needs 'json_schema'.",
                 param="response_format.json_schema",
             )
-        return json_schema(self.json_schema.schema, "response_format.json_schema.schema")
+        return json_schema_grammar(self.json_schema.schema, "response_format.json_schema.schema")
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True):
@@ -60,9 +60,11 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True):
         if self.structural_tag is not None:
             name = "structured_outputs.structural_tag"
             raise NotSupported(f"'{name}' is not supported.", param=name)
-        found = _given("structured_outputs.", self.json, self.regex, self.choice, self.grammar)
+        found = _given_grammars(
+            "structured_outputs.", self.json, self.regex, self.choice, self.grammar
+        )
         if self.json_object:
-            found.append(any_object("structured_outputs.json_object"))
+            found.append(json_object_grammar("structured_outputs.json_object"))
         if not found:
             raise InvalidRequest(
                 "'structured_outputs' needs one of 'json', 'regex', 'choice', 'grammar' and"
@@ -72,7 +74,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True):
         return found
 
 
-class Bound(Struct, frozen=True, kw_only=True):
+class StructuredOutputFields(Struct, frozen=True, kw_only=True):
     """The fields of a request that may bind its answer."""
 
     response_format: ResponseFormat | None = None
@@ -86,7 +88,7 @@ class Bound(Struct, frozen=True, kw_only=True):
     def grammar(self) -> Grammar | None:
         """What the answer is bound to. Raises `InvalidRequest` where a field is wrong, or more
         than one is given."""
-        found = _given(
+        found = _given_grammars(
             "guided_",
             self.guided_json,
             self.guided_regex,
@@ -106,7 +108,7 @@ class Bound(Struct, frozen=True, kw_only=True):
         return found[0] if found else None
 
 
-def json_schema(schema: SchemaOrText, param: str) -> Grammar:
+def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
     """Answers that are JSON and valid by ``schema``; ``param`` is named where it is wrong.
     Raises `InvalidRequest`."""
     if isinstance(schema, str):
@@ -114,33 +116,33 @@ def json_schema(schema: SchemaOrText, param: str) -> Grammar:
             msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"'{param}' is not valid JSON: {error}", param=param) from None
-        return _bounded("json_schema", schema, param)
-    return _bounded("json_schema", msgspec.json.encode(schema).decode(), param)
+        return _grammar("json_schema", schema, param)
+    return _grammar("json_schema", msgspec.json.encode(schema).decode(), param)
 
 
-def any_object(param: str) -> Grammar:
+def json_object_grammar(param: str) -> Grammar:
     """Answers that are a JSON object."""
-    return json_schema({"type": "object"}, param)
+    return json_schema_grammar({"type": "object"}, param)
 
 
-def regex(pattern: str, param: str) -> Grammar:
+def regex_grammar(pattern: str, param: str) -> Grammar:
     """Answers that ``pattern`` matches as a whole. Raises `InvalidRequest`."""
-    return _bounded("regex", pattern, param)
+    return _grammar("regex", pattern, param)
 
 
-def lark(text: str, param: str) -> Grammar:
+def lark_grammar(text: str, param: str) -> Grammar:
     """Answers of the Lark grammar ``text``, in llguidance's dialect. Raises `InvalidRequest`."""
-    return _bounded("lark", text, param)
+    return _grammar("lark", text, param)
 
 
-def choice(texts: list[str], param: str) -> Grammar:
+def choice_grammar(texts: list[str], param: str) -> Grammar:
     """Answers that are one of ``texts``. Raises `InvalidRequest`."""
     # Lark's strings are JSON's.
     quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
-    return lark("start: " + " | ".join(quoted), param)
+    return lark_grammar("start: " + " | ".join(quoted), param)
 
 
-def _given(
+def _given_grammars(
     prefix: str,
     schema: SchemaOrText | None,
     pattern: str | None,
@@ -149,17 +151,17 @@ def _given(
 ) -> list[Grammar]:
     found = []
     if schema is not None:
-        found.append(json_schema(schema, f"{prefix}json"))
+        found.append(json_schema_grammar(schema, f"{prefix}json"))
     if pattern is not None:
-        found.append(regex(pattern, f"{prefix}regex"))
+        found.append(regex_grammar(pattern, f"{prefix}regex"))
     if texts is not None:
-        found.append(choice(texts, f"{prefix}choice"))
+        found.append(choice_grammar(texts, f"{prefix}choice"))
     if text is not None:
-        found.append(lark(text, f"{prefix}grammar"))
+        found.append(lark_grammar(text, f"{prefix}grammar"))
     return found
 
 
-def _bounded(kind: Literal["json_schema", "regex", "lark"], source: str, param: str) -> Grammar:
+def _grammar(kind: Literal["json_schema", "regex", "lark"], source: str, param: str) -> Grammar:
     size = len(source.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(

@@ -7,31 +7,31 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.schemas.objects import (
-    Alternative,
+from router.schemas.completions import (
+    ChatCompletionTokenLogprob,
     ChatLogprobs,
-    ChatToken,
+    PromptLogprob,
     PromptLogprobs,
-    PromptToken,
     TextLogprobs,
+    TopLogprob,
 )
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import TokenLogprobs
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for a probability of zero, as in OpenAI's answers: JSON has no infinity."""
 
 
 class ScoredToken(NamedTuple):
     """``offset`` is where its text begins, in characters of the whole text. A prompt's first
-    token has no ``scores``."""
+    token has no ``logprobs``."""
 
     id: int
     offset: int
-    scores: TokenLogprobs | None
+    logprobs: TokenLogprobs | None
 
 
-class Alignment:
+class TokenAligner:
     """Gives out tokens along with the text that they became.
 
     Text may lag behind its tokens, by half a character or what could be a stop string. A
@@ -41,70 +41,74 @@ class Alignment:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._waiting: deque[ScoredToken] = deque()
+        self._pending: deque[ScoredToken] = deque()
         self._length = 0
         self._begun = False
 
-    def begin(self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], text: str) -> None:
+    def add_prompt(
+        self, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str
+    ) -> None:
         """The prompt comes first; ``text`` is what it is in the answer."""
-        whole = "".join(self._decoder.decode(self._vocabulary.raw(token)) for token in prompt)
+        whole = "".join(
+            self._decoder.decode(self._vocabulary.token_bytes(token)) for token in prompt
+        )
         # A tokenizer may put a begin token or a space in front that are not of the text.
         ahead = len(whole) - len(text) if whole.endswith(text) else 0
         self._decoder.reset()
         position = 0
-        for token, own in zip(prompt, [None, *scores], strict=True):
+        for token, own in zip(prompt, [None, *logprobs], strict=True):
             offset = min(max(0, position - ahead), len(text))
-            self._waiting.append(ScoredToken(token, offset, own))
-            position += len(self._decoder.decode(self._vocabulary.raw(token)))
+            self._pending.append(ScoredToken(token, offset, own))
+            position += len(self._decoder.decode(self._vocabulary.token_bytes(token)))
         self._length, self._begun = len(text), True
 
-    def add(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs]) -> None:
-        for token, own in zip(tokens, scores, strict=True):
-            self._waiting.append(ScoredToken(token, self._length, own))
-            text = self._decoder.decode(self._vocabulary.raw(token))
+    def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        for token, own in zip(tokens, logprobs, strict=True):
+            self._pending.append(ScoredToken(token, self._length, own))
+            text = self._decoder.decode(self._vocabulary.token_bytes(token))
             if text and not self._begun:
                 self._begun = True
                 text = text[1:] if self._vocabulary.trims_space and text[0] == " " else text
             self._length += len(text)
 
-    def shown(self, length: int) -> list[ScoredToken]:
+    def take(self, length: int) -> list[ScoredToken]:
         """The tokens that begin within the first ``length`` characters, once each."""
         out = []
-        while self._waiting and self._waiting[0].offset < length:
-            out.append(self._waiting.popleft())
+        while self._pending and self._pending[0].offset < length:
+            out.append(self._pending.popleft())
         return out
 
-    def rest(self) -> list[ScoredToken]:
+    def take_rest(self) -> list[ScoredToken]:
         """All that are left: those at the end that are no text."""
-        out = list(self._waiting)
-        self._waiting.clear()
+        out = list(self._pending)
+        self._pending.clear()
         return out
 
 
-class Details(NamedTuple):
+class LogprobsContext(NamedTuple):
     """What it takes to show log-probabilities: how many alternatives for each token."""
 
     vocabulary: Vocabulary
-    alternatives: int
+    num_logprobs: int
 
 
-def chat_logprobs(tokens: Sequence[ScoredToken], details: Details) -> ChatLogprobs:
-    vocabulary, count = details
+def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> ChatLogprobs:
+    vocabulary, count = context
 
-    def named(token: int, logprob: float) -> Alternative:
-        return Alternative(
-            token=vocabulary.text(token),
-            logprob=max(logprob, LEAST),
-            bytes=list(vocabulary.raw(token)),
+    def named(token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(
+            token=vocabulary.token_text(token),
+            logprob=max(logprob, MIN_LOGPROB),
+            bytes=list(vocabulary.token_bytes(token)),
         )
 
     content = []
     for token in tokens:
-        if token.scores is not None:
-            own = named(token.id, token.scores.chosen)
-            others = list(zip(token.scores.top_ids, token.scores.top, strict=True))[:count]
+        if token.logprobs is not None:
+            own = named(token.id, token.logprobs.chosen)
+            others = list(zip(token.logprobs.top_ids, token.logprobs.top, strict=True))[:count]
             content.append(
-                ChatToken(
+                ChatCompletionTokenLogprob(
                     token=own.token,
                     logprob=own.logprob,
                     bytes=own.bytes,
@@ -114,22 +118,23 @@ def chat_logprobs(tokens: Sequence[ScoredToken], details: Details) -> ChatLogpro
     return ChatLogprobs(content)
 
 
-def text_logprobs(tokens: Sequence[ScoredToken], details: Details) -> TextLogprobs:
+def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> TextLogprobs:
     """The alternatives have the token itself too, even where it is not among the likeliest."""
-    vocabulary, count = details
+    vocabulary, count = context
 
     def alternatives(token: ScoredToken) -> dict[str, float] | None:
-        if token.scores is None:
+        if token.logprobs is None:
             return None
         return {
-            vocabulary.name(other): max(logprob, LEAST)
-            for other, logprob in _alternatives(token.id, token.scores, count)
+            vocabulary.unique_name(other): max(logprob, MIN_LOGPROB)
+            for other, logprob in _alternatives(token.id, token.logprobs, count)
         }
 
     return TextLogprobs(
-        tokens=[vocabulary.name(token.id) for token in tokens],
+        tokens=[vocabulary.unique_name(token.id) for token in tokens],
         token_logprobs=[
-            None if token.scores is None else max(token.scores.chosen, LEAST) for token in tokens
+            None if token.logprobs is None else max(token.logprobs.chosen, MIN_LOGPROB)
+            for token in tokens
         ],
         top_logprobs=[alternatives(token) for token in tokens],
         text_offset=[token.offset for token in tokens],
@@ -137,19 +142,19 @@ def text_logprobs(tokens: Sequence[ScoredToken], details: Details) -> TextLogpro
 
 
 def prompt_logprobs(
-    prompt: Sequence[int], scores: Sequence[TokenLogprobs], details: Details
+    prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], context: LogprobsContext
 ) -> PromptLogprobs:
     """In vLLM's form."""
-    vocabulary, count = details
+    vocabulary, count = context
     out: PromptLogprobs = [None]
-    for token, own in zip(prompt[1:], scores, strict=True):
+    for token, own in zip(prompt[1:], logprobs, strict=True):
         ranks = {other: rank for rank, other in enumerate(own.top_ids, 1)}
         out.append(
             {
-                str(other): PromptToken(
-                    logprob=max(logprob, LEAST),
+                str(other): PromptLogprob(
+                    logprob=max(logprob, MIN_LOGPROB),
                     rank=ranks.get(other),
-                    decoded_token=vocabulary.text(other),
+                    decoded_token=vocabulary.token_text(other),
                 )
                 for other, logprob in _alternatives(token, own, count)
             }

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from router.schemas.conversation import ChatMessage, PromptEnding, Tool
-from router.tokens.history import Comparison, History
-from router.tokens.parsing.formats import ReplyFormat, detect
-from router.tokens.replies import Replies
-from router.tokens.templates import CUT, ChatTemplate
-from router.tokens.text import Detokenizer
+from router.tokens.detokenizer import StreamingDetokenizer
+from router.tokens.model_replies import ModelReplies
+from router.tokens.parsing.formats import ReplyFormat, detect_format
+from router.tokens.templates import TOKEN_BREAK, ChatTemplate
+from router.tokens.tokenization_cache import PrefixComparison, TokenizationCache
 from router.tokens.vocabulary import Vocabulary
 
 _Result = TypeVar("_Result")
@@ -53,23 +53,25 @@ class Renderer:
     def __init__(
         self,
         tokenizer: Any,
-        detokenizing: Any,
+        detokenizer_source: Any,
         pool: ThreadPoolExecutor,
         defaults: SamplingDefaults,
         template_args: Mapping[str, Any],
         format: ReplyFormat,
     ) -> None:
         self._tokenizer = tokenizer
-        self._detokenizing = detokenizing
+        self._detokenizer_source = detokenizer_source
         self._format = format
         self._pool = pool
-        self._template = ChatTemplate(tokenizer, template_args, thinks=not format.is_plain)
+        self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
-        self.vocabulary = Vocabulary(detokenizing)
+        self.vocabulary = Vocabulary(detokenizer_source)
         added = tokenizer.added_tokens_decoder
         texts = {token: str(each) for token, each in added.items() if str(each)}
-        self._history = History(texts, self.vocabulary.raw, self._pieces)
-        self.replies = Replies(
+        self._tokenization_cache = TokenizationCache(
+            texts, self.vocabulary.token_bytes, self._encode_rendered
+        )
+        self.replies = ModelReplies(
             format, tokenizer, self.vocabulary, short_ids=self._template.short_ids
         )
         self.eos_token_ids = frozenset(int(token) for token in tokenizer.eos_token_ids)
@@ -98,7 +100,7 @@ class Renderer:
                 tokenizer.chat_template = chat_template
                 tokenizer.has_chat_template = True
             defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
-            format = detect(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
+            format = detect_format(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
             return cls(tokenizer, detokenizing, pool, defaults, template_args, format)
 
         try:
@@ -110,9 +112,9 @@ class Renderer:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self) -> StreamingDetokenizer:
         """A fresh streaming detokenizer; cheap, for use on the event loop."""
-        return cast(Detokenizer, self._detokenizing.detokenizer)
+        return cast(StreamingDetokenizer, self._detokenizer_source.detokenizer)
 
     @property
     def capabilities(self) -> list[str]:
@@ -134,7 +136,7 @@ class Renderer:
             lambda: str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         )
 
-    async def names(self, tokens: list[int]) -> list[str]:
+    async def token_strings(self, tokens: list[int]) -> list[str]:
         """The tokens as the vocabulary writes them."""
         return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(tokens)))
 
@@ -143,34 +145,40 @@ class Renderer:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
         template_args: Mapping[str, Any],
-        scope: str | None = None,
+        cache_scope: str | None = None,
         *,
         ending: PromptEnding = "generation_prompt",
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """The token ids of a conversation, with those of earlier replies in ``scope`` where they
-        are known (`router.tokens.history`). Raises `InvalidRequest`."""
+        """The token ids of a conversation, with those of earlier replies in ``cache_scope`` where
+        they are known (`router.tokens.tokenization_cache`). Raises `InvalidRequest`."""
 
         def render() -> list[int]:
             text = self._template.render(messages, tools, template_args, ending=ending)
             if add_special_tokens:
-                return self._encode(text.replace(CUT, ""))
-            return self._pieces(text) if scope is None else self._history.tokens(scope, text)
+                return self._encode(text.replace(TOKEN_BREAK, ""))
+            return (
+                self._encode_rendered(text)
+                if cache_scope is None
+                else self._tokenization_cache.tokenize(cache_scope, text)
+            )
 
         return await self._run(render)
 
-    def replied(self, scope: str, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def remember_reply(
+        self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
         """Remembers the tokens that came behind ``prompt``, should a conversation go on there."""
-        self._pool.submit(self._history.extend, scope, list(prompt), list(output))
+        self._pool.submit(self._tokenization_cache.extend, cache_scope, list(prompt), list(output))
 
-    async def compare(self, scope: str, prompt: Sequence[int]) -> Comparison:
+    async def compare(self, cache_scope: str, prompt: Sequence[int]) -> PrefixComparison:
         """``prompt``, which `render_chat` made, beside the closest earlier one."""
-        return await self._run(lambda: self._history.comparison(scope, prompt))
+        return await self._run(lambda: self._tokenization_cache.comparison(cache_scope, prompt))
 
     async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def own_tokens(self, text: str, tokens: Sequence[int]) -> Sequence[int]:
+    def without_bos(self, text: str, tokens: Sequence[int]) -> Sequence[int]:
         """``tokens`` of ``text`` without the begin token that `encode` put in front."""
         bos = self._tokenizer.bos_token
         added = bos is not None and not text.startswith(bos)
@@ -181,9 +189,9 @@ class Renderer:
         add_special_tokens &= bos is None or not text.startswith(bos)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def _pieces(self, text: str) -> list[int]:
+    def _encode_rendered(self, text: str) -> list[int]:
         """The token ids of a rendered prompt, which has its special tokens already."""
-        pieces = [piece for piece in text.split(CUT) if piece]
+        pieces = [piece for piece in text.split(TOKEN_BREAK) if piece]
         encode = self._tokenizer.encode
         return [t for piece in pieces for t in encode(piece, add_special_tokens=False)]
 

@@ -17,7 +17,7 @@ from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding,
 
 logger = logging.getLogger(__name__)
 
-CUT = "\ufdd0"
+TOKEN_BREAK = "\ufdd0"
 """Stands where text may not be read across: within what clients write like a control token.
 A noncharacter, which no text has."""
 
@@ -58,14 +58,18 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ChatTemplate:
-    """``args`` are the operator's arguments for the template; ``thinks`` says whether the model
-    marks its reasoning."""
+    """``template_args`` are the operator's arguments for the template; ``has_reasoning`` says
+    whether the model marks its reasoning."""
 
-    def __init__(self, tokenizer: Any, args: Mapping[str, Any], *, thinks: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, template_args: Mapping[str, Any], *, has_reasoning: bool
+    ) -> None:
         self._tokenizer = tokenizer
-        self._args = dict(args)
+        self._template_args = dict(template_args)
         # mlx-lm says false of its own accord for models whose markers it does not know.
-        self._defaults = {"enable_thinking": True} if thinks and not tokenizer.has_thinking else {}
+        self._defaults = (
+            {"enable_thinking": True} if has_reasoning and not tokenizer.has_thinking else {}
+        )
         source = str(tokenizer.chat_template or "")
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
@@ -76,21 +80,21 @@ class ChatTemplate:
             for token in tokenizer.added_tokens_decoder.values()
             if token.special and len(str(token)) > 1
         ]
-        self._control = re.compile("|".join(map(re.escape, special))) if special else None
+        self._control_tokens = re.compile("|".join(map(re.escape, special))) if special else None
 
     def render(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
-        asked: Mapping[str, Any],
+        template_args: Mapping[str, Any],
         *,
         ending: PromptEnding = "generation_prompt",
     ) -> str:
-        """The prompt, with a `CUT` in what is not to become a control token. Raises
+        """The prompt, with a `TOKEN_BREAK` in what is not to become a control token. Raises
         `InvalidRequest` for what the template does not take: content of other kinds, an
         order of roles, no template at all."""
-        for name in asked:
-            if name in _RESERVED_ARGS or len(asked) > _MAX_ARGS:
+        for name in template_args:
+            if name in _RESERVED_ARGS or len(template_args) > _MAX_ARGS:
                 raise InvalidRequest(
                     f"'{name}' cannot be set in 'chat_template_kwargs'.",
                     param="chat_template_kwargs",
@@ -102,9 +106,9 @@ class ChatTemplate:
                 param="messages",
             )
         try:
-            conversation = self._defused(self._conversation(messages))
-            described = self._defused([describe(tool) for tool in tools]) or None
-            args = self._args | self._defused(dict(asked))
+            conversation = self._break_control_tokens(self._conversation(messages))
+            described = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
+            args = self._template_args | self._break_control_tokens(dict(template_args))
         except RecursionError:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
         return self._render(conversation, described, args, ending)
@@ -152,17 +156,22 @@ class ChatTemplate:
             )
         )
 
-    def _defused(self, value: Any) -> Any:
-        """``value`` with a `CUT` in every control token that is spelled out in it."""
+    def _break_control_tokens(self, value: Any) -> Any:
+        """``value`` with a `TOKEN_BREAK` in every control token that is spelled out in it."""
         if isinstance(value, str):
-            value = value.replace(CUT, "")
-            if self._control is None:
+            value = value.replace(TOKEN_BREAK, "")
+            if self._control_tokens is None:
                 return value
-            return self._control.sub(lambda found: found[0][0] + CUT + found[0][1:], value)
+            return self._control_tokens.sub(
+                lambda found: found[0][0] + TOKEN_BREAK + found[0][1:], value
+            )
         if isinstance(value, list):
-            return [self._defused(each) for each in value]
+            return [self._break_control_tokens(each) for each in value]
         if isinstance(value, dict):
-            return {self._defused(key): self._defused(each) for key, each in value.items()}
+            return {
+                self._break_control_tokens(key): self._break_control_tokens(each)
+                for key, each in value.items()
+            }
         return value
 
     # -- messages --------------------------------------------------------------
@@ -246,7 +255,7 @@ class ChatTemplate:
                 "content": "",
                 "tool_calls": [{**_PROBE_CALL, "function": function}],
             }
-            return self._apply([asked, called], [_PROBE_TOOL], self._args, "last_message")
+            return self._apply([asked, called], [_PROBE_TOOL], self._template_args, "last_message")
 
         try:
             return "{'probed'" in probe({"probed": "x"})
@@ -258,7 +267,7 @@ class ChatTemplate:
             return False
 
 
-def describe(tool: Tool) -> dict[str, Any]:
+def tool_schema(tool: Tool) -> dict[str, Any]:
     """A tool as models are told of it, in the form of transformers' ``get_json_schema``."""
     function = tool.function
     told: dict[str, Any] = {"name": function.name}

@@ -21,38 +21,38 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         detokenizer = tokenizer.detokenizer
         self._tokenizer = tokenizer
-        self._map: list[str | bytes | None] | None = getattr(detokenizer, "tokenmap", None)
+        self._token_map: list[str | bytes | None] | None = getattr(detokenizer, "tokenmap", None)
         self.trims_space = False
         for token in tokenizer.encode(" a", add_special_tokens=False):
             detokenizer.add_token(token)
         detokenizer.finalize()
         self.trims_space = not detokenizer.text.startswith(" ")
 
-    def raw(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Empty for an id that the tokenizer does not know, as padded vocabularies have."""
-        if self._map is None:
+        if self._token_map is None:
             return self._decoded(token)
-        piece = self._map[token] if token < len(self._map) else None
+        piece = self._token_map[token] if token < len(self._token_map) else None
         if isinstance(piece, bytes):
             return piece.replace("\u2581".encode(), b" ")
         return b"".join(_BYTES.get(char) or char.encode() for char in piece or "")
 
-    def text(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """With replacement characters for what is no whole character."""
-        return self.raw(token).decode(errors="replace")
+        return self.token_bytes(token).decode(errors="replace")
 
-    def name(self, token: int) -> str:
+    def unique_name(self, token: int) -> str:
         """Its text, or ``bytes:\\xe2\\x96`` where that is not whole: no two are the same."""
         try:
-            return self.raw(token).decode()
+            return self.token_bytes(token).decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token))
 
-    def join(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens``, as the detokenizer makes it, without half a character at
         the end."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(b"".join(map(self.raw, tokens)))
+        text = decoder.decode(b"".join(map(self.token_bytes, tokens)))
         return text[1:] if self.trims_space and text.startswith(" ") else text
 
     def _decoded(self, token: int) -> bytes:

@@ -75,7 +75,7 @@ def biased(truth: Oracle, prompt: list[int], count: int) -> list[int]:
 
 def test_penalties_and_biases_choose_mlx_lms_tokens(running: Running) -> None:
     server, truth = running
-    name = Vocabulary(truth.tokenizer).name
+    name = Vocabulary(truth.tokenizer).unique_name
     count, ask = 100, {"logprobs": 0, **ENDLESS}
     plain = server.complete(PROMPT, count, **ask)["choices"][0]["logprobs"]["tokens"]
     ask |= {

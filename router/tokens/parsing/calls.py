@@ -12,10 +12,10 @@ MAX_PARSE_WORK = 5_000_000
 """Characters times places where a call may begin: some parsers read on to the end from each.
 As much takes about half a second; honest calls of 50,000 characters have a hundred."""
 
-Described = Sequence[Mapping[str, Any]]
+ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools as templates and mlx-lm's parsers have them."""
 
-_BEGINS = {
+_CALL_STARTS = {
     "pythonic": re.compile(r"\[[\w.]+\("),
     "gemma4": re.compile("call:"),
     "function_gemma": re.compile("call:"),
@@ -33,7 +33,7 @@ _BEGINNINGS = tuple(
 _LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     """``arguments`` is JSON text of an object."""
 
     name: str
@@ -56,9 +56,9 @@ class ToolSyntax(NamedTuple):
     parse: Callable[[str, Any], Any]
 
 
-def calls_in(text: str, syntax: ToolSyntax, tools: Described) -> list[Call]:
+def parse_calls(text: str, syntax: ToolSyntax, tools: ToolSchemas) -> list[ParsedCall]:
     """The calls of ``tools`` that ``text`` consists of; none when any of it is unclear."""
-    begins = _BEGINS.get(syntax.name)
+    begins = _CALL_STARTS.get(syntax.name)
     work = len(text) * sum(1 for _ in begins.finditer(text)) if begins is not None else 0
     if len(text) > MAX_CALL_CHARS or work > MAX_PARSE_WORK:
         return []
@@ -73,14 +73,14 @@ def calls_in(text: str, syntax: ToolSyntax, tools: Described) -> list[Call]:
     return []
 
 
-def complete_json_calls_in(text: str, tools: Described) -> tuple[list[Call], str]:
+def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[ParsedCall], str]:
     """The calls of ``tools`` that ``text`` begins with, as JSON, and what follows the last that
     is complete: of a reply that was cut short."""
     if len(text) > MAX_CALL_CHARS:
         return [], text
     names = {tool["function"]["name"] for tool in tools}
     rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-    calls: list[Call] = []
+    calls: list[ParsedCall] = []
     read = 0
     try:
         for value, end in _json_values(rest):
@@ -91,7 +91,7 @@ def complete_json_calls_in(text: str, tools: Described) -> tuple[list[Call], str
     return (calls, rest[read:]) if calls else ([], text)
 
 
-def with_plain_properties(tools: Described) -> list[Mapping[str, Any]]:
+def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
     """``tools`` with the schemas of arguments in their places: parsers look for types there and
     follow no references."""
 
@@ -169,7 +169,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _call(parsed: Any, names: Collection[str]) -> Call:
+def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
     """Raises for anything that is not a call of one of ``names``."""
     function = parsed.get("function")
     inner = function if isinstance(function, dict) else parsed
@@ -185,7 +185,9 @@ def _call(parsed: Any, names: Collection[str]) -> Call:
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
     own_id = parsed.get("id")
-    return Call(name, _json(arguments), own_id if isinstance(own_id, str) and own_id else None)
+    return ParsedCall(
+        name, _json(arguments), own_id if isinstance(own_id, str) and own_id else None
+    )
 
 
 def _json(arguments: dict[str, Any]) -> str:

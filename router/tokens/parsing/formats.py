@@ -15,7 +15,7 @@ from router.tokens.parsing.calls import JSON, ToolSyntax
 logger = logging.getLogger(__name__)
 
 
-class State(enum.Enum):
+class ReplyState(enum.Enum):
     """What a stretch of a reply is. The names are those of mlx-lm's response formats."""
 
     NORMAL = "normal"
@@ -26,13 +26,13 @@ class State(enum.Enum):
 
 
 class Marker(NamedTuple):
-    """Where ``text`` comes, ``to`` begins; None: what the header before it says."""
+    """Where ``text`` comes, ``next_state`` begins; None: what the header before it says."""
 
     text: str
-    to: State | None
+    next_state: ReplyState | None
 
 
-class Block(NamedTuple):
+class ReasoningMarkers(NamedTuple):
     """The markers around reasoning."""
 
     start: str
@@ -40,12 +40,12 @@ class Block(NamedTuple):
 
 
 REASONING = {
-    "think": Block("<think>", "</think>"),
-    "longcat": Block("<longcat_think>", "</longcat_think>"),
-    "gemma4": Block("<|channel>thought", "<channel|>"),
-    "kimi_k3": Block("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    "mistral": Block("[THINK]", "[/THINK]"),
-    "seed_oss": Block("<seed:think>", "</seed:think>"),
+    "think": ReasoningMarkers("<think>", "</think>"),
+    "longcat": ReasoningMarkers("<longcat_think>", "</longcat_think>"),
+    "gemma4": ReasoningMarkers("<|channel>thought", "<channel|>"),
+    "kimi_k3": ReasoningMarkers("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
 }
 """By the name of `--reasoning-parser`."""
 
@@ -57,13 +57,14 @@ _HARMONY_CALL = re.compile(r"to=(?:functions\.)?([^\s<]+).*?<\|message\|>(.*)", 
 @dataclass(frozen=True)
 class ReplyFormat:
     """``think`` and ``tools`` are None where nothing of the kind is taken out of a reply.
-    ``transitions`` are those of replies in several messages, whose first state is ``begins``.
+    ``transitions`` are those of replies in several messages, whose first state is
+    ``initial_state``.
     """
 
-    think: Block | None = None
+    think: ReasoningMarkers | None = None
     tools: ToolSyntax | None = None
-    transitions: Mapping[State, tuple[Marker, ...]] | None = None
-    begins: State = State.NORMAL
+    transitions: Mapping[ReplyState, tuple[Marker, ...]] | None = None
+    initial_state: ReplyState = ReplyState.NORMAL
 
     @property
     def is_plain(self) -> bool:
@@ -74,36 +75,40 @@ class ReplyFormat:
     def has_reasoning(self) -> bool:
         """Whether reasoning is told apart from text."""
         markers = self.markers(calls=False).values()
-        return any(marker.to in (State.REASONING, None) for each in markers for marker in each)
+        return any(
+            marker.next_state in (ReplyState.REASONING, None) for each in markers for marker in each
+        )
 
-    def markers(self, *, calls: bool) -> dict[State, tuple[Marker, ...]]:
+    def markers(self, *, calls: bool) -> dict[ReplyState, tuple[Marker, ...]]:
         """The markers that count in each state; ``calls`` says whether those of calls do."""
-        found: dict[State, list[Marker]] = {state: [] for state in State}
+        found: dict[ReplyState, list[Marker]] = {state: [] for state in ReplyState}
         for state, markers in (self.transitions or {}).items():
             found[state] += markers
         if self.think is not None:
-            found[State.NORMAL].append(Marker(self.think.start, State.REASONING))
-            found[State.REASONING].append(Marker(self.think.end, State.NORMAL))
+            found[ReplyState.NORMAL].append(Marker(self.think.start, ReplyState.REASONING))
+            found[ReplyState.REASONING].append(Marker(self.think.end, ReplyState.NORMAL))
         if self.tools is not None and calls and self.tools.start:
-            into = Marker(self.tools.start, State.TOOL)
-            routed = any(marker.to is State.TOOL for each in found.values() for marker in each)
+            into = Marker(self.tools.start, ReplyState.TOOL)
+            routed = any(
+                marker.next_state is ReplyState.TOOL for each in found.values() for marker in each
+            )
             if not routed:
-                found[State.NORMAL].append(into)
+                found[ReplyState.NORMAL].append(into)
             if self.think is not None:
-                found[State.REASONING].append(into)
+                found[ReplyState.REASONING].append(into)
         if self.tools is not None and self.tools.end:
-            found[State.TOOL].append(Marker(self.tools.end, State.NORMAL))
+            found[ReplyState.TOOL].append(Marker(self.tools.end, ReplyState.NORMAL))
         return {state: tuple(markers) for state, markers in found.items()}
 
-    def begins_after(self, tail: str) -> State:
+    def initial_state_after(self, tail: str) -> ReplyState:
         """The state in which a reply begins to a prompt that ends with ``tail``."""
-        if self.think is not None and self.begins is State.NORMAL:
+        if self.think is not None and self.initial_state is ReplyState.NORMAL:
             opened, closed = tail.rfind(self.think.start), tail.rfind(self.think.end)
-            return State.REASONING if opened > closed else State.NORMAL
-        return self.begins
+            return ReplyState.REASONING if opened > closed else ReplyState.NORMAL
+        return self.initial_state
 
 
-def detect(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
+def detect_format(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
     """The format of ``tokenizer``, mlx-lm's wrapper; ``reasoning`` and ``tools`` are what
     the flags of the parsers say. Raises ImportError where mlx-lm has no such tool parser."""
     vocabulary = tokenizer.get_vocab()
@@ -114,30 +119,30 @@ def detect(tokenizer: Any, *, reasoning: str, tools: str) -> ReplyFormat:
     if in_messages:
         if tools == "auto" and tokenizer.tool_parser is None:
             syntax = HARMONY_CALLS
-        return ReplyFormat(None, syntax, _HARMONY, State.HEADER)
-    transitions: dict[State, tuple[Marker, ...]] = {}
-    begins = State.NORMAL
+        return ReplyFormat(None, syntax, _HARMONY, ReplyState.HEADER)
+    transitions: dict[ReplyState, tuple[Marker, ...]] = {}
+    begins = ReplyState.NORMAL
     if tokenizer.structural_markers:
-        transitions[State.NORMAL] = tuple(
-            Marker(text, State.NORMAL) for text in tokenizer.structural_markers
+        transitions[ReplyState.NORMAL] = tuple(
+            Marker(text, ReplyState.NORMAL) for text in tokenizer.structural_markers
         )
     if reasoning == "auto" and tokenizer.response_initial_state is not None:
-        begins = State(tokenizer.response_initial_state)
+        begins = ReplyState(tokenizer.response_initial_state)
         for state, edges in tokenizer.response_transitions.items():
-            before = transitions.get(State(state), ())
-            transitions[State(state)] = before + tuple(
-                Marker(text, State(to)) for text, to in edges
+            before = transitions.get(ReplyState(state), ())
+            transitions[ReplyState(state)] = before + tuple(
+                Marker(text, ReplyState(to)) for text, to in edges
             )
     return ReplyFormat(chosen, syntax, transitions, begins)
 
 
-def _reasoning(tokenizer: Any, vocabulary: Mapping[str, int], name: str) -> Block | None:
+def _reasoning(tokenizer: Any, vocabulary: Mapping[str, int], name: str) -> ReasoningMarkers | None:
     if name in REASONING:
         return REASONING[name]
     if name != "auto":
         return None
     if tokenizer.has_thinking:
-        return Block(tokenizer.think_start, tokenizer.think_end)
+        return ReasoningMarkers(tokenizer.think_start, tokenizer.think_end)
     for other in _ALSO_DETECTED:
         if all(marker in vocabulary for marker in REASONING[other]):
             return REASONING[other]
@@ -168,10 +173,10 @@ def mlx_lm_syntax(name: str) -> ToolSyntax:
 # A reply is messages, each with a header: https://developers.openai.com/cookbook/articles/openai-harmony
 
 
-def harmony_state(header: str) -> State:
+def harmony_state(header: str) -> ReplyState:
     if "to=" in header:
-        return State.TOOL
-    return State.REASONING if "analysis" in header else State.NORMAL
+        return ReplyState.TOOL
+    return ReplyState.REASONING if "analysis" in header else ReplyState.NORMAL
 
 
 def _harmony_call(text: str, tools: Any) -> dict[str, Any]:
@@ -183,11 +188,11 @@ def _harmony_call(text: str, tools: Any) -> dict[str, Any]:
 
 HARMONY_CALLS = ToolSyntax("harmony", "", "<|call|>", _harmony_call)
 _BETWEEN_MESSAGES = tuple(
-    Marker(text, State.HEADER) for text in ("<|end|>", "<|return|>", "<|start|>")
+    Marker(text, ReplyState.HEADER) for text in ("<|end|>", "<|return|>", "<|start|>")
 )
 _HARMONY = {
-    State.HEADER: (Marker("<|message|>", None),),
-    State.NORMAL: _BETWEEN_MESSAGES,
-    State.REASONING: _BETWEEN_MESSAGES,
-    State.TOOL: (*_BETWEEN_MESSAGES, Marker("<|call|>", State.HEADER)),
+    ReplyState.HEADER: (Marker("<|message|>", None),),
+    ReplyState.NORMAL: _BETWEEN_MESSAGES,
+    ReplyState.REASONING: _BETWEEN_MESSAGES,
+    ReplyState.TOOL: (*_BETWEEN_MESSAGES, Marker("<|call|>", ReplyState.HEADER)),
 }

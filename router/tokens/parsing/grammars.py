@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from router.schemas.conversation import Function
-from router.tokens.parsing.formats import Block
+from router.schemas.conversation import FunctionDefinition
+from router.tokens.parsing.formats import ReasoningMarkers
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As templates write it when the call comes back: then it has the same tokens."""
@@ -55,7 +55,7 @@ _GLM = CallTemplate(
 )
 _MISTRAL_LIST = _PLAIN._replace(before="[TOOL_CALLS][", between=", ", after="]")
 
-TEMPLATES: Mapping[str, CallTemplate] = {
+CALL_TEMPLATES: Mapping[str, CallTemplate] = {
     "json": _PLAIN._replace(between="\n"),
     "json_tools": CallTemplate(
         '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"
@@ -110,13 +110,13 @@ TEMPLATES: Mapping[str, CallTemplate] = {
 """By the name of the tool parser that reads them."""
 
 
-class Tokens(NamedTuple):
+class ControlTokens(NamedTuple):
     """What a grammar has to know of a tokenizer: the ``control`` tokens, which only match as
     themselves and never as text, by their text."""
 
     control: Mapping[str, int]
 
-    def lark(self, text: str) -> str:
+    def to_lark(self, text: str) -> str:
         """Something that matches exactly ``text``; nothing for no text."""
         if not text:
             return ""
@@ -132,18 +132,20 @@ class Tokens(NamedTuple):
             if each
         )
 
-    def free(self, *without: str) -> str:
-        """A terminal for any text in which none of ``without`` is; it has no control tokens."""
-        spelled = [each for each in without if each not in self.control]
+    def text_without(self, *excluded: str) -> str:
+        """A terminal for any text in which none of ``excluded`` is; it has no control tokens."""
+        spelled = [each for each in excluded if each not in self.control]
         anything = "/(?s:.*)/"
         return " & ".join([anything, *(f"~/(?s:.*{_regex(each)}.*)/" for each in spelled if each)])
 
 
-def template_of(parser: str, functions: Sequence[Function], tokens: Tokens) -> CallTemplate | None:
+def call_template(
+    parser: str, functions: Sequence[FunctionDefinition], tokens: ControlTokens
+) -> CallTemplate | None:
     """How calls of ``functions`` are written for ``parser``; None where that is not known."""
     if parser == "mistral" and "[ARGS]" not in tokens.control:
         return _MISTRAL_LIST
-    template = TEMPLATES.get(parser)
+    template = CALL_TEMPLATES.get(parser)
     if template is not None and template.argument:
         apart = all(not any(key in (f.parameters or {}) for key in _COMBINED) for f in functions)
         return template if apart else None
@@ -152,47 +154,50 @@ def template_of(parser: str, functions: Sequence[Function], tokens: Tokens) -> C
 
 def calls_grammar(
     template: CallTemplate,
-    functions: Sequence[Function],
-    tokens: Tokens,
+    functions: Sequence[FunctionDefinition],
+    tokens: ControlTokens,
     *,
-    several: bool,
-    think: Block | None = None,
-    unlike: str | None = None,
-    instead: str | None = None,
+    parallel: bool,
+    think: ReasoningMarkers | None = None,
+    excluded_text: str | None = None,
+    alternative: str | None = None,
 ) -> str:
-    """Lark for replies that call ``functions``, once or more where ``several``. ``think`` may come
-    first. ``unlike`` allows text too, around calls or alone, that does not have it; ``instead``
-    is what else a reply may be."""
+    """Lark for replies that call ``functions``, once or more where ``parallel``. ``think`` may come
+    first. ``excluded_text`` allows text too, around calls or alone, that does not have it;
+    ``alternative`` is what else a reply may be."""
     rules = _alternatives("call", template, functions, tokens)
-    between = tokens.lark(template.between) if template.between else ""
-    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if several else ""
-    before, after = (tokens.lark(part) for part in (template.before, template.after))
+    between = tokens.to_lark(template.between) if template.between else ""
+    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
+    before, after = (tokens.to_lark(part) for part in (template.before, template.after))
     start = f"{before} call{more} {after}".strip()
-    if instead is not None:
-        rules.append(f"instead: {instead}")
+    if alternative is not None:
+        rules.append(f"instead: {alternative}")
         start = f"({start} | instead)"
-    if unlike is not None:
-        rules.append(f"TEXT: {tokens.free(unlike)}")
-        if unlike in tokens.control:
+    if excluded_text is not None:
+        rules.append(f"TEXT: {tokens.text_without(excluded_text)}")
+        if excluded_text in tokens.control:
             start = f"TEXT ({start} TEXT)?"
         else:
             # Text goes up to where a call begins, and with it: it is not known before.
-            rules.append(f"lead[suffix={json.dumps(unlike)}]: /(?s:.*)/")
-            begun = template._replace(begin=template.begin.removeprefix(unlike))
+            rules.append(f"lead[suffix={json.dumps(excluded_text)}]: /(?s:.*)/")
+            begun = template._replace(begin=template.begin.removeprefix(excluded_text))
             opened = begun if not template.before else template
             rules += _alternatives("first", opened, functions, tokens)
-            before = tokens.lark(template.before.removeprefix(unlike))
+            before = tokens.to_lark(template.before.removeprefix(excluded_text))
             start = f"(TEXT | lead {before} first{more} {after} TEXT?)"
     if think is not None:
-        rules.append(f"THOUGHT: {tokens.free(think.end)}")
-        rules.append(f"thought: {tokens.lark(think.start)} THOUGHT {tokens.lark(think.end)}")
+        rules.append(f"THOUGHT: {tokens.text_without(think.end)}")
+        rules.append(f"thought: {tokens.to_lark(think.start)} THOUGHT {tokens.to_lark(think.end)}")
         rules.append("SPACE: /[ \\n]{0,4}/")
         start = f"(thought SPACE)? {start}"
     return "\n".join([f"start: {start}", *rules])
 
 
 def _alternatives(
-    rule: str, template: CallTemplate, functions: Sequence[Function], tokens: Tokens
+    rule: str,
+    template: CallTemplate,
+    functions: Sequence[FunctionDefinition],
+    tokens: ControlTokens,
 ) -> list[str]:
     """``rule`` is a call of any of ``functions``."""
     rules = []
@@ -201,9 +206,11 @@ def _alternatives(
     return [*rules, f"{rule}: " + " | ".join(f"{rule}{n}" for n in range(len(functions)))]
 
 
-def _call_rules(rule: str, template: CallTemplate, function: Function, tokens: Tokens) -> list[str]:
+def _call_rules(
+    rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
+) -> list[str]:
     begin = template.begin.replace("{name}", function.name)
-    parts = [tokens.lark(part) for part in begin.split("{number}")]
+    parts = [tokens.to_lark(part) for part in begin.split("{number}")]
     rules = []
     if "{number}" in begin:
         rules.append(f"{rule}_number: /[0-9]{{1,3}}/")
@@ -214,21 +221,21 @@ def _call_rules(rule: str, template: CallTemplate, function: Function, tokens: T
     else:
         arguments, more = _arguments(rule, template, function, parameters, tokens)
         rules += more
-    end = [tokens.lark(template.end)] if template.end else []
+    end = [tokens.to_lark(template.end)] if template.end else []
     return [f"{rule}: {' '.join([f' {rule}_number '.join(parts), *arguments, *end])}", *rules]
 
 
 def _arguments(
     rule: str,
     template: CallTemplate,
-    function: Function,
+    function: FunctionDefinition,
     parameters: Mapping[str, Any],
-    tokens: Tokens,
+    tokens: ControlTokens,
 ) -> tuple[list[str], list[str]]:
     """Each property of ``parameters`` in order; those that are not required may be left out."""
     used, rules = [], []
     required = parameters.get("required", ())
-    end = tokens.lark(template.argument_end)
+    end = tokens.to_lark(template.argument_end)
     for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
         name = f"{rule}_argument{number}"
         used.append(name if key in required else f"{name}?")
@@ -244,19 +251,19 @@ def _arguments(
             value = f"{name}_value {end}"
             shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
             rules.append(f"{name}_value: {_json({**shared, **own}, function)}")
-        opening = tokens.lark(template.argument.replace("{key}", key))
+        opening = tokens.to_lark(template.argument.replace("{key}", key))
         rules.append(f"{name}: {opening} {value}")
     return used, rules
 
 
-def _text_up_to(rule: str, end: str, tokens: Tokens) -> str:
+def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:
     if any(control in end for control in tokens.control):
         # No text can have its first token, so that white space before it may be of the text.
-        return f"{rule}: /(?s:.*)/ {tokens.lark(end.lstrip())}"
+        return f"{rule}: /(?s:.*)/ {tokens.to_lark(end.lstrip())}"
     return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
-def _json(schema: Mapping[str, Any], function: Function) -> str:
+def _json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
     """What of a schema is not understood is an error where it is strict, and otherwise left."""
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from router.anthropic.blocks import Blocks
-from router.generation.choice import Piece
-from router.tokens.reply import CallDelta
+from router.anthropic.content_blocks import ContentBlockBuilder
+from router.generation.choice import OutputDelta
+from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
@@ -301,18 +301,18 @@ def test_tokens_are_counted_as_they_would_be_sent(server: Server, engine: Script
 
 
 CALLS = [
-    Piece(reasoning="I "),
-    Piece(reasoning="think.", text="\n\n"),
-    Piece(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
-    Piece(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
-    Piece(text="\n"),
+    OutputDelta(reasoning="I "),
+    OutputDelta(reasoning="think.", text="\n\n"),
+    OutputDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
+    OutputDelta(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
+    OutputDelta(text="\n"),
 ]
 
 
 def test_thinking_and_calls_are_blocks_of_their_own() -> None:
-    stream, whole = Blocks(show_thinking=True), Blocks(show_thinking=True)
+    stream, whole = ContentBlockBuilder(show_thinking=True), ContentBlockBuilder(show_thinking=True)
     found = [event for piece in CALLS for event in stream.feed(piece)] + stream.finish()
-    whole.feed(Piece.join(CALLS))
+    whole.feed(OutputDelta.join(CALLS))
     whole.finish()
     assert whole.finished == stream.finished
     thinking, first, second = stream.finished
@@ -333,8 +333,8 @@ def test_thinking_and_calls_are_blocks_of_their_own() -> None:
 
 
 def test_thinking_that_shall_be_omitted_leaves_its_signature() -> None:
-    blocks = Blocks(show_thinking=False)
-    blocks.feed(Piece.join(CALLS))
+    blocks = ContentBlockBuilder(show_thinking=False)
+    blocks.feed(OutputDelta.join(CALLS))
     blocks.finish()
     thinking = blocks.finished[0]
     assert thinking.thinking == ""  # type: ignore[union-attr]
@@ -342,14 +342,14 @@ def test_thinking_that_shall_be_omitted_leaves_its_signature() -> None:
 
 
 def test_blank_text_is_an_answer_where_nothing_else_is_said() -> None:
-    blocks = Blocks(show_thinking=True)
-    assert not blocks.feed(Piece("\n"))
+    blocks = ContentBlockBuilder(show_thinking=True)
+    assert not blocks.feed(OutputDelta("\n"))
     blocks.finish()
     assert [block.text for block in blocks.finished] == ["\n"]  # type: ignore[union-attr]
 
 
 def test_a_call_that_was_cut_short_has_no_input() -> None:
-    blocks = Blocks(show_thinking=True)
-    blocks.feed(Piece(calls=(CallDelta(0, '{"x": ', "call_a", "f"),)))
+    blocks = ContentBlockBuilder(show_thinking=True)
+    blocks.feed(OutputDelta(calls=(CallDelta(0, '{"x": ', "call_a", "f"),)))
     blocks.finish()
     assert blocks.finished[0].input == {}  # type: ignore[union-attr]

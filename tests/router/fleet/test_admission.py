@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.admission import DrainRate
+from router.fleet.admission import DepartureRate
 from router.fleet.engines import Model
-from router.fleet.flight import Flight, Order
-from router.fleet.placement import PrefixIndex, choose
-from router.fleet.queue import TURN_OF_AGE, FairQueue
+from router.fleet.fair_queue import AGE_TURN_EVERY, FairQueue
+from router.fleet.placement import PrefixIndex, choose_engine
+from router.fleet.remote_sequence import RemoteSequence, SequenceSpec
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, Refused, Sampling, Submit
 from tests.router.conftest import Server, eventually
@@ -25,26 +25,28 @@ from tests.router.scripted_engine import ScriptedEngine
 Start = Callable[..., ScriptedEngine]
 
 
-def flight(name: str, key: str = "", priority: int = 0, prompt: list[int] | None = None) -> Flight:
-    order = Order(name, prompt or [1], Sampling(seed=0), 8, [], priority=priority)
-    return Flight(order, cast(Model, None), key, lambda: None)
+def sequence(
+    name: str, key: str = "", priority: int = 0, prompt: list[int] | None = None
+) -> RemoteSequence:
+    spec = SequenceSpec(name, prompt or [1], Sampling(seed=0), 8, [], priority=priority)
+    return RemoteSequence(spec, cast(Model, None), key, lambda: None)
 
 
 def names(queue: FairQueue, running: Counter[str]) -> list[str]:
     found = []
     while (next_one := queue.pop(running)) is not None:
         running[next_one.key] += 1
-        found.append(next_one.order.request_id)
+        found.append(next_one.spec.request_id)
     return found
 
 
 def test_the_queue_goes_by_priority_then_by_fairness_then_by_age() -> None:
     queue = FairQueue()
     for index in range(4):
-        queue.push(flight(f"greedy{index}", "greedy"))
+        queue.push(sequence(f"greedy{index}", "greedy"))
     for index in range(2):
-        queue.push(flight(f"modest{index}", "modest"))
-    queue.push(flight("urgent", "greedy", priority=5))
+        queue.push(sequence(f"modest{index}", "modest"))
+    queue.push(sequence("urgent", "greedy", priority=5))
     assert names(queue, Counter()) == [
         "urgent", "modest0", "greedy0", "modest1", "greedy1", "greedy2", "greedy3",
     ]  # fmt: skip
@@ -52,12 +54,12 @@ def test_the_queue_goes_by_priority_then_by_fairness_then_by_age() -> None:
 
 def test_who_waits_again_keeps_its_age_and_who_leaves_is_passed_over() -> None:
     queue = FairQueue()
-    flights = [flight(f"f{index}") for index in range(4)]
-    for one in flights:
+    sequences = [sequence(f"f{index}") for index in range(4)]
+    for one in sequences:
         queue.push(one)
     first = queue.pop(Counter())
-    assert first is flights[0]
-    queue.discard(flights[1])
+    assert first is sequences[0]
+    queue.discard(sequences[1])
     queue.push(first)
     assert len(queue) == 3
     assert names(queue, Counter()) == ["f0", "f2", "f3"]
@@ -79,15 +81,15 @@ def test_nobody_waits_for_ever_whoever_comes_meanwhile(
     """One of the lowest priority, whose key has more in engines than any other, while as many
     come as go."""
     queue, running = FairQueue(), Counter({"poor": 1000})
-    others = [flight(f"b{i}", f"key{key}", priority) for i, (key, priority) in enumerate(before)]
-    for one in [*others, *(flight(f"own{i}", "poor", -2) for i in range(own))]:
+    others = [sequence(f"b{i}", f"key{key}", priority) for i, (key, priority) in enumerate(before)]
+    for one in [*others, *(sequence(f"own{i}", "poor", -2) for i in range(own))]:
         queue.push(one)
-    poor = flight("poor", "poor", -2)
+    poor = sequence("poor", "poor", -2)
     queue.push(poor)
     most_keys = departed = 0
     while True:
         key, priority = arriving[departed % len(arriving)]
-        newcomer = flight(f"n{departed}", f"key{key}", priority)
+        newcomer = sequence(f"n{departed}", f"key{key}", priority)
         queue.push(newcomer)
         if leave and departed % 3 == 0:
             queue.discard(newcomer)
@@ -95,25 +97,25 @@ def test_nobody_waits_for_ever_whoever_comes_meanwhile(
         if queue.pop(running) is poor:
             break
         departed += 1
-        assert departed < TURN_OF_AGE * most_keys * (own + 1)
-    assert all(one.order.request_id != "poor" for one in queue)
+        assert departed < AGE_TURN_EVERY * most_keys * (own + 1)
+    assert all(one.spec.request_id != "poor" for one in queue)
 
 
 def test_between_the_turns_of_age_priority_rules() -> None:
     queue = FairQueue()
     for index in range(40):
-        queue.push(flight(f"low{index}"))
+        queue.push(sequence(f"low{index}"))
     for index in range(40):
-        queue.push(flight(f"high{index}", priority=1))
+        queue.push(sequence(f"high{index}", priority=1))
     first = names(queue, Counter())[:40]
-    assert first[TURN_OF_AGE - 1 :: TURN_OF_AGE] == [f"low{index}" for index in range(5)]
+    assert first[AGE_TURN_EVERY - 1 :: AGE_TURN_EVERY] == [f"low{index}" for index in range(5)]
     assert sum(name.startswith("high") for name in first) == 35
 
 
-def fake_engine(flights: int, prefixes: PrefixIndex | None = None) -> Any:
+def fake_engine(sequences: int, prefixes: PrefixIndex | None = None) -> Any:
     return SimpleNamespace(
-        flights=dict.fromkeys(map(str, range(flights))),
-        prefixes=prefixes or PrefixIndex(),
+        sequences=dict.fromkeys(map(str, range(sequences))),
+        prefix_index=prefixes or PrefixIndex(),
         hello=SimpleNamespace(namespace=b"n" * 16, block_size=16),
     )
 
@@ -122,44 +124,46 @@ def test_a_sequence_goes_to_the_engine_that_has_its_prefix_unless_that_is_clearl
     prompt = list(range(64))
     warm = PrefixIndex()
     warm.update(CacheEvents(number=1, added=block_hashes(b"n" * 16, prompt, 16)[:2], removed=[]))
-    one = flight("x", prompt=prompt)
-    assert choose([fake_engine(0), busy := fake_engine(3, warm)], one) is busy
-    assert choose([idle := fake_engine(0), fake_engine(9, warm)], one) is idle
+    one = sequence("x", prompt=prompt)
+    assert choose_engine([fake_engine(0), busy := fake_engine(3, warm)], one) is busy
+    assert choose_engine([idle := fake_engine(0), fake_engine(9, warm)], one) is idle
 
 
 def test_a_prefix_is_assumed_to_be_where_it_was_sent() -> None:
     prompt = list(range(64))
     engines = [fake_engine(1), fake_engine(0)]
-    first = choose(engines, flight("a", prompt=prompt))
-    first.flights["a"] = first.flights["b"] = first.flights["c"] = None
-    assert choose(engines, flight("b", prompt=[*prompt, 5])) is first
-    salted = Order("c", prompt, Sampling(seed=0), 8, [], cache_salt="s")
-    other = Flight(salted, cast(Model, None), "", lambda: None)
-    assert choose(engines, other) is not first
+    first = choose_engine(engines, sequence("a", prompt=prompt))
+    first.sequences["a"] = first.sequences["b"] = first.sequences["c"] = None
+    assert choose_engine(engines, sequence("b", prompt=[*prompt, 5])) is first
+    salted = SequenceSpec("c", prompt, Sampling(seed=0), 8, [], cache_salt="s")
+    other = RemoteSequence(salted, cast(Model, None), "", lambda: None)
+    assert choose_engine(engines, other) is not first
 
 
 def test_cache_events_with_a_gap_are_a_new_beginning() -> None:
     index = PrefixIndex()
     index.update(CacheEvents(number=1, added=[b"a", b"b"], removed=[]))
     index.update(CacheEvents(number=2, added=[b"c"], removed=[b"b"]))
-    assert [index.hit([block]) for block in (b"a", b"b", b"c")] == [1, 0, 1]
+    assert [index.num_cached_blocks([block]) for block in (b"a", b"b", b"c")] == [1, 0, 1]
     index.update(CacheEvents(number=4, added=[b"d"], removed=[]))
-    assert [index.hit([block]) for block in (b"a", b"d")] == [0, 1]
-    assert index.hit([b"x", b"d", b"y"]) == 2  # of recurrent state only the end is reported
+    assert [index.num_cached_blocks([block]) for block in (b"a", b"d")] == [0, 1]
+    assert (
+        index.num_cached_blocks([b"x", b"d", b"y"]) == 2
+    )  # of recurrent state only the end is reported
 
 
 def test_assumed_blocks_are_bounded() -> None:
     index = PrefixIndex(assumed_limit=2)
     index.assume([b"a", b"b", b"c"])
-    assert [index.hit([block]) for block in (b"a", b"b", b"c")] == [0, 1, 1]
+    assert [index.num_cached_blocks([block]) for block in (b"a", b"b", b"c")] == [0, 1, 1]
 
 
 def test_the_wait_is_estimated_from_how_fast_the_queue_drains() -> None:
     times = iter([0.0, 2.0, 4.0, 4.0, 4.0, 40.0, 40.0])
-    rate = DrainRate(clock=lambda: next(times))
+    rate = DepartureRate(clock=lambda: next(times))
     assert rate.wait_s(10) > 0
     for _ in range(3):
-        rate.note()
+        rate.record()
     assert rate.wait_s(0) == pytest.approx(2)
     assert rate.wait_s(9) == pytest.approx(20)
     assert rate.wait_s(0) == pytest.approx(20)

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from router.schemas.schemas import ChatRequest, unsupported_fields
+from router.schemas.requests import ChatRequest, unsupported_fields
 from tests.router.conftest import Server
 from tests.router.scripted_engine import ScriptedEngine
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from router.tokens.logprobs import Alignment
+from router.tokens.logprobs import TokenAligner
 from router.tokens.vocabulary import Vocabulary
 from shared.wire import Submit, TokenLogprobs
 from tests.router.conftest import Server
@@ -47,7 +47,7 @@ def test_a_chat_has_each_token_with_its_bytes_and_alternatives(
         scores = scores_of(token, position, 2)
         assert entry["logprob"] == scores.chosen
         assert [other["logprob"] for other in entry["top_logprobs"]] == scores.top
-        expected = [list(vocabulary.raw(other)) for other in scores.top_ids]
+        expected = [list(vocabulary.token_bytes(other)) for other in scores.top_ids]
         assert [other["bytes"] for other in entry["top_logprobs"]] == expected
 
 
@@ -73,8 +73,8 @@ def test_a_completion_has_parallel_lists(
     for position, token in enumerate(tokenizer.encode(text).ids):
         scores = scores_of(token, position, 3)
         assert found["token_logprobs"][position] == scores.chosen
-        expected = dict(zip(map(vocabulary.name, scores.top_ids), scores.top, strict=True))
-        expected.setdefault(vocabulary.name(token), scores.chosen)
+        expected = dict(zip(map(vocabulary.unique_name, scores.top_ids), scores.top, strict=True))
+        expected.setdefault(vocabulary.unique_name(token), scores.chosen)
         assert found["top_logprobs"][position] == expected
 
 
@@ -168,7 +168,7 @@ def test_an_echoed_prompt_has_log_probabilities_too(
         assert found["token_logprobs"][: len(ids)] == [None, *(own.chosen for own in scores)]
         assert found["top_logprobs"][0] is None
         assert all(len(each) in (2, 3) for each in found["top_logprobs"][1:])
-        assert found["tokens"] == [*map(vocabulary.name, ids), "hello"]
+        assert found["tokens"] == [*map(vocabulary.unique_name, ids), "hello"]
         assert found["text_offset"][len(ids)] == len(text) - len("hello")
         for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
             assert token.startswith("bytes:") or text[offset:].startswith(token)
@@ -256,14 +256,17 @@ def test_tokens_are_their_bytes(kind: Callable[[Path], Any], tmp_path: Path) -> 
     text = "a b" if kind is whole_words else "ab a b é 🌍"
     ids = tokenizer.encode(text, add_special_tokens=False)
     vocabulary = Vocabulary(tokenizer)
-    pieces = [vocabulary.raw(token) for token in ids]
+    pieces = [vocabulary.token_bytes(token) for token in ids]
     joined = b"".join(pieces).decode().removeprefix(" ")
     assert joined == (text.replace(" ", "") if kind is whole_words else text)
-    assert vocabulary.name(ids[0]) == pieces[0].decode()
+    assert vocabulary.unique_name(ids[0]) == pieces[0].decode()
     if kind is not whole_words:
-        assert vocabulary.join(ids) == vocabulary.join([*ids, ids[-4]]) == text
-        assert vocabulary.name(ids[-1]) == "bytes:\\x8d" and vocabulary.text(ids[-1]) == "\ufffd"
-    assert vocabulary.raw(10**6) == b""
+        assert vocabulary.decode(ids) == vocabulary.decode([*ids, ids[-4]]) == text
+        assert (
+            vocabulary.unique_name(ids[-1]) == "bytes:\\x8d"
+            and vocabulary.token_text(ids[-1]) == "\ufffd"
+        )
+    assert vocabulary.token_bytes(10**6) == b""
 
 
 @pytest.mark.parametrize("kind", [sentencepiece, byte_level])
@@ -275,10 +278,10 @@ def test_offsets_are_those_of_the_detokenized_text(kind: Any, tmp_path: Path) ->
         detokenizer.add_token(token)
     detokenizer.finalize()
     text = detokenizer.text
-    alignment = Alignment(Vocabulary(tokenizer))
+    alignment = TokenAligner(Vocabulary(tokenizer))
     alignment.add(ids, [TokenLogprobs(chosen=-1.0)] * len(ids))
-    tokens = alignment.shown(len(text))
-    assert [token.id for token in tokens] == ids and not alignment.rest()
+    tokens = alignment.take(len(text))
+    assert [token.id for token in tokens] == ids and not alignment.take_rest()
     for token in tokens:
         piece = tokenizer.decode([token.id]).strip()
         if "\ufffd" not in piece:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from router.errors import InvalidRequest
-from router.schemas.structured import Bound, choice, json_schema
+from router.schemas.structured import StructuredOutputFields, choice_grammar, json_schema_grammar
 from shared.wire import MAX_GRAMMAR_BYTES, Accepted, Beat, LiveRequest, Refused, Submit, encode
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
@@ -138,7 +138,7 @@ def test_a_bad_grammar_field_is_named(server: Server, fields: dict[str, Any], pa
 def test_more_than_one_grammar_names_them_all() -> None:
     bound = msgspec.convert(
         {"guided_regex": "a", "guided_choice": ["b"], "response_format": {"type": "json_object"}},
-        Bound,
+        StructuredOutputFields,
     )
     with pytest.raises(InvalidRequest) as refused:
         _ = bound.grammar
@@ -148,13 +148,13 @@ def test_more_than_one_grammar_names_them_all() -> None:
 
 def test_a_grammar_has_a_largest_size() -> None:
     fits = "a" * (MAX_GRAMMAR_BYTES - len('start: ""'))
-    assert choice([fits], "x").source
+    assert choice_grammar([fits], "x").source
     with pytest.raises(InvalidRequest, match="limit"):
-        choice([fits + "a"], "x")
+        choice_grammar([fits + "a"], "x")
     with pytest.raises(InvalidRequest, match="limit"):
-        json_schema({"const": "é" * (MAX_GRAMMAR_BYTES // 2)}, "x")
+        json_schema_grammar({"const": "é" * (MAX_GRAMMAR_BYTES // 2)}, "x")
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        json_schema("[" * 100_000, "x")
+        json_schema_grammar("[" * 100_000, "x")
 
 
 def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(

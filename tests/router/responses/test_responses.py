@@ -12,10 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.errors import NotFound
-from router.generation.choice import Piece
-from router.responses.output import Output
-from router.responses.store import ResponseStore, Turn
-from router.tokens.reply import CallDelta
+from router.generation.choice import OutputDelta
+from router.responses.output_items import OutputItemBuilder
+from router.responses.store import ResponseStore, StoredResponse
+from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
@@ -328,21 +328,24 @@ def test_a_client_that_goes_frees_the_engine(server: Server, engine: ScriptedEng
 # -- output --------------------------------------------------------------------
 
 PIECES = [
-    Piece(reasoning="I "),
-    Piece(reasoning="think.", text="\n\n"),
-    Piece(text="So:"),
-    Piece(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
-    Piece(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
-    Piece(text="\n"),
+    OutputDelta(reasoning="I "),
+    OutputDelta(reasoning="think.", text="\n\n"),
+    OutputDelta(text="So:"),
+    OutputDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
+    OutputDelta(calls=(CallDelta(0, ": 1}"), CallDelta(1, "{}", "call_b", "g"))),
+    OutputDelta(text="\n"),
 ]
 
 
 @pytest.mark.parametrize("summarized", [False, True])
 def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> None:
-    stream, whole = Output(summarized=summarized), Output(summarized=summarized)
+    stream, whole = (
+        OutputItemBuilder(summarized=summarized),
+        OutputItemBuilder(summarized=summarized),
+    )
     found = [event for piece in PIECES for event in stream.feed(piece)]
     found += stream.finish("completed")
-    whole.feed(Piece.join(PIECES))
+    whole.feed(OutputDelta.join(PIECES))
     whole.finish("completed")
     reasoning, message, first, second = (msgspec.to_builtins(item) for item in stream.items)
     assert [msgspec.to_builtins(item)["type"] for item in whole.items] == [
@@ -381,29 +384,29 @@ def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> No
 # -- the store -----------------------------------------------------------------
 
 
-def turn(number: int, before: Turn | None = None, key: str = "k") -> Turn:
+def turn(number: int, before: StoredResponse | None = None, key: str = "k") -> StoredResponse:
     items = json.dumps([{"type": "message", "id": f"in_{number}", "content": "x" * 500}])
     answer = json.dumps({"output": [{"type": "message", "id": f"out_{number}"}]})
-    return Turn(key, before, items.encode(), answer.encode())
+    return StoredResponse(key, before, items.encode(), answer.encode())
 
 
 def test_the_store_forgets_what_was_used_longest_ago() -> None:
     store = ResponseStore(max_bytes=10**6, max_responses=2)
-    store.keep("a", turn(1))
-    store.keep("b", turn(2))
+    store.put("a", turn(1))
+    store.put("b", turn(2))
     store.find("k", "a")
-    store.keep("c", turn(3))
+    store.put("c", turn(3))
     with pytest.raises(NotFound):
         store.find("k", "b")
     assert store.item("k", "in_2") is None
-    assert store.find("k", "a").ids() == ["in_1", "out_1"]
+    assert store.find("k", "a").item_ids() == ["in_1", "out_1"]
 
 
 def test_what_later_turns_build_on_stays_and_counts() -> None:
     one = turn(1)
     store = ResponseStore(max_bytes=10**6)
-    store.keep("a", one)
-    store.keep("b", turn(2, one))
+    store.put("a", one)
+    store.put("b", turn(2, one))
     both = store.size_bytes
     store.delete("k", "a")
     assert store.size_bytes == both
@@ -417,21 +420,21 @@ def test_what_later_turns_build_on_stays_and_counts() -> None:
 def test_a_turn_that_was_forgotten_meanwhile_counts_again() -> None:
     one = turn(1)
     store = ResponseStore(max_bytes=10**6)
-    store.keep("a", one)
+    store.put("a", one)
     store.delete("k", "a")
-    store.keep("b", turn(2, one))
+    store.put("b", turn(2, one))
     assert store.size_bytes == one.size_bytes + turn(2).size_bytes
     assert len(store.find("k", "b").conversation()) == 4
 
 
 def test_the_store_never_holds_more_than_it_may() -> None:
     store = ResponseStore(max_bytes=5 * turn(0).size_bytes)
-    last: Turn | None = None
+    last: StoredResponse | None = None
     for number in range(50):
         last = turn(number, last if number % 4 else None)
-        store.keep(str(number), last)
+        store.put(str(number), last)
         assert store.size_bytes <= 5 * turn(0).size_bytes + 100
     assert 0 < len(store) <= 5
     nothing = ResponseStore(max_bytes=0)
-    nothing.keep("a", turn(1))
+    nothing.put("a", turn(1))
     assert (len(nothing), nothing.size_bytes) == (0, 0)

@@ -11,14 +11,19 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from router.schemas.conversation import Function
-from router.tokens.parsing.formats import Block
-from router.tokens.parsing.grammars import TEMPLATES, Tokens, calls_grammar, template_of
+from router.schemas.conversation import FunctionDefinition
+from router.tokens.parsing.formats import ReasoningMarkers
+from router.tokens.parsing.grammars import (
+    CALL_TEMPLATES,
+    ControlTokens,
+    call_template,
+    calls_grammar,
+)
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.test_marked import format_of, named, read
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
-WEATHER = Function(
+WEATHER = FunctionDefinition(
     name="get_weather",
     strict=True,
     parameters={
@@ -33,7 +38,7 @@ WEATHER = Function(
         "additionalProperties": False,
     },
 )
-NOTHING = Function(name="nothing")
+NOTHING = FunctionDefinition(name="nothing")
 FUNCTIONS = [WEATHER, NOTHING]
 TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters or {}}}
          for f in FUNCTIONS]  # fmt: skip
@@ -73,7 +78,7 @@ class Checker:
             self.tokenizer: Tokenizer = write_chat_tokenizer(Path(directory), markers=MARKERS)
         added = json.loads(self.tokenizer.to_str())["added_tokens"]
         # "[ARGS]" is not special here, so that both kinds are met.
-        self.tokens = Tokens(
+        self.tokens = ControlTokens(
             {
                 each["content"]: each["id"]
                 for each in added
@@ -96,12 +101,12 @@ def checker() -> Checker:
 
 
 def grammar_for(parser: str, checker: Checker, **options: Any) -> str:
-    template = TEMPLATES[parser]
-    return calls_grammar(template, FUNCTIONS, checker.tokens, **{"several": True, **options})
+    template = CALL_TEMPLATES[parser]
+    return calls_grammar(template, FUNCTIONS, checker.tokens, **{"parallel": True, **options})
 
 
 def test_every_template_has_a_call_to_be_tried_with() -> None:
-    assert CALLS.keys() == TEMPLATES.keys()
+    assert CALLS.keys() == CALL_TEMPLATES.keys()
 
 
 @pytest.mark.parametrize("parser", CALLS)
@@ -127,17 +132,17 @@ def test_a_call_is_what_its_grammar_allows_and_its_parser_reads(
 
 @pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "kimi_k2", "json"])
 def test_several_calls_come_only_where_they_may(checker: Checker, parser: str) -> None:
-    template = TEMPLATES[parser]
+    template = CALL_TEMPLATES[parser]
     call = CALLS[parser].removeprefix(template.before).removesuffix(template.after)
     twice = template.before + call + template.between + call + template.after
     assert checker.accepts(grammar_for(parser, checker), twice)
-    assert not checker.accepts(grammar_for(parser, checker, several=False), twice)
+    assert not checker.accepts(grammar_for(parser, checker, parallel=False), twice)
     assert len(read(twice, format_of(parser), tools=TOOLS).calls) == 2
 
 
 def test_reasoning_may_come_first_where_it_is_allowed(checker: Checker) -> None:
     text = "<think>\nIs 1 < 2?\n</think>\n\n" + CALLS["json_tools"]
-    think = Block("<think>", "</think>")
+    think = ReasoningMarkers("<think>", "</think>")
     assert checker.accepts(grammar_for("json_tools", checker, think=think), text)
     assert not checker.accepts(grammar_for("json_tools", checker), text)
 
@@ -145,7 +150,7 @@ def test_reasoning_may_come_first_where_it_is_allowed(checker: Checker) -> None:
 @pytest.mark.parametrize("parser", ["json_tools", "minicpm5"])
 def test_around_free_calls_there_may_be_text(checker: Checker, parser: str) -> None:
     start = format_of(parser).tools.start  # type: ignore[union-attr]
-    grammar = grammar_for(parser, checker, unlike=start)
+    grammar = grammar_for(parser, checker, excluded_text=start)
     call = CALLS[parser]
     for text in ("Hello <b> & 日本", "First.\n" + call, call + "\nDone.", ""):
         assert checker.accepts(grammar, text), text
@@ -159,8 +164,8 @@ def test_arguments_that_need_not_be_strict_may_have_a_schema_that_is_not_underst
     odd = {"type": "object", "properties": {"x": {"type": "array", "contains": {"const": 1}}}}
     call = '{"name": "f", "arguments": {"x": [2]}}'
     for strict in (False, True):
-        function = Function(name="f", parameters=odd, strict=strict)
-        text = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+        function = FunctionDefinition(name="f", parameters=odd, strict=strict)
+        text = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
         if strict:
             with pytest.raises(AssertionError, match="contains"):
                 checker.accepts(text, call)
@@ -184,8 +189,8 @@ def test_arguments_that_need_not_be_strict_may_have_a_schema_that_is_not_underst
 def test_arguments_are_those_that_the_schema_names(
     checker: Checker, parameters: dict[str, Any] | None, arguments: str, others: str
 ) -> None:
-    function = Function(name="f", parameters=parameters)
-    grammar = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+    function = FunctionDefinition(name="f", parameters=parameters)
+    grammar = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
     assert checker.accepts(grammar, f'{{"name": "f", "arguments": {arguments}}}')
     assert not checker.accepts(grammar, f'{{"name": "f", "arguments": {others}}}')
 
@@ -204,15 +209,15 @@ def test_arguments_are_those_that_the_schema_names(
 def test_other_arguments_come_where_the_schema_speaks_of_them(
     checker: Checker, schema: dict[str, Any]
 ) -> None:
-    function = Function(name="f", parameters={"type": "object", **schema})
-    grammar = calls_grammar(TEMPLATES["json"], [function], checker.tokens, several=False)
+    function = FunctionDefinition(name="f", parameters={"type": "object", **schema})
+    grammar = calls_grammar(CALL_TEMPLATES["json"], [function], checker.tokens, parallel=False)
     assert checker.accepts(grammar, '{"name": "f", "arguments": {"b": 1}}')
 
 
 def test_where_the_models_way_is_not_known_there_is_no_template(checker: Checker) -> None:
-    assert template_of("pythonic", FUNCTIONS, checker.tokens) is None
-    combined = Function(name="f", parameters={"anyOf": [{"type": "object"}]})
-    assert template_of("qwen3_coder", [combined], checker.tokens) is None
-    assert template_of("json_tools", [combined], checker.tokens) is not None
-    old = template_of("mistral", FUNCTIONS, checker.tokens)
+    assert call_template("pythonic", FUNCTIONS, checker.tokens) is None
+    combined = FunctionDefinition(name="f", parameters={"anyOf": [{"type": "object"}]})
+    assert call_template("qwen3_coder", [combined], checker.tokens) is None
+    assert call_template("json_tools", [combined], checker.tokens) is not None
+    old = call_template("mistral", FUNCTIONS, checker.tokens)
     assert old is not None and old.before == "[TOOL_CALLS]["

@@ -12,22 +12,22 @@ import mlx_lm.tool_parsers
 import pytest
 from mlx_lm import tokenizer_utils
 
-from router.fleet.core import Router
 from router.fleet.engines import Model
-from router.fleet.flight import Flight, Order
-from router.generation.choice import Choice, Piece
+from router.fleet.remote_sequence import RemoteSequence, SequenceSpec
+from router.fleet.router import Router
+from router.generation.choice import Choice, OutputDelta
+from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing.calls import JSON, ToolSyntax
 from router.tokens.parsing.formats import (
     _HARMONY,
     HARMONY_CALLS,
     REASONING,
     ReplyFormat,
-    State,
+    ReplyState,
     mlx_lm_syntax,
 )
-from router.tokens.parsing.marked import MarkedReply
-from router.tokens.reply import CallDelta, Part
-from router.tokens.text import TextStream
+from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.reply_parser import CallDelta, ReplyDelta
 from shared.settings import ReasoningParserName, ToolParserName
 from shared.wire import Delta, Sampling
 from tests.router.chat_tokenizer import write_chat_tokenizer
@@ -38,7 +38,7 @@ THINK = REASONING["think"]
 
 def format_of(parser: str) -> ReplyFormat:
     if parser == "harmony":
-        return ReplyFormat(None, HARMONY_CALLS, _HARMONY, State.HEADER)
+        return ReplyFormat(None, HARMONY_CALLS, _HARMONY, ReplyState.HEADER)
     return ReplyFormat(THINK, JSON if parser == "json" else mlx_lm_syntax(parser))
 
 
@@ -47,17 +47,17 @@ def read(
     format: ReplyFormat,
     *,
     size: int = 1,
-    state: State | None = None,
+    state: ReplyState | None = None,
     tools: Any = TOOLS,
     cut: bool = False,
     one_call: bool = False,
-) -> Part:
+) -> ReplyDelta:
     """``written`` taken apart, coming in pieces of ``size`` characters."""
-    reply = MarkedReply(format, state or format.begins, tools, one_call=one_call)
+    reply = MarkedReplyParser(format, state or format.initial_state, tools, single_call=one_call)
     pieces = (written[start : start + size] for start in range(0, len(written), size))
     parts = [reply.feed(piece) for piece in pieces]
     parts.append(reply.finish(cut=cut))
-    return Part(
+    return ReplyDelta(
         "".join(part.reasoning for part in parts),
         "".join(part.text for part in parts),
         tuple(call for part in parts for call in part.calls),
@@ -106,7 +106,7 @@ def test_every_parser_of_mlx_lm_has_a_reply_and_a_flag() -> None:
 @pytest.mark.parametrize(("parser", "written"), BROKEN)
 def test_what_is_no_call_stays_text(parser: str, written: str) -> None:
     for size in (1, 7, len(written)):
-        assert read(written, format_of(parser), size=size) == Part("", written)
+        assert read(written, format_of(parser), size=size) == ReplyDelta("", written)
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
@@ -134,7 +134,7 @@ def test_of_json_cut_short_what_follows_complete_calls_is_text() -> None:
             assert named(part.calls) == [("get_weather", {"city": "Paris"})] * before.count(call)
             assert part.text == begun
             ended = read(f"{before}\n{begun}", format_of("json"), size=5)
-            assert ended == Part("", f"{before}\n{begun}")
+            assert ended == ReplyDelta("", f"{before}\n{begun}")
         one = read(f"{call}\n{begun}", format_of("json"), size=5, cut=True, one_call=True)
         assert (len(one.calls), one.text) == (1, "")
 
@@ -148,14 +148,14 @@ def test_of_calls_that_may_not_be_parallel_there_is_one(reply: Reply) -> None:
 def test_a_call_without_an_end_counts_when_the_reply_ended_by_itself() -> None:
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}\n'
     assert named(read(written, format_of("json_tools")).calls) == [("get_weather", BERLIN)]
-    assert read(written, format_of("json_tools"), cut=True) == Part("", written)
+    assert read(written, format_of("json_tools"), cut=True) == ReplyDelta("", written)
 
 
 def test_a_parser_that_makes_values_json_does_not_have_makes_no_call() -> None:
     for value in ({1}, b"x", float("inf"), ...):
         syntax = ToolSyntax("odd", "<c>", "</c>", lambda text, tools, value=value: {  # type: ignore[misc]
             "name": "get_weather", "arguments": {"city": value}})  # fmt: skip
-        assert read("<c>x</c>", ReplyFormat(None, syntax)) == Part("", "<c>x</c>")
+        assert read("<c>x</c>", ReplyFormat(None, syntax)) == ReplyDelta("", "<c>x</c>")
 
 
 def test_half_a_surrogate_pair_in_arguments_can_be_sent() -> None:
@@ -170,48 +170,54 @@ def test_half_a_surrogate_pair_in_arguments_can_be_sent() -> None:
 @pytest.mark.parametrize(
     ("written", "state", "expected"),
     [
-        ("<think>a</think>b", State.NORMAL, Part("a", "b")),
-        ("\n<think>\n a \n</think>\n\n b ", State.NORMAL, Part("a", "b ")),
-        ("a \n</think>\nb", State.REASONING, Part("a", "b")),
-        ("a", State.REASONING, Part("a", "")),
-        ("<think>never ends ", State.NORMAL, Part("never ends", "")),
-        ("<think></think>b", State.NORMAL, Part("", "b")),
-        ("<think></think>", State.NORMAL, Part("", "")),
-        ("", State.NORMAL, Part("", "")),
-        ("", State.REASONING, Part("", "")),
-        (" \n", State.NORMAL, Part("", " \n")),
-        ("Write <think> first.</think>", State.NORMAL, Part("", "Write <think> first.</think>")),
-        ("a</think>b", State.NORMAL, Part("", "a</think>b")),
-        ("<thin", State.NORMAL, Part("", "<thin")),
-        ("<think>a</think>b<thi", State.NORMAL, Part("a", "b<thi")),
-        ("<think>a</th</think>b", State.NORMAL, Part("a</th", "b")),
-        ("<think>a</think><think>b</think>c", State.NORMAL, Part("ab", "c")),
-        ("ends with space \n", State.NORMAL, Part("", "ends with space \n")),
+        ("<think>a</think>b", ReplyState.NORMAL, ReplyDelta("a", "b")),
+        ("\n<think>\n a \n</think>\n\n b ", ReplyState.NORMAL, ReplyDelta("a", "b ")),
+        ("a \n</think>\nb", ReplyState.REASONING, ReplyDelta("a", "b")),
+        ("a", ReplyState.REASONING, ReplyDelta("a", "")),
+        ("<think>never ends ", ReplyState.NORMAL, ReplyDelta("never ends", "")),
+        ("<think></think>b", ReplyState.NORMAL, ReplyDelta("", "b")),
+        ("<think></think>", ReplyState.NORMAL, ReplyDelta("", "")),
+        ("", ReplyState.NORMAL, ReplyDelta("", "")),
+        ("", ReplyState.REASONING, ReplyDelta("", "")),
+        (" \n", ReplyState.NORMAL, ReplyDelta("", " \n")),
+        (
+            "Write <think> first.</think>",
+            ReplyState.NORMAL,
+            ReplyDelta("", "Write <think> first.</think>"),
+        ),
+        ("a</think>b", ReplyState.NORMAL, ReplyDelta("", "a</think>b")),
+        ("<thin", ReplyState.NORMAL, ReplyDelta("", "<thin")),
+        ("<think>a</think>b<thi", ReplyState.NORMAL, ReplyDelta("a", "b<thi")),
+        ("<think>a</th</think>b", ReplyState.NORMAL, ReplyDelta("a</th", "b")),
+        ("<think>a</think><think>b</think>c", ReplyState.NORMAL, ReplyDelta("ab", "c")),
+        ("ends with space \n", ReplyState.NORMAL, ReplyDelta("", "ends with space \n")),
     ],
 )
-def test_reasoning_is_between_its_markers(written: str, state: State, expected: Part) -> None:
+def test_reasoning_is_between_its_markers(
+    written: str, state: ReplyState, expected: ReplyDelta
+) -> None:
     for size in sizes(written + "."):
         assert read(written, format_of("json_tools"), size=size, state=state) == expected
 
 
 def test_a_call_may_break_off_reasoning() -> None:
     written = 'hm <tool_call>{"name": "get_weather", "arguments": {}}</tool_call>Then text'
-    part = read(written, format_of("json_tools"), state=State.REASONING)
+    part = read(written, format_of("json_tools"), state=ReplyState.REASONING)
     assert (part.reasoning, part.text) == ("hm", "Then text")
     assert named(part.calls) == [("get_weather", {})]
 
 
 def test_what_is_no_call_within_reasoning_stays_reasoning() -> None:
     written = "I could write <tool_call>x</tool_call> now</think>b"
-    part = read(written, format_of("json_tools"), state=State.REASONING)
-    assert part == Part("I could write <tool_call>x</tool_call> now", "b")
+    part = read(written, format_of("json_tools"), state=ReplyState.REASONING)
+    assert part == ReplyDelta("I could write <tool_call>x</tool_call> now", "b")
 
 
 def test_text_is_shown_as_soon_as_no_marker_can_come_of_it() -> None:
-    reply = MarkedReply(format_of("json_tools"), State.NORMAL, TOOLS)
-    assert reply.feed("Hello") == Part("", "Hello")
-    assert reply.feed(" <t") == Part()
-    assert reply.feed("able>") == Part("", " <table>")
+    reply = MarkedReplyParser(format_of("json_tools"), ReplyState.NORMAL, TOOLS)
+    assert reply.feed("Hello") == ReplyDelta("", "Hello")
+    assert reply.feed(" <t") == ReplyDelta()
+    assert reply.feed("able>") == ReplyDelta("", " <table>")
 
 
 def test_messages_with_headers_are_told_apart() -> None:
@@ -220,8 +226,8 @@ def test_messages_with_headers_are_told_apart() -> None:
         "<|message|>Hello <b>."
     )
     for size in sizes(written):
-        assert read(written, format_of("harmony"), size=size) == Part("Think.", "Hello <b>.")
-    assert read("no header at all", format_of("harmony")) == Part("", "no header at all")
+        assert read(written, format_of("harmony"), size=size) == ReplyDelta("Think.", "Hello <b>.")
+    assert read("no header at all", format_of("harmony")) == ReplyDelta("", "no header at all")
 
 
 def test_mlx_lms_own_response_formats_are_followed() -> None:
@@ -230,10 +236,10 @@ def test_mlx_lms_own_response_formats_are_followed() -> None:
     from router.tokens.parsing.formats import Marker
 
     transitions = {
-        State(state): tuple(Marker(text, State(to)) for text, to in edges)
+        ReplyState(state): tuple(Marker(text, ReplyState(to)) for text, to in edges)
         for state, edges in RESPONSE_FORMAT["transitions"].items()
     }
-    format = ReplyFormat(None, mlx_lm_syntax("muse_spark"), transitions, State.HEADER)
+    format = ReplyFormat(None, mlx_lm_syntax("muse_spark"), transitions, ReplyState.HEADER)
     written = (
         "to=self<|message|>Let me see.<|eom|><|start|>assistant to=user<|message|>One moment."
         "<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>"
@@ -286,29 +292,33 @@ PIECES = [
 
 def answers(
     tokenizer: Any, written: str, stops: list[str], step: int, format: ReplyFormat
-) -> tuple[Piece, str]:
+) -> tuple[OutputDelta, str]:
     """``written`` as it comes in steps of so many tokens, and how it ended."""
     ids = tokenizer.encode(written, add_special_tokens=False)
-    order = Order("r", [1], Sampling(seed=0), len(ids), [])
-    flight = Flight(order, cast(Model, None), "", lambda: None)
-    cut = SimpleNamespace(dispatcher=SimpleNamespace(cut=lambda flight: flight.end()))
-    reply = MarkedReply(format, format.begins, TOOLS)
-    text = TextStream(tokenizer.detokenizer, stops)
-    choice = Choice(0, flight, text, reply, scored=flight, alignment=None, echo=None)
+    spec = SequenceSpec("r", [1], Sampling(seed=0), len(ids), [])
+    sequence = RemoteSequence(spec, cast(Model, None), "", lambda: None)
+    cut = SimpleNamespace(dispatcher=SimpleNamespace(stop=lambda sequence: sequence.end()))
+    reply = MarkedReplyParser(format, format.initial_state, TOOLS)
+    text = IncrementalDetokenizer(tokenizer.detokenizer, stops)
+    choice = Choice(
+        0, sequence, text, reply, prompt_logprobs_source=sequence, aligner=None, echo=None
+    )
     pieces = []
     for start in range(0, len(ids), step):
-        if not flight.done:
+        if not sequence.done:
             own = ids[start : start + step]
             finish: Any = "stop" if start + step >= len(ids) else None
-            flight.add(Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish))
+            sequence.apply(
+                Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
+            )
         pieces.append(choice.advance(cast(Router, cut)))
     if not ids:
-        flight.end()
+        sequence.end()
     pieces.append(choice.advance(cast(Router, cut)))
-    return Piece.join(pieces), str(choice.finish_reason)
+    return OutputDelta.join(pieces), str(choice.finish_reason)
 
 
-def without_ids(answer: tuple[Piece, str]) -> tuple[Any, ...]:
+def without_ids(answer: tuple[OutputDelta, str]) -> tuple[Any, ...]:
     piece, finish = answer
     return piece.text, piece.reasoning, named(piece.calls), finish
 

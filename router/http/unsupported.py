@@ -9,9 +9,9 @@ from __future__ import annotations
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router.errors import NotServed
+from router.errors import EndpointNotSupported
 
-_MISSING = {
+_UNSUPPORTED = {
     "embeddings": "Embeddings",
     "audio": "Recordings",
     "images": "Images",
@@ -40,21 +40,21 @@ _MISSING = {
 _WITHOUT_VERSION = ("rerank", "score", "pooling", "classify")
 
 
-class Unserved:
-    """Answers every method with `NotServed`."""
+class UnsupportedEndpoint:
+    """Answers every method with `EndpointNotSupported`."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotServed(f"{self._what} are not served here: this server generates text.")
+        raise EndpointNotSupported(f"{self._what} are not served here: this server generates text.")
 
 
-def unserved_routes() -> list[Route]:
-    paths = {f"/v1/{name}": what for name, what in _MISSING.items()}
-    paths |= {f"/{name}": _MISSING[name] for name in _WITHOUT_VERSION}
+def unsupported_routes() -> list[Route]:
+    paths = {f"/v1/{name}": what for name, what in _UNSUPPORTED.items()}
+    paths |= {f"/{name}": _UNSUPPORTED[name] for name in _WITHOUT_VERSION}
     return [
-        Route(path + rest, Unserved(what))
+        Route(path + rest, UnsupportedEndpoint(what))
         for path, what in paths.items()
         for rest in ("", "/{rest:path}")
     ]

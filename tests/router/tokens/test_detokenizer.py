@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tokens.text import StopScanner, TextStream
+from router.tokens.detokenizer import IncrementalDetokenizer, StopScanner
 
 
 def scanned(pieces: list[str], stops: list[str]) -> str:
@@ -60,7 +60,7 @@ def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
     for start in range(len(text)):
         for end in range(start + 1, min(start + 5, len(text)) + 1):
             stop = text[start:end]
-            stream = TextStream(detokenizer.detokenizer, [stop])
+            stream = IncrementalDetokenizer(detokenizer.detokenizer, [stop])
             pieces = [stream.feed(token) for token in ids]
             shown = "".join(pieces) + stream.finish()
             assert shown == cut_by_hand(text, [stop])
@@ -71,7 +71,7 @@ def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
 def test_half_a_character_waits_for_its_other_half(detokenizer: object, tokenizer: object) -> None:
     ids = tokenizer.encode("é🌍").ids
     assert len(ids) == 6
-    stream = TextStream(detokenizer.detokenizer)
+    stream = IncrementalDetokenizer(detokenizer.detokenizer)
     assert [stream.feed(token) for token in ids] == ["", "é", "", "", "", "🌍"]
 
 
@@ -79,21 +79,21 @@ def test_tokens_after_the_stop_string_are_not_counted(
     detokenizer: object, tokenizer: object
 ) -> None:
     ids = tokenizer.encode("ab.cd").ids
-    stream = TextStream(detokenizer.detokenizer, ["."])
+    stream = IncrementalDetokenizer(detokenizer.detokenizer, ["."])
     assert "".join(map(stream.feed, ids)) == "ab"
-    assert stream.tokens == 3
+    assert stream.num_tokens == 3
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(
     detokenizer: object, tokenizer: object
 ) -> None:
     ids = tokenizer.encode("a.b.c").ids
-    stream = TextStream(detokenizer.detokenizer, ["."], min_tokens=3)
+    stream = IncrementalDetokenizer(detokenizer.detokenizer, ["."], min_tokens=3)
     assert "".join(map(stream.feed, ids)) + stream.finish() == "a.b"
 
 
 def test_a_token_the_tokenizer_does_not_know_is_no_text(detokenizer: object) -> None:
-    stream = TextStream(detokenizer.detokenizer)
+    stream = IncrementalDetokenizer(detokenizer.detokenizer)
     stream.feed(10**6)
     stream.finish()
-    assert stream.tokens == 1
+    assert stream.num_tokens == 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Detokenizer(Protocol):
+class StreamingDetokenizer(Protocol):
     """The part of mlx-lm's streaming detokenizers that is used here."""
 
     def add_token(self, token: int) -> None: ...
@@ -43,7 +43,7 @@ class StopScanner:
             _, start, self.match = min(ends)
             self._held = ""
             return text[:start]
-        keep = possible_beginning(text, self._stops)
+        keep = partial_match_length(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -53,7 +53,7 @@ class StopScanner:
         return held
 
 
-def possible_beginning(text: str, wanted: Sequence[str]) -> int:
+def partial_match_length(text: str, wanted: Sequence[str]) -> int:
     """The length of the longest end of ``text`` that begins one of ``wanted``, and is not all of
     it."""
     longest = max(map(len, wanted), default=0)
@@ -64,20 +64,20 @@ def possible_beginning(text: str, wanted: Sequence[str]) -> int:
     return 0
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one sequence as its tokens come.
 
-    ``tokens`` counts those consumed, up to and with the one that completed a stop
+    ``num_tokens`` counts those consumed, up to and with the one that completed a stop
     string: what comes after that is ignored.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0
+        self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
         self._detokenizer = detokenizer
         self._scanner = StopScanner(stops)
         self._min_tokens = min_tokens
-        self.tokens = 0
+        self.num_tokens = 0
 
     @property
     def stopped(self) -> bool:
@@ -89,7 +89,7 @@ class TextStream:
         """The stop string that has ended the text."""
         return self._scanner.match
 
-    def begin(self, prompt: Sequence[int]) -> str:
+    def prime(self, prompt: Sequence[int]) -> str:
         """Lets the text go on after ``prompt``, and returns what is whole of the prompt's own."""
         for token in prompt:
             self._add(token)
@@ -99,14 +99,14 @@ class TextStream:
         """What can be shown now. After ``stopped`` it is always empty, and nothing counts."""
         if self.stopped:
             return ""
-        self.tokens += 1
+        self.num_tokens += 1
         self._add(token)
         segment = self._detokenizer.last_segment
-        return segment if self.tokens < self._min_tokens else self._scanner.feed(segment)
+        return segment if self.num_tokens < self._min_tokens else self._scanner.feed(segment)
 
-    def count_silent(self) -> None:
+    def count_stop_token(self) -> None:
         """A token that is no text: the one that ended the sequence."""
-        self.tokens += 1
+        self.num_tokens += 1
 
     def finish(self) -> str:
         """The rest: what was held back for a character or a stop string to complete."""

@@ -17,14 +17,14 @@ _INSIDE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 
 
-class Told(NamedTuple):
+class CallFragment(NamedTuple):
     """``name`` where a call begins, and more of its ``arguments``."""
 
     name: str | None
     arguments: str
 
 
-class LiveCalls:
+class StreamingCallParser:
     """Reads calls of ``names`` that are written by ``template``, with a JSON object each for their
     arguments."""
 
@@ -37,25 +37,25 @@ class LiveCalls:
         self._outside = ""
         self._depth = 0
         self._in_string = self._escaped = False
-        self.begun = self.ended = 0
+        self.num_begun = self.num_ended = 0
         """How many calls have, so far."""
 
-    def feed(self, text: str) -> list[Told]:
-        told: list[Told] = []
+    def feed(self, text: str) -> list[CallFragment]:
+        fragments: list[CallFragment] = []
         while text:
             name = None
-            if self.begun == self.ended:
+            if self.num_begun == self.num_ended:
                 self._outside += text
                 found = self._begin.search(self._outside)
                 if found is None:
                     break
                 name, text = found["name"], self._outside[found.end() :]
                 self._outside = ""
-                self.begun += 1
+                self.num_begun += 1
             end = self._end_of_object(text)
-            told.append(Told(name, text[:end]))
+            fragments.append(CallFragment(name, text[:end]))
             text = text[end:]
-        return told
+        return fragments
 
     def _end_of_object(self, text: str) -> int:
         """How much of ``text`` is of the object that is being read."""
@@ -77,5 +77,5 @@ class LiveCalls:
                 case _:
                     self._depth -= 1
             if not self._depth and not self._in_string:
-                self.ended += 1
+                self.num_ended += 1
                 return position

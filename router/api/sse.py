@@ -8,7 +8,7 @@ _BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
 """U+0085, U+2028, U+2029: legal in JSON, but many clients split a stream at them too."""
 
 
-def as_event(data: bytes, name: str | None = None) -> bytes:
+def encode_event(data: bytes, name: str | None = None) -> bytes:
     """One event with ``data``, which is JSON in UTF-8 on one line; nothing else breaks it."""
     if not data.isascii():
         data = _BREAKS.sub(_escaped, data)

@@ -9,72 +9,74 @@ from typing import Literal
 
 import msgspec
 
-from router.api.events import as_event
+from router.api.sse import encode_event
 from router.errors import ApiError
-from router.generation.choice import Choice, Piece
+from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.responses.objects import (
-    Completed,
-    Created,
-    ErrorEvent,
-    Event,
-    Failed,
-    Incomplete,
     IncompleteDetails,
-    InProgress,
     InputTokensDetails,
     OutputItem,
     OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
     ResponseError,
+    ResponseErrorEvent,
+    ResponseFailedEvent,
+    ResponseIncompleteEvent,
+    ResponseInProgressEvent,
     ResponseObject,
     ResponseStatus,
     ResponseUsage,
+    SequencedEvent,
 )
-from router.responses.output import Output
-from router.responses.schemas import Reasoning, ResponsesRequest, TextConfig, TextFormat
-from router.schemas.objects import ChatToken
+from router.responses.output_items import OutputItemBuilder
+from router.responses.schemas import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
+from router.schemas.completions import ChatCompletionTokenLogprob
 from router.tokens.logprobs import chat_logprobs
 
 
 class ResponseWriter:
-    """An `AnswerWriter`. ``keep`` gets each answer that came to its end, before it is sent."""
+    """An `OutputWriter`. ``store`` gets each answer that came to its end, before it is sent."""
 
     keep_alive = b": keep-alive\n\n"
 
     def __init__(
-        self, body: ResponsesRequest, model: str, keep: Callable[[str, bytes], None]
+        self, body: ResponsesRequest, model: str, store: Callable[[str, bytes], None]
     ) -> None:
         self.id = "resp_" + uuid.uuid4().hex
         self._body = body
         self._model = model
-        self._keep = keep
+        self._store = store
         self._created_at = int(time.time())
-        self._sent = 0
+        self._sequence_number = 0
         summarized = body.reasoning is not None and body.reasoning.summary is not None
-        self._output = Output(summarized=summarized)
+        self._output = OutputItemBuilder(summarized=summarized)
 
-    def whole(self, generation: Generation, pieces: Sequence[Piece]) -> bytes:
-        (choice,), (piece,) = generation.choices, pieces
-        self._output.feed(piece, _logprobs(generation, piece))
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        (choice,), (delta,) = generation.choices, deltas
+        self._output.feed(delta, _logprobs(generation, delta))
         self._output.finish(_status(choice))
         answer = msgspec.json.encode(self._finished(generation))
-        self._keep(self.id, answer)
+        self._store(self.id, answer)
         return answer
 
-    def opening(self, generation: Generation) -> bytes:
+    def stream_start(self, generation: Generation) -> bytes:
         now = self._response("in_progress", [])
-        return self._encode(Created(response=now), InProgress(response=now))
+        return self._encode(
+            ResponseCreatedEvent(response=now), ResponseInProgressEvent(response=now)
+        )
 
-    def piece(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
-        return self._encode(*self._output.feed(piece, _logprobs(generation, piece)))
+    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
+        return self._encode(*self._output.feed(delta, _logprobs(generation, delta)))
 
-    def end(self, generation: Generation, choice: Choice) -> bytes:
+    def choice_end(self, generation: Generation, choice: Choice) -> bytes:
         return self._encode(*self._output.finish(_status(choice)))
 
-    def closing(self, generation: Generation) -> bytes:
+    def stream_end(self, generation: Generation) -> bytes:
         response = self._finished(generation)
-        self._keep(self.id, msgspec.json.encode(response))
-        kind = Completed if response.status == "completed" else Incomplete
+        self._store(self.id, msgspec.json.encode(response))
+        kind = ResponseCompletedEvent if response.status == "completed" else ResponseIncompleteEvent
         return self._encode(kind(response=response))
 
     def error(self, error: ApiError) -> bytes:
@@ -84,8 +86,8 @@ class ResponseWriter:
             self._response("failed", self._output.items),
             error=ResponseError("server_error", error.message),
         )
-        event = ErrorEvent(code=error.code, message=error.message, param=error.param)
-        return self._encode(event, Failed(response=failed))
+        event = ResponseErrorEvent(code=error.code, message=error.message, param=error.param)
+        return self._encode(event, ResponseFailedEvent(response=failed))
 
     def _finished(self, generation: Generation) -> ResponseObject:
         status = _status(generation.choices[0])
@@ -111,7 +113,7 @@ class ResponseWriter:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             prompt_cache_key=body.prompt_cache_key,
-            reasoning=body.reasoning or Reasoning(),
+            reasoning=body.reasoning or ReasoningConfig(),
             safety_identifier=body.safety_identifier,
             store=body.store is not False,
             temperature=body.temperature,
@@ -126,23 +128,23 @@ class ResponseWriter:
             metadata=body.metadata or {},
         )
 
-    def _encode(self, *events: Event) -> bytes:
+    def _encode(self, *events: SequencedEvent) -> bytes:
         return b"".join(self._numbered(event) for event in events)
 
-    def _numbered(self, event: Event) -> bytes:
-        event.sequence_number = self._sent
-        self._sent += 1
-        return as_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
+    def _numbered(self, event: SequencedEvent) -> bytes:
+        event.sequence_number = self._sequence_number
+        self._sequence_number += 1
+        return encode_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
 
 
 def _status(choice: Choice) -> Literal["completed", "incomplete"]:
     return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
-def _logprobs(generation: Generation, piece: Piece) -> list[ChatToken]:
-    if piece.tokens is None:
+def _logprobs(generation: Generation, delta: OutputDelta) -> list[ChatCompletionTokenLogprob]:
+    if delta.tokens is None:
         return []
-    return chat_logprobs(piece.tokens, generation.details).content
+    return chat_logprobs(delta.tokens, generation.logprobs_context).content
 
 
 def _usage(generation: Generation) -> ResponseUsage:

@@ -32,69 +32,69 @@ class Anchor(NamedTuple):
     what comes before it and what comes after are tokenized apart."""
 
     position: int
-    number: int
+    token_index: int
 
 
-class Comparison(NamedTuple):
-    """A prompt beside the closest earlier one, or a reply to it. ``same`` tokens are the same
-    from the beginning; then ``earlier_token`` was where now is ``token``, each None at
-    the end. ``kept`` tokens were taken over."""
+class PrefixComparison(NamedTuple):
+    """A prompt beside the closest earlier one, or a reply to it. ``common_tokens`` tokens are the
+    same from the beginning; then ``earlier_token`` was where now is ``token``, each None at the
+    end. ``reused_tokens`` tokens were taken over."""
 
     tokens: int
     earlier_tokens: int
-    same: int
-    kept: int
+    common_tokens: int
+    reused_tokens: int
     token: int | None
     earlier_token: int | None
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Entry:
     text: str
     tokens: array[int]
     anchors: list[Anchor] = field(default_factory=list)
-    taken: int = 0
-    comparison: Comparison | None = None
-    number: int = 0
+    reused_tokens: int = 0
+    comparison: PrefixComparison | None = None
+    serial: int = 0
     """The higher, the later it came."""
     size_bytes: int = 0
 
 
-class History:
+class TokenizationCache:
     """Bounded by ``max_bytes``; what was used longest ago goes first. Nothing is shared between
     scopes. To find the closest text takes the time of a binary search, however many there are.
 
-    ``added`` are the tokenizer's added tokens as text, ``raw`` gives the bytes of the
+    ``added`` are the tokenizer's added tokens as text, ``token_bytes`` gives the bytes of the
     others, ``encode`` tokenizes text without putting anything in front.
     """
 
     def __init__(
         self,
         added: Mapping[int, str],
-        raw: Callable[[int], bytes],
+        token_bytes: Callable[[int], bytes],
         encode: Callable[[str], list[int]],
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._added = added
-        self._raw = raw
+        self._token_bytes = token_bytes
         self._encode = encode
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._sorted: list[tuple[str, str, _Key]] = []
         """Scope, text and key of all. What begins most alike is next to each other."""
         self._bytes = 0
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def tokens(self, scope: str, text: str) -> list[int]:
+    def tokenize(self, scope: str, text: str) -> list[int]:
         """The tokens of the prompt ``text``, which is remembered."""
         closest, common = self._closest(scope, text)
-        prompt = self._continued(closest, common, text) if closest is not None else None
+        prompt = self._continue(closest, common, text) if closest is not None else None
         if prompt is None:
-            prompt = _Kept(text, array("i", self._encode(text)))
-            self._find_anchors(prompt, 0, 0)
+            prompt = _Entry(text, array("i", self._encode(text)))
+            self._add_anchors(prompt, 0, 0)
         if closest is not None:
             prompt.comparison = _compare(prompt, closest)
         self._add(scope, prompt)
@@ -102,7 +102,7 @@ class History:
 
     def extend(self, scope: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """``prompt``, if it is remembered, was answered with ``output``."""
-        begun = self._kept.get(_key(scope, array("i", prompt)))
+        begun = self._entries.get(_key(scope, array("i", prompt)))
         if begun is None:
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -116,31 +116,35 @@ class History:
                 decoder.reset()
                 length += len(pieces[-1])
                 anchors.append(Anchor(length, index))
-            pieces.append(decoder.decode(self._raw(token)) if added is None else added)
+            pieces.append(decoder.decode(self._token_bytes(token)) if added is None else added)
             length += len(pieces[-1])
         text = begun.text + "".join(pieces)
-        self._add(scope, _Kept(text, begun.tokens + array("i", output), anchors))
+        self._add(scope, _Entry(text, begun.tokens + array("i", output), anchors))
 
-    def comparison(self, scope: str, prompt: Sequence[int]) -> Comparison:
+    def comparison(self, scope: str, prompt: Sequence[int]) -> PrefixComparison:
         """How ``prompt`` compares to what was there before it."""
-        kept = self._kept.get(_key(scope, array("i", prompt)))
-        if kept is None or kept.comparison is None:
-            return Comparison(len(prompt), 0, 0, 0, None, None)
-        return kept.comparison
+        entry = self._entries.get(_key(scope, array("i", prompt)))
+        if entry is None or entry.comparison is None:
+            return PrefixComparison(len(prompt), 0, 0, 0, None, None)
+        return entry.comparison
 
-    def _closest(self, scope: str, text: str) -> tuple[_Kept | None, int]:
+    def _closest(self, scope: str, text: str) -> tuple[_Entry | None, int]:
         """The entry that has the most of the beginning of ``text``, the last of these that came,
         and how much. Entries that ``text`` only goes on from are dropped: it will have all of
         theirs."""
         place = bisect_left(self._sorted, (scope, text))
         best, most = None, 0
-        for key in [*self._alike(place - 1, -1), *self._alike(place, 1)]:
-            kept = self._kept[key]
-            common = _common(kept.text, text) if key[0] == scope else 0
-            if common > most or (best is not None and common == most and kept.number > best.number):
-                best, most = kept, common
+        for key in [*self._equal_entries(place - 1, -1), *self._equal_entries(place, 1)]:
+            entry = self._entries[key]
+            common = _common(entry.text, text) if key[0] == scope else 0
+            if common > most or (
+                best is not None and common == most and entry.serial > best.serial
+            ):
+                best, most = entry, common
         contained = [
-            key for key in self._alike(place, 1) if (key[0], self._kept[key].text) == (scope, text)
+            key
+            for key in self._equal_entries(place, 1)
+            if (key[0], self._entries[key].text) == (scope, text)
         ]
         for before in range(place - 1, -1, -1):
             of, earlier, key = self._sorted[before]
@@ -151,7 +155,7 @@ class History:
             self._drop(key)
         return best, most
 
-    def _alike(self, place: int, step: int) -> list[_Key]:
+    def _equal_entries(self, place: int, step: int) -> list[_Key]:
         """From ``place`` in direction ``step``, entries with the scope and text of the first."""
         found: list[_Key] = []
         first = place
@@ -160,10 +164,10 @@ class History:
             place += step
         return found
 
-    def _continued(self, earlier: _Kept, common: int, text: str) -> _Kept | None:
+    def _continue(self, earlier: _Entry, common: int, text: str) -> _Entry | None:
         """``text`` with the tokens of ``earlier`` up to the last anchor that they share."""
         for anchor in reversed(earlier.anchors):
-            token = earlier.tokens[anchor.number]
+            token = earlier.tokens[anchor.token_index]
             if anchor.position + len(self._added[token]) <= common:
                 break
         else:
@@ -171,61 +175,61 @@ class History:
         rest = self._encode(text[anchor.position :])
         if rest[:1] != [token]:
             return None
-        prompt = _Kept(
+        prompt = _Entry(
             text,
-            earlier.tokens[: anchor.number] + array("i", rest),
-            [each for each in earlier.anchors if each.number < anchor.number],
-            taken=anchor.number,
+            earlier.tokens[: anchor.token_index] + array("i", rest),
+            [each for each in earlier.anchors if each.token_index < anchor.token_index],
+            reused_tokens=anchor.token_index,
         )
-        self._find_anchors(prompt, anchor.number, anchor.position)
+        self._add_anchors(prompt, anchor.token_index, anchor.position)
         return prompt
 
-    def _find_anchors(self, kept: _Kept, index: int, position: int) -> None:
-        for number in range(index, len(kept.tokens)):
-            added = self._added.get(kept.tokens[number])
+    def _add_anchors(self, entry: _Entry, index: int, position: int) -> None:
+        for number in range(index, len(entry.tokens)):
+            added = self._added.get(entry.tokens[number])
             if added is None:
                 continue
-            position = kept.text.find(added, position)
+            position = entry.text.find(added, position)
             if position < 0:
                 return
-            kept.anchors.append(Anchor(position, number))
+            entry.anchors.append(Anchor(position, number))
             position += len(added)
 
-    def _add(self, scope: str, kept: _Kept) -> None:
-        key = _key(scope, kept.tokens)
-        if key in self._kept:
+    def _add(self, scope: str, entry: _Entry) -> None:
+        key = _key(scope, entry.tokens)
+        if key in self._entries:
             self._drop(key)
         self._count += 1
-        kept.number = self._count
-        kept.size_bytes = (
-            sys.getsizeof(kept.text)
-            + sys.getsizeof(kept.tokens)
-            + len(kept.anchors) * _ANCHOR_BYTES
+        entry.serial = self._count
+        entry.size_bytes = (
+            sys.getsizeof(entry.text)
+            + sys.getsizeof(entry.tokens)
+            + len(entry.anchors) * _ANCHOR_BYTES
             + _ENTRY_BYTES
         )
-        self._kept[key] = kept
-        insort(self._sorted, (scope, kept.text, key))
-        self._bytes += kept.size_bytes
+        self._entries[key] = entry
+        insort(self._sorted, (scope, entry.text, key))
+        self._bytes += entry.size_bytes
         while self._bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+            self._drop(next(iter(self._entries)))
 
     def _drop(self, key: _Key) -> None:
-        kept = self._kept.pop(key)
-        self._bytes -= kept.size_bytes
-        del self._sorted[bisect_left(self._sorted, (key[0], kept.text, key))]
+        entry = self._entries.pop(key)
+        self._bytes -= entry.size_bytes
+        del self._sorted[bisect_left(self._sorted, (key[0], entry.text, key))]
 
 
 def _key(scope: str, tokens: array[int]) -> _Key:
     return scope, blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def _compare(prompt: _Kept, earlier: _Kept) -> Comparison:
+def _compare(prompt: _Entry, earlier: _Entry) -> PrefixComparison:
     same = _common(prompt.tokens, earlier.tokens)
-    return Comparison(
+    return PrefixComparison(
         len(prompt.tokens),
         len(earlier.tokens),
         same,
-        prompt.taken,
+        prompt.reused_tokens,
         prompt.tokens[same] if same < len(prompt.tokens) else None,
         earlier.tokens[same] if same < len(earlier.tokens) else None,
     )

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.anthropic.errors import error_body, speaks_anthropic
+from router.anthropic.errors import error_body, is_anthropic_path
 from router.errors import (
     ApiError,
-    ClientGone,
+    ClientDisconnected,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class Keys:
+class ApiKeys:
     """The API keys that are let in. Only their digests are kept, and compared in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Keys:
+    def from_settings(cls, settings: Settings) -> ApiKeys:
         """``--api-key`` and the lines of ``--api-key-file``. Raises OSError, ValueError."""
         keys = list(settings.api_key)
         if settings.api_key_file is not None:
@@ -78,7 +78,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class Front:
+class RequestMiddleware:
     """ASGI middleware around everything else."""
 
     def __init__(
@@ -86,18 +86,19 @@ class Front:
         app: ASGIApp,
         *,
         settings: Settings,
-        keys: Keys,
-        paths: frozenset[str],
-        open_paths: frozenset[str],
+        keys: ApiKeys,
+        metric_paths: frozenset[str],
+        public_paths: frozenset[str],
         metrics: Metrics,
     ) -> None:
-        """``open_paths`` are never behind a key, ``paths`` counted by name in ``metrics``."""
+        """``public_paths`` are never behind a key, ``metric_paths`` counted by name in
+        ``metrics``."""
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys
-        self._metrics_keys = Keys([settings.metrics_key] if settings.metrics_key else [])
-        self._paths = paths
-        self._open_paths = open_paths
+        self._metrics_keys = ApiKeys([settings.metrics_key] if settings.metrics_key else [])
+        self._metric_paths = metric_paths
+        self._public_paths = public_paths
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +110,7 @@ class Front:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = "req_" + uuid.uuid4().hex
-        path = self._strip_root(scope)
+        path = self._strip_root_path(scope)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -118,7 +119,7 @@ class Front:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if speaks_anthropic(path):
+                if is_anthropic_path(path):
                     headers["request-id"] = request_id
             await send(message)
 
@@ -126,17 +127,17 @@ class Front:
         try:
             scope["state"]["api_key"] = self._authorize(path, headers)
             await self._app(scope, receive, send_with_id)
-        except ClientGone:
+        except ClientDisconnected:
             logger.debug("%s: the client is gone", request_id)
         except ApiError as error:
-            await answer_error(error, scope)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
         except Exception:
             logger.exception("%s %s failed (%s)", scope["method"], path, request_id)
             if status:
                 raise  # too late for an answer: the server closes the connection
-            await answer_error(InternalError(), scope)(scope, receive, send_with_id)
+            await error_response(InternalError(), scope)(scope, receive, send_with_id)
         finally:
-            known = path if path in self._paths else scope["state"].get("template", "other")
+            known = path if path in self._metric_paths else scope["state"].get("template", "other")
             self._metrics.requests.labels(known, str(status or 499)).inc()
             elapsed_ms = 1000 * (time.monotonic() - began)
             logger.debug(
@@ -144,12 +145,12 @@ class Front:
             )
 
     def _authorize(self, path: str, headers: Headers) -> str:
-        if path in self._open_paths:
+        if path in self._public_paths:
             return ""
         keys = self._metrics_keys if path == "/metrics" else self._keys
         return keys.identify(headers) if keys else ""
 
-    def _strip_root(self, scope: Scope) -> str:
+    def _strip_root_path(self, scope: Scope) -> str:
         """The path without ``--root-path``, for proxies that pass it on and those that do not."""
         path: str = scope["path"]
         if self._root_path and path.startswith(self._root_path + "/"):
@@ -158,22 +159,22 @@ class Front:
         return path
 
 
-def answer_error(error: ApiError, scope: Scope) -> Response:
+def error_response(error: ApiError, scope: Scope) -> Response:
     """In the shape that callers of the path know."""
     state = scope["state"]
     body = (
-        error_body(error, state["request_id"]) if speaks_anthropic(state["path"]) else error.body()
+        error_body(error, state["request_id"]) if is_anthropic_path(state["path"]) else error.body()
     )
     return Response(body, error.status, headers=error.headers(), media_type="application/json")
 
 
-async def answer_http_exception(request: Request, error: Exception) -> Response:
+async def http_exception_handler(request: Request, error: Exception) -> Response:
     """Starlette's own errors (unknown path, wrong method) in our shape."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return answer_error(NotFound(f"There is no {request.url.path} here."), request.scope)
+        return error_response(NotFound(f"There is no {request.url.path} here."), request.scope)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         message = f"{request.method} is not allowed for {request.url.path}."
-        return answer_error(MethodNotAllowed(message, allow), request.scope)
-    return answer_error(InvalidRequest(str(error.detail)), request.scope)
+        return error_response(MethodNotAllowed(message, allow), request.scope)
+    return error_response(InvalidRequest(str(error.detail)), request.scope)

@@ -14,7 +14,7 @@ from shared.wire import TOKENIZER_FILES
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class FileStore:
+class TokenizerFileStore:
     """A private directory of files named by their SHA-256; gone after `close`.
 
     ``root`` is this store's alone: what a router that was killed left there is removed.
@@ -48,7 +48,7 @@ class FileStore:
         return directory
 
 
-def wanted_files(offered: Mapping[str, str]) -> dict[str, str]:
+def acceptable_files(offered: Mapping[str, str]) -> dict[str, str]:
     """Those of the ``offered`` files (name to digest) that a router takes: names of the
     fixed list with a real digest, since both become parts of paths."""
     return {

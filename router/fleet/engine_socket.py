@@ -23,28 +23,28 @@ _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LINGER_MS = 500
 
 
-class PortError(Exception):
+class EngineSocketError(Exception):
     """The address cannot be used: taken, not allowed, no such directory."""
 
 
-class EnginePort:
+class EngineSocket:
     """Receives on the event loop and sends without blocking.
 
-    ``receive`` is called with the peer's routing id, the message and its raw frames;
-    what is no message is counted (``on_rubbish``), logged and dropped.
+    ``on_message`` is called with the peer's routing id, the message and its raw frames;
+    what is no message is counted (``on_undecodable``), logged and dropped.
     """
 
     def __init__(
         self,
         address: str,
-        receive: Callable[[bytes, ToRouter, list[bytes]], None],
-        on_rubbish: Callable[[], None],
+        on_message: Callable[[bytes, ToRouter, list[bytes]], None],
+        on_undecodable: Callable[[], None],
     ) -> None:
-        """Binds. Raises `PortError`."""
-        self._receive = receive
-        self._on_rubbish = on_rubbish
-        self._logged_rubbish = float("-inf")
-        self._scheduled = False
+        """Binds. Raises `EngineSocketError`."""
+        self._on_message = on_message
+        self._on_undecodable = on_undecodable
+        self._last_warning = float("-inf")
+        self._receive_scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._path = address.removeprefix("ipc://")
         self._lock = _lock(address)
@@ -62,13 +62,13 @@ class EnginePort:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise PortError(f"cannot bind {address}: {error.strerror}") from None
+            raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
 
     def start(self) -> None:
         """Begins to receive, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self.drain)
-        self.drain()
+        self._loop.add_reader(self._fd, self.receive_pending)
+        self.receive_pending()
 
     def close(self) -> None:
         if self._loop is not None:
@@ -93,37 +93,37 @@ class EnginePort:
             return None
         finally:
             # The descriptor is edge-triggered: what a send has seen coming is not signalled again.
-            self._drain_soon()
+            self._schedule_receive()
         return True
 
-    def drain(self) -> None:
+    def receive_pending(self) -> None:
         """Receives what is there, in batches, so that nobody else waits for long."""
-        self._scheduled = False
+        self._receive_scheduled = False
         for _ in range(_BATCH):
             # An exception for every time that nothing is there would cost more than to ask.
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            self._hear(frames[0], frames[1:])
-        self._drain_soon()
+            self._handle_frames(frames[0], frames[1:])
+        self._schedule_receive()
 
-    def _drain_soon(self) -> None:
-        if not self._scheduled and self._loop is not None:
-            self._scheduled = True
-            self._loop.call_soon(self.drain)
+    def _schedule_receive(self) -> None:
+        if not self._receive_scheduled and self._loop is not None:
+            self._receive_scheduled = True
+            self._loop.call_soon(self.receive_pending)
 
-    def _hear(self, peer: bytes, frames: Sequence[bytes]) -> None:
+    def _handle_frames(self, peer: bytes, frames: Sequence[bytes]) -> None:
         try:
             message, payload = decode(frames, ToRouter)
         except WireError as error:
-            self._on_rubbish()
+            self._on_undecodable()
             now = time.monotonic()
-            if now - self._logged_rubbish > 1:
-                self._logged_rubbish = now
+            if now - self._last_warning > 1:
+                self._last_warning = now
                 logger.warning("dropped a message from peer %s: %s", peer.hex(), error)
             return
         try:
-            self._receive(peer, message, payload)
+            self._on_message(peer, message, payload)
         except Exception:
             # A bug of ours in handling one message must not stop the others from being heard.
             logger.exception("handling a %s from peer %s", type(message).__name__, peer.hex())
@@ -137,10 +137,10 @@ def _lock(address: str) -> int | None:
     try:
         lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise PortError(f"cannot bind {address}: {error.strerror}") from None
+        raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise PortError(f"cannot bind {address}: another router has it") from None
+        raise EngineSocketError(f"cannot bind {address}: another router has it") from None
     return lock

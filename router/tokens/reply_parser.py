@@ -15,7 +15,7 @@ class CallDelta(NamedTuple):
     name: str | None = None
 
 
-class Part(NamedTuple):
+class ReplyDelta(NamedTuple):
     """What a stretch of generated text was."""
 
     reasoning: str = ""
@@ -38,23 +38,23 @@ class ReplyParser(Protocol):
     def complete(self) -> bool:
         """Whether nothing that comes now would count, so that nothing needs to."""
 
-    def feed(self, text: str) -> Part:
+    def feed(self, text: str) -> ReplyDelta:
         """What is certain now."""
 
-    def finish(self, *, cut: bool = False) -> Part:
+    def finish(self, *, cut: bool = False) -> ReplyDelta:
         """The rest: nothing comes any more. ``cut`` says that more would have come, had it not
         been for a limit or a stop string."""
 
 
-class PlainReply:
+class PlainReplyParser:
     """A reply that is all text."""
 
     in_reasoning = False
     called = False
     complete = False
 
-    def feed(self, text: str) -> Part:
-        return Part(text=text)
+    def feed(self, text: str) -> ReplyDelta:
+        return ReplyDelta(text=text)
 
-    def finish(self, *, cut: bool = False) -> Part:
-        return Part()
+    def finish(self, *, cut: bool = False) -> ReplyDelta:
+        return ReplyDelta()

@@ -16,19 +16,21 @@ async def explain(generation: Generation) -> bytes:
     model = generation.model
     assert model.renderer is not None
     renderer, prompt = model.renderer, list(generation.prompts[0])
-    found = await renderer.compare(generation.scope, prompt)
+    found = await renderer.compare(generation.cache_scope, prompt)
     block_size = model.hello.block_size
 
     def named(token: int | None) -> dict[str, object] | None:
-        return None if token is None else {"id": token, "text": renderer.vocabulary.text(token)}
+        return (
+            None if token is None else {"id": token, "text": renderer.vocabulary.token_text(token)}
+        )
 
     differs_at = None
     if found.earlier_token is not None:
-        before = prompt[max(0, found.same - _BEFORE_TOKENS) : found.same]
+        before = prompt[max(0, found.common_tokens - _BEFORE_TOKENS) : found.common_tokens]
         differs_at = {
-            "token": found.same,
-            "block": found.same // block_size,
-            "before": renderer.vocabulary.join(before),
+            "token": found.common_tokens,
+            "block": found.common_tokens // block_size,
+            "before": renderer.vocabulary.decode(before),
             "earlier": named(found.earlier_token),
             "now": named(found.token),
         }
@@ -36,9 +38,9 @@ async def explain(generation: Generation) -> bytes:
         {
             "prompt_tokens": len(prompt),
             "earlier_tokens": found.earlier_tokens,
-            "same_tokens": found.same,
-            "same_blocks": found.same // block_size,
-            "kept_tokens": found.kept,
+            "same_tokens": found.common_tokens,
+            "same_blocks": found.common_tokens // block_size,
+            "kept_tokens": found.reused_tokens,
             "differs_at": differs_at,
         }
     ).encode()

@@ -26,7 +26,7 @@ from router.schemas.conversation import (
     ToolMode,
     prompt_ending,
 )
-from router.schemas.structured import Bound
+from router.schemas.structured import StructuredOutputFields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -37,7 +37,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+LogprobsCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -56,7 +56,7 @@ class RequestBody(Struct, frozen=True, kw_only=True):
         """Raises `InvalidRequest` for fields that do not go together."""
 
 
-class SamplingRequest(Bound, RequestBody, frozen=True, kw_only=True):
+class SamplingRequest(StructuredOutputFields, RequestBody, frozen=True, kw_only=True):
     """What requests of every API may say of how an answer is generated. None means "not
     given" everywhere."""
 
@@ -99,7 +99,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
     max_tokens: Count | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    prompt_logprobs: Alternatives | None = None
+    prompt_logprobs: LogprobsCount | None = None
 
     # Not there yet.
     best_of: Any = None
@@ -113,12 +113,12 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def alternatives(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many alternatives to report for each token; None for no log-probabilities."""
         return None
 
     @property
-    def echoed(self) -> list[str | list[int]] | None:
+    def echo_prompts(self) -> list[str | list[int]] | None:
         """The prompts that shall come before their answers, as text or token ids."""
         return None
 
@@ -130,12 +130,12 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
             )
 
     @property
-    def continues(self) -> bool:
+    def continues_prompt(self) -> bool:
         """Whether the answer goes on where the prompt ends, within a text."""
         return False
 
     @property
-    def wants_usage_event(self) -> bool:
+    def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -155,7 +155,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
+    top_logprobs: LogprobsCount | None = None
 
     echo: Any = None
     functions: Any = None  # before there were `tools`
@@ -165,7 +165,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     web_search_options: Any = None
 
     @property
-    def alternatives(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -173,26 +173,26 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         return prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
 
     @property
-    def continues(self) -> bool:
+    def continues_prompt(self) -> bool:
         return self.prompt_ending == "open_message"
 
     @property
-    def usable_tools(self) -> list[Tool]:
+    def callable_tools(self) -> list[Tool]:
         """Those that may be called."""
         if self.tool_choice == "none":
             return []
-        names = self._chosen_names
+        names = self._allowed_names
         return [tool for tool in self.tools or () if names is None or tool.function.name in names]
 
     @property
-    def told_tools(self) -> list[Tool]:
+    def prompt_tools(self) -> list[Tool]:
         """Those that the model is told of: all where a grammar sees to it which is called, so that
         the prompt is the same whatever the choice."""
-        return list(self.tools or ()) if self.must_call else self.usable_tools
+        return list(self.tools or ()) if self.requires_call else self.callable_tools
 
     @property
-    def must_call(self) -> bool:
-        """Whether the answer has to be a call of one of ``usable_tools``."""
+    def requires_call(self) -> bool:
+        """Whether the answer has to be a call of one of ``callable_tools``."""
         match self.tool_choice:
             case ToolChoice(allowed_tools=AllowedTools(mode=mode)):
                 return mode == "required"
@@ -218,7 +218,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         return args
 
     @property
-    def _chosen_names(self) -> frozenset[str] | None:
+    def _allowed_names(self) -> frozenset[str] | None:
         match self.tool_choice:
             case ToolChoice(function=FunctionName(name=name)):
                 return frozenset((name,))
@@ -233,7 +233,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             raise InvalidRequest(
                 "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
             )
-        if self.continues and self.grammar is not None:
+        if self.continues_prompt and self.grammar is not None:
             raise InvalidRequest(
                 "Structured output does not go with an answer that continues a message.",
                 param="continue_final_message",
@@ -255,8 +255,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 f"A 'tool_choice' of type '{choice.type}' needs '{choice.type}'.",
                 param=f"tool_choice.{choice.type}",
             )
-        unknown = (self._chosen_names or frozenset()) - set(names)
-        if unknown or (self.must_call and not names):
+        unknown = (self._allowed_names or frozenset()) - set(names)
+        if unknown or (self.requires_call and not names):
             missing = f"the tool '{min(unknown)}'" if unknown else "tools"
             raise InvalidRequest(
                 f"'tool_choice' needs {missing}, which 'tools' does not have.",
@@ -267,17 +267,17 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    logprobs: Alternatives | None = None
+    logprobs: LogprobsCount | None = None
     echo: bool | None = None
 
     top_logprobs: Any = None
 
     @property
-    def alternatives(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def echoed(self) -> list[str | list[int]] | None:
+    def echo_prompts(self) -> list[str | list[int]] | None:
         return self.prompts if self.echo else None
 
     @property
@@ -301,12 +301,12 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 _Body = TypeVar("_Body", bound=RequestBody)
 
 
-def parse(body: bytes, kind: type[_Body]) -> _Body:
+def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
     """The request in ``body``. Raises `InvalidRequest` that names the field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _validation_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
@@ -321,7 +321,7 @@ def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in SamplingRequest.__struct_fields__}
 
 
-def translated(request: ChatRequest) -> ChatRequest:
+def validated(request: ChatRequest) -> ChatRequest:
     """``request``, which was made of a body of another API. Raises `InvalidRequest`."""
     refuse_unsupported(request)
     request.check()
@@ -341,15 +341,15 @@ def refuse_unsupported(request: RequestBody) -> None:
 
 
 @cache
-def unsupported_fields(kind: type[RequestBody]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Any)
+def unsupported_fields(body_type: type[RequestBody]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(body_type) if field.type is Any)
 
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
-def _named(reason: str) -> InvalidRequest:
+def _validation_error(reason: str) -> InvalidRequest:
     """``reason`` is msgspec's: "Expected `int`, got `str` - at `$.n`"."""
     path = _PATH.search(reason)
     param = path.group(1) if path else ""

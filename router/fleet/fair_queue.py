@@ -6,96 +6,96 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from router.fleet.flight import Flight, FlightState
+from router.fleet.remote_sequence import RemoteSequence, RemoteSequenceState
 
-TURN_OF_AGE = 8
+AGE_TURN_EVERY = 8
 """Every so many departures one goes by age, whatever its priority."""
 
-_Lane = list[tuple[float, int, Flight]]
+_Lane = list[tuple[float, int, RemoteSequence]]
 
 
 class FairQueue:
-    """Waiting flights of one model.
+    """Waiting sequences of one model.
 
     The highest priority goes first; within it the API key that has the fewest
     sequences in engines now; within that the oldest.
 
     So that nobody waits for ever, each eighth departure is the turn of age: keys take these
     turns one after the other, in the order in which they began to wait, and each gives its
-    own to its oldest flight. So one that finds m older ones of its key waiting goes within
+    own to its oldest sequence. So one that finds m older ones of its key waiting goes within
     8 * keys * (m + 1) departures, where ``keys`` is how many keys wait at once, at most.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[int, dict[str, _Lane]] = {}
-        self._keys: dict[str, int] = {}
+        self._waiting_by_key: dict[str, int] = {}
         """How many wait of each key; the one whose turn of age is next first."""
         self._pushed = 0
-        self._departed = 0
-        self._waiting: set[Flight] = set()
+        self._popped = 0
+        self._waiting: set[RemoteSequence] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[RemoteSequence]:
         return iter(list(self._waiting))
 
-    def push(self, flight: Flight) -> None:
+    def push(self, sequence: RemoteSequence) -> None:
         """Also for one that has waited before: its age counts from its arrival."""
-        lane = self._lanes.setdefault(flight.order.priority, {}).setdefault(flight.key, [])
+        lane = self._lanes.setdefault(sequence.spec.priority, {}).setdefault(sequence.key, [])
         self._pushed += 1
-        heapq.heappush(lane, (flight.arrived, self._pushed, flight))
-        self._waiting.add(flight)
-        self._keys[flight.key] = self._keys.get(flight.key, 0) + 1
+        heapq.heappush(lane, (sequence.arrived_at, self._pushed, sequence))
+        self._waiting.add(sequence)
+        self._waiting_by_key[sequence.key] = self._waiting_by_key.get(sequence.key, 0) + 1
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, sequence: RemoteSequence) -> None:
         """Its entry is passed over when it comes up."""
-        if flight in self._waiting:
-            self._waiting.discard(flight)
-            self._count_out(flight.key)
+        if sequence in self._waiting:
+            self._waiting.discard(sequence)
+            self._count_out(sequence.key)
 
-    def pop(self, running: Counter[str]) -> Flight | None:
+    def pop(self, running: Counter[str]) -> RemoteSequence | None:
         """The next one; ``running`` counts the sequences in engines by key."""
-        self._drop_gone()
+        self._drop_stale()
         if not self._lanes:
             return None
-        self._departed += 1
-        turn_of_age = self._departed % TURN_OF_AGE == 0
+        self._popped += 1
+        turn_of_age = self._popped % AGE_TURN_EVERY == 0
         lane = self._by_age() if turn_of_age else self._by_priority(running)
-        flight = heapq.heappop(lane)[2]
-        self._waiting.discard(flight)
-        self._count_out(flight.key)
-        return flight
+        sequence = heapq.heappop(lane)[2]
+        self._waiting.discard(sequence)
+        self._count_out(sequence.key)
+        return sequence
 
     def _by_priority(self, running: Counter[str]) -> _Lane:
         lanes = self._lanes[max(self._lanes)]
         return lanes[min(lanes, key=lambda key: (running[key], lanes[key][0][:2]))]
 
     def _by_age(self) -> _Lane:
-        key = next(iter(self._keys))
-        self._keys[key] = self._keys.pop(key)  # the next turn is another one's
+        key = next(iter(self._waiting_by_key))
+        self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # the next turn is another one's
         return _oldest(lanes[key] for lanes in self._lanes.values() if key in lanes)
 
     def _count_out(self, key: str) -> None:
-        self._keys[key] -= 1
-        if not self._keys[key]:
-            del self._keys[key]
+        self._waiting_by_key[key] -= 1
+        if not self._waiting_by_key[key]:
+            del self._waiting_by_key[key]
 
-    def _drop_gone(self) -> None:
+    def _drop_stale(self) -> None:
         """Takes out what no longer waits from the heads of all lanes, and empty lanes."""
         for priority, lanes in list(self._lanes.items()):
             for key, lane in list(lanes.items()):
-                while lane and not self._still_waits(lane[0][2]):
+                while lane and not self._is_waiting(lane[0][2]):
                     heapq.heappop(lane)
                 if not lane:
                     del lanes[key]
             if not lanes:
                 del self._lanes[priority]
 
-    def _still_waits(self, flight: Flight) -> bool:
-        if flight in self._waiting and flight.state is not FlightState.WAITING:
-            self.discard(flight)
-        return flight in self._waiting
+    def _is_waiting(self, sequence: RemoteSequence) -> bool:
+        if sequence in self._waiting and sequence.state is not RemoteSequenceState.WAITING:
+            self.discard(sequence)
+        return sequence in self._waiting
 
 
 def _oldest(lanes: Iterable[_Lane]) -> _Lane:

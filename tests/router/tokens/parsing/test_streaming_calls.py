@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from router.tokens.parsing.formats import State
-from router.tokens.parsing.grammars import TEMPLATES
-from router.tokens.parsing.live import LiveCalls
-from router.tokens.parsing.marked import MarkedReply
-from router.tokens.reply import CallDelta, Part
+from router.tokens.parsing.formats import ReplyState
+from router.tokens.parsing.grammars import CALL_TEMPLATES
+from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.parsing.streaming_calls import StreamingCallParser
+from router.tokens.reply_parser import CallDelta, ReplyDelta
 from tests.router.tokens.parsing.test_marked import format_of
 
 ARGUMENTS = (
@@ -22,12 +22,12 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("add", "add_all")
 ]
-PARSERS = [name for name, template in TEMPLATES.items() if not template.argument]
+PARSERS = [name for name, template in CALL_TEMPLATES.items() if not template.argument]
 
 
 def written(parser: str) -> str:
     """A call of each tool."""
-    template = TEMPLATES[parser]
+    template = CALL_TEMPLATES[parser]
     calls = [
         template.begin.replace("{name}", tool["function"]["name"]).replace("{number}", str(number))
         + ARGUMENTS[number]
@@ -37,18 +37,24 @@ def written(parser: str) -> str:
     return template.before + template.between.join(calls) + template.after
 
 
-def reply_of(parser: str, state: State | None = None, *, one_call: bool = False) -> MarkedReply:
+def reply_of(
+    parser: str, state: ReplyState | None = None, *, one_call: bool = False
+) -> MarkedReplyParser:
     format = format_of(parser)
-    live = LiveCalls(TEMPLATES[parser], ("add", "add_all"))
-    return MarkedReply(format, state or format.begins, TOOLS, one_call=one_call, live=live)
+    live = StreamingCallParser(CALL_TEMPLATES[parser], ("add", "add_all"))
+    return MarkedReplyParser(
+        format, state or format.initial_state, TOOLS, single_call=one_call, call_stream=live
+    )
 
 
-def parts_of(reply: MarkedReply, text: str, size: int, *, cut: bool = False) -> list[Part]:
+def parts_of(
+    reply: MarkedReplyParser, text: str, size: int, *, cut: bool = False
+) -> list[ReplyDelta]:
     parts = [reply.feed(text[start : start + size]) for start in range(0, len(text), size)]
     return [*parts, reply.finish(cut=cut)]
 
 
-def calls_of(parts: list[Part]) -> list[tuple[str | None, str]]:
+def calls_of(parts: list[ReplyDelta]) -> list[tuple[str | None, str]]:
     """Names and arguments; each id comes once, with the name."""
     calls: list[list[str | None]] = []
     ids: list[str | None] = []
@@ -79,9 +85,9 @@ def test_arguments_are_told_as_they_are_written(parser: str, size: int) -> None:
 @pytest.mark.parametrize("parser", ["json", "json_tools"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_what_reasoning_says_of_calls_is_none(parser: str, opened: bool) -> None:
-    thought = TEMPLATES["json"].begin.replace("{name}", "add") + '{"city": 1'
+    thought = CALL_TEMPLATES["json"].begin.replace("{name}", "add") + '{"city": 1'
     text = ("" if opened else "<think>") + f"{thought}</think>\n\n{written(parser)}"
-    reply = reply_of(parser, State.REASONING if opened else None)
+    reply = reply_of(parser, ReplyState.REASONING if opened else None)
     parts = parts_of(reply, text, 2)
     assert "".join(part.reasoning for part in parts) == thought
     assert [name for name, _ in calls_of(parts)] == ["add", "add_all"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from router.errors import ModelNotFound, Unavailable
 from router.fleet.admission import Admission
 from router.fleet.dispatch import Dispatcher
+from router.fleet.engine_socket import EngineSocket
 from router.fleet.engines import Engine, Model, Registry
-from router.fleet.files import FileStore
 from router.fleet.metrics import Metrics
-from router.fleet.port import EnginePort
+from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
 from shared.settings import Settings
 from shared.wire import (
@@ -37,61 +37,63 @@ _TICK_S = 0.25
 
 
 class Router:
-    """Created before the event loop runs (it binds the engines' socket: `PortError`);
+    """Created before the event loop runs (it binds the engines' socket: `EngineSocketError`);
     ``start`` and ``stop`` are called on the loop."""
 
-    def __init__(self, settings: Settings, engine_socket: str, version: str) -> None:
+    def __init__(self, settings: Settings, socket_address: str, version: str) -> None:
         self.settings = settings
         self.version = version
         self.metrics = Metrics(version)
-        self.port = EnginePort(engine_socket, self._receive, self.metrics.dropped_messages.inc)
+        self.engine_socket = EngineSocket(
+            socket_address, self._on_message, self.metrics.dropped_messages.inc
+        )
         self.dispatcher = Dispatcher(settings, self._send_to, self.metrics)
         # Beside the socket, whose lock makes it ours alone, also after a kill.
-        scheme, _, path = engine_socket.partition("://")
-        store = FileStore(Path(path + ".files") if scheme == "ipc" else None)
+        scheme, _, path = socket_address.partition("://")
+        store = TokenizerFileStore(Path(path + ".files") if scheme == "ipc" else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
-        self.admission = Admission(settings, self.dispatcher.drain_rate)
+        self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.draining = False
-        self.clean = True
+        self.shutdown_clean = True
         """False once a shutdown has cut requests."""
         self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.watch(
+        self.metrics.register_engines(
             lambda: list(self.registry.models.values()),
-            self.dispatcher.waiting,
-            lambda: self.clean,
+            self.dispatcher.num_waiting,
+            lambda: self.shutdown_clean,
         )
 
     async def start(self) -> None:
-        self.port.start()
+        self.engine_socket.start()
         self._tasks = [
             asyncio.create_task(self._tick()),
             asyncio.create_task(asyncio.to_thread(warm_up)),
         ]
 
     async def stop(self) -> None:
-        self.cut("The server is shutting down.")
+        self.abort_all("The server is shutting down.")
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self.port.close()
+        self.engine_socket.close()
         self.registry.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new and waits for what is in flight; cuts it after ``timeout_s``."""
         self.draining = True
         waited_s = 0.0
-        while self.admission.requests and waited_s < timeout_s:
+        while self.admission.num_requests and waited_s < timeout_s:
             await asyncio.sleep(0.05)
             waited_s += 0.05
-        self.cut("The server is shutting down and did not wait longer.")
+        self.abort_all("The server is shutting down and did not wait longer.")
 
-    def cut(self, message: str) -> None:
+    def abort_all(self, message: str) -> None:
         """Takes nothing new and ends what is in flight with an error that says ``message``."""
         self.draining = True
         count = self.dispatcher.fail_all(lambda: Unavailable(message, code="shutting_down"))
         if count:
-            self.clean = False
+            self.shutdown_clean = False
             logger.warning("%d sequences were cut", count)
 
     # -- for HTTP handlers -----------------------------------------------------
@@ -106,11 +108,13 @@ class Router:
                 code="shutting_down",
                 retry_after_s=settings.drain_timeout_s,
             )
-        model = self.registry.model_named(name)
+        model = self.registry.find_model(name)
         if model is None:
             if name is not None and self.registry.models:
                 raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
-            raise _not_ready("; ".join(["no engine has joined yet", *self.registry.strangers]))
+            raise _not_ready(
+                "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
+            )
         if not model.ever_ready:
             raise self.not_ready(model)
         self.admission.check_memory(model)
@@ -121,65 +125,68 @@ class Router:
 
     # -- RegistryListener ------------------------------------------------------
 
-    def engine_lost(self, engine: Engine, reason: str) -> None:
+    def on_engine_lost(self, engine: Engine, reason: str) -> None:
         self.metrics.restarts.labels(engine.name).inc()
-        self.dispatcher.engine_lost(engine, reason)
+        self.dispatcher.on_engine_lost(engine, reason)
 
-    def capacity_changed(self, model: Model) -> None:
+    def on_capacity_changed(self, model: Model) -> None:
         self.dispatcher.place(model)
 
     # -- wire ------------------------------------------------------------------
 
-    def _receive(self, peer: bytes, message: ToRouter, payload: list[bytes]) -> None:
+    def _on_message(self, peer: bytes, message: ToRouter, payload: list[bytes]) -> None:
         match message:
             case Hello():
-                self.registry.hello(peer, message)
+                self.registry.on_hello(peer, message)
             case Beat():
-                beating = self.registry.beat(peer, message)
+                beating = self.registry.on_beat(peer, message)
                 if beating is not None:
-                    self.dispatcher.live(beating, message.live)
+                    self.dispatcher.reconcile(beating, message.live)
             case Files():
-                self.registry.files(message, payload)
+                self.registry.on_files(message, payload)
             case Bye():
-                self.registry.bye(peer)
+                self.registry.on_bye(peer)
             case _:
-                engine = self.registry.find(peer)
+                engine = self.registry.find_engine(peer)
                 if engine is None:
                     self.registry.ping(peer)
                 else:
-                    self._hear_engine(engine, message)
+                    self._on_engine_message(engine, message)
 
-    def _hear_engine(self, engine: Engine, message: ToRouter) -> None:
+    def _on_engine_message(self, engine: Engine, message: ToRouter) -> None:
         match message:
             case Tokens():
                 for delta in message.deltas:
-                    self.dispatcher.moved(engine, delta)
+                    self.dispatcher.on_delta(engine, delta)
             case Accepted():
-                self.dispatcher.accepted(engine, message)
+                self.dispatcher.on_accepted(engine, message)
             case Refused():
-                self.dispatcher.refused(engine, message)
+                self.dispatcher.on_refused(engine, message)
             case CacheEvents():
-                engine.prefixes.update(message)
+                engine.prefix_index.update(message)
 
     def _send(self, peer: bytes, message: Message) -> bool:
-        return bool(self.port.send(peer, message))
+        return bool(self.engine_socket.send(peer, message))
 
     def _send_to(self, engine: Engine, message: Message) -> bool:
-        sent = self.port.send(engine.peer, message)
+        sent = self.engine_socket.send(engine.peer, message)
         if sent is None:
-            self.registry.unreachable(engine)
+            self.registry.on_unreachable(engine)
         return bool(sent)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             try:
-                self.port.drain()  # first: beats may wait there after the loop was held up
+                # First: beats may wait there after the loop was held up.
+                self.engine_socket.receive_pending()
                 self.registry.tick()
                 self.dispatcher.tick()
             except Exception:
                 logger.exception("housekeeping")
 
 
-def _not_ready(why: str) -> Unavailable:
-    return Unavailable(f"The model is not ready: {why}.", code="no_engine_ready", retry_after_s=5)
+def _not_ready(reason: str) -> Unavailable:
+    return Unavailable(
+        f"The model is not ready: {reason}.", code="no_engine_ready", retry_after_s=5
+    )

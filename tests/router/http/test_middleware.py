@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from router.api.body import read_json_body
-from router.errors import BodyTooSlow
+from router.errors import BodyTimeout
 from shared.wire import EngineStats
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
@@ -205,5 +205,5 @@ def test_a_slow_body_is_a_408() -> None:
         raise AssertionError
 
     scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
-    with pytest.raises(BodyTooSlow):
+    with pytest.raises(BodyTimeout):
         asyncio.run(read_json_body(Request(scope, receive), 100, timeout_s=0.05))

@@ -17,7 +17,7 @@ class CompletionTokensDetails(Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
-class UsageBody(Struct, frozen=True, kw_only=True):
+class CompletionUsage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -25,7 +25,7 @@ class UsageBody(Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
-class Alternative(Struct, frozen=True, kw_only=True):
+class TopLogprob(Struct, frozen=True, kw_only=True):
     """A token and how likely it was; its text may have half characters, its bytes are exact."""
 
     token: str
@@ -33,12 +33,12 @@ class Alternative(Struct, frozen=True, kw_only=True):
     bytes: list[int]
 
 
-class ChatToken(Alternative, frozen=True, kw_only=True):
-    top_logprobs: list[Alternative]
+class ChatCompletionTokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatToken]
+    content: list[ChatCompletionTokenLogprob]
     refusal: None = None
 
 
@@ -51,7 +51,7 @@ class TextLogprobs(Struct, frozen=True, kw_only=True):
     text_offset: list[int]
 
 
-class PromptToken(Struct, frozen=True, kw_only=True):
+class PromptLogprob(Struct, frozen=True, kw_only=True):
     """``rank`` is 1 for the most likely token, None for one that is not among those asked for."""
 
     logprob: float
@@ -59,64 +59,64 @@ class PromptToken(Struct, frozen=True, kw_only=True):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptToken] | None]
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of a prompt but the first: by token id, itself and its alternatives."""
 
 
-class AnswerFunction(Struct, frozen=True):
+class ChatCompletionFunctionCall(Struct, frozen=True):
     name: str
     arguments: str
 
 
-class AnswerToolCall(Struct, frozen=True, kw_only=True):
+class ChatCompletionToolCall(Struct, frozen=True, kw_only=True):
     id: str
-    function: AnswerFunction
+    function: ChatCompletionFunctionCall
     type: Literal["function"] = "function"
 
 
-class AnswerMessage(Struct, frozen=True, kw_only=True):
+class ChatCompletionMessage(Struct, frozen=True, kw_only=True):
     """``content`` is None where there are only calls. Reasoning has two names."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatCompletionToolCall] | UnsetType = UNSET
     refusal: None = None
 
 
-class FunctionDelta(Struct, frozen=True, omit_defaults=True):
+class DeltaFunctionCall(Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     arguments: str | UnsetType = UNSET
 
 
-class ToolCallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DeltaToolCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``id``, ``type`` and the function's name come with the first of a call."""
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
-    function: FunctionDelta
+    function: DeltaFunctionCall
 
 
-class MessageDelta(Struct, frozen=True, omit_defaults=True):
+class DeltaMessage(Struct, frozen=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    tool_calls: list[DeltaToolCall] | None = None
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
-    message: AnswerMessage
+    message: ChatCompletionMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     index: int
-    delta: MessageDelta
+    delta: DeltaMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
 
@@ -131,7 +131,7 @@ class TextChoice(Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Head(Struct, frozen=True, kw_only=True):
+class CompletionHeader(Struct, frozen=True, kw_only=True):
     """What every answer begins with; all chunks of a stream have the same."""
 
     id: str
@@ -140,24 +140,24 @@ class Head(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
 
 
-class ChatCompletion(Head, frozen=True, kw_only=True):
+class ChatCompletion(CompletionHeader, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: UsageBody
+    usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Head, frozen=True, kw_only=True):
+class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
     """``usage`` is None in all but the last chunk, and absent when it was not asked for."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: UsageBody | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
 
 
-class TextCompletion(Head, frozen=True, kw_only=True):
+class TextCompletion(CompletionHeader, frozen=True, kw_only=True):
     """A whole answer or a chunk, which has ``usage`` as those of chats have it."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
-    usage: UsageBody | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET

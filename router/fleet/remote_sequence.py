@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Order:
+class SequenceSpec:
     """What is to be generated. The same in every attempt. ``logprobs``,
     ``prompt_logprobs`` and ``grammar`` as in `shared.wire.Submit`."""
 
     request_id: str
-    prompt: list[int]
+    prompt_token_ids: list[int]
     sampling: Sampling
     max_tokens: int
     stop_token_ids: list[int]
@@ -33,7 +33,7 @@ class Order:
     grammar: Grammar | None = None
 
 
-class FlightState(enum.Enum):
+class RemoteSequenceState(enum.Enum):
     WAITING = "waiting"
     """In the queue."""
     PLACED = "placed"
@@ -44,135 +44,147 @@ class FlightState(enum.Enum):
     DONE = "done"
 
 
-class BrokenFlight(Exception):
+class MissingTokensError(Exception):
     """Tokens are missing: this attempt cannot be continued."""
 
 
-class Flight:
-    """The router's half of a sequence. Whoever consumes it is called through
-    ``on_change`` and reads ``tokens``, ``finish`` and ``error``. ``logprobs`` run parallel to
-    ``tokens`` where they are asked for, ``prompt_logprobs`` to the prompt without its first.
+class RemoteSequence:
+    """The router's half of a sequence. Whoever consumes it is called through ``on_change`` and
+    reads ``output_token_ids``, ``finish_reason`` and ``error``. ``logprobs`` run parallel to
+    ``output_token_ids`` where they are asked for, ``prompt_logprobs`` to the prompt without its
+    first.
     """
 
-    def __init__(self, order: Order, model: Model, key: str, on_change: Callable[[], None]) -> None:
-        self.order = order
+    def __init__(
+        self, spec: SequenceSpec, model: Model, key: str, on_change: Callable[[], None]
+    ) -> None:
+        self.spec = spec
         self.model = model
         self.key = key
         self._on_change = on_change
-        self.state = FlightState.WAITING
+        self.state = RemoteSequenceState.WAITING
         self.attempt = 0
         self.losses = 0
         self.engine: Engine | None = None
-        self.tokens: list[int] = []
+        self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stop_token: int | None = None
         self.usage: Usage | None = None
-        self.finish: str | None = None
+        self.finish_reason: str | None = None
         self.error: ApiError | None = None
         self.missed_beats = 0
-        self.arrived = self.waiting_since = time.monotonic()
-        self.placed_at = self.stopping_since = 0.0
+        self.arrived_at = self.queued_at = time.monotonic()
+        self.placed_at = self.stopping_at = 0.0
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
 
     @property
     def done(self) -> bool:
-        return self.state is FlightState.DONE
+        return self.state is RemoteSequenceState.DONE
 
     @property
     def started(self) -> bool:
         """An engine has taken it, or it is over."""
-        return self.state in (FlightState.ACCEPTED, FlightState.STOPPING, FlightState.DONE)
+        return self.state in (
+            RemoteSequenceState.ACCEPTED,
+            RemoteSequenceState.STOPPING,
+            RemoteSequenceState.DONE,
+        )
 
     @property
-    def prompt_scored(self) -> bool:
+    def has_prompt_logprobs(self) -> bool:
         """Whether all log-probabilities of the prompt that are asked for are here."""
-        order = self.order
-        return order.prompt_logprobs is None or (len(self.prompt_logprobs) == len(order.prompt) - 1)
+        spec = self.spec
+        return spec.prompt_logprobs is None or (
+            len(self.prompt_logprobs) == len(spec.prompt_token_ids) - 1
+        )
 
     @property
     def cached_tokens(self) -> int:
         return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
 
-    def submission(self) -> Submit:
-        order = self.order
+    def submit_message(self) -> Submit:
+        spec = self.spec
         return Submit(
-            request_id=order.request_id,
+            request_id=spec.request_id,
             attempt=self.attempt,
-            token_ids=order.prompt,
-            sampling=order.sampling,
-            max_tokens=order.max_tokens,
-            stop_token_ids=order.stop_token_ids,
-            min_tokens=order.min_tokens,
-            generated=self.tokens,
-            cache_salt=order.cache_salt,
-            priority=order.priority,
-            logprobs=order.logprobs,
-            prompt_logprobs=None if self.prompt_scored else order.prompt_logprobs,
-            grammar=order.grammar,
+            token_ids=spec.prompt_token_ids,
+            sampling=spec.sampling,
+            max_tokens=spec.max_tokens,
+            stop_token_ids=spec.stop_token_ids,
+            min_tokens=spec.min_tokens,
+            generated=self.output_token_ids,
+            cache_salt=spec.cache_salt,
+            priority=spec.priority,
+            logprobs=spec.logprobs,
+            prompt_logprobs=None if self.has_prompt_logprobs else spec.prompt_logprobs,
+            grammar=spec.grammar,
         )
 
     def place(self, engine: Engine) -> None:
         self.engine = engine
-        self.state = FlightState.PLACED
+        self.state = RemoteSequenceState.PLACED
         self.placed_at = time.monotonic()
         self.missed_beats = 0
 
-    def wait_again(self) -> None:
+    def requeue(self) -> None:
         """Back to the queue, as a new attempt: what the old one still says is void."""
         self.engine = None
-        self.state = FlightState.WAITING
+        self.state = RemoteSequenceState.WAITING
         self.attempt += 1
-        self.waiting_since = time.monotonic()
-        if not self.prompt_scored:
+        self.queued_at = time.monotonic()
+        if not self.has_prompt_logprobs:
             self.prompt_logprobs.clear()
 
     def accept(self) -> None:
-        if self.state is FlightState.PLACED:
-            self.state = FlightState.ACCEPTED
+        if self.state is RemoteSequenceState.PLACED:
+            self.state = RemoteSequenceState.ACCEPTED
             self._on_change()
 
-    def add(self, delta: Delta) -> None:
-        """Raises `BrokenFlight` when something between the last delta and this one is missing."""
-        if delta.index != len(self.tokens):
-            raise BrokenFlight(f"token {delta.index} came after {len(self.tokens)} tokens")
+    def apply(self, delta: Delta) -> None:
+        """Raises `MissingTokensError` when something between the last delta and this one is
+        missing."""
+        if delta.index != len(self.output_token_ids):
+            raise MissingTokensError(
+                f"token {delta.index} came after {len(self.output_token_ids)} tokens"
+            )
         self.prompt_logprobs += delta.prompt_logprobs or ()
-        if delta.token_ids and not self.prompt_scored:
-            raise BrokenFlight("tokens came before the log-probabilities of the prompt")
-        if self.order.logprobs is not None:
+        if delta.token_ids and not self.has_prompt_logprobs:
+            raise MissingTokensError("tokens came before the log-probabilities of the prompt")
+        if self.spec.logprobs is not None:
             if len(delta.logprobs or ()) != len(delta.token_ids):
-                raise BrokenFlight("tokens came without their log-probabilities")
+                raise MissingTokensError("tokens came without their log-probabilities")
             self.logprobs += delta.logprobs or ()
         if delta.token_ids:
             now = time.monotonic()
             if self.first_token_at is None:
                 self.first_token_at = now
             self.last_token_at = now
-            self.tokens += delta.token_ids
-        if self.state is FlightState.PLACED:
-            self.state = FlightState.ACCEPTED
+            self.output_token_ids += delta.token_ids
+        if self.state is RemoteSequenceState.PLACED:
+            self.state = RemoteSequenceState.ACCEPTED
         if delta.usage is not None:
             self.usage = delta.usage
         if delta.finish is not None:
             self.stop_token = delta.stop_token
-            self.finish = delta.finish
-            self.state = FlightState.DONE
+            self.finish_reason = delta.finish
+            self.state = RemoteSequenceState.DONE
         self._on_change()
 
     def stop(self) -> None:
-        self.state = FlightState.STOPPING
-        self.stopping_since = time.monotonic()
-        self.finish = "stop"
+        self.state = RemoteSequenceState.STOPPING
+        self.stopping_at = time.monotonic()
+        self.finish_reason = "stop"
 
     def end(self, usage: Usage | None = None) -> None:
-        """Ends a stopped flight, or one that nobody wants any more."""
+        """Ends a stopped sequence, or one that nobody wants any more."""
         self.usage = usage or self.usage
-        self.state = FlightState.DONE
+        self.state = RemoteSequenceState.DONE
         self._on_change()
 
     def fail(self, error: ApiError) -> None:
         self.error = error
-        self.finish = None
-        self.state = FlightState.DONE
+        self.finish_reason = None
+        self.state = RemoteSequenceState.DONE
         self._on_change()

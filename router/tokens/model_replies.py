@@ -1,0 +1,165 @@
+"""What one model's replies look like: how they are taken apart, and how they are held to calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from router.schemas.conversation import Tool
+from router.schemas.structured import lark_grammar
+from router.tokens.parsing.calls import JSON
+from router.tokens.parsing.formats import ReasoningMarkers, ReplyFormat, ReplyState
+from router.tokens.parsing.grammars import (
+    CALL_TEMPLATES,
+    CallTemplate,
+    ControlTokens,
+    call_template,
+    calls_grammar,
+    json_rule,
+)
+from router.tokens.parsing.marked import MarkedReplyParser, call_id, short_call_id
+from router.tokens.parsing.streaming_calls import StreamingCallParser
+from router.tokens.reply_parser import PlainReplyParser, ReplyParser
+from router.tokens.templates import tool_schema
+from router.tokens.vocabulary import Vocabulary
+from shared.wire import Grammar
+
+_TAIL_TOKENS = 64
+_NOT_JSON = r"/([^\s{\[`<](?s:.*))?/"
+_HARMONY_ANALYSIS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+
+
+class ToolCallPolicy(NamedTuple):
+    """What a request says of calls: which ``tools`` may be called, whether a call is ``required``,
+    and whether there may be several (``parallel``)."""
+
+    tools: Sequence[Tool]
+    required: bool = False
+    parallel: bool = True
+
+
+class ModelReplies:
+    def __init__(
+        self, format: ReplyFormat, tokenizer: Any, vocabulary: Vocabulary, *, short_ids: bool
+    ) -> None:
+        self.format = format
+        self._vocabulary = vocabulary
+        self._new_id = short_call_id if short_ids else call_id
+        added = {token: each for token, each in tokenizer.added_tokens_decoder.items() if str(each)}
+        self._added = {token: str(each) for token, each in added.items()}
+        self._special = {token: str(each) for token, each in added.items() if each.special}
+        # llguidance takes what is in angle brackets for a control token, special or not.
+        self._control_tokens = ControlTokens(
+            {
+                text: token
+                for token, text in self._added.items()
+                if token in self._special or (text[0] == "<" and text[-1] == ">")
+            }
+        )
+        self._think_end_ids: list[int] = []
+        if format.think is not None:
+            self._think_end_ids = list(tokenizer.encode(format.think.end, add_special_tokens=False))
+
+    def parser(self, prompt: Sequence[int], policy: ToolCallPolicy) -> ReplyParser:
+        """What takes a reply to ``prompt`` apart."""
+        format = self._format_for(policy)
+        tools = policy.tools if format.tools is not None else ()
+        if format.is_plain and not tools:
+            return PlainReplyParser()
+        template = self._call_template(policy)
+        live = None
+        if policy.required and tools and template is not None and not template.argument:
+            live = StreamingCallParser(template, [tool.function.name for tool in tools])
+        return MarkedReplyParser(
+            format,
+            format.initial_state_after(self._tail(prompt)),
+            [tool_schema(tool) for tool in tools],
+            single_call=not policy.parallel,
+            new_id=self._new_id,
+            call_stream=live,
+        )
+
+    def grammar(
+        self, prompt: Sequence[int], policy: ToolCallPolicy, bound: Grammar | None
+    ) -> Grammar | None:
+        """What holds a reply to calls that must be made or have strict arguments, and else to
+        ``bound``; behind the reasoning that ``prompt`` opens. Raises `InvalidRequest`."""
+        tail = self._tail(prompt)
+        grammar = self._calls_grammar(policy, bound, tail) or bound
+        if grammar is None or self.format.initial_state_after(tail) is not ReplyState.REASONING:
+            return grammar
+        return msgspec.structs.replace(grammar, after=self._think_end_ids)
+
+    def _calls_grammar(
+        self, policy: ToolCallPolicy, bound: Grammar | None, tail: str
+    ) -> Grammar | None:
+        functions = [tool.function for tool in policy.tools]
+        format = self._format_for(policy)
+        template = self._call_template(policy)
+        if not functions or format.tools is None or template is None:
+            return None
+        instead = unlike = None
+        if not policy.required:
+            if bound is not None:
+                schema = msgspec.json.decode(bound.source) if bound.kind == "json_schema" else None
+                if not isinstance(schema, dict):
+                    return None
+                instead = json_rule(schema)
+            elif not any(function.strict for function in functions) or format.transitions:
+                return None
+            elif format.tools.start:
+                unlike = format.tools.start
+            else:
+                instead = _NOT_JSON
+        text = calls_grammar(
+            template,
+            functions,
+            self._control_tokens,
+            parallel=policy.parallel,
+            think=self._optional_reasoning(format, tail),
+            excluded_text=unlike,
+            alternative=instead,
+        )
+        return lark_grammar(
+            text, "tools" if bound is None or policy.required else bound.param or "tools"
+        )
+
+    def _optional_reasoning(self, format: ReplyFormat, tail: str) -> ReasoningMarkers | None:
+        """The reasoning that a reply may begin with by itself."""
+        think = format.think
+        if format.initial_state is ReplyState.HEADER:
+            return _HARMONY_ANALYSIS
+        if think is None or think.start in tail or think.end in tail:
+            return None
+        return think if all(marker in self._control_tokens.control for marker in think) else None
+
+    def _call_template(self, policy: ToolCallPolicy) -> CallTemplate | None:
+        if self.format.tools is None:
+            return CALL_TEMPLATES[JSON.name] if policy.required else None
+        functions = [tool.function for tool in policy.tools]
+        own = call_template(self.format.tools.name, functions, self._control_tokens)
+        return own or (CALL_TEMPLATES[JSON.name] if policy.required else None)
+
+    def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:
+        """Calls that must be made are plain JSON where the model's own way is not known."""
+        template = self._call_template(policy)
+        if policy.required and template is CALL_TEMPLATES[JSON.name]:
+            return replace(
+                self.format, tools=JSON, transitions=None, initial_state=ReplyState.NORMAL
+            )
+        return self.format
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        """The end of ``prompt``, back to a control token that has nothing to do with reasoning."""
+        markers = "" if self.format.think is None else "".join(self.format.think)
+        start = len(prompt)
+        while start > max(0, len(prompt) - _TAIL_TOKENS):
+            special = self._special.get(prompt[start - 1])
+            if special is not None and special not in markers:
+                break
+            start -= 1
+        tail = prompt[start:]
+        return "".join(self._added.get(t) or self._vocabulary.token_text(t) for t in tail)

@@ -94,7 +94,7 @@ class Supervisor:
             theirs.close()
 
     def _keep_running(self) -> int | None:
-        """The exit code when the server cannot run; None when it was told to stop."""
+        """Run until told to stop (None), or until the server cannot run (its exit code)."""
         while not self._signals:
             now = time.monotonic()
             for managed in self._children:

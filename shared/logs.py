@@ -65,7 +65,7 @@ def format_line(process: str, level: str, message: str, format: LogFormat) -> st
 
 
 class RateLimitedLogger:
-    """Log at most one warning in ``interval_s``, and drop those in between.
+    """A logger of at most one warning in ``interval_s``; those in between are dropped.
 
     A peer that sends rubbish without end must not fill the log. Safe to use from any thread.
     """

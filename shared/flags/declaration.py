@@ -1,4 +1,4 @@
-"""How a flag is declared, and what is derived from the declaration."""
+"""Declarations of flags, and the flags derived from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FlagError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagDeclaration:
-    """What is declared of a flag beside its name, type and default."""
+    """The declaration of a flag, apart from its name, type and default."""
 
     help: str
     at_least: float | None = None

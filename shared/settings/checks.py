@@ -11,7 +11,7 @@ from shared.settings.groups import Settings
 
 
 def check(settings: Settings) -> None:
-    """Raises: `FlagError` for values that are valid alone and contradict each other."""
+    """Raise `FlagError` if values are valid alone and contradict each other."""
     for smaller, larger in (
         ("ngram_min", "ngram_max"),
         ("max_batch_size", "completion_batch_size"),

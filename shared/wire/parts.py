@@ -52,7 +52,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The form that the text of an answer must have, in llguidance's terms."""
 
     kind: Literal["json_schema", "regex", "lark"]
-    source: str  # a JSON schema (as JSON), a regular expression or a Lark grammar
+    # A JSON schema (as JSON), a regular expression or a Lark grammar; `MAX_GRAMMAR_BYTES` at most.
+    source: str
     # The grammar binds from the first output on, or after the first place where these tokens
     # occur (the end of a model's reasoning).
     after: list[int] = []

@@ -204,16 +204,12 @@ class Server:
             raise wire.WireError(f"a put with {len(payload)} files")
 
         def done(reason: str) -> None:
-            self._reply(
-                peer, wire.PutReply(ticket=message.ticket, stored=not reason, reason=reason)
-            )
+            reply = wire.PutReply(ticket=message.ticket, stored=not reason, reason=reason)
+            self._reply(peer, reply)
 
         replies_at_once = self._writer.in_background and not self._writer.persistent
-        put = PendingWrite(
-            BlockKey.checked(message.namespace, message.hash),
-            payload[0],
-            _ignore if replies_at_once else done,
-        )
+        key = BlockKey.checked(message.namespace, message.hash)
+        put = PendingWrite(key, payload[0], _ignore if replies_at_once else done)
         refused = self._writer.offer(put, _PERSISTENT_WAIT_S if self._writer.persistent else 0.0)
         if refused or replies_at_once:
             done(refused)

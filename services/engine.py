@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # these import mlx
 logger = logging.getLogger("engine")
 
 CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
-FILE_THREADS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,14 +125,13 @@ def serve(
 def _load_model(options: Settings) -> LoadedModel:
     from engine.model import load as models
 
-    tokenizer_options = models.TokenizerOptions(
-        eos_token=options.eos_token, bos_token=options.bos_token, pad_token=options.pad_token
-    )
     return models.load(
         models.resolve(options.model),
         adapter_path=options.adapter_path,
         max_kv_size=options.max_kv_size,
-        tokenizer_options=tokenizer_options,
+        tokenizer_options=models.TokenizerOptions(
+            eos_token=options.eos_token, bos_token=options.bos_token, pad_token=options.pad_token
+        ),
         trust_remote_code=options.trust_remote_code,
     )
 
@@ -154,7 +152,7 @@ def _connect_store(
         context,
         options.kvstore_socket,
         replica.namespace.hex(),
-        ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files"),
+        ThreadPoolExecutor(4, thread_name_prefix="files"),
         on_fetched=lambda ticket, payloads: inbox.put(BlocksFetched(ticket, payloads)),
         wake=io_thread.wake,
     )

@@ -115,12 +115,8 @@ def _load_index(store: DiskStore) -> None:
     started = time.monotonic()
     store.load()
     stats = store.stats()
-    logger.info(
-        "found %d blocks, %.1f GB, in %.1f s",
-        stats.blocks,
-        stats.bytes / 1e9,
-        time.monotonic() - started,
-    )
+    took_s = time.monotonic() - started
+    logger.info("found %d blocks, %.1f GB, in %.1f s", stats.blocks, stats.bytes / 1e9, took_s)
 
 
 def _is_in_use(endpoint: str) -> bool:

@@ -103,8 +103,8 @@ class Supervisor:
                     if code is not None:
                         return code
             self._wait_for_events(now)
-            for managed in self._children:
-                code = self._check_child(managed, time.monotonic())
+            for managed, child in self._running():
+                code = self._check_child(managed, child, time.monotonic())
                 if code is not None:
                     return code
             if not self._announced and self._is_ready():
@@ -144,11 +144,8 @@ class Supervisor:
             for managed in self._children:
                 managed.excused_at = after  # the supervisor itself was stopped, not the child
 
-    def _check_child(self, managed: _ManagedChild, now: float) -> int | None:
+    def _check_child(self, managed: _ManagedChild, child: Child, now: float) -> int | None:
         """Kill a silent child, reap a dead one. An exit code means that the server ends."""
-        child = managed.child
-        if child is None:
-            return None
         if child.phase == "ready" and not managed.was_ready:
             managed.was_ready = True
             logger.debug("%s is ready", managed.spec.name)
@@ -157,7 +154,7 @@ class Supervisor:
             self._kill_if_silent(managed, child, now)
             return None
         child.read_beats(now)
-        self._reap(managed)
+        self._reap(managed, child)
         name = managed.spec.name
         if not managed.was_ready and code in PERMANENT:
             logger.error("%s cannot start, so the server ends", name)
@@ -193,9 +190,10 @@ class Supervisor:
             logger.error("%s gave no sign of life for %.0f s: killed", managed.spec.name, limit_s)
             child.signal(signal.SIGKILL)
 
-    def _reap(self, managed: _ManagedChild) -> None:
-        child = managed.child
-        assert child is not None
+    def _running(self) -> list[tuple[_ManagedChild, Child]]:
+        return [(managed, managed.child) for managed in self._children if managed.child]
+
+    def _reap(self, managed: _ManagedChild, child: Child) -> None:
         try:
             self._selector.unregister(child.link)
         except KeyError:
@@ -211,9 +209,9 @@ class Supervisor:
         self._on_stopping()
         for stage in sorted({managed.spec.stop_stage for managed in self._children}):
             children = [one for one in self._children if one.spec.stop_stage == stage]
-            for managed in children:
-                if managed.child is not None:
-                    managed.child.signal(signal.SIGTERM)
+            for managed, child in self._running():
+                if managed in children:
+                    child.signal(signal.SIGTERM)
             self._wait_for_exits(children, time.monotonic() + self._limits.drain_timeout_s)
             if len(self._signals) > 1:
                 logger.warning("stopping at once")
@@ -225,12 +223,9 @@ class Supervisor:
         while len(self._signals) < 2 and any(managed.child for managed in children):
             now = time.monotonic()
             self._wait_for_events(now)
-            for managed in self._children:
-                child = managed.child
-                if child is None:
-                    continue
+            for managed, child in self._running():
                 if child.exit_code() is not None:
-                    self._reap(managed)
+                    self._reap(managed, child)
                 elif now > deadline and managed in children:
                     logger.error("%s did not stop in time: killed", managed.spec.name)
                     child.signal(signal.SIGKILL)
@@ -239,14 +234,11 @@ class Supervisor:
                     self._kill_if_silent(managed, child, now)
 
     def _kill_all(self) -> None:
-        running = [managed for managed in self._children if managed.child is not None]
-        for managed in running:
-            assert managed.child is not None
-            managed.child.signal(signal.SIGKILL)
-        for managed in running:
-            assert managed.child is not None
-            managed.child.wait()
-            self._reap(managed)
+        for _, child in self._running():
+            child.signal(signal.SIGKILL)
+        for managed, child in self._running():
+            child.wait()
+            self._reap(managed, child)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS:

@@ -94,9 +94,8 @@ class LogCollector:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
                 message = f"{dropped} lines were dropped: the log was not read in time"
-                text = (
-                    logs.format_line("supervisor", "warning", message, self._format) + "\n" + text
-                )
+                warning = logs.format_line("supervisor", "warning", message, self._format)
+                text = f"{warning}\n{text}"
             try:
                 self._stream.write(text)
                 self._stream.flush()

@@ -117,9 +117,8 @@ def _json(
         "level": level,
         "process": process,
         "message": message,
+        "logger": logger,
+        "trace": trace,
     }
-    if logger:
-        fields["logger"] = logger
-    if trace:
-        fields["trace"] = trace
-    return json.dumps(fields, ensure_ascii=False)
+    present = {name: value for name, value in fields.items() if value is not None}
+    return json.dumps(present, ensure_ascii=False)

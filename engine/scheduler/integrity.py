@@ -86,8 +86,5 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
         if trail is not None and memory.snapshots.holds(trail) and trail.hash in seq.block_hashes:
             yield f"{name} keeps a snapshot to itself that others may find"
         decoding = seq.status in (Status.DECODING, Status.ENDING)
-        if (
-            decoding
-            and seq.num_computed_tokens != len(seq.token_ids) - 1 + seq.num_inflight_outputs
-        ):
+        if decoding and seq.num_computed_tokens != len(seq.token_ids) - 1 + seq.num_inflight:
             yield f"{name} is at {seq.num_computed_tokens} with {len(seq.token_ids)} tokens"

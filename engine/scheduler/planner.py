@@ -83,7 +83,7 @@ class Planner:
             # A Move would lose the token that only the device knows: wait for it.
             if (
                 seq.num_computed_tokens < seq.capacity
-                or seq.num_inflight_outputs
+                or seq.num_inflight
                 or seq.status is not Status.DECODING
             ):
                 continue
@@ -129,7 +129,7 @@ class Planner:
         is not overtaken, or a large request would wait for ever."""
         while self._sequences.num_running < self.backoff.limit:
             seq = self._sequences.waiting.peek()
-            if seq is None or seq.num_inflight_outputs:
+            if seq is None or seq.num_inflight:
                 return
             cached = 0
             reusable = seq.num_restorable_tokens // self._config.block_size
@@ -250,9 +250,7 @@ class Planner:
                 Decode(
                     slot=seq.held_slot,
                     position=seq.num_computed_tokens,
-                    token_id=None
-                    if seq.num_inflight_outputs
-                    else seq.token_ids[seq.num_computed_tokens],
+                    token_id=None if seq.num_inflight else seq.token_ids[seq.num_computed_tokens],
                     output_index=index,
                     sampling=request.sampling,
                     forbidden=self._forbidden(request, index),
@@ -263,7 +261,7 @@ class Planner:
                 ),
             )
             seq.num_computed_tokens += 1
-            seq.num_inflight_outputs += 1
+            seq.num_inflight += 1
             seq.max_computed_tokens = max(seq.max_computed_tokens, seq.num_computed_tokens)
             if seq.all_outputs_planned:
                 self._sequences.set_status(seq, Status.ENDING)

@@ -161,7 +161,7 @@ class Scheduler:
         self._add_prompt_logprobs(step, result)
         logprobs = result.logprobs or (None,) * len(result.tokens)
         for seq, token, logprob in zip(step.decodes, result.tokens, logprobs, strict=True):
-            seq.num_inflight_outputs -= 1
+            seq.num_inflight -= 1
             if seq.status is not Status.FINISHED and seq not in step.discarded:
                 self._append_token(seq, token, logprob)
 
@@ -183,7 +183,7 @@ class Scheduler:
         self._memory.clear()
         self._planner.backoff.step_failed(len(running))
         for seq in self._sequences.live.values():
-            seq.num_inflight_outputs = 0
+            seq.num_inflight = 0
         for seq in running:
             seq.reset()
             self._sequences.enqueue(seq, Status.PREEMPTED)

@@ -70,7 +70,7 @@ class Sequence:
     capacity: int = 0
     num_computed_tokens: int = 0
     prefill_end: int = 0
-    num_inflight_outputs: int = 0
+    num_inflight: int = 0
     num_saved_blocks: int = 0
     num_prompt_logprobs: int = 0
     history_sent: bool = False

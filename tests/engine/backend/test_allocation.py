@@ -29,11 +29,11 @@ def test_large_arrays_come_in_huge_pages() -> None:
     assert int(run.stdout) > 48_000  # KB
 
 
-CLAIM = """
+PREFAULT = """
 import resource
 import sys
 from engine.backend import allocation
-allocation.claim(int(sys.argv[1]))
+allocation.prefault(int(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 _ = b"2" * 2**25
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -41,11 +41,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the heap of another system")
-def test_what_was_claimed_is_there_without_a_fault() -> None:
+def test_what_was_prefaulted_is_there_without_a_fault() -> None:
     environment = {**os.environ, **allocation.environment({})}
     faults = []
     for size in (0, 2**26):
-        command = [sys.executable, "-c", CLAIM, str(size)]
+        command = [sys.executable, "-c", PREFAULT, str(size)]
         run = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
         faults.append(int(run.stdout))
     assert faults[1] < faults[0] / 4

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +31,14 @@ QUESTIONS = [
     "Say 🙂 twice.",
     "x",
 ]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PRINTED = {  # what each example prints, as a regular expression
+    "anthropic_messages.py": r"capital of France is Paris\.\n\(end_turn, \d+ tokens in, \d+ out\)",
+    "curl.sh": r'(?s)"id":"demo".*capital of France is Paris\..*"content":" Paris".*data: \[DONE\]',
+    "openai_chat.py": r"(?s)is Paris\.\n.*known for\?\n.+\n\(\d+ prompt tokens, [1-9]\d* of them",
+    "structured_output.py": r"City\(name='.+', country='.+'\)\nIn Europe: (yes|no|unknown)\n",
+    "tools.py": r'weather\(\{"city": "(Paris|Rome)"\}\) -> (sunny|rainy), .+\n.+',
+}
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +148,19 @@ def test_a_prefix_survives_a_restart_of_everything(tmp_path: Path, truth: Oracle
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 16
     truth.check(prompt, MAX_TOKENS, warm["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("example", sorted(p.name for p in EXAMPLES.iterdir() if p.suffix != ".md"))
+def test_an_example_prints_what_it_is_an_example_of(server: Server, example: str) -> None:
+    shell = example.endswith(".sh")
+    if shell and shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    ran = subprocess.run(
+        ["bash" if shell else sys.executable, str(EXAMPLES / example)],
+        env={**os.environ, "SERVER_URL": f"http://127.0.0.1:{server.port}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(PRINTED[example], ran.stdout), ran.stdout

@@ -16,7 +16,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test clients lint lint-style lint-types lint-imports format bench soak fuzz zoo compose-test lock clean
+.PHONY: help setup serve test clients lint lint-style lint-types lint-imports hooks format bench soak fuzz zoo compose-test lock clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -24,6 +24,7 @@ help:
 	@echo "make test          run the tests (pytest's arguments in ARGS)"
 	@echo "make clients       install real clients and try each, write docs/clients.md (25 minutes)"
 	@echo "make lint          ruff, mypy, import contracts"
+	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in turn"
 	@echo "make soak          30 minutes of mixed load against a whole server"
@@ -68,6 +69,10 @@ lint-types: setup
 
 lint-imports: setup
 	$(BIN)/lint-imports --no-logo
+
+hooks: setup
+	$(BIN)/python -m pip install --quiet 'pre-commit>=4,<5'
+	$(BIN)/pre-commit install
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet .

@@ -57,7 +57,7 @@ def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> Non
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no Node here")
     (package,) = NODE.packages
-    place = pytestconfig.cache.mkdir("node-" + package.replace("@", "-"))  # type: ignore[union-attr]
+    place = pytestconfig.cache.mkdir("node-" + package.replace("@", "-"))
     if not (place / "node_modules").exists():
         install = ["npm", "install", "--silent", "--no-audit", "--no-fund", package]
         installed = subprocess.run(install, cwd=place, capture_output=True, text=True)

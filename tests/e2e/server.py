@@ -134,8 +134,8 @@ def descendants(root: int) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     todo = [root]
     while todo:
-        parent = todo.pop()
-        below = [(pid, command) for pid, (above, command) in table.items() if above == parent]
+        top = todo.pop()
+        below = [(pid, command) for pid, (above, command) in table.items() if above == top]
         found += below
         todo += [pid for pid, _ in below]
     return found

@@ -68,7 +68,7 @@ def test_killed_engine_streams_go_on_where_they_were(
     heard = [[next(events) for _ in range(3)] for events in begun]
     pid = kill(server, "engine")
     with ThreadPoolExecutor(len(begun)) as pool:
-        rest = list(pool.map(list, begun))
+        rest: list[list[dict[str, Any]]] = list(pool.map(list, begun))
     wait_back(server, pid)
     assert server.metric("mlx_lm_server_resumed_requests_total") == len(asked)
     oracle = Oracle(tiny_model("llama"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,9 @@ def flags(directory: Path, bits: int) -> tuple[str, ...]:
     return (*kv_bits, "--ssd-cache-dir", str(directory), "--ssd-policy", "write_through")
 
 
-def cached(answer: dict) -> int:
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
 
 
 def files(directory: Path) -> list[Path]:

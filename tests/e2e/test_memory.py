@@ -46,7 +46,7 @@ def complete(server: Server, body: dict[str, Any]) -> str:
 def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {
             "prompt": [3 + (7 * number + place * place) % 300 for place in range(5 + number)],
             "max_tokens": 20 + 37 * number % 140,

@@ -57,7 +57,7 @@ def test_answers_are_valid_by_their_schemas(server: Server) -> None:
 
 def test_any_object(server: Server) -> None:
     """Nothing says how long it may be, and some of these end."""
-    fields = {"response_format": {"type": "json_object"}, "max_tokens": 1500}
+    fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "max_tokens": 1500}
     answers = [ask(server, seed=seed, **fields).json()["choices"][0] for seed in range(4)]
     ended = [choice["text"] for choice in answers if choice["finish_reason"] == "stop"]
     assert all(isinstance(json.loads(text), dict) for text in ended)
@@ -85,7 +85,12 @@ def test_other_grammars(server: Server, fields: dict[str, Any], pattern: str | N
 
 
 def test_choices_and_streams_and_log_probabilities(server: Server) -> None:
-    fields = {"guided_regex": "[a-z]{3}(-[0-9]{2}){2}", "seed": 11, "n": 3, "logprobs": 2}
+    fields: dict[str, Any] = {
+        "guided_regex": "[a-z]{3}(-[0-9]{2}){2}",
+        "seed": 11,
+        "n": 3,
+        "logprobs": 2,
+    }
     whole = ask(server, **fields).json()["choices"]
     texts: dict[int, str] = {}
     body = {"prompt": "x", "max_tokens": 900, "temperature": 1, "stream": True, **fields}

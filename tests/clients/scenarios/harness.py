@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 import urllib.request
+from collections.abc import Callable
 
 URL = os.environ["CLIENT_URL"]
 KEY = os.environ["CLIENT_KEY"]
@@ -26,12 +27,12 @@ class NotApplicable(Exception):
     """The client has no such thing."""
 
 
-def check(condition, what):
+def check(condition: object, what: object) -> None:
     if not condition:
         raise AssertionError(str(what))
 
 
-def aborts():
+def aborts() -> float:
     request = urllib.request.Request(URL + "/metrics", headers={"authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         lines = answer.read().decode().splitlines()
@@ -39,7 +40,7 @@ def aborts():
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def check_aborted(before):
+def check_aborted(before: float) -> None:
     """Whether a request has been given up since ``before``: the server has seen the client go."""
     deadline = time.monotonic() + 30
     while aborts() <= before:
@@ -47,7 +48,7 @@ def check_aborted(before):
         time.sleep(0.1)
 
 
-def run(*scenarios):
+def run(*scenarios: Callable[[], None]) -> None:
     """Runs those that are named in the arguments, or all, and prints a JSON line for each."""
     wanted = sys.argv[1:]
     for scenario in scenarios:

@@ -6,7 +6,7 @@ by a schema.
 """
 
 import os
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from harness import KEY, MODEL, URL
@@ -19,7 +19,7 @@ _LONG = "Count the sheep on the meadow, please. " * 20
 
 class TestStandard(ChatModelIntegrationTests):
     chat_model_class = ChatOpenAI
-    chat_model_params: ClassVar = {
+    chat_model_params: ClassVar[dict[str, Any]] = {
         "model": MODEL,
         "base_url": URL + "/v1",
         "api_key": KEY,
@@ -27,21 +27,21 @@ class TestStandard(ChatModelIntegrationTests):
         "stream_usage": True,
         "model_kwargs": {"parallel_tool_calls": False},  # most of the tests expect one call
     }
-    standard_chat_model_params: ClassVar = {
+    standard_chat_model_params: ClassVar[dict[str, Any]] = {
         "temperature": 0,
         "max_tokens": 300,
         "frequency_penalty": 1,  # without it a small model tells one joke for ever
     }
     model_override_value = os.environ["CLIENT_ALIAS"]
-    structured_output_kwargs: ClassVar = {"strict": True}
+    structured_output_kwargs: ClassVar[dict[str, Any]] = {"strict": True}
     supports_json_mode = True
     supports_anthropic_inputs = True
-    supported_usage_metadata_details: ClassVar = {
+    supported_usage_metadata_details: ClassVar[dict[str, Any]] = {
         "invoke": ["cache_read_input"],
         "stream": ["cache_read_input"],
     }
 
-    def invoke_with_cache_read_input(self, *, stream=False):
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> Any:
         model = self.chat_model_class(**self.chat_model_params, max_tokens=4)
         model.invoke(_LONG)
         if not stream:
@@ -53,18 +53,18 @@ class TestStandard(ChatModelIntegrationTests):
         raises=OutputParserException,
         reason="JSON mode promises JSON, and the model has to find the right keys",
     )
-    def test_json_mode(self, model):
+    def test_json_mode(self, model: Any) -> None:
         super().test_json_mode(model)
 
     @pytest.mark.xfail(
         raises=AssertionError, reason="nothing forces a call, and the model makes none by itself"
     )
-    def test_agent_loop(self, model):
+    def test_agent_loop(self, model: Any) -> None:
         super().test_agent_loop(model)
 
     @pytest.mark.xfail(
         raises=AssertionError,
         reason="the call is made, and the model does not copy the Japanese name",
     )
-    def test_unicode_tool_call_integration(self, model):
+    def test_unicode_tool_call_integration(self, model: Any) -> None:
         super().test_unicode_tool_call_integration(model)

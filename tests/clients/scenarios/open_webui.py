@@ -2,6 +2,7 @@
 title of the conversation. (The application itself is too heavy to be installed here.)"""
 
 import json
+from typing import Any
 
 import httpx
 from harness import (
@@ -21,11 +22,11 @@ from harness import (
 client = httpx.Client(base_url=URL + "/v1", headers={"authorization": f"Bearer {KEY}"}, timeout=120)
 
 
-def body(text, **fields):
+def body(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
 
 
-def chat():
+def chat() -> None:
     models = client.get("/models").json()
     check(MODEL in [model["id"] for model in models["data"]], models)
     title = client.post(
@@ -34,7 +35,7 @@ def chat():
     check(ANSWER in title.json()["choices"][0]["message"]["content"], title.text)
 
 
-def stream():
+def stream() -> None:
     asked = body(QUESTION, stream=True, stream_options={"include_usage": True})
     with client.stream("POST", "/chat/completions", json=asked) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
@@ -45,20 +46,20 @@ def stream():
     check(ANSWER in text and chunks[-1]["usage"]["completion_tokens"] > 0, text)
 
 
-def tools():
+def tools() -> None:
     raise NotApplicable("it calls tools by way of the prompt")
 
 
-def structured():
+def structured() -> None:
     raise NotApplicable("it has none")
 
 
-def errors():
+def errors() -> None:
     answer = client.post("/chat/completions", json=body(QUESTION) | {"model": "nobody"})
     check(answer.status_code == 404 and "nobody" in answer.json()["error"]["message"], answer.text)
 
 
-def cancel():
+def cancel() -> None:
     before = aborts()
     asked = body(LONG, stream=True, max_tokens=1500, ignore_eos=True)
     with client.stream("POST", "/chat/completions", json=asked) as answer:

@@ -1,6 +1,7 @@
 """OpenAI's Python client: chat completions and responses."""
 
 import json
+from typing import Any
 
 import openai
 from harness import (
@@ -18,16 +19,17 @@ from harness import (
     run,
 )
 
-client = openai.OpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0)
+# Any: an answer without the part that a scenario reads fails the scenario.
+client: Any = openai.OpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0)
 asked = [{"role": "user", "content": QUESTION}]
-tool = {
+tool: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "Weather of a city", "parameters": CITY_SCHEMA},
 }
 flat_tool = {"type": "function", **tool["function"], "strict": True}
 
 
-def chat():
+def chat() -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=asked, temperature=0, max_tokens=20
     )
@@ -36,7 +38,7 @@ def chat():
     check(answer.usage.total_tokens > answer.usage.completion_tokens > 0, answer)
 
 
-def stream():
+def stream() -> None:
     chunks = list(
         client.chat.completions.create(
             model=MODEL,
@@ -52,7 +54,7 @@ def stream():
     check(chunks[-1].usage.completion_tokens > 0, chunks[-1])
 
 
-def tools():
+def tools() -> None:
     fields = {"model": MODEL, "tools": [tool], "temperature": 0, "max_tokens": 60}
     first = client.chat.completions.create(messages=asked, tool_choice="required", **fields)
     message = first.choices[0].message
@@ -67,7 +69,7 @@ def tools():
     check(last.choices[0].message.content is not None, last)
 
 
-def structured():
+def structured() -> None:
     schema = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
     answer = client.chat.completions.create(
         model=MODEL,
@@ -79,7 +81,7 @@ def structured():
     check(json.loads(answer.choices[0].message.content)["city"] in CITIES, answer)
 
 
-def errors():
+def errors() -> None:
     try:
         client.chat.completions.create(model="nobody", messages=asked)
         check(False, "no error")
@@ -97,7 +99,7 @@ def errors():
         pass
 
 
-def cancel():
+def cancel() -> None:
     before = aborts()
     with client.chat.completions.create(
         model=MODEL,
@@ -110,7 +112,7 @@ def cancel():
     check_aborted(before)
 
 
-def responses_chat():
+def responses_chat() -> None:
     answer = client.responses.create(
         model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20
     )
@@ -125,7 +127,7 @@ def responses_chat():
     client.responses.delete(answer.id)
 
 
-def responses_stream():
+def responses_stream() -> None:
     with client.responses.stream(
         model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20
     ) as events:
@@ -134,7 +136,7 @@ def responses_stream():
     check(ANSWER in text, text)
 
 
-def responses_tools():
+def responses_tools() -> None:
     fields = {"model": MODEL, "tools": [flat_tool], "temperature": 0, "max_output_tokens": 60}
     first = client.responses.create(
         input=QUESTION, tool_choice={"type": "function", "name": "weather"}, **fields
@@ -149,7 +151,7 @@ def responses_tools():
     check(again.output, again)
 
 
-def responses_structured():
+def responses_structured() -> None:
     form = {"type": "json_schema", "name": "city", "schema": CITY_SCHEMA, "strict": True}
     answer = client.responses.create(
         model=MODEL, input=QUESTION, max_output_tokens=60, text={"format": form}
@@ -157,7 +159,7 @@ def responses_structured():
     check(json.loads(answer.output_text)["city"] in CITIES, answer)
 
 
-def responses_errors():
+def responses_errors() -> None:
     try:
         client.responses.retrieve("resp_nobody")
         check(False, "no error")
@@ -170,7 +172,7 @@ def responses_errors():
         check(error.param == "tools[0].type", error.param)
 
 
-def responses_cancel():
+def responses_cancel() -> None:
     before = aborts()
     with client.responses.create(
         model=MODEL,

@@ -1,5 +1,7 @@
 """LangChain, through its package for OpenAI."""
 
+from typing import Any
+
 import openai
 from harness import (
     ANSWER,
@@ -19,23 +21,23 @@ from langchain_openai import ChatOpenAI
 from models import City
 
 
-def model(**fields):
+def model(**fields: Any) -> Any:
     fields = {"model": MODEL, "max_tokens": 60, "temperature": 0, **fields}
     return ChatOpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0, **fields)
 
 
-def chat():
+def chat() -> None:
     answer = model().invoke(QUESTION)
     check(ANSWER in answer.content and answer.usage_metadata["output_tokens"] > 0, answer)
 
 
-def stream():
+def stream() -> None:
     chunks = list(model(stream_usage=True).stream(QUESTION))
     check(ANSWER in "".join(chunk.content for chunk in chunks), chunks)
     check(any(chunk.usage_metadata for chunk in chunks), chunks)
 
 
-def tools():
+def tools() -> None:
     asked = HumanMessage(QUESTION)
     bound = model().bind_tools([City])
     first = model().bind_tools([City], tool_choice="any").invoke([asked])
@@ -45,12 +47,12 @@ def tools():
     check(bound.invoke([asked, first, result]).type == "ai", "an answer to the result")
 
 
-def structured():
+def structured() -> None:
     answer = model().with_structured_output(City, method="json_schema").invoke(QUESTION)
     check(answer.city in CITIES, answer)
 
 
-def errors():
+def errors() -> None:
     try:
         model(model="nobody").invoke(QUESTION)
         check(False, "no error")
@@ -58,7 +60,7 @@ def errors():
         check(error.code == "model_not_found", error)
 
 
-def cancel():
+def cancel() -> None:
     before = aborts()
     chunks = model(max_tokens=1500, extra_body={"ignore_eos": True}).stream(LONG)
     next(chunks)

@@ -12,10 +12,10 @@ RESULTS = {"passed": "pass", "failed": "fail", "skipped": "n/a"}
 
 
 class Lines:
-    def __init__(self):
-        self.told = {}
+    def __init__(self) -> None:
+        self.told: dict[str, dict[str, str]] = {}
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test is a setup, a call and a teardown; what is told of it is the first that did not
         pass, else that it passed."""
         before = self.told.get(report.nodeid)
@@ -26,7 +26,9 @@ class Lines:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 reason = report.longreprtext if crash is None else crash.message
             elif result == "n/a":
-                reason = getattr(report, "wasxfail", "") or report.longrepr[2]
+                skipped = report.longrepr
+                told = skipped[2] if isinstance(skipped, tuple) else str(skipped)
+                reason = getattr(report, "wasxfail", "") or told
             reason = reason.removeprefix("Skipped: ").removeprefix("reason: ")
             self.told[report.nodeid] = {"scenario": name, "result": result, "reason": reason}
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
@@ -28,24 +30,24 @@ OPENAI = {"model": "openai/" + MODEL, "api_base": URL + "/v1"}
 ANTHROPIC = {"model": "anthropic/" + MODEL, "api_base": URL}
 
 
-def complete(way, messages=asked, **fields):
+def complete(way: dict[str, str], messages: Any = asked, **fields: Any) -> Any:
     fields = {"max_tokens": 60, "num_retries": 0, **way, **fields}
     return litellm.completion(messages=messages, api_key=KEY, **fields)
 
 
-def chat_by(way):
+def chat_by(way: dict[str, str]) -> None:
     answer = complete(way)
     check(ANSWER in answer.choices[0].message.content, answer)
     check(answer.usage.completion_tokens > 0, answer)
 
 
-def stream_by(way):
+def stream_by(way: dict[str, str]) -> None:
     chunks = complete(way, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     check(ANSWER in text, text)
 
 
-def tools_by(way):
+def tools_by(way: dict[str, str]) -> None:
     first = complete(way, tools=[tool], tool_choice="required")
     message = first.choices[0].message
     call = message.tool_calls[0]
@@ -55,13 +57,13 @@ def tools_by(way):
     check(last.choices, last)
 
 
-def structured_by(way):
+def structured_by(way: dict[str, str]) -> None:
     schema = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
     answer = complete(way, response_format={"type": "json_schema", "json_schema": schema})
     check(json.loads(answer.choices[0].message.content)["city"] in CITIES, answer)
 
 
-def errors_by(way):
+def errors_by(way: dict[str, str]) -> None:
     try:
         complete(way | {"model": way["model"].replace(MODEL, "nobody")})
         check(False, "no error")
@@ -69,7 +71,7 @@ def errors_by(way):
         check("nobody" in str(error), error)
 
 
-def cancel_by(way):
+def cancel_by(way: dict[str, str]) -> None:
     if way is ANTHROPIC:
         raise NotApplicable("it has no way to close a stream of this API")
     before = aborts()
@@ -81,8 +83,10 @@ def cancel_by(way):
     check_aborted(before)
 
 
-def named(action, way, name):
-    def scenario():
+def named(
+    action: Callable[[dict[str, str]], None], way: dict[str, str], name: str
+) -> Callable[[], None]:
+    def scenario() -> None:
         action(way)
 
     scenario.__name__ = name

@@ -41,45 +41,46 @@ served = [
 (home / "keys.json").write_text(json.dumps({"local": KEY}))
 
 
-def llm(*arguments):
+def llm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [LLM, *arguments]
     closed = subprocess.DEVNULL  # or it takes its prompt from there
     return subprocess.run(command, stdin=closed, capture_output=True, text=True, timeout=120)
 
 
-def ask(*arguments):
+def ask(*arguments: str) -> str:
     done = llm("-m", MODEL, QUESTION, "-o", "max_tokens", "60", *arguments)
     check(done.returncode == 0, done.stderr)
     return done.stdout
 
 
-def chat():
+def chat() -> None:
     check(ANSWER in ask("--no-stream"), "the answer")
 
 
-def stream():
+def stream() -> None:
     check(ANSWER in ask(), "the answer")
 
 
-def tools():
+def tools() -> None:
     ask("--functions", "def weather(city: str) -> str:\n    return 'sunny'\n")
     raise NotApplicable("it cannot ask for a call that has to be made; one that may is accepted")
 
 
-def structured():
+def structured() -> None:
     answer = ask("--schema", json.dumps(CITY_SCHEMA))
     check(json.loads(answer)["city"] in CITIES, answer)
 
 
-def errors():
+def errors() -> None:
     done = llm("-m", "nobody", QUESTION)
     check(done.returncode != 0 and "nobody" in done.stderr, done.stderr)
 
 
-def cancel():
+def cancel() -> None:
     before = aborts()
     command = [LLM, "-m", MODEL, LONG, "-o", "max_tokens", "1500"]
     running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert running.stdout is not None
     running.stdout.read(2)
     running.kill()
     running.wait()

@@ -1,6 +1,7 @@
 """lm-eval by way of `local-completions`: answers and log-likelihoods, without a data set."""
 
 import os
+from typing import Any
 
 from harness import ANSWER, KEY, MODEL, QUESTION, URL, NotApplicable, check, run
 
@@ -10,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 
-def model(name=MODEL):
+def model(name: str = MODEL) -> Any:
     return LocalCompletionsAPI(
         base_url=URL + "/v1/completions",
         model=name,
@@ -20,11 +21,11 @@ def model(name=MODEL):
     )
 
 
-def asked(kind, *arguments):
+def asked(kind: str, *arguments: Any) -> list[Any]:
     return [Instance(request_type=kind, doc={}, arguments=arguments, idx=0)]
 
 
-def chat():
+def chat() -> None:
     prompt = f"Question: {QUESTION}\nAnswer:\n"
     requests = asked("generate_until", prompt, {"until": ["."], "max_gen_toks": 20})
     (answer,) = model().generate_until(requests)
@@ -33,19 +34,19 @@ def chat():
     check(score < 0, score)
 
 
-def stream():
+def stream() -> None:
     raise NotApplicable("it does not stream")
 
 
-def tools():
+def tools() -> None:
     raise NotApplicable("it has none")
 
 
-def structured():
+def structured() -> None:
     raise NotApplicable("it has none")
 
 
-def errors():
+def errors() -> None:
     try:
         model("nobody").generate_until(asked("generate_until", "x", {"max_gen_toks": 5}))
     except Exception as error:
@@ -54,7 +55,7 @@ def errors():
         check(False, "no error")
 
 
-def cancel():
+def cancel() -> None:
     raise NotApplicable("it always waits")
 
 

@@ -1,6 +1,7 @@
 """pydantic-ai."""
 
 import asyncio
+from typing import Any
 
 from harness import (
     ANSWER,
@@ -21,20 +22,20 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=URL + "/v1", api_key=KEY)
-settings = {"max_tokens": 60, "temperature": 0}
+settings: Any = {"max_tokens": 60, "temperature": 0}
 
 
-def agent(name=MODEL, **fields):
+def agent(name: str = MODEL, **fields: Any) -> Any:
     return Agent(OpenAIChatModel(name, provider=provider), model_settings=settings, **fields)
 
 
-def chat():
+def chat() -> None:
     answer = agent().run_sync(QUESTION)
     check(ANSWER in answer.output, answer)
 
 
-def stream():
-    async def texts():
+def stream() -> None:
+    async def texts() -> list[str]:
         async with agent().run_stream(QUESTION) as answer:
             return [text async for text in answer.stream_text(delta=True)]
 
@@ -42,19 +43,19 @@ def stream():
     check(ANSWER in text, text)
 
 
-def tools():
+def tools() -> None:
     answer = agent(output_type=ToolOutput(City), retries=0).run_sync(QUESTION)
     check(answer.output.city in CITIES, answer)
     again = agent().run_sync("And?", message_history=answer.all_messages())
     check(isinstance(again.output, str), again)
 
 
-def structured():
+def structured() -> None:
     answer = agent(output_type=NativeOutput(City), retries=0).run_sync(QUESTION)
     check(answer.output.city in CITIES, answer)
 
 
-def errors():
+def errors() -> None:
     try:
         agent("nobody").run_sync(QUESTION)
         check(False, "no error")
@@ -62,16 +63,16 @@ def errors():
         check(error.status_code == 404, error)
 
 
-def cancel():
+def cancel() -> None:
     before = aborts()
-    long = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    long: Any = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
-    async def begin():
+    async def begin() -> None:
         running = asyncio.create_task(read())
         await asyncio.wait_for(begun.wait(), 60)
         running.cancel()
 
-    async def read():
+    async def read() -> None:
         async with agent().run_stream(LONG, model_settings=long) as answer:
             async for _ in answer.stream_text(delta=True):
                 begun.set()

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 
@@ -42,6 +43,9 @@ from shared.wire import Tokens as TokensMessage
 
 VOCAB = 265
 EOS = 1
+
+Frame = bytes | memoryview
+M = TypeVar("M", bound=Message)
 
 
 @dataclass
@@ -106,7 +110,7 @@ class ScriptedEngine:
         self.received: list[Message] = []
         self._directory = directory
         self._running: dict[str, Running] = {}
-        self._outgoing: list[list[bytes]] = []
+        self._outgoing: list[list[Frame]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._bye = False
@@ -144,12 +148,12 @@ class ScriptedEngine:
         self._bye = True
         self.kill()
 
-    def say(self, *frames: bytes) -> None:
+    def say(self, *frames: Frame) -> None:
         """Sends raw frames."""
         with self._lock:
             self._outgoing.append(list(frames))
 
-    def got(self, kind: type[Message]) -> list[Message]:
+    def got(self, kind: type[M]) -> list[M]:
         return [message for message in list(self.received) if isinstance(message, kind)]
 
     @property
@@ -211,7 +215,7 @@ class ScriptedEngine:
             stats=self.behaviour.stats,
         )
 
-    def _answer(self, message: Message) -> list[list[bytes]]:
+    def _answer(self, message: Message) -> list[list[Frame]]:
         match message:
             case Ping():
                 return [encode(self.hello)]

@@ -204,4 +204,5 @@ def test_what_no_group_divides_and_what_is_to_be_whole_is_not_quantized() -> Non
 
 
 def test_bytes_of_a_head_of_64() -> None:
-    assert [Precision(bits, 64).for_dim(64).token_bytes(64) for bits in (8, 4)] == [68, 36]
+    hows = [Precision(bits, 64).for_dim(64) for bits in (8, 4)]
+    assert [how and how.token_bytes(64) for how in hows] == [68, 36]

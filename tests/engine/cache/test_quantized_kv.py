@@ -1,7 +1,9 @@
 """Executors over quantized KV against mlx-lm's own caches that hold the same codes."""
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -28,16 +30,29 @@ from engine.cache.quantization import (
 from engine.cache.rounding import Kept
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
-from engine.plan import Chunk, Decode, Evict, Insert, Move, Plan, Restore, Save, SlabSpec, Slot
+from engine.plan import (
+    Chunk,
+    Decode,
+    Evict,
+    Insert,
+    Move,
+    Plan,
+    Restore,
+    Save,
+    SlabSpec,
+    Slot,
+    StepResult,
+)
 from engine.proving import choose as choosing
 from engine.proving import oracle, trial
 from engine.proving.choose import choose_executor
+from engine.proving.proof import NotBatchable, prove
 from engine.proving.replay import Replay, RoundingMismatch
 from engine.proving.trial import GREEDY, Trial
 from engine.zoo.build import build
 from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
 from tests import tiny_models
-from tests.tiny_models import KINDS, VOCAB_SIZE
+from tests.tiny_models import KINDS, VOCAB_SIZE, Kind
 
 PRECISIONS = [Precision(8), Precision(4)]
 BLOCK = 16
@@ -55,16 +70,16 @@ def prepared() -> None:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def model(request: pytest.FixtureRequest, tiny_model):
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Any:
     return load(tiny_model(request.param))
 
 
 @cache
-def load(path: Path):
+def load(path: Path) -> Any:
     return mlx_lm.load(str(path))[0]
 
 
-def distance(executor: BatchedExecutor, model) -> float:
+def distance(executor: BatchedExecutor, model: Any) -> float:
     """Of the logits in chunks, joining and leaving, rewinding, moving, and from blocks."""
     made = Trial(executor, Replay(model, executor))
     made.run_all(
@@ -76,12 +91,14 @@ def distance(executor: BatchedExecutor, model) -> float:
     return made.max_difference
 
 
-def distance_of(model, layout: Layout, batch_class: type[RaggedBatch]) -> float:
+def distance_of(model: Any, layout: Layout, batch_class: type[RaggedBatch]) -> float:
     return distance(BatchedExecutor(model, layout, BLOCK, batch_class), model)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -> None:
+def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(
+    model: Any, precision: Precision
+) -> None:
     executor, _, whole = choose_executor(model, VOCAB_SIZE, BLOCK, precision)
     assert isinstance(executor, BatchedExecutor) and not whole
     assert distance(executor, model) < TOLERANCE
@@ -101,7 +118,11 @@ def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(model, precision) -
     ],
 )
 def test_every_way_of_keeping_and_of_batching_is_the_same(
-    tiny_model, kind, batch_class, dequantized, bits
+    tiny_model: Callable[..., Path],
+    kind: Kind,
+    batch_class: type[RaggedBatch],
+    dequantized: bool,
+    bits: int,
 ) -> None:
     model = load(tiny_model(kind))
     layout = probe_layout(model).with_precision(Precision(bits), dequantized=dequantized)
@@ -110,7 +131,9 @@ def test_every_way_of_keeping_and_of_batching_is_the_same(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "gpt_bigcode"])
-def test_latents_softcaps_and_row_by_row_are_stored_quantized(name, precision) -> None:
+def test_latents_softcaps_and_row_by_row_are_stored_quantized(
+    name: str, precision: Precision
+) -> None:
     model = build(name)
     executor, reason, _ = choose_executor(model, VOCAB_SIZE, BLOCK, precision)
     assert isinstance(executor, BatchedExecutor)
@@ -121,7 +144,7 @@ def test_latents_softcaps_and_row_by_row_are_stored_quantized(name, precision) -
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gpt_oss", False)])
 def test_attention_to_codes_is_attention_to_what_they_stand_for(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, kind, fused, precision
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, fused: bool, precision: Precision
 ) -> None:
     """Heads of 32, for which MLX has kernels; with sinks the values are made of the codes."""
     config = tiny_models._CONFIGS[kind] | {"head_dim": 32}
@@ -129,11 +152,14 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(
     model = load(tiny_models.make_tiny(kind, tmp_path))
     layout = probe_layout(model).with_precision(precision, dequantized=False)
     assert layout.arrays[0].quantization == Quantization(precision.bits, 32)
-    products = []
+    products: list[int] = []
     stock = mx.quantized_matmul
-    monkeypatch.setattr(
-        mx, "quantized_matmul", lambda *a, **k: products.append(1) or stock(*a, **k)
-    )
+
+    def counted(*args: Any, **fields: Any) -> mx.array:
+        products.append(1)
+        return stock(*args, **fields)
+
+    monkeypatch.setattr(mx, "quantized_matmul", counted)
     assert distance_of(model, layout, CodesBatch) < TOLERANCE
     assert bool(products) == fused
 
@@ -142,16 +168,20 @@ class TestTheComparisonCatches:
     """What is wrong with what is stored, however little that changes what is said."""
 
     @pytest.fixture
-    def llama(self, tiny_model):
+    def llama(self, tiny_model: Callable[..., Path]) -> Any:
         return load(tiny_model("llama"))
 
-    def is_wrong(self, model, batch_class=HostBatch, dequantized=True) -> None:
+    def is_wrong(
+        self, model: Any, batch_class: type[RaggedBatch] = HostBatch, dequantized: bool = True
+    ) -> None:
         layout = probe_layout(model).with_precision(Precision(8), dequantized=dequantized)
         with pytest.raises(RoundingMismatch, match="than mlx-lm computes"):
             distance_of(model, layout, batch_class)
 
-    def test_keys_and_values_that_are_not_rounded(self, llama, monkeypatch) -> None:
-        def keep(keys, values, *hows):
+    def test_keys_and_values_that_are_not_rounded(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def keep(keys: mx.array, values: mx.array, *hows: Any) -> list[Kept]:
             rounded = rounding.keep(keys, values, *hows)
             return [
                 Kept(new, kept.scales) for new, kept in zip((keys, values), rounded, strict=True)
@@ -160,10 +190,10 @@ class TestTheComparisonCatches:
         monkeypatch.setattr(host, "keep", keep)
         self.is_wrong(llama)
 
-    def test_codes_that_are_two_too_high(self, llama, monkeypatch) -> None:
+    def test_codes_that_are_two_too_high(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         put = slabs.Slab.put_each
 
-        def raised(slab, number, rows, positions, kept):
+        def raised(slab: Any, number: Any, rows: Any, positions: Any, kept: Any) -> None:
             if number == 3:
                 dim = kept.array.shape[-1]
                 step = mx.repeat(kept.scales[0].astype(mx.float32), 16, axis=-1)
@@ -174,10 +204,10 @@ class TestTheComparisonCatches:
         monkeypatch.setattr(slabs.Slab, "put_each", raised)
         self.is_wrong(llama, GraphBatch)
 
-    def test_scales_of_another_row(self, llama, monkeypatch) -> None:
+    def test_scales_of_another_row(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         values = slabs.Slab.read
 
-        def rolled(slab, *args):
+        def rolled(slab: Any, *args: Any) -> Any:
             kept = slab.scales
             slab.scales = {n: mx.roll(s, 1, axis=1) for n, s in kept.items()}
             try:
@@ -188,19 +218,23 @@ class TestTheComparisonCatches:
         monkeypatch.setattr(slabs.Slab, "read", rolled)
         self.is_wrong(llama, GraphBatch, dequantized=False)
 
-    def test_blocks_that_lose_their_scales(self, llama, monkeypatch) -> None:
+    def test_blocks_that_lose_their_scales(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         give = host_blocks.give
 
-        def unscaled(slab, group, row, start, parts):
+        def unscaled(slab: Any, group: Any, row: Any, start: Any, parts: Any) -> None:
             give(slab, group, row, start, [parts[0], [mx.ones_like(s) for s in parts[1]]])
 
         monkeypatch.setattr(host_blocks, "give", unscaled)
         self.is_wrong(llama)
 
-    def test_blocks_that_are_quantized_once_more(self, llama, monkeypatch) -> None:
+    def test_blocks_that_are_quantized_once_more(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         give = host_blocks.give
 
-        def again(slab, group, row, start, parts):
+        def again(slab: Any, group: Any, row: Any, start: Any, parts: Any) -> None:
             how = group.kind.quantization
             pairs = zip(*parts, strict=True)
             twice = [quantize(dequantize(Quantized(*pair), how), how) for pair in pairs]
@@ -216,13 +250,19 @@ class TestTheComparisonCatches:
 class Store:
     """An executor that only stores."""
 
-    def __init__(self, model, batch_class=HostBatch, dequantized=True, precision=PRECISIONS[0]):
+    def __init__(
+        self,
+        model: Any,
+        batch_class: type[RaggedBatch] = HostBatch,
+        dequantized: bool = True,
+        precision: Precision = PRECISIONS[0],
+    ) -> None:
         layout = probe_layout(model).with_precision(precision, dequantized=dequantized)
         self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
         self.step, self.block = 0, 0
         self.run(new_slabs=(SlabSpec(0, 3, 128), SlabSpec(1, 1, 128)))
 
-    def run(self, **parts):
+    def run(self, **parts: Any) -> StepResult:
         self.step += 1
         return self.executor.dispatch(Plan(step=self.step, **parts)).read()
 
@@ -240,7 +280,7 @@ class Store:
         exported = self.run(evictions=tuple(Evict(b, export=True) for b in blocks)).exported
         return [tuple(bytes(part) for part in one.payload) for one in exported]
 
-    def restore(self, slot: Slot, payloads) -> None:
+    def restore(self, slot: Slot, payloads: Sequence[tuple[bytes, ...]]) -> None:
         blocks = tuple(range(self.block, self.block + len(payloads)))
         self.block += len(payloads)
         inserts = tuple(Insert(b, p) for b, p in zip(blocks, payloads, strict=True))
@@ -260,7 +300,11 @@ TOKENS = tuple(range(20, 20 + 3 * BLOCK))
 @pytest.mark.parametrize(("batch_class", "dequantized", "precision"), WAYS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_block_has_one_content_whichever_way_it_came(
-    tiny_model, kind, batch_class, dequantized, precision
+    tiny_model: Callable[..., Path],
+    kind: Kind,
+    batch_class: type[RaggedBatch],
+    dequantized: bool,
+    precision: Precision,
 ) -> None:
     """Saved, by way of bytes in another slot, moved to another slab, and saved again: the same
     bytes, since nothing is quantized twice."""
@@ -276,16 +320,21 @@ def test_a_block_has_one_content_whichever_way_it_came(
 
 @pytest.mark.parametrize("length", [7, 100])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(tiny_model, kind, length) -> None:
+def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(
+    tiny_model: Callable[..., Path], kind: Kind, length: int
+) -> None:
     """Every way in which arrays may lie in memory, on the way to the slots."""
     model = load(tiny_model(kind))
-    for batch_class in (*device.batch_classes(model, probe_layout(model)), DenseBatch):
+    ours = device.batch_classes(model, probe_layout(model))
+    classes: list[type[RaggedBatch]] = [*ours, DenseBatch]
+    for batch_class in classes:
         store = Store(model, batch_class)
         store.compute(0, tuple(range(5, 5 + length)))
         store.run(decodes=(Decode(Slot(0, 0), length, 7, 0, GREEDY),))
         slab, layout = store.executor._slabs[0], store.executor.layout
         for number, kind_of_array in enumerate(layout.arrays):
             how = kind_of_array.quantization
+            assert how is not None
             values = slab.arrays[number][0, :, : length + 1]
             scales = slab.scales[number][:, 0, :, : length + 1]
             assert mx.all(mx.max(mx.abs(values), axis=-1) > 0)
@@ -294,7 +343,9 @@ def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(tiny_model, kin
 
 
 @pytest.mark.parametrize("other", [way[:2] for way in WAYS[2:4]])
-def test_blocks_are_the_same_bytes_however_slots_keep_them(tiny_model, other) -> None:
+def test_blocks_are_the_same_bytes_however_slots_keep_them(
+    tiny_model: Callable[..., Path], other: tuple[type[RaggedBatch], bool]
+) -> None:
     model = load(tiny_model("llama"))
     store, another = Store(model), Store(model, *other)
     store.compute(0, TOKENS)
@@ -303,7 +354,7 @@ def test_blocks_are_the_same_bytes_however_slots_keep_them(tiny_model, other) ->
     assert another.saved(Slot(0, 1), 3) == blocks
 
 
-def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model) -> None:
+def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model: Callable[..., Path]) -> None:
     """But for a code here and there, that other rounding in fp32 brought over a border."""
     store = Store(load(tiny_model("qwen3")))
     store.compute(0, TOKENS)
@@ -311,7 +362,7 @@ def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model) -> None:
     (one, two) = (store.saved(Slot(0, row), 3) for row in (0, 1))
     how, group = Quantization(8, 16), store.executor.layout.groups[0]
 
-    def values(payload):
+    def values(payload: tuple[bytes, ...]) -> tuple[mx.array, mx.array]:
         (codes, scales) = (
             mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
             for data, (shape, dtype) in zip(payload, group.parts(BLOCK), strict=True)
@@ -328,7 +379,9 @@ def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model) -> None:
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.55), (4, 0.3)])
-def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(bits, most) -> None:
+def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(
+    bits: int, most: float
+) -> None:
     layer = AttentionLayout(3, 64, 64, mx.bfloat16, None)
     layout = Layout((layer, layer), (), (KVNode(0), KVNode(1)))
     packed = layout.with_precision(Precision(bits), dequantized=True)
@@ -338,7 +391,9 @@ def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(bits, most)
 
 @pytest.mark.parametrize("dequantized", [True, False])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_slabs_and_blocks_take_what_the_layout_says(tiny_model, dequantized, bits) -> None:
+def test_slabs_and_blocks_take_what_the_layout_says(
+    tiny_model: Callable[..., Path], dequantized: bool, bits: int
+) -> None:
     model = load(tiny_model("gpt_oss"))
     layout = probe_layout(model).with_precision(Precision(bits), dequantized=dequantized)
     slab = slabs.Slab(layout, 3, 64)
@@ -350,7 +405,9 @@ def test_slabs_and_blocks_take_what_the_layout_says(tiny_model, dequantized, bit
     assert sum(map(len, block)) == BLOCK * layout.block_token_bytes
 
 
-def test_heads_that_no_group_divides_stay_whole_and_are_named(tmp_path, monkeypatch) -> None:
+def test_heads_that_no_group_divides_stay_whole_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_models._CONFIGS["llama"] | {"head_dim": 24}
     monkeypatch.setitem(tiny_models._CONFIGS, "llama", config)
     model = load(tiny_models.make_tiny("llama", tmp_path))
@@ -365,13 +422,13 @@ def test_what_slots_cannot_hold_stays_whole() -> None:
     assert whole == "mlx-lm's own caches"
 
 
-def test_a_model_that_does_not_run_quantized_runs_whole(tiny_model, monkeypatch) -> None:
-    stock = choosing.prove
-
-    def picky(model, layout, *rest):
+def test_a_model_that_does_not_run_quantized_runs_whole(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def picky(model: Any, layout: Any, *rest: Any) -> None:
         if layout.kv_bits < 16:
-            raise choosing.NotBatchable("it says nonsense")
-        stock(model, layout, *rest)
+            raise NotBatchable("it says nonsense")
+        prove(model, layout, *rest)
 
     monkeypatch.setattr(choosing, "prove", picky)
     executor, reason, whole = choose_executor(

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -14,8 +15,9 @@ from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.batch.cpu.host import HostBatch
 from engine.batch.graph import GraphBatch
-from engine.cache.layout import UnsupportedLayout, probe_layout
+from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
 from engine.cache.slabs import Slab as Rows
+from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor, measured_token_bytes
 from engine.plan import (
@@ -29,29 +31,33 @@ from engine.plan import (
     Save,
     SlabSpec,
     Slot,
+    StepResult,
 )
 from engine.proving.proof import NotBatchable, proof_references
 from engine.proving.proof import prove as prove_with
 from engine.zoo.build import build
-from shared.wire import Sampling
-from tests.tiny_models import VOCAB_SIZE, make_tiny
+from shared.wire import Sampling, TokenLogprobs
+from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
 
 GREEDY = Sampling(seed=1)
 BLOCK = 16
+NO_TOKEN: Any = "x"  # MLX raises where it is computed
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "gpt_oss"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(autouse=True, params=[GraphBatch, HostBatch, DecoderBatch])
-def batch_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+def batch_class(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> type[ragged.RaggedBatch]:
     monkeypatch.setattr(Runner, "batch_class", request.param, raising=False)
     return request.param
 
 
-def load(kind, path: Path):
+def load(kind: Kind, path: Path) -> Any:
     ragged.install()
     make_tiny(kind, path, seed=1)
     return mlx_lm.load(str(path))[0]
@@ -61,7 +67,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return mx.random.randint(3, VOCAB_SIZE, (length,), key=mx.random.key(seed)).tolist()
 
 
-def alone(model, tokens: list[int], count: int) -> list[int]:
+def alone(model: Any, tokens: list[int], count: int) -> list[int]:
     cache = make_prompt_cache(model)
     out: list[int] = []
     if len(tokens) > 1:
@@ -83,7 +89,7 @@ PENALIZED = Sampling(
 )
 
 
-def penalized(model, tokens: list[int], count: int) -> list[int]:
+def penalized(model: Any, tokens: list[int], count: int) -> list[int]:
     """What mlx-lm's processors make of ``alone``."""
     repetition = make_logits_processors({40: 1.5, 41: -2.0}, 1.4, 9)
     generated = make_logits_processors(None, None, None, 0.3, 1000, 0.2, 1000)
@@ -100,13 +106,13 @@ def penalized(model, tokens: list[int], count: int) -> list[int]:
     return out
 
 
-def direct_logprobs(model, tokens: list[int]) -> mx.array:
+def direct_logprobs(model: Any, tokens: list[int]) -> mx.array:
     """(len(tokens), vocab): of what follows each of ``tokens``."""
     logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def assert_logprobs(ours, direct: mx.array, chosen: int) -> None:
+def assert_logprobs(ours: TokenLogprobs, direct: mx.array, chosen: int) -> None:
     assert ours.chosen == pytest.approx(direct[chosen].item(), abs=2e-4)
     best = mx.sort(-direct)[: len(ours.top)].tolist()
     assert ours.top == pytest.approx([-value for value in best], abs=2e-4)
@@ -118,14 +124,14 @@ class Runner:
 
     batch_class: type[ragged.RaggedBatch]
 
-    def __init__(self, model, rows: int = 4, capacity: int = 128) -> None:
+    def __init__(self, model: Any, rows: int = 4, capacity: int = 128) -> None:
         layout = probe_layout(model)
         batch_class = bound(model, layout, self.batch_class)
         self.executor = BatchedExecutor(model, layout, BLOCK, batch_class)
         self.step = 0
         self.run(new_slabs=(SlabSpec(0, rows, capacity),))
 
-    def run(self, **parts):
+    def run(self, **parts: Any) -> StepResult:
         self.step += 1
         return self.executor.dispatch(Plan(step=self.step, **parts)).read()
 
@@ -143,41 +149,47 @@ class Runner:
         return out
 
 
-def bound(model, layout, batch_class: type[ragged.RaggedBatch]) -> type[ragged.RaggedBatch]:
+def bound(
+    model: Any, layout: Layout, batch_class: type[ragged.RaggedBatch]
+) -> type[ragged.RaggedBatch]:
     if batch_class is not DecoderBatch:
         return batch_class
     return bind(model, layout) or pytest.skip("not of this family")
 
 
 @pytest.fixture
-def through_views(batch_class) -> None:
+def through_views(batch_class: type[ragged.RaggedBatch]) -> None:
     """For tests that break the views which MLX's layers see."""
     if batch_class is DecoderBatch:
         pytest.skip("no layer of MLX runs; see batch/cpu/test_decoder.py")
 
 
-def prove(model, batch_class) -> None:
+def prove(model: Any, batch_class: type[ragged.RaggedBatch]) -> None:
     layout = probe_layout(model)
     batch_class = bound(model, layout, batch_class)
     prove_with(model, layout, batch_class, proof_references(model, layout, VOCAB_SIZE))
 
 
-def test_the_proof_accepts_models_of_plain_and_sliding_layers(model, batch_class) -> None:
+def test_the_proof_accepts_models_of_plain_and_sliding_layers(
+    model: Any, batch_class: type[ragged.RaggedBatch]
+) -> None:
     prove(model, batch_class)
 
 
 @pytest.mark.usefixtures("through_views")
-def test_the_proof_notices_a_wrong_position(model, batch_class, monkeypatch) -> None:
-    offset = ragged.KVCacheView.offset.fget
+def test_the_proof_notices_a_wrong_position(
+    model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset = vars(ragged.KVCacheView)["offset"].fget
     monkeypatch.setattr(ragged.KVCacheView, "offset", property(lambda view: offset(view) * 2))
     with pytest.raises(NotBatchable):
         prove(model, batch_class)
 
 
-def test_the_proof_notices_a_shifted_mask(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_notices_a_shifted_mask(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     make = GraphBatch._make_mask
 
-    def shifted(batch, group, window):
+    def shifted(batch: Any, group: Any, window: Any) -> Any:
         mask = make(batch, group, window)
         return mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
 
@@ -187,10 +199,12 @@ def test_the_proof_notices_a_shifted_mask(model, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("through_views")
-def test_the_proof_notices_a_stale_row(model, batch_class, monkeypatch) -> None:
+def test_the_proof_notices_a_stale_row(
+    model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = batch_class.write
 
-    def late(batch, layer, keys, values):
+    def late(batch: Any, layer: Any, keys: mx.array, values: mx.array) -> None:
         write(batch, layer, mx.roll(keys, 1, axis=0), values)
 
     monkeypatch.setattr(batch_class, "write", late)
@@ -203,7 +217,7 @@ def test_state_that_grows_is_not_for_slots() -> None:
         probe_layout(build("longcat_flash_ngram"))
 
 
-def test_uneven_rows_that_join_and_leave_say_what_they_say_alone(model) -> None:
+def test_uneven_rows_that_join_and_leave_say_what_they_say_alone(model: Any) -> None:
     prompts = [prompt(i, n) for i, n in enumerate((50, 3, 17, 1, 33))]
     expected = [alone(model, tokens, 12) for tokens in prompts]
     runner = Runner(model)
@@ -231,7 +245,7 @@ def test_uneven_rows_that_join_and_leave_say_what_they_say_alone(model) -> None:
     assert [len(o) for o in outputs] == [12] * 5
 
 
-def test_a_rewound_row_leaves_other_rows_alone(model) -> None:
+def test_a_rewound_row_leaves_other_rows_alone(model: Any) -> None:
     one, two = prompt(1, 40), prompt(2, 25)
     runner = Runner(model)
     a, b = Slot(0, 1), Slot(0, 2)
@@ -243,7 +257,7 @@ def test_a_rewound_row_leaves_other_rows_alone(model) -> None:
     assert runner.generate(b, two, 3, known=False) == alone(model, two, 3)
 
 
-def test_blocks_bring_a_prefix_to_another_slot_also_by_way_of_bytes(model) -> None:
+def test_blocks_bring_a_prefix_to_another_slot_also_by_way_of_bytes(model: Any) -> None:
     tokens = prompt(3, 60)
     expected = alone(model, tokens, 5)
     runner = Runner(model)
@@ -263,7 +277,7 @@ def test_blocks_bring_a_prefix_to_another_slot_also_by_way_of_bytes(model) -> No
     assert runner.generate(Slot(0, 3), tokens, 5, known=True) == expected
 
 
-def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model) -> None:
+def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model: Any) -> None:
     tokens = prompt(5, 30)
     runner = Runner(model)
     runner.prefill(Slot(0, 1), tokens[:-1])
@@ -274,16 +288,17 @@ def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model) -> None:
     assert out == alone(model, tokens, 5)
 
 
-def test_penalties_see_tokens_that_the_host_does_not_know_yet(model) -> None:
+def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> None:
     """Rows whose tokens stay on the device, one that moves, one that joins late."""
     one, two = prompt(11, 30), prompt(12, 12)
     runner = Runner(model)
     runner.run(new_slabs=(SlabSpec(1, 2, 256),))
     runner.prefill(Slot(0, 2), one[:-1])
     runner.prefill(Slot(0, 1), two[:-1])
-    slots, outputs = [Slot(0, 2), Slot(0, 1)], ([], [])
+    slots = [Slot(0, 2), Slot(0, 1)]
+    outputs: tuple[list[int], list[int]] = ([], [])
     for turn in range(12):
-        moves = ()
+        moves: tuple[Move, ...] = ()
         if turn == 6:
             moves = (Move(slots[0], Slot(1, 1), len(one) - 1 + turn),)
             slots[0] = Slot(1, 1)
@@ -309,7 +324,7 @@ def test_penalties_see_tokens_that_the_host_does_not_know_yet(model) -> None:
     assert outputs[1] == penalized(model, two, 9)
 
 
-def test_logprobs_come_in_the_order_of_the_plan(model) -> None:
+def test_logprobs_come_in_the_order_of_the_plan(model: Any) -> None:
     prompts = [prompt(i, n) for i, n in ((21, 20), (22, 9), (23, 14))]
     runner = Runner(model)
     slots = [Slot(0, 2), Slot(0, 0), Slot(0, 1)]
@@ -323,16 +338,17 @@ def test_logprobs_come_in_the_order_of_the_plan(model) -> None:
     )
     assert result.tokens == tuple(alone(model, tokens, 1)[0] for tokens in prompts)
     first, second, third = result.logprobs
-    assert second is None and len(first.top) == 3 and third.top == []
+    assert first is not None and second is None and third is not None
+    assert len(first.top) == 3 and third.top == []
     for ours, tokens, token in ((first, prompts[0], 0), (third, prompts[2], 2)):
         assert_logprobs(ours, direct_logprobs(model, tokens)[-1], result.tokens[token])
 
 
-def test_logprobs_of_a_prompt_come_with_its_chunks(model) -> None:
+def test_logprobs_of_a_prompt_come_with_its_chunks(model: Any) -> None:
     tokens, other = prompt(31, 40), prompt(32, 25)
     runner = Runner(model)
     direct = direct_logprobs(model, tokens)
-    found = []
+    found: list[TokenLogprobs] = []
     for start, end in ((0, 16), (16, 39)):
         result = runner.run(
             chunks=(
@@ -356,12 +372,12 @@ def test_logprobs_of_a_prompt_come_with_its_chunks(model) -> None:
     assert runner.generate(Slot(0, 1), tokens, 3, known=True) == alone(model, tokens, 3)
 
 
-def test_a_scored_chunk_that_raises_fails_alone(model) -> None:
+def test_a_scored_chunk_that_raises_fails_alone(model: Any) -> None:
     tokens = prompt(33, 20)
     runner = Runner(model)
     result = runner.run(
         chunks=(
-            Chunk(Slot(0, 0), 0, (*tokens, "x"), tuple(tokens), 1),
+            Chunk(Slot(0, 0), 0, (*tokens, NO_TOKEN), tuple(tokens), 1),
             Chunk(Slot(0, 1), 0, tuple(tokens[:-1]), tuple(tokens[1:]), 1),
         )
     )
@@ -369,8 +385,8 @@ def test_a_scored_chunk_that_raises_fails_alone(model) -> None:
     assert [(one.slot, len(one.logprobs)) for one in result.prompt_logprobs] == [(Slot(0, 1), 19)]
 
 
-def test_a_chunk_that_raises_fails_alone(model) -> None:
-    good, bad = prompt(6, 20), [*prompt(7, 20), "x"]
+def test_a_chunk_that_raises_fails_alone(model: Any) -> None:
+    good, bad = prompt(6, 20), [*prompt(7, 20), NO_TOKEN]
     runner = Runner(model)
     result = runner.run(
         chunks=(Chunk(Slot(0, 0), 0, tuple(bad)), Chunk(Slot(0, 1), 0, tuple(good[:-1]))),
@@ -382,10 +398,10 @@ def test_a_chunk_that_raises_fails_alone(model) -> None:
     assert runner.generate(Slot(0, 1), good, 3, known=True) == alone(model, good, 3)
 
 
-def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(model) -> None:
+def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(model: Any) -> None:
     runner = Runner(model)
     slots = [Slot(0, row) for row in range(3)]
-    bad, good = (*prompt(7, 20), "x"), tuple(prompt(8, 20))
+    bad, good = (*prompt(7, 20), NO_TOKEN), tuple(prompt(8, 20))
     result = runner.run(
         chunks=(Chunk(slots[0], 0, bad),), saves=(Save(slots[0], 0, (1,)),), exports=(1,)
     )
@@ -404,7 +420,7 @@ def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(mod
 @pytest.mark.parametrize(
     ("sampling", "logprobs"), [(GREEDY, None), (Sampling(seed=1, temperature=0.9, top_p=0.9), 5)]
 )
-def test_steps_write_slabs_in_place(model, sampling: Sampling, logprobs: int | None) -> None:
+def test_steps_write_slabs_in_place(model: Any, sampling: Sampling, logprobs: int | None) -> None:
     """A slab of 64 MB: a copy of one of its arrays would show in the peak."""
     layout = probe_layout(model)
     capacity = (64 << 20) // (8 * layout.slot_token_bytes)
@@ -413,7 +429,7 @@ def test_steps_write_slabs_in_place(model, sampling: Sampling, logprobs: int | N
     array_bytes = max(array.nbytes for array in Rows(layout, 8, capacity).arrays)
 
     def steps(first: int) -> None:
-        pending = None
+        pending: PendingStep | None = None
         for index in range(first, first + 6):
             runner.step += 1
             plan = Plan(
@@ -429,6 +445,7 @@ def test_steps_write_slabs_in_place(model, sampling: Sampling, logprobs: int | N
             if pending is not None:
                 pending.read()
             pending = dispatched
+        assert pending is not None
         pending.read()
 
     steps(0)
@@ -439,7 +456,7 @@ def test_steps_write_slabs_in_place(model, sampling: Sampling, logprobs: int | N
     assert mx.get_peak_memory() - before < array_bytes / 2
 
 
-def test_a_freed_slab_is_gone_at_once_and_not_when_the_collector_runs(model) -> None:
+def test_a_freed_slab_is_gone_at_once_and_not_when_the_collector_runs(model: Any) -> None:
     runner = Runner(model)
     slab = weakref.ref(runner.executor._slabs[0])
     gc.collect()
@@ -454,12 +471,13 @@ def test_a_freed_slab_is_gone_at_once_and_not_when_the_collector_runs(model) -> 
 
 
 @pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_says_what_mlx_lm_says(kind, tmp_path: Path) -> None:
+def test_the_serial_executor_says_what_mlx_lm_says(kind: Kind, tmp_path: Path) -> None:
     model = load(kind, tmp_path)
     executor = SerialExecutor(model, measured_token_bytes(model))
     for number, length in enumerate((30, 1, 12)):
         tokens = prompt(number, length)
-        slot, out = Slot(number, 0), []
+        slot = Slot(number, 0)
+        out: list[int] = []
         if length > 1:
             chunks = (Chunk(slot, 0, tuple(tokens[:5])), Chunk(slot, 5, tuple(tokens[5:-1])))
             executor.dispatch(
@@ -474,17 +492,18 @@ def test_the_serial_executor_says_what_mlx_lm_says(kind, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_has_the_same_controls(kind, tmp_path: Path) -> None:
+def test_the_serial_executor_has_the_same_controls(kind: Kind, tmp_path: Path) -> None:
     model = load(kind, tmp_path)
     executor = SerialExecutor(model, measured_token_bytes(model))
-    tokens, slot, out = prompt(41, 30), Slot(0, 0), []
+    tokens, slot = prompt(41, 30), Slot(0, 0)
+    out: list[int] = []
     chunks = (
         Chunk(slot, 0, tuple(tokens[:12]), tuple(tokens[1:13]), 1),
         Chunk(slot, 12, tuple(tokens[12:-1]), tuple(tokens[13:]), 1),
     )
     result = executor.dispatch(Plan(step=1, new_slabs=(SlabSpec(0, 1, 64),), chunks=chunks)).read()
     assert not result.prompt_logprobs  # it waits for the whole of mlx-lm's piece
-    prompts = []
+    prompts: list[TokenLogprobs | None] = []
     for index in range(6):
         known = tokens + out
         decode = Decode(
@@ -503,4 +522,5 @@ def test_the_serial_executor_has_the_same_controls(kind, tmp_path: Path) -> None
     assert out == penalized(model, tokens, 6)
     direct = direct_logprobs(model, tokens + out)
     for position, ours in enumerate(prompts):
+        assert ours is not None
         assert_logprobs(ours, direct[position], (tokens + out)[position + 1])

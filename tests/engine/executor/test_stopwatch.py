@@ -1,4 +1,5 @@
 import time
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -16,7 +17,7 @@ LONG_S = 0.2
 
 
 class Slow(GraphBatch):
-    def logits(self, model, inputs, *, kv_only=False):
+    def logits(self, model: Any, inputs: Any, *, kv_only: bool = False) -> Any:
         time.sleep(LONG_S)
         return super().logits(model, inputs, kv_only=kv_only)
 

@@ -95,9 +95,9 @@ def test_the_fingerprint_of_a_big_model_changes_with_its_last_weight(
     for file in demo_model.iterdir():
         shutil.copy(file, tmp_path)
     assert fingerprint(tmp_path) == fingerprint(demo_model)
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.seek(-4, 2)
-        file.write(b"\x01\x02\x03\x04")
+    with (tmp_path / "model.safetensors").open("r+b") as weights:
+        weights.seek(-4, 2)
+        weights.write(b"\x01\x02\x03\x04")
     assert fingerprint(tmp_path) != fingerprint(demo_model)
 
 

@@ -124,7 +124,7 @@ def test_what_was_preempted_goes_on_from_kept_state(
     whole: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner, grow = whole.scheduler._planner, whole.scheduler._planner._grow
-    preempted = []
+    preempted: list[object] = []
 
     def preempt(builder: PlanBuilder) -> bool:
         seq = whole.scheduler._sequences.live.get("0")

@@ -42,7 +42,7 @@ def whole(tiny_model: Callable[..., Path]) -> Build:
 
 
 def ask(whole: Whole, name: str, length: int = 9, **fields: Any) -> None:
-    fields = {"grammar": WORDS, "sampling": HOT, "stop_token_ids": [EOS]} | fields
+    fields = {"grammar": WORDS, "sampling": HOT, "stop_token_ids": [EOS], **fields}
     max_tokens = fields.pop("max_tokens", 60)
     seed = sum(map(ord, name))
     prompt = [3 + (seed * (i + 1)) % 250 for i in range(length)]

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy
@@ -14,7 +15,7 @@ LIBRARIES = pytest.mark.parametrize("xp", [numpy, mx], ids=["numpy", "mlx"])
 SPARED = (2, 7, 11)
 
 
-def stays(xp, logits: mx.array, filters: list[Filter]) -> numpy.ndarray:
+def stays(xp: Any, logits: mx.array, filters: list[Filter]) -> numpy.ndarray:
     if xp is mx:
         return numpy.array(filter_mask(mx, logits, filters))
     rows = [filter_mask(numpy, numpy.array(logits[i])[None], [f]) for i, f in enumerate(filters)]
@@ -57,7 +58,7 @@ def logits_of(seed: int, vocab: int, spread: float) -> mx.array:
     ],
     ids=str,
 )
-def test_a_filter_keeps_the_tokens_that_mlx_lm_keeps(xp, f: Filter) -> None:
+def test_a_filter_keeps_the_tokens_that_mlx_lm_keeps(xp: Any, f: Filter) -> None:
     for seed in range(8):
         logits = logits_of(seed, 300, 1 + seed / 2)
         (ours,) = stays(xp, logits[None], [f])
@@ -65,7 +66,7 @@ def test_a_filter_keeps_the_tokens_that_mlx_lm_keeps(xp, f: Filter) -> None:
 
 
 @LIBRARIES
-def test_filters_together_keep_what_mlx_lm_keeps_row_by_row(xp) -> None:
+def test_filters_together_keep_what_mlx_lm_keeps_row_by_row(xp: Any) -> None:
     choose = random.Random(5)
     filters = [
         Filter(
@@ -85,7 +86,7 @@ def test_filters_together_keep_what_mlx_lm_keeps_row_by_row(xp) -> None:
 
 
 @LIBRARIES
-def test_top_p_of_a_flat_distribution_reaches_far_down(xp) -> None:
+def test_top_p_of_a_flat_distribution_reaches_far_down(xp: Any) -> None:
     """More tokens than any bound on their number would allow for."""
     logits = logits_of(1, 20_000, 0.1)
     f = Filter(top_p=0.95)
@@ -96,7 +97,7 @@ def test_top_p_of_a_flat_distribution_reaches_far_down(xp) -> None:
 
 @LIBRARIES
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_raise_nothing(xp, value: float) -> None:
+def test_logits_that_are_no_numbers_raise_nothing(xp: Any, value: float) -> None:
     logits = mx.full((1, 50), value)
     for f in (Filter(top_p=0.5), Filter(min_p=0.5, top_k=3), Filter(xtc_threshold=0.1, top_k=3)):
         assert stays(xp, logits, [f]).shape == (1, 50)

@@ -10,9 +10,9 @@ import numpy
 import pytest
 from llguidance import LLTokenizer
 
+from engine.backend import arrays
 from engine.grammar.cache import GrammarCache
 from engine.plan import Decode, Slot
-from engine.sampling import masks as sampling_masks
 from engine.sampling import noise
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
@@ -22,10 +22,10 @@ from tests.tiny_models import EOS, VOCAB_SIZE
 WIDTH = VOCAB_SIZE + 13  # rows of an embedding that no token has
 
 
-def decode(row: int, source: str | None, **fields: object) -> Decode:
+def decode(row: int, source: str | None, **fields: Any) -> Decode:
     grammar = None if source is None else Grammar(kind="regex", source=source)
-    fields = {"sampling": Sampling(seed=row), "token_id": 5, "output_index": 0} | fields
-    return Decode(  # type: ignore[arg-type]
+    fields = {"sampling": Sampling(seed=row), "token_id": 5, "output_index": 0, **fields}
+    return Decode(
         slot=Slot(0, row),
         position=0,
         grammar=grammar,
@@ -41,7 +41,7 @@ def test_only_bound_rows_lose_tokens(
     monkeypatch: pytest.MonkeyPatch,
     host: bool,
 ) -> None:
-    monkeypatch.setattr(sampling_masks.arrays, "array_namespace", lambda: numpy if host else mx)
+    monkeypatch.setattr(arrays, "array_namespace", lambda: numpy if host else mx)
     masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
     decodes = [decode(0, None), decode(1, "[abc]"), decode(2, None), decode(3, "x|")]
     pending = masker.start(decodes, [5] * 4)

@@ -1,6 +1,7 @@
 """Penalties and biases against mlx-lm's processors, with the tokens on the device."""
 
 import math
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -16,7 +17,9 @@ PROMPT = [5, 9, 9, 3, 17, 5, 22, 40]
 OUTPUT = [9, 11, 11, 12, 11, 3, 50, 9, 9, 2]
 
 
-def decode(slot: Slot, tokens: list[int], prompt_length: int, fresh: bool, **controls) -> Decode:
+def decode(
+    slot: Slot, tokens: list[int], prompt_length: int, fresh: bool, **controls: Any
+) -> Decode:
     """For the output that follows ``tokens``."""
     return Decode(
         slot,
@@ -32,7 +35,9 @@ def logits_of(seed: int, rows: int = 1) -> mx.array:
     return mx.random.normal((rows, VOCAB), key=mx.random.key(seed)) * 3
 
 
-def mlx_lms(logits: mx.array, tokens: list[int], prompt_length: int, controls: dict) -> mx.array:
+def mlx_lms(
+    logits: mx.array, tokens: list[int], prompt_length: int, controls: dict[str, Any]
+) -> mx.array:
     """One row (vocab,): repetition looks at all tokens, the others at the output."""
     output = tokens[prompt_length:]
     everything = make_logits_processors(
@@ -54,7 +59,7 @@ def mlx_lms(logits: mx.array, tokens: list[int], prompt_length: int, controls: d
     return logits[0]
 
 
-CONTROLS = [
+CONTROLS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
     {"repetition_penalty": 0.7, "repetition_context_size": 3},
     {"repetition_penalty": 1.3, "repetition_context_size": 0},
@@ -69,7 +74,9 @@ CONTROLS = [
 
 
 @pytest.mark.parametrize("controls", CONTROLS, ids=str)
-def test_a_sequence_is_penalized_as_by_mlx_lm_at_each_of_its_tokens(controls: dict) -> None:
+def test_a_sequence_is_penalized_as_by_mlx_lm_at_each_of_its_tokens(
+    controls: dict[str, Any],
+) -> None:
     """The host tells the prompt alone: every later token comes from the device."""
     history = TokenHistory()
     slot = Slot(0, 3)

@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,7 +14,9 @@ from shared.wire import Sampling
 VOCAB = 50
 
 
-def decode(row: int = 0, index: int = 0, forbidden: tuple[int, ...] = (), **controls) -> Decode:
+def decode(
+    row: int = 0, index: int = 0, forbidden: tuple[int, ...] = (), **controls: Any
+) -> Decode:
     controls.setdefault("seed", 1)
     return Decode(
         Slot(0, row), index + 5, None, index, Sampling(**controls), forbidden, None, (4,) * index
@@ -42,7 +45,7 @@ ROWS = [
 
 
 def test_temperature_zero_takes_the_most_likely_token(logits: mx.array) -> None:
-    filters = {"top_p": 0.5, "top_k": 3, "min_p": 0.3, "xtc_probability": 1.0}
+    filters: dict[str, Any] = {"top_p": 0.5, "top_k": 3, "min_p": 0.3, "xtc_probability": 1.0}
     tokens = sample(logits, [decode(i, **filters) for i in range(8)])
     assert tokens == mx.argmax(logits, axis=-1).tolist()
 

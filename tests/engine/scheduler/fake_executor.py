@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 
-from engine.plan import Exported, Plan, PromptLogprobs, Slot, StepResult
+from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
 from shared import wire
 from shared.hashing import block_hashes, salted
@@ -111,7 +111,8 @@ class FakeExecutor:
         if self.fail_next_step:
             self.fail_next_step = False
             raise StepRaised
-        used = [part.slot for part in (*plan.decodes, *plan.chunks)]
+        parts: tuple[Decode | Chunk, ...] = (*plan.decodes, *plan.chunks)
+        used = [part.slot for part in parts]
         assert len(set(used)) == len(used), "a slot has one part in a step"
         tokens = self._decode(plan)
         scored = tuple(self._prefill(plan))

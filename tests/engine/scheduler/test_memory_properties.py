@@ -25,7 +25,9 @@ OPERATIONS = 300
 @SEEDS
 def test_the_pool_is_a_list_from_used_longest_ago_to_used_last(seed: int) -> None:
     pick = random.Random(seed)
-    pool, blocks, idle = BlockPool(), {}, []  # blocks: by hash; idle: hashes, oldest first
+    pool = BlockPool()
+    blocks: dict[bytes, Block] = {}  # by hash
+    idle: list[bytes] = []  # hashes, oldest first
     reported: set[bytes] = set()
     number = 0
     for _ in range(OPERATIONS):

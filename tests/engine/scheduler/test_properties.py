@@ -166,7 +166,9 @@ class Chaos:
             self.engine.assert_right(client)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=HealthCheck)
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(changes=CONFIGS, states=STATES, seed=st.integers(0, 2**32), failures=st.booleans())
 def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     changes: dict[str, Any], states: dict[str, Any], seed: int, failures: bool

@@ -1,5 +1,7 @@
 """The zoo: a few representative kinds, and that its comparison catches what it is for."""
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -97,7 +99,9 @@ class TestTheComparisonCatches:
     def unproven(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose, "prove", lambda *_: None)
 
-    def is_wrong(self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch) -> None:
+    def is_wrong(
+        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(device, "batch_classes", lambda *_: [batch_class])
         if bits == 8:
             error = examine_quantized(build(name), VOCAB_SIZE).error
@@ -110,16 +114,20 @@ class TestTheComparisonCatches:
         assert "logits differ" in finding.error
 
     @kinds
-    def test_a_shifted_mask(self, name, batch_class, bits, monkeypatch) -> None:
+    def test_a_shifted_mask(
+        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for owner, method in ((GraphBatch, "_make_mask"), (DenseBatch, "mask")):
             monkeypatch.setattr(owner, method, shifted(getattr(owner, method)))
         self.is_wrong(name, batch_class, bits, monkeypatch)
 
     @kinds
-    def test_a_position_that_is_one_too_far(self, name, batch_class, bits, monkeypatch) -> None:
+    def test_a_position_that_is_one_too_far(
+        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         init = RaggedBatch.__init__
 
-        def late(batch, *args):
+        def late(batch: Any, *args: Any) -> None:
             init(batch, *args)
             if len(batch.rows) == 3:
                 batch.offset = batch.offset + mx.array([0, 1, 0])
@@ -128,11 +136,13 @@ class TestTheComparisonCatches:
         self.is_wrong(name, batch_class, bits, monkeypatch)
 
     @kinds
-    def test_a_row_that_is_not_written(self, name, batch_class, bits, monkeypatch) -> None:
+    def test_a_row_that_is_not_written(
+        self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """What the slot's last user left is read instead."""
         write = GraphBatch.write
 
-        def forgetful(batch, layer, keys, values):
+        def forgetful(batch: Any, layer: Any, keys: Any, values: Any) -> None:
             if not (batch.decoding and len(batch.rows) == 3 and layer == 1):
                 write(batch, layer, keys, values)
 
@@ -140,10 +150,12 @@ class TestTheComparisonCatches:
         self.is_wrong(name, batch_class, bits, monkeypatch)
 
     @recurrent
-    def test_state_of_another_row(self, name, bits, monkeypatch) -> None:
+    def test_state_of_another_row(
+        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         state = RaggedBatch.state
 
-        def rolled(batch, number):
+        def rolled(batch: Any, number: Any) -> Any:
             found = state(batch, number)
             return found if found is None else mx.roll(found, 1, axis=0)
 
@@ -151,10 +163,12 @@ class TestTheComparisonCatches:
         self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
     @recurrent
-    def test_state_that_the_slots_last_user_left(self, name, bits, monkeypatch) -> None:
+    def test_state_that_the_slots_last_user_left(
+        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         state = RaggedBatch.state
 
-        def stale(batch, number):
+        def stale(batch: Any, number: Any) -> Any:
             slots = [row.slot for row in batch.rows]
             if batch.rows[0].start == 0 and slots[0] in batch.slabs.states._by_slot:
                 return batch.new_states.get(number, batch.slabs.states.get(number, slots))
@@ -164,10 +178,12 @@ class TestTheComparisonCatches:
         self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
     @recurrent
-    def test_a_snapshot_of_another_row(self, name, bits, monkeypatch) -> None:
+    def test_a_snapshot_of_another_row(
+        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         own = StateStore.copy_of
 
-        def wrong(store, slot):
+        def wrong(store: Any, slot: Any) -> Any:
             others = [other for other in store._by_slot if other != slot]
             return own(store, others[0] if others else slot)
 
@@ -175,10 +191,12 @@ class TestTheComparisonCatches:
         self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
     @recurrent
-    def test_a_snapshot_that_is_not_brought_back(self, name, bits, monkeypatch) -> None:
+    def test_a_snapshot_that_is_not_brought_back(
+        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The state of the slot goes on instead."""
 
-        def forgetful(store, slot, snapshot):
+        def forgetful(store: Any, slot: Any, snapshot: Any) -> Any:
             if slot not in store._states._by_slot:
                 return store.reset(slot)
             return []
@@ -187,8 +205,8 @@ class TestTheComparisonCatches:
         self.is_wrong(name, GraphBatch, bits, monkeypatch)
 
 
-def shifted(make):
-    def make_shifted(*args):
+def shifted(make: Any) -> Any:
+    def make_shifted(*args: Any) -> Any:
         mask = make(*args)
         return mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
 

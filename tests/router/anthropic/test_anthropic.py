@@ -176,8 +176,18 @@ def test_blocks_become_the_messages_of_a_conversation(
 
 
 def test_what_a_request_says_of_sampling_arrives(server: Server, engine: ScriptedEngine) -> None:
-    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
-    accepted = {"metadata": {"user_id": "u"}, "service_tier": "auto", "unknown": [1]}
+    sampling: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 3,
+    }
+    accepted: dict[str, Any] = {
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "unknown": [1],
+    }
     answer = ask(server, **sampling, **accepted)
     assert answer.status_code == 200, answer.text
     submit = engine.got(Submit)[-1]

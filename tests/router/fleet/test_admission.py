@@ -133,7 +133,7 @@ def test_a_prefix_is_assumed_to_be_where_it_was_sent() -> None:
     prompt = list(range(64))
     engines = [fake_engine(1), fake_engine(0)]
     first = choose_engine(engines, sequence("a", prompt=prompt))
-    first.sequences["a"] = first.sequences["b"] = first.sequences["c"] = None
+    first.sequences.update(dict.fromkeys("abc", sequence("a", prompt=prompt)))
     assert choose_engine(engines, sequence("b", prompt=[*prompt, 5])) is first
     salted = SequenceSpec("c", prompt, Sampling(seed=0), 8, [], cache_salt="s")
     other = RemoteSequence(salted, cast(Model, None), "", lambda: None)

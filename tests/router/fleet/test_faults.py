@@ -34,6 +34,10 @@ def background() -> Any:
         yield pool.submit
 
 
+def runs_one(engine: ScriptedEngine) -> Callable[[], bool]:
+    return lambda: len(engine.running) == 1
+
+
 def text_of(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
@@ -151,12 +155,12 @@ def test_a_stream_that_is_to_go_on_behind_others_is_not_silent_for_ever(
 def test_what_was_lost_with_two_engines_is_not_given_to_a_third(
     server: Server, start_engine: Start, background: Any
 ) -> None:
-    answer = None
+    answer: Any = None
     for _ in range(2):
         engine = start_engine(server, hold_tokens_after=0, script=lambda submit: [5])
         server.wait_ready()
         answer = answer or background(server.chat, "x")
-        eventually(lambda engine=engine: len(engine.running) == 1)
+        eventually(runs_one(engine))
         engine.kill()
     third = start_engine(server, script=lambda submit: [5])
     result = answer.result(10)

@@ -106,20 +106,24 @@ def test_the_root_path_may_be_there_or_stripped(guarded: Server) -> None:
     assert guarded.client.get("/llm/v1/models", headers=bearer("sesame")).status_code == 200
 
 
+def has_status(server: Server, status: str) -> Callable[[], bool]:
+    return lambda: server.client.get("/health").json()["status"] == status
+
+
 def test_health_follows_memory_pressure(guarded: Server, start_engine: Start, says: Any) -> None:
     engine = start_engine(guarded, script=says("hi"))
     guarded.wait_ready()
     headers = bearer("sesame")
     for used, status, code in ((10, "ok", 200), (40, "degraded", 200), (50, "overloaded", 503)):
         engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=used)
-        eventually(lambda status=status: guarded.client.get("/health").json()["status"] == status)
+        eventually(has_status(guarded, status))
         assert guarded.client.get("/health").status_code == code
     answer = guarded.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "memory_pressure"
     assert int(answer.headers["retry-after"]) >= 1
     engine.behaviour.stats = EngineStats(limit_bytes=100, unevictable_bytes=0)
-    eventually(lambda: guarded.client.get("/health").json()["status"] == "ok")
+    eventually(has_status(guarded, "ok"))
     answer = guarded.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert answer.status_code == 200
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from shared.wire import Abort, Submit
+from shared.wire import Abort, Grammar, Submit
 from tests import agent_transcript as transcript
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server, eventually
@@ -83,6 +83,12 @@ def prompt_of(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
     submit = engine.got(Submit)[-1]
     assert isinstance(submit, Submit)
     return tokenizer.decode(submit.token_ids, skip_special_tokens=False)
+
+
+def grammar_of(engine: ScriptedEngine) -> Grammar:
+    grammar = engine.got(Submit)[-1].grammar
+    assert grammar is not None
+    return grammar
 
 
 def refused(answer: httpx.Response, param: str) -> None:
@@ -283,11 +289,11 @@ def test_calls_that_must_be_made_go_to_the_engine_as_a_grammar(
     named = {"type": "function", "function": {"name": "add"}}
     for choice in ("required", named):
         assert ask(server, tools=[ADD], tool_choice=choice).status_code == 200
-        grammar = engine.got(Submit)[-1].grammar  # type: ignore[attr-defined]
+        grammar = grammar_of(engine)
         assert grammar.kind == "lark" and grammar.param == "tools"
         assert '\\"name\\": \\"add\\"' in grammar.source
     assert ask(server, tools=[ADD]).status_code == 200
-    assert engine.got(Submit)[-1].grammar is None  # type: ignore[attr-defined]
+    assert engine.got(Submit)[-1].grammar is None
 
 
 def test_arguments_of_calls_that_must_be_made_are_streamed_as_they_come(
@@ -314,7 +320,7 @@ def test_strict_arguments_go_to_the_engine_as_a_grammar(
 ) -> None:
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
     assert ask(server, tools=[strict]).status_code == 200
-    assert "TEXT" in engine.got(Submit)[-1].grammar.source  # type: ignore[attr-defined]
+    assert "TEXT" in grammar_of(engine).source
 
 
 def test_a_grammar_binds_behind_the_reasoning_that_the_prompt_opens(
@@ -322,11 +328,9 @@ def test_a_grammar_binds_behind_the_reasoning_that_the_prompt_opens(
 ) -> None:
     fields: dict[str, Any] = {"response_format": {"type": "json_object"}}
     ask(server, **fields, chat_template_kwargs={"open_thinking": True})
-    assert engine.got(Submit)[-1].grammar.after == [  # type: ignore[attr-defined]
-        tokenizer.token_to_id("</think>")
-    ]
+    assert grammar_of(engine).after == [tokenizer.token_to_id("</think>")]
     ask(server, **fields)
-    assert engine.got(Submit)[-1].grammar.after == []  # type: ignore[attr-defined]
+    assert grammar_of(engine).after == []
 
 
 def test_a_conversation_with_calls_and_results_is_rendered(
@@ -484,10 +488,10 @@ def test_a_reply_that_comes_back_has_the_tokens_that_were_generated(
     engine.behaviour.script = lambda submit: output
     first = [{"role": "user", "content": "hello"}]
     reply = message_of(ask(server, *first))
-    asked = engine.got(Submit)[-1].token_ids  # type: ignore[attr-defined]
+    asked = engine.got(Submit)[-1].token_ids
     following = [*first, reply, {"role": "user", "content": "hello"}]
     answer = server.client.post(PATH, json={"messages": following}, headers={"x-debug-cache": "1"})
-    prompt = engine.got(Submit)[-1].token_ids  # type: ignore[attr-defined]
+    prompt = engine.got(Submit)[-1].token_ids
     assert prompt[: len(asked) + len(output)] == [*asked, *output]
     debug = json.loads(answer.headers["x-debug-cache"])
     assert debug["differs_at"] is None
@@ -569,10 +573,14 @@ def blocks_in_common(one: list[int], other: list[int]) -> int:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_goes_on_from_the_last_message(
-    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Callable[..., Any], stream
+    server: Server,
+    engine: ScriptedEngine,
+    tokenizer: Tokenizer,
+    says: Callable[..., Any],
+    stream: bool,
 ) -> None:
     engine.behaviour.script = says(" are four.")
-    given = [
+    given: list[dict[str, Any]] = [
         {"role": "user", "content": "What are two and two?"},
         {"role": "assistant", "content": [{"type": "text", "text": "Two and two"}]},
     ]

@@ -91,7 +91,7 @@ def test_a_stream_has_the_tokens_of_its_text_and_all_that_the_whole_answer_has(
 ) -> None:
     engine.behaviour.script = says(text)
     engine.behaviour.tokens_per_step = tokens_per_step
-    body = {"stop": stop, "seed": 1, "prompt": "x", "logprobs": 2}
+    body: dict[str, Any] = {"stop": stop, "seed": 1, "prompt": "x", "logprobs": 2}
     whole = server.complete(**body).json()["choices"][0]
     chunks = [event["choices"][0] for event in events(server.complete(**body, stream=True).text)]
     parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]

@@ -90,11 +90,12 @@ def test_the_engine_gets_the_grammar_that_a_field_means(
     grammars = [submit.grammar for submit in engine.got(Submit)]
     assert len(grammars) == 3
     for grammar in grammars:
+        assert grammar is not None
         assert (grammar.kind, grammar.source, grammar.param) == (kind, source, param)
 
 
 def test_without_such_a_field_there_is_no_grammar(server: Server, engine: ScriptedEngine) -> None:
-    fields = {"structured_outputs": None, "guided_json": None}
+    fields: dict[str, Any] = {"structured_outputs": None, "guided_json": None}
     assert server.chat(response_format={"type": "text"}, **fields).status_code == 200
     (submit,) = engine.got(Submit)
     assert submit.grammar is None
@@ -160,13 +161,17 @@ def test_a_grammar_has_a_largest_size() -> None:
 def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(
     server: Server, engine: ScriptedEngine
 ) -> None:
-    engine.behaviour.refuse = lambda submit: Refused(
-        request_id=submit.request_id,
-        attempt=submit.attempt,
-        reason="invalid",
-        message="unclosed group",
-        param=submit.grammar.param,
-    )
+    def refuse(submit: Submit) -> Refused:
+        assert submit.grammar is not None
+        return Refused(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            reason="invalid",
+            message="unclosed group",
+            param=submit.grammar.param,
+        )
+
+    engine.behaviour.refuse = refuse
     answer = server.chat(guided_regex="(", stream=True)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "unclosed group"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
 
 
 @pytest.fixture(scope="module")
-def detokenizer(model_dir: Path) -> object:
+def detokenizer(model_dir: Path) -> Any:
     from mlx_lm import tokenizer_utils
 
     return tokenizer_utils.load(model_dir, {"trust_remote_code": False})
@@ -54,7 +55,7 @@ def detokenizer(model_dir: Path) -> object:
 
 @pytest.mark.parametrize("text", ["wait 🌍🏽 STOP", "日本語STOP日本", "a\n\nb STOPST", "é́STOP"])
 def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
-    text: str, detokenizer: object, tokenizer: object
+    text: str, detokenizer: Any, tokenizer: Any
 ) -> None:
     ids = tokenizer.encode(text).ids
     for start in range(len(text)):
@@ -68,16 +69,14 @@ def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
             assert stream.stopped
 
 
-def test_half_a_character_waits_for_its_other_half(detokenizer: object, tokenizer: object) -> None:
+def test_half_a_character_waits_for_its_other_half(detokenizer: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("é🌍").ids
     assert len(ids) == 6
     stream = IncrementalDetokenizer(detokenizer.detokenizer)
     assert [stream.feed(token) for token in ids] == ["", "é", "", "", "", "🌍"]
 
 
-def test_tokens_after_the_stop_string_are_not_counted(
-    detokenizer: object, tokenizer: object
-) -> None:
+def test_tokens_after_the_stop_string_are_not_counted(detokenizer: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("ab.cd").ids
     stream = IncrementalDetokenizer(detokenizer.detokenizer, ["."])
     assert "".join(map(stream.feed, ids)) == "ab"
@@ -85,14 +84,14 @@ def test_tokens_after_the_stop_string_are_not_counted(
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(
-    detokenizer: object, tokenizer: object
+    detokenizer: Any, tokenizer: Any
 ) -> None:
     ids = tokenizer.encode("a.b.c").ids
     stream = IncrementalDetokenizer(detokenizer.detokenizer, ["."], min_tokens=3)
     assert "".join(map(stream.feed, ids)) + stream.finish() == "a.b"
 
 
-def test_a_token_the_tokenizer_does_not_know_is_no_text(detokenizer: object) -> None:
+def test_a_token_the_tokenizer_does_not_know_is_no_text(detokenizer: Any) -> None:
     stream = IncrementalDetokenizer(detokenizer.detokenizer)
     stream.feed(10**6)
     stream.finish()

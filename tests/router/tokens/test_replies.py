@@ -74,7 +74,7 @@ def test_a_message_has_blocks_of_each_kind(
 ) -> None:
     """Calls that must be made are told of while they are written, others as a whole."""
     engine.behaviour.tokens_per_step = step
-    fields = {"max_tokens": 300, "tools": [TOOL], "tool_choice": {"type": choice}}
+    fields: dict[str, Any] = {"max_tokens": 300, "tools": [TOOL], "tool_choice": {"type": choice}}
     message = test_anthropic.ask(server, **fields).json()
     thinking, text, first, second = message["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "which 🌍?")
@@ -127,7 +127,7 @@ def bare(item: dict[str, Any]) -> dict[str, Any]:
 def test_a_message_that_comes_back_has_the_tokens_that_were_generated(
     server: Server, engine: ScriptedEngine
 ) -> None:
-    fields = {"max_tokens": 300, "tools": [TOOL], "cache_salt": "messages"}
+    fields: dict[str, Any] = {"max_tokens": 300, "tools": [TOOL], "cache_salt": "messages"}
     content = test_anthropic.ask(server, HI, **fields).json()["content"]
     results = [
         {"type": "tool_result", "tool_use_id": block["id"], "content": "3"}

@@ -61,8 +61,9 @@ def test_arguments_are_objects_or_text_as_the_template_takes_them(
     for arguments in ('{"a": "ü"}', {"a": "ü"}):
         assert rendered(tokenizer, called(arguments)) == expected
     nothing = "" if template == ITERATED else "<{}>"
-    for arguments in (None, "", {}):
-        assert rendered(tokenizer, called(arguments)) == nothing
+    empties: tuple[Any, ...] = (None, "", {})
+    for empty in empties:
+        assert rendered(tokenizer, called(empty)) == nothing
 
 
 def test_arguments_that_are_no_json_are_refused_by_a_template_that_needs_them(

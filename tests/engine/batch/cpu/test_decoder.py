@@ -193,7 +193,8 @@ def test_it_is_chosen_on_the_cpu_and_can_be_switched_off(monkeypatch: pytest.Mon
     classes = device.batch_classes(model, probe_layout(model))
     assert issubclass(classes[0], DecoderBatch) and classes[1:] == [HostBatch]
     choice = choose_executor(model, 90, 16)
-    assert issubclass(choice.executor._batch_class, DecoderBatch) and not choice.reason
+    executor: Any = choice.executor
+    assert issubclass(executor._batch_class, DecoderBatch) and not choice.reason
     monkeypatch.setenv(device.HOST_VARIABLE, "0")
     (stock,) = device.batch_classes(model, probe_layout(model))
     assert not issubclass(stock, HostBatch)
@@ -201,7 +202,7 @@ def test_it_is_chosen_on_the_cpu_and_can_be_switched_off(monkeypatch: pytest.Mon
 
 def test_every_number_of_rows_multiplies_alike() -> None:
     linear = nn.Linear(48, 80)
-    products = decoder.Products()
+    products = Products()
     ours = decoder._Linear.of(products, linear)
     products.measure([ours.weight])
     for rows in (*range(1, 20), 63, 64, 65, 200):

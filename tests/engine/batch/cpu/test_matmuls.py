@@ -1,4 +1,5 @@
 import mlx.core as mx
+import pytest
 from mlx import nn
 
 from engine.batch.cpu import matmuls
@@ -22,7 +23,9 @@ def test_every_way_gives_the_same_product() -> None:
                 assert mx.allclose(fast(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-def test_measured_layers_multiply_as_before_whatever_the_shape(monkeypatch) -> None:
+def test_measured_layers_multiply_as_before_whatever_the_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, fast = Two(), matmuls.Matmuls()
     shapes = ((48,), (1, 48), (2, 5, 48), (100, 48), (300, 48))
     inputs = [mx.random.normal(shape) for shape in shapes]

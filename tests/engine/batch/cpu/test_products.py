@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -33,7 +35,7 @@ def test_there_are_ways_of_both_libraries() -> None:
 
 @pytest.mark.parametrize("order", ["C", "F", "strided"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__qualname__)
-def test_every_way_is_the_product(way, order: str) -> None:
+def test_every_way_is_the_product(way: Callable[[Array, Array], Array], order: str) -> None:
     weight = some(COUNT, WIDTH)
     for rows in (1, 2, 5, 70):
         x = some(rows, WIDTH, order)

@@ -33,6 +33,7 @@ def test_each_row_attends_to_its_own_positions(window: int | None) -> None:
             np.asarray(array)[:] = noise.standard_normal(array.shape, np.float32)
     slots = [Slot(0, 0), Slot(0, 1), Slot(0, 4), Slot(1, 0), Slot(1, 1), Slot(1, 2)]
     rows = [Row(slot, end - 1, end) for slot, end in zip(slots, LENGTHS, strict=True)]
+    assert GEMM is not None
     together = Together(GEMM, layout, [(slabs[0], 0, rows[:3]), (slabs[1], 3, rows[3:])])
 
     for layer in (1, 0):

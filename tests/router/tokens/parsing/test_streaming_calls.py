@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ ARGUMENTS = (
     '"é🌍": [1, {"x": "}"}], "none": null}',
     "{}",
 )
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("add", "add_all")
 ]

@@ -23,6 +23,7 @@ help:
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
 	@echo "make test          run the tests (pytest's arguments in ARGS)"
 	@echo "make clients       install real clients and try each, write docs/clients.md (25 minutes)"
+	@echo "make docs          write the generated parts of the documentation (but for zoo and clients)"
 	@echo "make lint          ruff, mypy, import contracts"
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
@@ -57,6 +58,11 @@ test: setup
 
 clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)
+
+# The tables of docs/models.md and docs/clients.md take minutes: make zoo, make clients.
+.PHONY: docs
+docs: setup
+	$(BIN)/python -m tests.generated_docs
 
 lint: lint-style lint-types lint-imports
 

@@ -1,0 +1,305 @@
+"""The parts of the documentation that are generated: `make docs` writes them.
+
+Each stands between two comments, ``<!-- generated: NAME -->`` and ``<!-- end -->``. The tables of
+`docs/models.md` and `docs/clients.md` are not among them: they take minutes (`make zoo`,
+`make clients`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram, Metric
+
+from router.fleet.engines import Engine, Model
+from router.fleet.router import Router
+from router.http.app import create_app
+from router.http.middleware import ApiKeys
+from router.schemas.requests import SamplingRequest
+from shared.flags import Flag, flags_of
+from shared.settings import Settings
+from shared.wire import PROTOCOL_VERSION, Hello
+
+ROOT = Path(__file__).parents[1]
+
+_PART = re.compile(r"(<!-- generated: ([\w /-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+_REQUESTS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+_MAIN_FLAGS = (
+    "model",
+    "port",
+    "api-key",
+    "max-batch-size",
+    "num-blocks",
+    "kv-bits",
+    "engines",
+    "no-ssd",
+    "max-concurrent-requests",
+    "log-level",
+)
+"""Those that README shows."""
+_NOT_SAMPLING = ("model", "stream")
+"""Fields of `SamplingRequest` that do not say how tokens are chosen."""
+
+
+def updated(path: Path) -> str:
+    """The text of ``path`` with its generated parts as they should be."""
+    makers = parts()
+    return _PART.sub(
+        lambda found: f"{found[1]}\n{makers[found[2]]()}\n\n{found[3]}",
+        path.read_text(encoding="utf-8"),
+    )
+
+
+def parts() -> dict[str, Callable[[], str]]:
+    """What makes each generated part, by its name."""
+    documents: list[dict[str, Any]] = []
+
+    def document() -> dict[str, Any]:
+        if not documents:
+            documents.append(_openapi())
+        return documents[0]
+
+    fields = {
+        f"fields {name}": lambda path=path: _fields(document(), path)
+        for name, path in _REQUESTS.items()
+    }
+    return {
+        "flags": _flags,
+        "main flags": _main_flags,
+        "metrics": _metrics,
+        "endpoints": lambda: _endpoints(document()),
+        "fields sampling": lambda: _sampling_fields(document()),
+        **fields,
+    }
+
+
+def documents() -> list[Path]:
+    """Every Markdown file of the repository."""
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+# -- flags ---------------------------------------------------------------------
+
+
+def _flags() -> str:
+    """A table of flags for each group, in the order of their declaration."""
+    groups: dict[str, list[Flag]] = {}
+    for flag in flags_of(Settings):
+        groups.setdefault(flag.group, []).append(flag)
+    return "\n\n".join(
+        f"### {group[0].upper()}{group[1:]}\n\n"
+        + _table(("flag", "default", ""), [_flag(flag) for flag in flags])
+        for group, flags in groups.items()
+    )
+
+
+def _main_flags() -> str:
+    flags = {flag.name: flag for flag in flags_of(Settings)}
+    return _table(("flag", "default", ""), [_flag(flags[name]) for name in _MAIN_FLAGS])
+
+
+def _flag(flag: Flag) -> tuple[str, str, str]:
+    name = f"`--{flag.name}`"
+    if flag.kind is bool and not flag.name.startswith("no-"):
+        name += f" / `--{flag.opposite}`"
+    text = flag.declared.help
+    if flag.kind is tuple:
+        text += "; repeatable"
+    if flag.choices:
+        text += f" ({', '.join(f'`{choice}`' for choice in flag.choices)})"
+    if flag.declared.later:
+        text += " — *not available yet*"
+    default = flag.shown_default
+    return name, default if not default or " " in default else f"`{default}`", text
+
+
+# -- metrics -------------------------------------------------------------------
+
+
+def _metrics() -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        router = _router(directory)
+        for each in vars(router.metrics).values():
+            if isinstance(each, Counter | Gauge | Histogram):
+                for count in (1, 2):  # only of labels that have values there is a sample
+                    with suppress(ValueError):
+                        each.labels(*["x"] * count)
+        model = Model(_HELLO)
+        model.engines.append(Engine(b"", _HELLO, "engine-0", 1.0))
+        router.registry.models[model.id] = model
+        families = list(router.metrics.registry.collect())
+        router.engine_socket.close()
+    return _table(("name", "type", "labels", ""), [_metric(family) for family in families])
+
+
+def _metric(family: Metric) -> tuple[str, str, str, str]:
+    own = [name for sample in family.samples for name in sample.labels if name != "le"]
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    labels = ", ".join(f"`{label}`" for label in dict.fromkeys(own))
+    return f"`{name}`", family.type, labels, family.documentation
+
+
+# -- the API -------------------------------------------------------------------
+
+
+def _endpoints(document: dict[str, Any]) -> str:
+    return _table(
+        ("", "path", "", "key"),
+        [
+            (method.upper(), f"`{path}`", operation["summary"], _key(path, operation))
+            for path, operations in document["paths"].items()
+            for method, operation in operations.items()
+        ],
+    )
+
+
+def _key(path: str, operation: dict[str, Any]) -> str:
+    if not operation["security"]:
+        return ""
+    return "`--metrics-key`" if path == "/metrics" else "`--api-key`"
+
+
+def _sampling_fields(document: dict[str, Any]) -> str:
+    schema = _body(document, _REQUESTS["chat"])
+    return _fields_table(schema, [name for name in _sampling_names() if name in _accepted(schema)])
+
+
+def _fields(document: dict[str, Any], path: str) -> str:
+    """The fields that only this endpoint has, or has otherwise, and those that it refuses."""
+    schema = _body(document, path)
+    common = _body(document, _REQUESTS["chat"])["properties"]
+    sampling = _sampling_names()
+    accepted = [
+        name
+        for name in _accepted(schema)
+        if name not in sampling or schema["properties"][name] != common[name]
+    ]
+    refused = [name for name in schema["properties"] if name not in _accepted(schema)]
+    listed = ", ".join(f"`{name}`" for name in sorted(refused))
+    required = schema.get("required", ())
+    accepted.sort(key=lambda name: name not in required)
+    return f"{_fields_table(schema, accepted)}\n\nRefused by name: {listed}."
+
+
+def _fields_table(schema: dict[str, Any], names: Iterable[str]) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (f"`{name}`" + (" (required)" if name in required else ""), _type(properties))
+        for name in names
+        if (properties := schema["properties"][name])
+    ]
+    return _table(("field", "type"), rows)
+
+
+def _sampling_names() -> list[str]:
+    return [name for name in SamplingRequest.__struct_fields__ if name not in _NOT_SAMPLING]
+
+
+def _body(document: dict[str, Any], path: str) -> dict[str, Any]:
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    reference: str = content["application/json"]["schema"]["$ref"]
+    found: dict[str, Any] = document["components"]["schemas"][reference.rpartition("/")[2]]
+    return found
+
+
+def _accepted(schema: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, field in schema["properties"].items()
+        if not field.get("description", "").startswith("Not supported")
+    ]
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON schema in words; objects are not looked into."""
+    if "anyOf" in schema:
+        kinds = [_type(each) for each in schema["anyOf"] if each.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(each)}`" for each in schema["enum"])
+    match schema.get("type"):
+        case "array":
+            most = f" (at most {schema['maxItems']:,})" if "maxItems" in schema else ""
+            return f"list{most} of {_type(schema['items'])}"
+        case "string" if "maxLength" in schema:
+            return f"string (up to {schema['maxLength']:,} characters)"
+        case "object" if "additionalProperties" in schema:
+            return f"object of {_type(schema['additionalProperties'])}"
+        case "integer" | "number" as kind:
+            return f"{kind}{_range(schema)}"
+        case kind:
+            return str(kind or "object")
+
+
+def _range(schema: dict[str, Any]) -> str:
+    high = schema.get("maximum", 2**63)
+    if (above := schema.get("exclusiveMinimum")) is not None:
+        return f" (over {above:g}, to {high:g})"
+    low = schema.get("minimum", -(2**63))
+    if abs(low) >= 2**31:
+        return ""
+    return f" ({low:g} or more)" if high >= 2**31 - 1 else f" ({low:g} to {high:g})"
+
+
+# -- a router without engines --------------------------------------------------
+
+
+def _openapi() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        router = _router(directory)
+        app = create_app(router, ApiKeys(["key"]))
+        router.engine_socket.close()
+    found: dict[str, Any] = json.loads(app.state.openapi)
+    return found
+
+
+def _router(directory: str) -> Router:
+    return Router(Settings(metrics_key="key"), f"ipc://{directory}/engines", "unknown")
+
+
+_HELLO = Hello(
+    protocol=PROTOCOL_VERSION,
+    engine="engine-0",
+    incarnation="",
+    model="demo",
+    aliases=[],
+    fingerprint="",
+    context_length=1,
+    vocab_size=1,
+    block_size=1,
+    total_blocks=1,
+    max_sequences=1,
+    max_batch_size=1,
+    namespace=b"",
+    eos_token_ids=[],
+    files={},
+)
+
+
+def main() -> None:
+    for path in documents():
+        text = updated(path)
+        if text != path.read_text(encoding="utf-8"):
+            path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The documentation: its generated parts, its sizes, its links, and that it names every field."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from router.anthropic.schemas import MessagesRequest
+from router.responses.schemas import ResponsesRequest
+from router.schemas.requests import ChatRequest, CompletionRequest, RequestBody, unsupported_fields
+from shared.flags import flags_of
+from shared.settings import Settings
+from tests import generated_docs
+from tests.generated_docs import ROOT
+
+DOCUMENTS = generated_docs.documents()
+MEASURED = ("benchmarks.md", "clients.md", "models.md")
+"""Pages about runs of commands, which have flags of their own."""
+FOR_CONTRIBUTORS = [
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
+    *ROOT.glob("docs/design/*.md"),
+]
+_CODE = re.compile(r"^```[\s\S]*?^```$|^    .*$|`[^`\n]*`", re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_generated_parts_are_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == generated_docs.updated(path), "run `make docs`"
+
+
+def test_every_generated_part_is_in_a_document() -> None:
+    texts = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    for name in generated_docs.parts():
+        assert texts.count(f"<!-- generated: {name} -->") == 1, name
+
+
+@pytest.mark.parametrize(("name", "most_bytes"), [("README.md", 6_000), ("ARCHITECTURE.md", 8_000)])
+def test_what_is_read_first_is_short(name: str, most_bytes: int) -> None:
+    assert len((ROOT / name).read_bytes()) <= most_bytes
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for link in _LINK.findall(_CODE.sub("", path.read_text(encoding="utf-8"))):
+        if re.match(r"\w+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{link} in {name_of(path)}"
+        if anchor:
+            assert anchor in anchors(target), f"{link} in {name_of(path)}"
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize(
+    "kind", [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest]
+)
+def test_every_field_of_a_request_is_explained(kind: type[RequestBody]) -> None:
+    """By hand: what is generated names types and ranges only."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w.]+)", _GENERATED.sub("", text))
+    explained = {part for name in named for part in name.split(".")}
+    fields = {field.encode_name for field in msgspec.structs.fields(kind)}
+    assert not fields - set(unsupported_fields(kind)) - explained
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    """Paths of code in the pages for contributors, such as `router/http/app.py`."""
+    for path in FOR_CONTRIBUTORS:
+        for named in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)[`:]", path.read_text(encoding="utf-8")):
+            assert (ROOT / named).exists(), f"{named} in {name_of(path)}"
+
+
+def test_classes_that_the_pages_name_exist() -> None:
+    packages = ("services", "router", "engine", "kvstore", "shared")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    known = set(re.findall(r"\w+", "".join(file.read_text(encoding="utf-8") for file in files)))
+    for path in FOR_CONTRIBUTORS:
+        named = re.findall(r"`([A-Z][a-z]+[A-Z]\w*)`", path.read_text(encoding="utf-8"))
+        assert not set(named) - known, name_of(path)
+
+
+def test_flags_that_the_pages_name_exist() -> None:
+    known = {f"--{name}" for flag in flags_of(Settings) for name in (flag.name, flag.opposite)}
+    for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")):
+        if path.name not in MEASURED:
+            named = set(re.findall(r"`(--[\w-]+)", path.read_text(encoding="utf-8")))
+            assert not named - known, name_of(path)

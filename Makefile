@@ -3,6 +3,7 @@
 PORT  ?= 8000
 MODEL ?= demo
 ARGS  ?=
+WORKERS ?= 2
 # What MLX computes with: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu
 # The first of these that is new enough and works (shims of version managers may not).
@@ -16,12 +17,13 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test clients lint lint-style lint-types lint-imports hooks format bench soak fuzz zoo compose-test lock clean
+.PHONY: help setup serve test test-slow clients lint lint-style lint-types lint-imports hooks format bench soak fuzz zoo compose-test lock clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
-	@echo "make test          run the tests (pytest's arguments in ARGS)"
+	@echo "make test          run the tests but the slow ones, WORKERS=$(WORKERS) at once (pytest's arguments in ARGS)"
+	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
 	@echo "make clients       install real clients and try each, write docs/clients.md (25 minutes)"
 	@echo "make docs          write the generated parts of the documentation (but for zoo and clients)"
 	@echo "make lint          ruff, mypy, import contracts"
@@ -53,8 +55,13 @@ endif
 serve: setup
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
 
+# Many tests wait for processes more than they compute: two at a time take half the time.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+
+# One at a time: each of these keeps all cores busy.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)

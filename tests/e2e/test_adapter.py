@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.server import Server, serving
 from tests.oracle import Oracle
 from tests.tiny_models import make_adapter
@@ -17,6 +19,7 @@ def cached(server: Server) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_the_adapter_speaks_and_takes_no_blocks_of_the_plain_model(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def make_agent(kind: Kind, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_an_agent_computes_little_but_what_is_new(kind: Kind, tmp_path: Path) -> None:
     replies = transcript.replies()

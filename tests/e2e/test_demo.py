@@ -75,6 +75,7 @@ def test_the_capital_of_france_is_paris(server: Server) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_one_after_the_other_every_text_is_mlx_lms(
     server: Server, truth: Oracle, prompts: list[list[int]]
 ) -> None:
@@ -83,6 +84,7 @@ def test_one_after_the_other_every_text_is_mlx_lms(
         truth.check(prompt, MAX_TOKENS, text)
 
 
+@pytest.mark.slow
 def test_all_at_once_and_in_any_order_every_text_is_mlx_lms(
     truth: Oracle, prompts: list[list[int]]
 ) -> None:
@@ -94,6 +96,7 @@ def test_all_at_once_and_in_any_order_every_text_is_mlx_lms(
                 truth.check(prompt, MAX_TOKENS, answer["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_a_conversation_recomputes_only_what_is_new(server: Server, truth: Oracle) -> None:
     said: list[str] = []
     computed: list[int] = []
@@ -134,6 +137,7 @@ def test_a_sampled_text_is_the_same_whatever_the_load(server: Server) -> None:
     assert alone == again != other
 
 
+@pytest.mark.slow
 def test_a_prefix_survives_a_restart_of_everything(tmp_path: Path, truth: Oracle) -> None:
     flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")
     prompt = truth.tokenizer.encode(HEAD * 4)

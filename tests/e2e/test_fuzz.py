@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.fuzz import FLAGS, fuzz, internal_errors, requests_answered
 from tests.e2e.server import serving
 
 
+@pytest.mark.slow
 def test_requests_made_from_the_description_are_answered_as_described(
     tiny_model: Callable[..., Path],
 ) -> None:

@@ -45,6 +45,7 @@ def stored(server: Server, directory: Path, count: int) -> None:
     server.wait_until(lambda: len(files(directory)) >= count, 60, "blocks on the SSD")
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
     tmp_path: Path, truth: Oracle
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
             truth.check(prompt, MAX_TOKENS, text)
 
 
+@pytest.mark.slow
 def test_engines_with_other_bits_do_not_take_each_others_blocks(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:

@@ -43,6 +43,7 @@ def complete(server: Server, body: dict[str, Any]) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:

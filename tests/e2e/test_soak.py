@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.soak import grows, soak
 
 MINUTES = 1.25
@@ -12,6 +14,7 @@ SLACK_BYTES = 64 * 2**20
 """In so short a time heaps and caches still fill up."""
 
 
+@pytest.mark.slow
 def test_a_minute_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
     report = soak(tiny_model("llama"), MINUTES, slack_bytes=SLACK_BYTES)
     assert not report.findings, "\n".join(report.lines())

@@ -100,6 +100,7 @@ def for_all(function: Callable[[int], Any]) -> list[Any]:
         return list(clients.map(function, range(PROMPTS)))
 
 
+@pytest.mark.slow
 def test_text_is_the_same_streamed_and_cut_at_a_stop_string_at_any_offset(server: Server) -> None:
     def check(number: int) -> Told:
         asked = question(number)

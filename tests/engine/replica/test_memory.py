@@ -137,6 +137,7 @@ def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[.
     assert ledger.used_bytes > 0.9 * 8 * whole.executor.state_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_bits", "num_blocks"), [(16, 32), (8, 128)])
 def test_the_ledger_knows_what_is_held_of_a_real_model(
     demo_model: Path, kv_bits: int, num_blocks: int
@@ -155,6 +156,7 @@ def test_the_ledger_knows_what_is_held_of_a_real_model(
     assert watch.worst < 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
     tiny_model: Callable[..., Path], kv_bits: int

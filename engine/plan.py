@@ -1,26 +1,21 @@
-"""The plan of one step, and what comes back: the seam between scheduler and executor.
+"""The plan of one step and its result: the seam between scheduler and executor.
 
-The scheduler decides everything and says it here; the executor does it and
-decides nothing. Both sides are plain data without mlx, so that a plan can be
-logged, replayed, sent to another rank, or run by a fake.
+The scheduler decides everything and writes it into a `Plan`. The executor runs the plan and
+decides nothing. Both sides are plain data without mlx, so that a plan can be logged, replayed,
+sent to another rank, or run by a fake.
 
-The storage that plans talk about:
+The storage that plans refer to:
 
-* A **slab** is a set of rows of one capacity (tokens), allocated and freed as a
-  whole. A **slot** is one row of a slab; it holds the KV of one running sequence,
-  left-aligned: the token at position p lies at index p. Writing beyond a sequence's
-  length is harmless: whatever lies there is never attended to, and is overwritten
-  when the sequence gets there.
-* A **block** is an immutable copy of ``block_size`` consecutive positions of some
-  sequence, in all layers, known to the executor by an integer id that the
-  scheduler assigns. Sequences never read blocks in place, they are copied into slots.
-* A **snapshot** is an immutable copy of the recurrent state that some sequence had after
-  so many positions, for models that have such. It has an id as blocks have, from the
-  same numbers, and is evicted as they are. A move takes the slot's state along.
-
-Within one plan the executor does, in this order: ``evictions``, ``freed_slabs``,
-``new_slabs``, ``inserts``, ``restores``, ``state_restores``, ``moves``, ``decodes``,
-``chunks``, ``saves``, ``state_saves``, ``exports``.
+* A **slab** is a set of rows of one capacity (tokens), allocated and freed as a whole. A
+  **slot** is one row of a slab. It holds the KV of one running sequence, left-aligned: the
+  token at position p lies at index p. Writing beyond a sequence's length is harmless: those
+  positions are never attended to, and are overwritten when the sequence gets there.
+* A **block** is an immutable copy of ``block_size`` consecutive positions of some sequence, in
+  all layers. The executor knows it by an integer id that the scheduler assigns. Sequences never
+  read blocks in place; blocks are copied into slots.
+* A **snapshot** is an immutable copy of the recurrent state that a sequence had after a number
+  of positions, for models with recurrent layers. Its id comes from the same numbers as those of
+  blocks, and it is evicted like a block. A `Move` takes the slot's state along.
 """
 
 from __future__ import annotations
@@ -31,6 +26,10 @@ import msgspec
 
 from shared.wire import Grammar, Sampling, TokenLogprobs
 
+Payload = tuple[bytes | memoryview, ...]
+"""The content of a block or a snapshot: one buffer per storage group of the model, or per array
+of its state. Order and sizes are the same for all of one namespace."""
+
 
 class Slot(NamedTuple):
     slab_id: int
@@ -38,48 +37,45 @@ class Slot(NamedTuple):
 
 
 class PlanOp(msgspec.Struct, frozen=True, array_like=True):
-    """Base of the parts of a plan."""
+    """Base of the operations of a plan."""
 
 
 class Evict(PlanOp, frozen=True):
-    """Forget ``block_id``, or the snapshot of that id; with ``export`` its bytes come back in
-    the step's result."""
+    """Forget a block or a snapshot."""
 
-    block_id: int
-    export: bool = False
+    block_id: int  # of the block or the snapshot
+    export: bool = False  # return its bytes in `StepResult.exported`
 
 
 class SlabSpec(PlanOp, frozen=True):
-    """Allocate ``rows`` rows of ``capacity`` tokens under the new id ``slab_id``."""
+    """Allocate a slab."""
 
-    slab_id: int
+    slab_id: int  # a new id
     rows: int
-    capacity: int
+    capacity: int  # tokens of each row
 
 
 class Insert(PlanOp, frozen=True):
-    """``payload`` (as an earlier `Exported` had it) becomes ``block_id``, or with ``is_snapshot``
-    the snapshot of that id."""
+    """Create a block or a snapshot from bytes."""
 
-    block_id: int
-    payload: tuple[bytes | memoryview, ...]
+    block_id: int  # of the block or the snapshot
+    payload: Payload  # as in an earlier `Exported`
     is_snapshot: bool = False
 
 
 class Restore(PlanOp, frozen=True):
-    """Copy ``block_ids`` into ``slot``, the first of them at position ``start``."""
+    """Copy blocks into a slot."""
 
     slot: Slot
-    start: int
+    start: int  # position of the first block
     block_ids: tuple[int, ...]
 
 
 class RestoreState(PlanOp, frozen=True):
-    """The state of ``slot`` becomes that of ``snapshot_id``, which was taken after
-    ``position`` positions."""
+    """Set the state of a slot to that of a snapshot."""
 
     slot: Slot
-    position: int
+    position: int  # the snapshot was taken after so many positions
     snapshot_id: int
 
 
@@ -92,65 +88,61 @@ class Move(PlanOp, frozen=True):
 
 
 class Decode(PlanOp, frozen=True):
-    """One token in, one token out.
-
-    The input token is ``token_id``, or, where that is None, the token that the slot's
-    previous decode sampled (which the scheduler may not have seen yet). Its KV is
-    written at ``position``. The output is the request's output number
-    ``output_index``, which with the seed makes its noise. ``forbidden`` are tokens
-    that must not be chosen now (EOS before ``min_tokens``). ``logprobs`` asks for
-    that many alternatives. ``history`` are all tokens at the positions before this one:
-    it comes with the first decode in a slot, where the sampling looks back. A ``constrained``
-    row chooses what its grammar allows, ``forbidden`` tokens only where that is nothing else;
-    ``grammar`` comes with the first decode in a slot, and ``history`` with it.
-    """
+    """Compute one token and sample the next one."""
 
     slot: Slot
-    position: int
+    position: int  # of the input token; its KV is written here
     token_id: int | None
-    output_index: int
+    """The input token. None is the token that the slot's previous decode sampled, which the
+    scheduler may not have seen yet."""
+    output_index: int  # number of the output in its request; with the seed it makes the noise
     sampling: Sampling
     forbidden: tuple[int, ...] = ()
-    logprobs: int | None = None
+    """Tokens that must not be chosen now (EOS before ``min_tokens``)."""
+    logprobs: int | None = None  # number of alternatives to return
     history: tuple[int, ...] | None = None
+    """All tokens at the positions before this one. It comes with the first decode in a slot,
+    where the sampling looks back or there is a grammar."""
     constrained: bool = False
-    grammar: Grammar | None = None
+    """The token must be one that the grammar allows; a ``forbidden`` one only if the grammar
+    allows nothing else."""
+    grammar: Grammar | None = None  # comes with the first decode in a slot
 
 
 class Chunk(PlanOp, frozen=True):
-    """Compute the KV of ``token_ids`` at positions from ``start`` on. Samples nothing:
-    the last token of a prompt goes through a `Decode`.
-
-    ``target_ids`` are the tokens that come after each of the first of ``token_ids``: their
-    log-probabilities come back (`PromptLogprobs`), with ``logprobs`` alternatives each.
-    """
+    """Compute the KV of consecutive tokens. It samples nothing: the last token of a prompt goes
+    through a `Decode`."""
 
     slot: Slot
-    start: int
+    start: int  # position of the first token
     token_ids: tuple[int, ...]
     target_ids: tuple[int, ...] = ()
-    logprobs: int = 0
+    """The tokens that follow each of the first of ``token_ids``. Their log-probabilities are
+    returned (`PromptLogprobs`)."""
+    logprobs: int = 0  # number of alternatives to return with each
 
 
 class Save(PlanOp, frozen=True):
-    """Copy positions from ``start`` on into the new ``block_ids``, one after the other,
-    as they are when this plan's decodes and chunks are done."""
+    """Copy consecutive positions of a slot into new blocks, as they are when this plan's decodes
+    and chunks are done."""
 
     slot: Slot
-    start: int
+    start: int  # position of the first block
     block_ids: tuple[int, ...]
 
 
 class SaveState(PlanOp, frozen=True):
-    """Copy the slot's state into the new ``snapshot_id``, as it is when this plan's decodes
-    and chunks are done, after ``position`` positions."""
+    """Copy a slot's state into a new snapshot, as it is when this plan's decodes and chunks are
+    done."""
 
     slot: Slot
-    position: int
+    position: int  # the state is that after so many positions
     snapshot_id: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The operations of one step. The executor runs them in the order of these fields."""
+
     step: int
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
@@ -163,15 +155,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[Chunk, ...] = ()
     saves: tuple[Save, ...] = ()
     state_saves: tuple[SaveState, ...] = ()
-    exports: tuple[int, ...] = ()
+    exports: tuple[int, ...] = ()  # ids of blocks
 
 
 class Exported(NamedTuple):
-    """The content of a block or a snapshot: one buffer per storage group of the model, or per
-    array of its state, always in the same order and of the same sizes for one namespace."""
-
-    block_id: int
-    payload: tuple[bytes | memoryview, ...]
+    block_id: int  # of a block or a snapshot
+    payload: Payload
 
 
 class PromptLogprobs(NamedTuple):
@@ -183,22 +172,18 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``tokens`` and ``logprobs`` run parallel to the plan's decodes. ``prompt_logprobs`` is what
-    became known of chunks with followers, of this plan or an earlier one, without gaps,
-    and before the slot's first decode is known. ``elapsed_s`` is the time the step took
-    on the device, as far as it was not shared with another. ``failed`` names the slots
-    whose chunk raised, or whose grammar did, with the reason: nothing of theirs was saved,
-    everything else in the plan was done. ``build_s`` is what the host took to put the step
-    together and to dispatch it, and ``sample_s`` to choose tokens; where the device is the
-    host itself, without the time that it computed.
-    """
-
     step: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    tokens: tuple[int, ...]  # parallel to the plan's decodes
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to the plan's decodes
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """What became known of chunks with ``target_ids``, of this plan or an earlier one: without
+    gaps, and before the result of the slot's first decode."""
     exported: tuple[Exported, ...] = ()
     failed: tuple[tuple[Slot, str], ...] = ()
-    elapsed_s: float = 0.0
-    build_s: float = 0.0
+    """The slots whose chunk or grammar raised, with the reason. Nothing of theirs was saved;
+    everything else in the plan was done."""
+    elapsed_s: float = 0.0  # time of the step on the device that it shared with no other step
+    build_s: float = 0.0  # time of the host to put the step together and to dispatch it
     sample_s: float = 0.0
+    """Time of the host to choose tokens. Where the host itself is the device, neither this nor
+    ``build_s`` includes the time that it computed."""

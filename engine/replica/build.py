@@ -112,7 +112,6 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
         block_size=settings.block_size,
         block_bytes=block_bytes,
         slot_block_bytes=slot_block_bytes,
-        row_bytes=executor.state_bytes,
         state_bytes=executor.state_bytes,
         max_snapshots=max_snapshots,
         keeps_kv=executor.keeps_kv,

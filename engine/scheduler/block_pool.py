@@ -1,4 +1,4 @@
-"""The pool of cached blocks: which exist, and which may go first."""
+"""The pool of cached blocks, and the order in which they are evicted."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from itertools import count
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """``pins`` counts what is in flight with it; ``stored`` says that the kvstore has it.
-    ``last_used`` grows with every use of any block. ``is_snapshot`` says that it is a snapshot:
-    what it holds is not KV, but the recurrent state at the end of the prefix of that hash."""
+    """A cached block or snapshot."""
 
     id: int
     hash: bytes
-    pins: int = 1
-    stored: bool = False
-    last_used: int = 0
+    pins: int = 1  # uses of it in flight
+    stored: bool = False  # the kvstore has it
+    last_used: int = 0  # time of its last use, by the clock of the pools
     is_snapshot: bool = False
+    """It holds no KV, but the recurrent state at the end of the prefix with that hash."""
 
 
 class BlockPool:
-    """Blocks by hash. A block that nothing in flight refers to is evictable, the one
-    that was used longest ago first. Ids are never used twice. Every operation is O(1)
-    per block it is about. Pools with one ``clock`` have no id in common, and their
-    blocks can be compared by when they were used."""
+    """Blocks by hash. A block that nothing in flight refers to is evictable, least recently used
+    first. Ids are never used twice. Every operation is O(1) per block that it concerns.
+
+    Pools with the same ``clock`` have no id in common, and their blocks can be compared by the
+    time of their last use.
+    """
 
     _holds_snapshots = False
 
@@ -53,7 +54,7 @@ class BlockPool:
         return self._index.get(block_hash)
 
     def add(self, block_hash: bytes, *, stored: bool = False) -> Block:
-        """A new block, pinned once. Its hash must not be in the pool."""
+        """Add a block, pinned once. Raises: ValueError if its hash is in the pool."""
         if block_hash in self._index:
             raise ValueError("this block is in the pool already")
         block = Block(
@@ -67,7 +68,7 @@ class BlockPool:
         self._evictable.pop(block.hash, None)
 
     def unpin(self, block: Block) -> None:
-        """The last one makes it evictable, as the most recently used."""
+        """Undo one `pin`. The last one makes ``block`` evictable, as the most recently used."""
         block.pins -= 1
         if not block.pins and self._index.get(block.hash) is block:
             self._evictable[block.hash] = block
@@ -75,38 +76,38 @@ class BlockPool:
 
     @property
     def oldest_use(self) -> float:
-        """When the block that `pop_oldest` takes was used, infinity if there is none."""
+        """When the block that `pop_oldest` takes was used last; infinity if there is none."""
         return next(iter(self._evictable.values())).last_used if self._evictable else float("inf")
 
     def pop_oldest(self) -> Block:
-        """Takes the evictable block used longest ago out of the pool. KeyError if none."""
+        """Remove the least recently used evictable block. Raises: KeyError if there is none."""
         block_hash, block = self._evictable.popitem(last=False)
         del self._index[block_hash]
         self._record_change(block_hash, added=False)
         return block
 
     def remove(self, block: Block) -> None:
-        """Takes ``block`` out, pinned or not: what it was said to hold is not there."""
+        """Remove ``block``, pinned or not: its content does not exist."""
         if self._index.get(block.hash) is block:
             del self._index[block.hash]
             self._evictable.pop(block.hash, None)
             self._record_change(block.hash, added=False)
 
     def clear(self) -> None:
-        """Takes all blocks out, pinned or not."""
+        """Remove all blocks, pinned or not."""
         for block in list(self):
             self.remove(block)
 
     def match_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many of ``hashes``, from the first without a gap, are in the pool."""
+        """Return how many of ``hashes``, from the first without a gap, are in the pool."""
         for number, block_hash in enumerate(hashes):
             if block_hash not in self._index:
                 return number
         return len(hashes)
 
     def touch(self, hashes: Sequence[bytes]) -> int:
-        """Makes ``hashes`` the most recently used, the first of them last of all, since
-        a chain is worth nothing without its head. Returns what `match_prefix` would."""
+        """Mark ``hashes`` as the most recently used, the first of them last of all, since a chain
+        is worth nothing without its head. Returns the same as `match_prefix`."""
         leading = len(hashes)
         for number in range(len(hashes) - 1, -1, -1):
             if hashes[number] in self._evictable:
@@ -117,14 +118,14 @@ class BlockPool:
         return leading
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """The hashes that came and those that went since the last call, net."""
-        added = [block_hash for block_hash, there in self._changes.items() if there]
-        removed = [block_hash for block_hash, there in self._changes.items() if not there]
+        """Return the hashes that were added and removed since the last call, net."""
+        added = [block_hash for block_hash, exists in self._changes.items() if exists]
+        removed = [block_hash for block_hash, exists in self._changes.items() if not exists]
         self._changes.clear()
         return added, removed
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with the pool, for `check_integrity`."""
+        """Yield what is wrong with the pool, for `check_integrity`."""
         for block_hash, block in self._index.items():
             if block.pins < 0:
                 yield f"block {block.id} has {block.pins} pins"

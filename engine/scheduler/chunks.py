@@ -1,29 +1,28 @@
-"""How long a prefill chunk may be: by predicted time, not by tokens."""
+"""Sizes of prefill chunks, by predicted time and not by tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 STREAMING_TARGET_S = 0.4
-"""What chunks may add to a step while others wait for their next token."""
+"""Time that chunks may add to a step while other sequences wait for their next token."""
 ALONE_TARGET_S = 0.75
-"""The same when nobody does: how long somebody who joins now would wait at most."""
+"""The same when none waits: the longest that a sequence which joins now would wait."""
 _DECODE_MIN_GROWTH = 1.02
-"""By how much the shortest decode is forgotten with each step."""
+"""Growth of the remembered shortest decode with each step, so that it is forgotten."""
 MAX_TOKENS = 512
 MIN_TOKENS = 64
 
 
 class ChunkPolicy:
-    """Sizes chunks so that a step takes about as long as is bearable.
+    """Sizes chunks so that a step takes about its target time.
 
-    The chunks of a plan cost one pass over the weights, about what the shortest decode
-    took, however few their tokens are. Then a token costs ``base`` seconds, for the
-    matmuls, and ``slope`` more for each token before it, for the attention: a line, fitted
-    to what steps were measured to take (least squares over chunks, weighted by their
-    tokens, the older ones fading). It begins as what a slow CPU needs. As long as all
-    chunks were at about the same position, the slope is taken to be to the base as it was
-    at first.
+    The chunks of a plan cost one pass over the weights, about the time of the shortest decode,
+    however few their tokens are. Each token then costs ``base`` seconds, for the matmuls, and
+    ``slope`` more for each token before it, for the attention. This line is fitted to the
+    measured times of steps: least squares over chunks, weighted by their tokens, with decay. It
+    begins with the values of a slow CPU. As long as all chunks were at about the same position,
+    the ratio of slope to base is assumed to be the initial one.
     """
 
     _DECAY = 0.9
@@ -41,20 +40,20 @@ class ChunkPolicy:
         self._sums = [float(MIN_TOKENS), 0.0, 0.0, MIN_TOKENS * self._base_s, 0.0]
 
     def budget(self, *, streaming: bool) -> ChunkBudget:
-        """What the chunks of the next plan may use together."""
+        """Return what the chunks of the next plan may use together."""
         if self._fixed_tokens is not None:
             return ChunkBudget(self, float("inf"), self._fixed_tokens, self._block_size)
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         return ChunkBudget(self, target_s, MAX_TOKENS, self._block_size)
 
     def predict_s(self, start: int, tokens: int) -> float:
-        """What ``tokens`` from ``start`` on add to a pass over the weights."""
+        """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""
         return tokens * (self._base_s + self._slope_s * (start + tokens / 2))
 
     def observe(
         self, *, decode_rows: int, chunks: Sequence[tuple[int, int]], elapsed_s: float
     ) -> None:
-        """Learns from a step with these ``chunks`` (start, tokens), padded to the longest."""
+        """Learn from a step with these ``chunks`` (start, tokens), padded to the longest."""
         if elapsed_s <= 0:
             return
         if not chunks:
@@ -82,8 +81,8 @@ class ChunkPolicy:
 
 
 class ChunkBudget:
-    """The seconds and tokens that are left for the chunks of one plan. They run as one
-    batch, padded to the longest, so that only chunks of about the same length go together."""
+    """The seconds and tokens that are left for the chunks of one plan. The chunks run as one
+    batch, padded to the longest, so only those of about the same length go together."""
 
     def __init__(self, policy: ChunkPolicy, seconds: float, tokens: int, block_size: int) -> None:
         self._policy = policy
@@ -96,9 +95,11 @@ class ChunkBudget:
         self._longest = 0
 
     def take(self, start: int, remaining: int) -> int:
-        """How many of the ``remaining`` tokens from ``start`` on (a multiple of the block
-        size) are computed now: all, or up to the end of a block, so that it can be
-        published. The first one always gets something."""
+        """Return how many of the ``remaining`` tokens from ``start`` on are computed now.
+
+        ``start`` is a multiple of the block size. It is all tokens, or those up to the end of a
+        block, so that the block can be saved. The first call never returns 0.
+        """
         if not self._width:
             tokens = self._fit_to_time(start, min(remaining, max(self._tokens, self._min_tokens)))
             tokens = self._end_at_block(tokens, remaining)
@@ -114,7 +115,7 @@ class ChunkBudget:
             too_short = tokens < min(self._min_tokens, remaining)
             if too_short or self._width - tokens > max(tokens, MIN_TOKENS):
                 return 0
-            # Another pass for the little that is left of a prompt costs more than it spares.
+            # Another pass for the short rest of a prompt costs more time than it saves.
             if padded_s > self._seconds + (self._spare_s if tokens == remaining else 0.0):
                 return 0
             self._seconds -= padded_s
@@ -123,8 +124,8 @@ class ChunkBudget:
         return tokens
 
     def _fit_to_time(self, start: int, tokens: int) -> int:
-        """As many of ``tokens`` as there is time for, but not less than is worth a chunk. All
-        where little would be left: another pass over the weights costs more."""
+        """Return as many of ``tokens`` as there is time for, but not fewer than are worth a chunk.
+        It is all of them if few would be left: another pass over the weights costs more."""
         if self._policy.predict_s(start, tokens) <= self._seconds + self._spare_s / 2:
             return tokens
         while tokens > self._min_tokens and self._policy.predict_s(start, tokens) > self._seconds:

@@ -1,4 +1,4 @@
-"""What a failed chunk takes with it when a later plan is in flight already."""
+"""What becomes invalid with a failed chunk, when a later plan is in flight already."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.scheduler.sequence import Sequence
 def discard_failed_saves(
     failed: set[Sequence], step: InFlightStep, later: InFlightStep | None, memory: Memory
 ) -> set[Sequence]:
-    """Takes the blocks that ``failed`` sequences were to save in ``step`` out of the pool.
+    """Remove the blocks that ``failed`` sequences were to save in ``step`` from the pool.
 
-    They were findable since ``step`` was planned, so ``later``, which was planned since,
-    may have restored them, and saved on. Those blocks go too, and the sequences that have
-    wrong KV in their slots through no fault of their own are returned: they must begin again.
+    Those blocks could be found since ``step`` was planned. So ``later``, the plan after it, may
+    have restored them and saved more on top: these blocks are removed too. Returns the other
+    sequences that got wrong KV into their slots that way; they must begin again.
     """
     bad: set[Block] = set()
     for seq in failed:

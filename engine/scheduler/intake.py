@@ -1,4 +1,4 @@
-"""What is taken in: a `Submit` becomes a sequence, or is refused with a reason."""
+"""Intake of requests: a `Submit` becomes a sequence, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.hashing import salted
 
 
 class Refusal(Exception):
-    """A request that is not taken; ``param`` names the field that is at fault."""
+    """A request is not accepted; ``param`` names the field at fault."""
 
     def __init__(self, reason: wire.RefusalReason, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,9 +26,11 @@ def make_sequence(
     now_s: float,
     grammar: object = None,
 ) -> Sequence:
-    """The sequence for ``request``, its max_tokens cut to what the context leaves.
-    ``largest_capacity`` is how many tokens a slot can have when it is alone in memory.
-    Raises `Refusal`."""
+    """Return the sequence for ``request``, its ``max_tokens`` cut to what the context leaves.
+
+    ``largest_capacity`` is the number of tokens of a slot that is alone in memory.
+    Raises: `Refusal`.
+    """
     _check_tokens(request, config.vocab_size)
     if request.max_tokens < 1:
         raise Refusal("invalid", f"max_tokens is {request.max_tokens}", "max_tokens")

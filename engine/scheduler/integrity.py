@@ -1,4 +1,4 @@
-"""What must hold between any two calls. Walks over everything: for tests and idle times."""
+"""Invariants that hold between any two calls. They walk over everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduler.sequence_table import SequenceTable
 
 
 class IntegrityError(AssertionError):
-    """The scheduler's books do not agree with each other."""
+    """The scheduler's structures contradict each other."""
 
 
 def check(
@@ -23,7 +23,10 @@ def check(
     memory: Memory,
     in_flight: Iterable[InFlightStep],
 ) -> None:
-    """Raises `IntegrityError` with everything that is wrong."""
+    """Check all invariants; slow, for tests and idle times.
+
+    Raises: `IntegrityError`, which names everything that is wrong.
+    """
     faults = [*_memory(config, memory, list(in_flight)), *_slots(config, sequences, memory)]
     if faults:
         raise IntegrityError("; ".join(faults))
@@ -38,18 +41,18 @@ def _memory(
     charged += len(memory.blocks) * config.block_bytes
     charged += len(memory.snapshots) * config.state_bytes
     charged += sum(memory.fetch_reservations.values()) * config.block_bytes
-    condemned_bytes = sum(
+    invalid_bytes = sum(
         memory.bytes_of(block) for step in in_flight for _, block in step.invalid_blocks
     )
-    charged += condemned_bytes
+    charged += invalid_bytes
     if len(memory.snapshots) > config.max_snapshots:
         yield f"{len(memory.snapshots)} snapshots are kept, over {config.max_snapshots}"
     if charged != memory.ledger.used_bytes:
-        yield f"the ledger has {memory.ledger.used_bytes} bytes, what is there takes {charged}"
+        yield f"the ledger has {memory.ledger.used_bytes} bytes, but {charged} are in use"
     if memory.ledger.used_bytes > memory.ledger.limit_bytes:
         yield f"{memory.ledger.used_bytes} bytes used of {memory.ledger.limit_bytes}"
-    if condemned_bytes != memory.withdrawn_bytes:
-        yield f"{memory.withdrawn_bytes} bytes withdrawn, but {condemned_bytes} condemned"
+    if invalid_bytes != memory.withdrawn_bytes:
+        yield f"{memory.withdrawn_bytes} bytes are withdrawn, but {invalid_bytes} invalid"
     pins = Counter(
         block for step in in_flight for blocks in step.saved.values() for block in blocks
     )
@@ -70,21 +73,22 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
     if sequences.count(Status.DECODING) > config.max_batch_size:
         yield f"{sequences.count(Status.DECODING)} sequences decode, over {config.max_batch_size}"
     if len(sequences.live) != len(running) + len(sequences.waiting) + len(sequences.loading):
-        yield f"{len(sequences.live)} are live, another number is in some state"
+        yield f"{len(sequences.live)} sequences are live, another number has a status"
     for seq in memory.fetch_reservations:
-        if seq not in sequences.loading.values() and not seq.fetched_payloads:
-            yield f"{seq.request.request_id} has room for blocks that nobody sends"
+        if seq not in sequences.loading.values() and not seq.fetch.payloads:
+            yield f"{seq.request.request_id} has room for blocks that are not on their way"
     for seq in sequences.live.values():
-        if len(seq.fetched_payloads) > memory.fetch_reservations.get(seq, 0):
-            yield f"{seq.request.request_id} has {len(seq.fetched_payloads)} blocks in no ledger"
+        if len(seq.fetch.payloads) > memory.fetch_reservations.get(seq, 0):
+            yield f"{seq.request.request_id} has {len(seq.fetch.payloads)} blocks in no ledger"
         name = f"{seq.request.request_id} ({seq.status.name})"
         if seq.status is Status.FINISHED or (seq.slot is not None) != (seq.status in HOLDING_SLOT):
             yield f"{name} has slot {seq.slot}"
         if seq.status in HOLDING_SLOT and seq.num_computed_tokens > seq.capacity:
             yield f"{name} computed {seq.num_computed_tokens} positions of {seq.capacity}"
-        trail = seq.trailing_snapshot
-        if trail is not None and memory.snapshots.holds(trail) and trail.hash in seq.block_hashes:
-            yield f"{name} keeps a snapshot to itself that others may find"
+        kept = seq.snapshots.trailing
+        if kept is not None and memory.snapshots.holds(kept) and kept.hash in seq.block_hashes:
+            yield f"{name} has a private snapshot that is published"
+        planned = len(seq.token_ids) - 1 + seq.num_inflight
         decoding = seq.status in (Status.DECODING, Status.ENDING)
-        if decoding and seq.num_computed_tokens != len(seq.token_ids) - 1 + seq.num_inflight:
+        if decoding and seq.num_computed_tokens != planned:
             yield f"{name} is at {seq.num_computed_tokens} with {len(seq.token_ids)} tokens"

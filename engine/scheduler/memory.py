@@ -1,4 +1,4 @@
-"""Memory: one ledger in bytes, and what is given up when something new must fit."""
+"""Memory: one ledger in bytes, and what is evicted to make room."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from engine.scheduler.slot_table import SlotTable
 from engine.scheduler.snapshot_pool import SnapshotPool
 
 SLAB_TOKENS = 4096
-"""About how many tokens all rows of a slab hold together."""
+"""Roughly the tokens that all rows of a slab hold together."""
 MAX_SLAB_SHARE = 1 / 8
-"""As much of the memory they hold at most, where there is more than one."""
+"""The largest part of the memory for a slab of more than one row."""
 
 
 class Ledger:
-    """Bytes that are spoken for. They never exceed the limit: reserve before use."""
+    """Bytes that are reserved. They never exceed the limit: reserve before use."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
     def shortfall(self, size_bytes: int) -> int:
-        """How many bytes are missing for ``size_bytes`` more; none if not positive."""
+        """Return the bytes that are missing for ``size_bytes`` more; none if not positive."""
         return self.used_bytes + size_bytes - self.limit_bytes
 
     def reserve(self, size_bytes: int) -> None:
+        """Reserve ``size_bytes``. Raises: RuntimeError if they are over the limit."""
         if self.shortfall(size_bytes) > 0:
             raise RuntimeError(f"{size_bytes} bytes reserved over the limit")
         self.used_bytes += size_bytes
@@ -38,9 +39,8 @@ class Ledger:
 
 
 class Memory:
-    """Slots, blocks and snapshots under one ledger, and the evictions, freed and new slabs that the
-    plan in the making must carry for it. ``fetch_reservations`` says for how many blocks there is
-    room that come from the kvstore, or have come, for sequences that hold no slot yet."""
+    """Slots, blocks and snapshots under one ledger, and the evictions and slabs that the plan in
+    the making must carry for it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -52,9 +52,10 @@ class Memory:
         self.snapshots = SnapshotPool(config.max_snapshots, clock)
         self.slots = SlotTable()
         self.fetch_reservations: dict[Sequence, int] = {}
-        self.withdrawn_bytes = 0
+        """Reserved blocks that come from the kvstore, or have come, by sequence without a slot."""
+        self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.evictions: list[Evict] = []
-        self.exported: dict[int, bytes] = {}
+        self.exported: dict[int, bytes] = {}  # hashes of evicted blocks whose bytes come back
         self.freed_slabs: list[int] = []
         self.new_slabs: list[SlabSpec] = []
 
@@ -68,8 +69,8 @@ class Memory:
 
     @property
     def unevictable_bytes(self) -> int:
-        """What running sequences hold: rows in use, and blocks in flight. The free rows of their
-        slabs are room for others."""
+        """The bytes that running sequences hold: rows in use, and blocks in flight. The free rows
+        of their slabs are room for others."""
         rows = sum(
             self._config.slab_bytes(count, capacity) for count, capacity in self.slots.used()
         )
@@ -79,9 +80,8 @@ class Memory:
         return rows + pinned_bytes + self.withdrawn_bytes
 
     def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
-        """A slot for at least ``tokens`` tokens and its capacity; None when there is no
-        room now. A larger one than needed is taken only where it is free and a fitting
-        one is not to be had."""
+        """Return a slot for at least ``tokens`` tokens and its capacity, None if there is no room
+        now. A slot of a larger class is taken only if it is free and there is none that fits."""
         fitting = [capacity for capacity in self._classes if capacity >= tokens]
         slot = self.slots.take(fitting[0])
         if slot is None and self._add_slab(fitting[0]):
@@ -95,10 +95,12 @@ class Memory:
         return None
 
     def reserve_fetch(self, seq: Sequence, blocks: int) -> int:
-        """Takes memory for up to so many blocks of ``seq`` that are to come from the kvstore, and
-        returns for how many. It stays reserved until `add_fetched_block` has used it or
-        `release_fetch` was called; but whoever finds no room otherwise may have it, and ``seq``
-        computes them."""
+        """Reserve memory for up to ``blocks`` blocks of ``seq`` that are to come from the kvstore.
+
+        Returns for how many. The memory stays reserved until `add_fetched_block` uses it or
+        `release_fetch` is called. If there is no other room, it is taken for something else, and
+        ``seq`` computes the blocks.
+        """
         free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
         blocks = max(0, min(blocks, free // self._config.block_bytes))
         if blocks:
@@ -108,8 +110,8 @@ class Memory:
         return blocks
 
     def release_fetch(self, seq: Sequence, keep: int = 0) -> int:
-        """Ends what `reserve_fetch` took for ``seq``, ``keep`` so many blocks; how many it has
-        left."""
+        """Release what `reserve_fetch` reserved for ``seq``, except for ``keep`` blocks. Returns
+        for how many blocks memory is still reserved."""
         had = self.fetch_reservations.pop(seq, 0)
         left = min(had, keep)
         self.ledger.release((had - left) * self._config.block_bytes)
@@ -118,26 +120,25 @@ class Memory:
         return left
 
     def add_fetched_block(self, block_hash: bytes, seq: Sequence) -> Block | None:
-        """The same as `add_block` for one that came for ``seq``, in the room set aside for it."""
+        """Do `add_block` for one that was fetched for ``seq``, in the room reserved for it."""
         self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - 1)
         return self.add_block(block_hash, stored=True)
 
     def add_block(self, block_hash: bytes, *, stored: bool = False) -> Block | None:
-        """A new pinned block, or None when there is no room for it."""
+        """Add a pinned block. Return None if there is no room for it."""
         if not self._make_room(self._config.block_bytes):
             return None
         self.ledger.reserve(self._config.block_bytes)
         return self.blocks.add(block_hash, stored=stored)
 
     def add_snapshot(self, block_hash: bytes | None) -> Block | None:
-        """A new pinned snapshot, or None when there is no room for it. Without a hash it is
-        private."""
-        if self.withdrawn_bytes:  # some of them may be snapshots that are there as yet
+        """Add a pinned snapshot, a private one without a hash. Return None if there is no room."""
+        if self.withdrawn_bytes:  # some of them may be snapshots that still exist
             return None
         if self.snapshots.full:
             if not self.snapshots.num_evictable:
                 return None
-            self._evict_oldest(self.snapshots)
+            self.evict_oldest(self.snapshots)
         if not self._make_room(self._config.state_bytes):
             return None
         self.ledger.reserve(self._config.state_bytes)
@@ -145,8 +146,17 @@ class Memory:
             return self.snapshots.add_private()
         return self.snapshots.add(block_hash)
 
+    def evict_oldest(self, pool: BlockPool) -> None:
+        """Evict the least recently used block of ``pool``, which must have an evictable one."""
+        block = pool.pop_oldest()
+        export = self._evicting_exports and not block.stored and not block.is_snapshot
+        if export:
+            self.exported[block.id] = block.hash
+        self.evictions.append(Evict(block.id, export))
+        self.ledger.release(self.bytes_of(block))
+
     def drop_snapshot(self, snapshot: Block) -> None:
-        """Forgets ``snapshot``, also where it is only about to be saved."""
+        """Evict ``snapshot``, even if it is only about to be saved."""
         self.snapshots.remove(snapshot)
         self.ledger.release(self._config.state_bytes)
         self.evictions.append(Evict(snapshot.id))
@@ -158,8 +168,8 @@ class Memory:
         return self._config.state_bytes if block.is_snapshot else self._config.block_bytes
 
     def withdraw(self, block: Block) -> bool:
-        """Nobody may find ``block`` any more; its bytes are settled later. False where it
-        has gone already."""
+        """Remove ``block`` from its pool, and leave its bytes to `settle`. Return False if it is
+        gone already."""
         pool = self._pool_of(block)
         if pool.get(block.hash) is not block:
             return False
@@ -168,45 +178,45 @@ class Memory:
         return True
 
     def settle(self, block: Block, *, exists: bool) -> None:
-        """Ends what `withdraw` began, once it is known whether the block came to be."""
+        """Release a withdrawn block, once it is known whether the executor has it."""
         self.withdrawn_bytes -= self.bytes_of(block)
         self.ledger.release(self.bytes_of(block))
         if exists:
             self.evictions.append(Evict(block.id))
 
     def clear(self) -> None:
-        """Everything that was held is gone, in the executor too."""
+        """Forget everything: the executor has lost it too."""
         self.blocks.clear()
         self.snapshots.clear()
         self.slots.clear()
         for seq in self.fetch_reservations:
-            seq.fetched_payloads.clear()
+            seq.fetch.payloads.clear()
         self.fetch_reservations.clear()
         self.withdrawn_bytes = 0
         self.ledger.used_bytes = 0
         self.forget_changes()
 
     def lower_limit(self, limit_bytes: float) -> None:
-        """Lets new things be taken only within ``limit_bytes``; a sequence that is alone
-        always has enough."""
+        """Lower the ledger's limit to ``limit_bytes``, but never below what one sequence alone
+        may need."""
         alone_bytes = self._config.slab_bytes(1, self.largest_capacity)
         lowered = min(self.ledger.limit_bytes, int(limit_bytes))
         self.ledger.limit_bytes = max(alone_bytes, lowered)
 
     def findable_hashes(self) -> list[bytes]:
-        """The hashes of the prefixes that others may start from, as far as a router needs to
-        know: where state is needed, blocks are of no use without it."""
+        """Return the hashes of the prefixes that sequences may start from, for the router. Where
+        state is needed these are the snapshots': blocks are of no use without one."""
         if self._config.reuses_states:
             return self.snapshots.published_hashes()
         return [block.hash for block in self.blocks]
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """What came to `findable_hashes` since the last call, and what went."""
+        """Return what was added to `findable_hashes` and removed since the last call."""
         blocks, states = self.blocks.take_changes(), self.snapshots.take_changes()
         return states if self._config.reuses_states else blocks
 
     def forget_changes(self) -> None:
-        """The plan that carries them has been made."""
+        """Forget evictions and slabs: the plan that carries them has been made."""
         self.evictions.clear()
         self.exported.clear()
         self.freed_slabs.clear()
@@ -226,14 +236,16 @@ class Memory:
         return True
 
     def _affordable(self, size_bytes: int) -> bool:
-        """Whether that much can be had for at most half of what is cached: rows that
-        are not needed yet are not worth all of the cache."""
+        """Return whether ``size_bytes`` cost at most half of what is cached: rows that are not
+        needed yet are not worth all of the cache."""
         return self.ledger.shortfall(size_bytes) <= self._empty_bytes() + self._cached_bytes() // 2
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Frees empty slabs, then the blocks and snapshots used longest ago, then what was
-        fetched for sequences that wait, until ``size_bytes`` fit. Gives up nothing when that
-        would not be enough."""
+        """Make ``size_bytes`` fit; False, with nothing changed, if that is impossible.
+
+        Empty slabs are freed first, then the least recently used blocks and snapshots, then what
+        is reserved for fetches of waiting sequences.
+        """
         if self.ledger.shortfall(size_bytes) > self._reclaimable_bytes():
             return False
         while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty_slabs()):
@@ -242,20 +254,12 @@ class Memory:
             self.freed_slabs.append(slab.slab_id)
         while self.ledger.shortfall(size_bytes) > 0 and self._cached_bytes():
             blocks_first = self.blocks.oldest_use < self.snapshots.oldest_use
-            self._evict_oldest(self.blocks if blocks_first else self.snapshots)
+            self.evict_oldest(self.blocks if blocks_first else self.snapshots)
         while self.ledger.shortfall(size_bytes) > 0:
             last = max(self.fetch_reservations, key=lambda seq: seq.order)
-            last.fetched_payloads.clear()
+            last.fetch.payloads.clear()
             self.release_fetch(last)
         return True
-
-    def _evict_oldest(self, pool: BlockPool) -> None:
-        block = pool.pop_oldest()
-        export = self._evicting_exports and not block.stored and not block.is_snapshot
-        if export:
-            self.exported[block.id] = block.hash
-        self.evictions.append(Evict(block.id, export))
-        self.ledger.release(self.bytes_of(block))
 
     def _pool_of(self, block: Block) -> BlockPool:
         return self.snapshots if block.is_snapshot else self.blocks

@@ -1,29 +1,27 @@
-"""What the scheduler has to say to others, and what it counts."""
+"""What the scheduler sends to others, and what it counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.plan import Payload
 from engine.scheduler.sequence import Sequence
 from shared import wire
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Everything since the last time it was taken.
-
-    ``fetches`` are asked of the kvstore (ticket, hashes in order), ``stores`` are blocks
-    for it, ``touches`` hashes that were used. ``cache_added`` and ``cache_removed`` are net
-    changes of the set of hashes that others may start from.
-    """
+    """Everything since the last `take`: messages for the router and for the kvstore."""
 
     messages: list[wire.Accepted | wire.Refused] = field(default_factory=list)
     deltas: list[wire.Delta] = field(default_factory=list)
     fetches: list[tuple[int, list[bytes]]] = field(default_factory=list)
-    stores: list[tuple[bytes, tuple[bytes | memoryview, ...]]] = field(default_factory=list)
-    touches: list[bytes] = field(default_factory=list)
+    """Requests to the kvstore: a ticket, and hashes in order."""
+    stores: list[tuple[bytes, Payload]] = field(default_factory=list)  # blocks for the kvstore
+    touches: list[bytes] = field(default_factory=list)  # hashes of stored blocks that were used
     cache_added: list[bytes] = field(default_factory=list)
     cache_removed: list[bytes] = field(default_factory=list)
+    """Net changes of the set of hashes that sequences may start from."""
 
     def add_delta(
         self,
@@ -36,15 +34,14 @@ class Outputs:
         finish: wire.FinishReason | None = None,
         error: str | None = None,
     ) -> None:
-        """A delta with the ``token_ids`` last outputs of ``seq``, or with what is new of its
-        prompt, and how it ended, if it did.
+        """Add a delta with the last outputs ``token_ids`` of ``seq``, or with what is new of its
+        prompt, and with the reason if it ended.
 
-        The first one with outputs and the last one have the usage: a router that cuts a
-        text short never sees the last.
+        The first one with outputs and the last one have the usage: a router that cuts a text
+        short never sees the last.
         """
-        first = bool(token_ids) and seq.num_output_tokens == len(seq.request.generated) + len(
-            token_ids
-        )
+        num_known = len(seq.request.generated) + len(token_ids)
+        first = bool(token_ids) and seq.num_output_tokens == num_known
         self.deltas.append(
             wire.Delta(
                 request_id=seq.request.request_id,
@@ -61,7 +58,7 @@ class Outputs:
         )
 
     def take(self, added: list[bytes], removed: list[bytes]) -> Outputs:
-        """Everything so far, with these cache events; nothing is left here."""
+        """Return everything so far, with these cache events, and keep nothing."""
         taken = Outputs(
             self.messages, self.deltas, self.fetches, self.stores, self.touches, added, removed
         )
@@ -71,7 +68,7 @@ class Outputs:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, by the names that `wire.EngineStats` has for them."""
+    """Totals since the start, under their names in `wire.EngineStats`."""
 
     steps: int = 0
     step_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""A plan in the making, and what is remembered of it until its result is here."""
+"""A plan in the making, and the record of it until its result is here."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _OPERATIONS = tuple(name for name in Plan.__struct_fields__ if name != "step")
 
 @dataclass(eq=False, slots=True)
 class InFlightStep:
-    """A plan in flight: who is in it, and what its result will settle.
-
-    ``saved`` blocks and snapshots stay pinned until then. ``exports`` maps ids of those whose
-    bytes come back to their hashes. What concerns ``discarded`` sequences no longer counts.
-    ``invalid_blocks`` are blocks that must go, of sequences whose slot held something wrong.
-    """
+    """The record of a plan in flight: its sequences, and what its result will settle."""
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int, int]] = field(
+        default_factory=list
+    )  # start and tokens of each
     by_slot: dict[Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
+    """Blocks and snapshots that stay pinned until the result is here."""
     exports: dict[int, bytes] = field(default_factory=dict)
+    """Hashes of the blocks whose bytes come back, by id."""
     discarded: set[Sequence] = field(default_factory=set)
+    """Sequences whose part of the result is ignored."""
     invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
+    """Blocks to be removed, of sequences whose slots held wrong KV."""
 
 
 class PlanBuilder:
-    """Collects the parts of one plan. ``changed`` says that something moved though
-    nothing may have been planned, so that another try could find more to do."""
+    """Collects the operations of one plan."""
 
     def __init__(self, number: int) -> None:
         self.step = InFlightStep(number)
@@ -60,9 +60,10 @@ class PlanBuilder:
         self.exports: list[int] = []
         self.preempted: list[Sequence] = []
         self.changed = False
+        """Whether anything changed, even if nothing was planned: then another try may plan more."""
 
     def restore(self, seq: Sequence, blocks: list[Block]) -> None:
-        """``blocks``, pinned for this, go into the slot from ``seq.num_computed_tokens`` on."""
+        """Copy ``blocks``, pinned for this, into the slot from ``seq.num_computed_tokens`` on."""
         slot = seq.held_slot
         self.restores.append(
             Restore(slot, seq.num_computed_tokens, tuple(block.id for block in blocks))
@@ -71,12 +72,12 @@ class PlanBuilder:
         self.step.by_slot[slot] = seq
 
     def keep_pinned(self, seq: Sequence, blocks: list[Block]) -> None:
-        """``blocks``, pinned, stay until the plan is done: it inserts some of them."""
+        """Keep ``blocks`` pinned until the plan is built: it inserts some of them."""
         if blocks:
             self.step.restored.setdefault(seq, []).extend(blocks)
 
     def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
-        """``snapshot``, pinned for this, becomes the state of the slot."""
+        """Copy ``snapshot``, pinned for this, into the slot's state."""
         slot = seq.held_slot
         self.state_restores.append(RestoreState(slot, position, snapshot.id))
         self.step.restored.setdefault(seq, []).append(snapshot)
@@ -93,7 +94,7 @@ class PlanBuilder:
         self.step.by_slot[chunk.slot] = seq
 
     def save(self, seq: Sequence, first: int, blocks: list[Block], *, export: bool) -> None:
-        """The slot's blocks from number ``first`` on become ``blocks``."""
+        """Copy the slot's blocks from number ``first`` on into ``blocks``."""
         ids = tuple(block.id for block in blocks)
         self.saves.append(Save(seq.held_slot, first * seq.block_size, ids))
         self.step.saved.setdefault(seq, []).extend(blocks)
@@ -103,14 +104,14 @@ class PlanBuilder:
             self.step.exports.update((block.id, block.hash) for block in blocks)
 
     def save_state(self, seq: Sequence, snapshot: Block) -> None:
-        """The slot's state becomes ``snapshot``."""
+        """Copy the slot's state into ``snapshot``."""
         self.state_saves.append(SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id))
         self.step.saved.setdefault(seq, []).append(snapshot)
         self.step.by_slot[seq.held_slot] = seq
 
     def build(self, memory: Memory) -> tuple[Plan, InFlightStep] | None:
-        """The plan, with what ``memory`` had to do for it; None when it is empty. What was
-        pinned to be restored is free again: plans run in order."""
+        """Return the plan, with what ``memory`` had to do for it, and its record; None if the plan
+        is empty. Blocks that were pinned to be restored are unpinned: plans run in order."""
         for blocks in reversed(self.step.restored.values()):
             for block in reversed(blocks):
                 memory.unpin(block)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from engine.plan import Plan, StepResult
+from engine.plan import Payload, Plan, StepResult
 from engine.scheduler import integrity
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
@@ -17,40 +17,39 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planner import Planner
-from engine.scheduler.sequence import HOLDING_SLOT, Payload, Sequence, Status
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
-from engine.scheduler.snapshot_policy import SnapshotPolicy
 from shared import wire
 
 OOM_LIMIT_SHARE = 0.9
-"""Of what was in use when the device had no more memory, as much is used from then on."""
+"""Part of the memory used when the device ran out of it that may be used from then on."""
 
 
 class Scheduler:
     """Decides what the engine does next, and never touches the device.
 
-    The caller runs each plan and hands its result to `apply`, in order. With
-    ``look_ahead`` one more plan may be asked for before that. Nothing here blocks, and
-    no message makes anything raise; `apply` raises ValueError for a result that belongs
-    to another step, which is a bug of the caller.
+    The caller runs each plan and passes its result to `apply`, in order. With ``look_ahead`` it
+    may ask for one more plan before that. Nothing here blocks, and no message makes anything
+    raise. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and tools only.
     """
 
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._config = config
+        self.config = config
+        self.sequences = SequenceTable()
+        self.memory = Memory(config)
         self._clock = clock
-        self._sequences = SequenceTable()
-        self._memory = Memory(config)
-        self._snapshot_policy = SnapshotPolicy(config, self._memory)
-        self._chunk_policy = ChunkPolicy(config.block_size, config.prefill_chunk_tokens)
         self._outputs = Outputs()
         self._counters = Counters()
-        self._planner = Planner(
+        self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
+        self._chunk_policy = ChunkPolicy(config.block_size, config.prefill_chunk_tokens)
+        self.planner = Planner(
             config,
-            self._sequences,
-            self._memory,
-            self._snapshot_policy,
+            self.sequences,
+            self.memory,
+            self._prefix_cache,
             self._chunk_policy,
             self._outputs,
             self._counters,
@@ -61,19 +60,19 @@ class Scheduler:
         self._steps = 0
         self._draining = False
         self.progress = 0
-        """Tokens computed so far. It stands still only when nothing gets done."""
+        """Tokens computed so far. It stands still only while nothing is computed."""
 
     # -- messages ------------------------------------------------------------------
 
     def submit(self, message: wire.Submit, grammar: object = None) -> None:
-        """Takes a request in: `Accepted`, and deltas from then on, or `Refused`. ``grammar``
-        is kept as long as the request: what its grammar was compiled to."""
+        """Accept or refuse a request: `take_outputs` returns `Accepted` and deltas from then on,
+        or `Refused`. ``grammar`` is its compiled grammar, kept as long as the request."""
         try:
             self._end_older_attempt(message)
             seq = make_sequence(
                 message,
-                self._config,
-                largest_capacity=self._memory.largest_capacity,
+                self.config,
+                largest_capacity=self.memory.largest_capacity,
                 arrival=self._arrivals,
                 now_s=self._clock(),
                 grammar=grammar,
@@ -94,48 +93,48 @@ class Scheduler:
         )
         self._arrivals += 1
         self._counters.prompt_tokens += seq.num_prompt_tokens
-        self._sequences.live[message.request_id] = seq
-        self._sequences.enqueue(seq)
+        self.sequences.live[message.request_id] = seq
+        self.sequences.enqueue(seq)
         if message.generated:
-            # An earlier attempt may have got to the end without saying so.
+            # An earlier attempt may have reached the end without its last delta being received.
             self._check_stop(seq, [], None)
 
     def abort(self, request_id: str, attempt: int | None = None) -> None:
-        """Ends a request without a word; its slot is free in the next plan."""
-        seq = self._sequences.live.get(request_id)
+        """End a request without a delta; its slot is free in the next plan."""
+        seq = self.sequences.live.get(request_id)
         if seq is not None and attempt in (None, seq.request.attempt):
             self._counters.aborts += 1
             self._end(seq)
 
     def drop_all(self) -> None:
-        """Forgets every request and what there was to say: the router is a new one."""
-        for seq in list(self._sequences.live.values()):
+        """Forget every request and everything unsent: there is a new router."""
+        for seq in list(self.sequences.live.values()):
             self._end(seq)
         self._outputs.messages.clear()
         self._outputs.deltas.clear()
 
     def drain(self) -> None:
-        """From now on new requests are refused."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     def on_fetched(self, ticket: int, payloads: SequenceOf[Payload]) -> None:
-        """The kvstore's answer to a fetch: its blocks from the first one on, or none."""
-        seq = self._sequences.loading.pop(ticket, None)
+        """Take in the kvstore's answer to a fetch: its blocks from the first one on, or none."""
+        seq = self.sequences.loading.pop(ticket, None)
         if seq is not None:
-            room = self._memory.release_fetch(seq, keep=len(payloads))
-            seq.fetched_payloads = dict(enumerate(payloads[:room], seq.fetch_first_block))
-            self._sequences.enqueue(seq)
+            room = self.memory.release_fetch(seq, keep=len(payloads))
+            seq.fetch.payloads = dict(enumerate(payloads[:room], seq.fetch.first_block))
+            self.sequences.enqueue(seq)
 
     # -- steps ---------------------------------------------------------------------
 
     def schedule(self) -> Plan | None:
-        """The next plan; None when there is nothing to do before a message or a result."""
-        if len(self._in_flight) > self._config.look_ahead:
+        """Return the next plan, None if there is nothing to do before a message or a result."""
+        if len(self._in_flight) > self.config.look_ahead:
             return None
         while True:
             builder = PlanBuilder(self._steps)
-            self._planner.fill(builder)
-            built = builder.build(self._memory)
+            self.planner.fill(builder)
+            built = builder.build(self.memory)
             if built is not None:
                 self._steps += 1
                 self._in_flight.append(built[1])
@@ -144,7 +143,10 @@ class Scheduler:
                 return None
 
     def apply(self, result: StepResult) -> None:
-        """Takes in the result of the oldest plan in flight."""
+        """Take in the result of the oldest plan in flight.
+
+        Raises: ValueError if the result belongs to another step, which is a bug of the caller.
+        """
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"step {result.step} is not the oldest one in flight")
         if len(self._in_flight[0].decodes) != len(result.tokens):
@@ -154,7 +156,7 @@ class Scheduler:
         if any(scored.slot not in self._in_flight[0].by_slot for scored in result.prompt_logprobs):
             raise ValueError(f"step {result.step} scored a slot that it did not use")
         step = self._in_flight.popleft()
-        self._planner.backoff.step_succeeded()
+        self.planner.backoff.step_succeeded()
         self._fail_sequences(step, result)
         self._release_saved_blocks(step, result)
         self._measure(step, result)
@@ -166,42 +168,42 @@ class Scheduler:
                 self._append_token(seq, token, logprob)
 
     def recover(self, reason: str, *, out_of_memory: bool) -> bool:
-        """Takes back all plans in flight, one of which raised; the executor has been reset.
+        """Take back all plans in flight, one of which raised; the executor has been reset.
 
-        Who held a slot waits to begin again, fewer of them at once, and with ``out_of_memory``
-        where there was too little; one that was alone twice ends with ``reason`` as its error.
-        False when nobody was: then this would happen again.
+        Sequences that held a slot wait to begin again, fewer of them at once, and within less
+        memory if the step was ``out_of_memory``. A sequence that was alone twice ends with
+        ``reason`` as its error. Returns False if none held a slot: the step would raise again.
         """
-        running = self._sequences.ordered(*HOLDING_SLOT)
-        ledger = self._memory.ledger
+        running = self.sequences.ordered(*HOLDING_SLOT)
+        ledger = self.memory.ledger
         if out_of_memory:
-            self._memory.lower_limit(
+            self.memory.lower_limit(
                 max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
             )
         self._in_flight.clear()
-        self._sequences.drop_slots()
-        self._memory.clear()
-        self._planner.backoff.step_failed(len(running))
-        for seq in self._sequences.live.values():
+        self.sequences.drop_slots()
+        self.memory.clear()
+        self.planner.backoff.step_failed(len(running))
+        for seq in self.sequences.live.values():
             seq.num_inflight = 0
         for seq in running:
             seq.reset()
-            self._sequences.enqueue(seq, Status.PREEMPTED)
+            self.sequences.enqueue(seq, Status.PREEMPTED)
         self._counters.preemptions += len(running)
         if len(running) == 1:
             self._count_failure(running[0], reason)
         return bool(running)
 
     def take_outputs(self) -> Outputs:
-        """What there is to say since the last call."""
-        return self._outputs.take(*self._memory.take_changes())
+        """Return the messages since the last call."""
+        return self._outputs.take(*self.memory.take_changes())
 
     # -- state ---------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request, and nothing left of one."""
-        sequences = self._sequences
+        """Whether there is no request, and nothing in flight of an earlier one."""
+        sequences = self.sequences
         return not (sequences.live or self._in_flight or sequences.leaving or sequences.vacated)
 
     def live(self) -> list[wire.LiveRequest]:
@@ -211,28 +213,28 @@ class Scheduler:
                 attempt=seq.request.attempt,
                 generated=seq.num_output_tokens,
             )
-            for seq in self._sequences.live.values()
+            for seq in self.sequences.live.values()
         ]
 
     def cached_hashes(self) -> list[bytes]:
-        """Every hash that others may start from: the whole that `Outputs` has the changes of."""
-        return self._memory.findable_hashes()
+        """Return every hash that sequences may start from. `Outputs` has the changes of it."""
+        return self.memory.findable_hashes()
 
     def stats(self) -> wire.EngineStats:
-        """Gauges and counters, as far as they are known here. Used blocks are all bytes
-        that are taken, in blocks, cached ones included."""
-        counters, ledger = self._counters, self._memory.ledger
-        unit_bytes = self._config.unit_bytes
-        total = (ledger.limit_bytes - self._config.row_bytes) // unit_bytes
+        """Return the gauges and counters of the scheduler. Used blocks are all bytes in use, in
+        blocks, including cached ones."""
+        counters, ledger = self._counters, self.memory.ledger
+        unit_bytes = self.config.unit_bytes
+        total = (ledger.limit_bytes - self.config.state_bytes) // unit_bytes
         used = -(-ledger.used_bytes // unit_bytes)
         return wire.EngineStats(
-            running=self._sequences.num_running,
-            waiting=len(self._sequences.waiting) + len(self._sequences.loading),
+            running=self.sequences.num_running,
+            waiting=len(self.sequences.waiting) + len(self.sequences.loading),
             total_blocks=total,
             used_blocks=used,
             free_blocks=total - used,
             limit_bytes=ledger.limit_bytes,
-            unevictable_bytes=self._memory.unevictable_bytes,
+            unevictable_bytes=self.memory.unevictable_bytes,
             steps_total=counters.steps,
             step_seconds_total=counters.step_seconds,
             batch_rows_total=counters.batch_rows,
@@ -242,23 +244,23 @@ class Scheduler:
             cached_ssd_tokens_total=counters.cached_ssd_tokens,
             generated_tokens_total=counters.generated_tokens,
             preemptions_total=counters.preemptions,
-            kept_states=len(self._memory.snapshots),
+            kept_states=len(self.memory.snapshots),
             aborts_total=counters.aborts,
         )
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if the books do not agree."""
-        integrity.check(self._config, self._sequences, self._memory, self._in_flight)
+        """Check the invariants of `integrity`. Raises: `IntegrityError`."""
+        integrity.check(self.config, self.sequences, self.memory, self._in_flight)
 
     # -- inside --------------------------------------------------------------------
 
     def _end_older_attempt(self, message: wire.Submit) -> None:
-        """Ends an older attempt of the same request. Raises `Refusal`."""
+        """End an older attempt of the request. Raises: `Refusal` if there is no place."""
         if self._draining:
             raise Refusal("draining", "the engine is draining")
-        live = self._sequences.live
+        live = self.sequences.live
         old = live.get(message.request_id)
-        if old is None and len(live) >= self._config.max_sequences:
+        if old is None and len(live) >= self.config.max_sequences:
             raise Refusal("full", f"the engine has {len(live)} requests already")
         if old is not None:
             if old.request.attempt >= message.attempt:
@@ -273,10 +275,10 @@ class Scheduler:
         self._check_stop(seq, [token], logprob)
 
     def _add_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
-        """Passes on what is new of the log-probabilities of prompts."""
+        """Send the new log-probabilities of prompts."""
         for slot, start, found in result.prompt_logprobs:
             seq = step.by_slot[slot]
-            # One that was set back computes some of them again.
+            # A preempted sequence computes some of them again.
             new = list(found[seq.num_prompt_logprobs - start :])
             if new and seq.status is not Status.FINISHED and seq not in step.discarded:
                 seq.num_prompt_logprobs += len(new)
@@ -285,11 +287,11 @@ class Scheduler:
     def _check_stop(
         self, seq: Sequence, token_ids: list[int], logprob: wire.TokenLogprobs | None
     ) -> None:
-        """Says what is ``token_ids``, and finishes ``seq`` where its last token ends it."""
+        """Send ``token_ids``, the last ones of ``seq``, and end ``seq`` if its last token does."""
         finish: wire.FinishReason | None = None
         may_stop = seq.num_output_tokens > seq.request.min_tokens
         complete = seq.num_output_tokens > 0 and (
-            seq.request.grammar is not None and seq.token_ids[-1] in self._config.eos_token_ids
+            seq.request.grammar is not None and seq.token_ids[-1] in self.config.eos_token_ids
         )
         if complete or (may_stop and seq.token_ids[-1] in seq.request.stop_token_ids):
             finish = "stop"
@@ -301,33 +303,29 @@ class Scheduler:
             self._end(seq)
 
     def _count_failure(self, seq: Sequence, reason: str) -> None:
-        """A step raised while ``seq`` was alone: the second time it is its own fault. Before the
-        first the cache took memory too."""
+        """Count a step that raised while ``seq`` was alone, and end ``seq`` the second time: then
+        the cause is ``seq``. Before the first time the cache took memory too."""
         seq.failures += 1
         if seq.failures > 1:
             self._outputs.add_delta(seq, [], self._clock(), finish="error", error=reason)
-            self._sequences.finish(seq)
+            self.sequences.finish(seq)
 
     def _end(self, seq: Sequence) -> None:
-        """Ends ``seq``; what it computed stays cached, its head used last."""
-        if self._config.prefix_cache:
-            seq.update_block_hashes()
-            seq.num_saved_blocks = self._memory.blocks.touch(
-                seq.block_hashes[: seq.num_savable_blocks]
-            )
-            self._snapshot_policy.publish_trailing(seq)
-        self._memory.release_fetch(seq)
-        self._sequences.finish(seq)
+        """End ``seq``; what it computed stays cached."""
+        self._prefix_cache.touch_computed(seq)
+        self._prefix_cache.snapshot_policy.publish_trailing(seq)
+        self.memory.release_fetch(seq)
+        self.sequences.finish(seq)
 
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
-        """Ends those whose part of the step raised, and starts those again that had
-        built on it."""
+        """End the sequences whose part of the step raised, and restart those that restored blocks
+        of theirs."""
         reasons = {step.by_slot[slot]: why for slot, why in result.failed}
         for seq, block in step.invalid_blocks:
-            self._memory.settle(block, exists=seq not in reasons)
+            self.memory.settle(block, exists=seq not in reasons)
         failed = reasons.keys() - step.discarded
         later = self._in_flight[0] if self._in_flight else None
-        innocent = discard_failed_saves(failed, step, later, self._memory)
+        innocent = discard_failed_saves(failed, step, later, self.memory)
         for seq in failed | innocent:
             seq.num_computed_tokens = 0
         for seq in failed:
@@ -337,17 +335,17 @@ class Scheduler:
             self._end(seq)
         for seq in innocent:
             if seq.slot is not None and seq.status is not Status.FINISHED:
-                self._sequences.vacate(seq)
+                self.sequences.vacate(seq)
                 seq.reset()
-                self._sequences.enqueue(seq, Status.PREEMPTED)
+                self.sequences.enqueue(seq, Status.PREEMPTED)
 
     def _release_saved_blocks(self, step: InFlightStep, result: StepResult) -> None:
-        """What was saved may be evicted from now on, and what came back is stored."""
+        """Unpin the blocks that were saved, and send those whose bytes came back to the kvstore."""
         exported = dict(result.exported)
         for blocks in reversed(step.saved.values()):
             for block in reversed(blocks):
                 block.stored = block.stored or block.id in exported
-                self._memory.unpin(block)
+                self.memory.unpin(block)
         unsaved = {block.id for _, block in step.invalid_blocks}
         for number, payload in exported.items():
             if number in step.exports and number not in unsaved:
@@ -356,7 +354,7 @@ class Scheduler:
     def _measure(self, step: InFlightStep, result: StepResult) -> None:
         chunks = [(start, tokens) for _, start, tokens in step.chunks]
         prefilled = sum(tokens for _, tokens in chunks)
-        if not result.prompt_logprobs:  # those take longer than other chunks
+        if not result.prompt_logprobs:  # chunks with these take longer than others
             self._chunk_policy.observe(
                 decode_rows=len(step.decodes), chunks=chunks, elapsed_s=result.elapsed_s
             )

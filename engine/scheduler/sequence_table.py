@@ -1,4 +1,4 @@
-"""Who is where: every live sequence by its state."""
+"""Every live sequence, by request id and by status."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _QUEUED_STATUSES = (Status.WAITING, Status.PREEMPTED)
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot, by priority, then arrival. One that ends
-    meanwhile stays as a dead entry until it is met, or until half the entries are dead."""
+    """Sequences that wait for a slot, in their `order`. One that ends meanwhile stays as a dead
+    entry until it reaches the head, or until half the entries are dead."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -25,17 +25,18 @@ class WaitingQueue:
         heapq.heappush(self._heap, (seq.order, seq))
 
     def peek(self) -> Sequence | None:
+        """Return the head of the queue, None if the queue is empty."""
         while self._heap and self._heap[0][1].status not in _QUEUED_STATUSES:
             heapq.heappop(self._heap)
             self._dead -= 1
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
-        """Takes what `peek` showed."""
+        """Remove and return what `peek` returned."""
         return heapq.heappop(self._heap)[1]
 
     def mark_dead(self) -> None:
-        """Says that one entry's sequence is no longer waiting."""
+        """Count one more entry whose sequence no longer waits."""
         self._dead += 1
         if self._dead * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[1].status in _QUEUED_STATUSES]
@@ -44,18 +45,15 @@ class WaitingQueue:
 
 
 class SequenceTable:
-    """The sequences by request id and by state, and the slots on their way out.
-
-    ``leaving`` are finished sequences whose last blocks may still be saved out of
-    their slots. ``vacated`` are slots that the next plan may give to somebody else.
-    """
+    """The sequences by request id and by status, and the slots on their way out."""
 
     def __init__(self) -> None:
         self.live: dict[str, Sequence] = {}
         self.waiting = WaitingQueue()
-        self.loading: dict[int, Sequence] = {}
+        self.loading: dict[int, Sequence] = {}  # by ticket of their fetch
         self.leaving: list[Sequence] = []
-        self.vacated: list[Slot] = []
+        """Finished sequences whose last blocks may still be saved out of their slots."""
+        self.vacated: list[Slot] = []  # free from the next plan on
         self._by_status: dict[Status, dict[Sequence, None]] = {
             status: {} for status in HOLDING_SLOT
         }
@@ -68,12 +66,12 @@ class SequenceTable:
         return self.count(*HOLDING_SLOT)
 
     def ordered(self, *statuses: Status) -> list[Sequence]:
-        """Those that hold a slot in one of ``statuses``, the one to be served first first."""
+        """Return the sequences with one of ``statuses``, which hold a slot, in their `order`."""
         members = [seq for status in statuses for seq in self._by_status[status]]
         return sorted(members, key=lambda seq: seq.order)
 
     def set_status(self, seq: Sequence, status: Status) -> None:
-        """Moves ``seq``, which has a slot, to ``status``."""
+        """Move ``seq``, which has a slot, to ``status``."""
         self._leave(seq)
         seq.status = status
         self._by_status[status][seq] = None
@@ -84,12 +82,12 @@ class SequenceTable:
         self.waiting.push(seq)
 
     def start_loading(self, seq: Sequence, ticket: int) -> None:
-        """Moves the sequence at the head of the queue to those that wait for the kvstore."""
+        """Move ``seq``, just taken from the queue, to those that wait for the kvstore."""
         seq.status = Status.LOADING
         self.loading[ticket] = seq
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes ``seq`` out of those that are planned; its slot stays until `vacate`."""
+        """Take ``seq`` out of those that are planned; it keeps its slot until `vacate`."""
         self._leave(seq)
         seq.status = Status.PREEMPTED
 
@@ -99,14 +97,14 @@ class SequenceTable:
             seq.slot = None
 
     def drop_slots(self) -> None:
-        """No slot is there any more."""
+        """Forget all slots: they no longer exist."""
         self.leaving.clear()
         self.vacated.clear()
         for seq in self.live.values():
             seq.slot = None
 
     def finish(self, seq: Sequence) -> None:
-        """Ends ``seq`` from whatever state it is in."""
+        """End ``seq``, whatever its status is."""
         del self.live[seq.request.request_id]
         was = seq.status
         self._leave(seq)

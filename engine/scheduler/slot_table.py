@@ -16,8 +16,8 @@ class _SlabRows:
 
 
 class SlotTable:
-    """Which rows of which slab are taken. A slab is freed only as a whole and only by
-    `pop_empty_slab`, so that one that empties and fills again costs nothing."""
+    """Slabs and their free rows. A slab is freed only as a whole and only by `pop_empty_slab`, so
+    that one that empties and fills again costs nothing."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _SlabRows] = {}
@@ -32,11 +32,12 @@ class SlotTable:
         return iter(self._empty.values())
 
     def used(self) -> Iterator[tuple[int, int]]:
-        """Of each slab the number of rows that are taken, and their capacity."""
-        return ((one.slab.rows - len(one.free), one.slab.capacity) for one in self._slabs.values())
+        """Yield for each slab the number of rows in use, and their capacity."""
+        for rows in self._slabs.values():
+            yield rows.slab.rows - len(rows.free), rows.slab.capacity
 
     def add(self, rows: int, capacity: int) -> SlabSpec:
-        """A new slab, all of its rows free."""
+        """Add a slab whose rows are all free."""
         slab = SlabSpec(self._next_id, rows, capacity)
         self._next_id += 1
         self._slabs[slab.slab_id] = _SlabRows(slab, list(range(rows)))
@@ -44,8 +45,8 @@ class SlotTable:
         return slab
 
     def take(self, capacity: int) -> Slot | None:
-        """A free row of exactly ``capacity`` tokens: the oldest slab's lowest, so that
-        the rows in use stay together. O(slabs)."""
+        """Take a free row of exactly ``capacity`` tokens, None if there is none. It is the lowest
+        one of the oldest slab, so that rows in use stay together. O(slabs)."""
         for rows in self._slabs.values():
             if rows.slab.capacity == capacity and rows.free:
                 self._empty.pop(rows.slab.slab_id, None)
@@ -54,6 +55,7 @@ class SlotTable:
         return None
 
     def release(self, slot: Slot) -> None:
+        """Free ``slot``. Raises: ValueError if it is free."""
         rows = self._slabs[slot.slab_id]
         if slot.row in rows.free:
             raise ValueError(f"{slot} is free already")
@@ -63,13 +65,13 @@ class SlotTable:
             self._empty[slot.slab_id] = rows.slab
 
     def clear(self) -> None:
-        """Gives up all slabs, in use or not."""
+        """Remove all slabs, in use or not."""
         self._slabs.clear()
         self._empty.clear()
         self.used_rows = 0
 
     def pop_empty_slab(self) -> SlabSpec:
-        """Gives up the slab that has been empty the longest. StopIteration if none is."""
+        """Remove the slab that has been empty the longest. Raises: StopIteration if none is."""
         slab = self._empty.pop(next(iter(self._empty)))
         del self._slabs[slab.slab_id]
         return slab

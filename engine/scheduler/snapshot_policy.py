@@ -1,14 +1,14 @@
-"""Where the state of recurrent layers is kept, so that prefixes can be reused.
+"""Where snapshots of recurrent state are taken, so that prefixes can be reused.
 
-Such layers have one state of a sequence, not something for each token: a prefix is of use
-only up to where somebody's state was kept, and that must be done while it is there. So
-snapshots are taken at block boundaries from which others are likely to go on:
+Recurrent layers have one state of a sequence, and nothing for each token. So a prefix can be
+reused only up to a snapshot, and a snapshot can be taken only while the sequence is there. They
+are taken at block boundaries from which other sequences are likely to go on:
 
-* near the end of a prompt: the same again, or the next turn of a conversation whose
-  template drops part of the answer;
-* at the last boundary of an answer: the next turn otherwise;
-* where a prompt parts from one that was seen before, or from another that waits for it;
-* here and there in long prompts, where a chunk ends anyway.
+* near the end of a prompt: for the same prompt again, or for the next turn of a conversation
+  whose template drops part of the answer;
+* at the last boundary of an answer: for any other next turn;
+* where a prompt parts from one that was seen before, or from one that waits for it;
+* at some positions of long prompts, where a chunk ends anyway.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.sequence import Sequence
 
 PROMPT_TAIL_TOKENS = 8
-"""The end of a prompt that is left out of its snapshot: what a template puts before an answer
-may look different in the next turn."""
+"""Tokens at the end of a prompt that its snapshot leaves out: what a template puts before an
+answer may look different in the next turn."""
 WORTHWHILE_TOKENS = 64
-"""Fewer are rather computed again than waited for, or cut out of a chunk: a chunk of its own
-takes about as long."""
+"""Fewer tokens are computed again instead of waited for or cut out of a chunk: a chunk of their
+own takes about as long."""
 SNAPSHOT_INTERVAL_TOKENS = 1024
+"""The shortest distance of snapshots inside a prompt."""
 MAX_INNER_SNAPSHOTS = 4
-"""How far apart snapshots inside of a prompt are at least, and how many there are at most."""
+"""The most snapshots inside a prompt."""
 MAX_SEEN_BLOCKS = 65536
-"""Blocks of prompts, to see where the next one parts from them."""
+"""Blocks of prompts that are remembered, to find where the next prompt parts from them."""
 
 
 class SnapshotPolicy:
-    """Says where prefill stops to have state kept, and keeps it. Does nothing for models
-    without recurrent state."""
+    """Decides where prefill stops for a snapshot, and takes it. It does nothing for models without
+    recurrent state."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
         self._config = config
@@ -46,18 +47,18 @@ class SnapshotPolicy:
         self._stops: dict[Sequence, list[int]] = {}
 
     def choose_positions(self, seq: Sequence) -> None:
-        """Marks where the prompt of ``seq``, which has a slot now, will be kept."""
+        """Choose the positions of snapshots of the prompt of ``seq``, which has a slot now."""
         if not self._config.reuses_states:
             return
-        seq.last_snapshot_position = seq.num_computed_tokens
+        seq.snapshots.newest_position = seq.num_computed_tokens
         end = max(0, seq.prefill_end - PROMPT_TAIL_TOKENS) // self._block_size * self._block_size
         parting = self._block_size * self._count_seen(seq.block_hashes)
         self._remember(seq.block_hashes)
-        seq.snapshot_positions = (parting, end) if parting < end else (end,)
+        seq.snapshots.prompt_positions = (parting, end) if parting < end else (end,)
 
     def prefill_limits(self, prefilling: SequenceOf[Sequence]) -> dict[Sequence, int]:
-        """How far each of ``prefilling``, in order, may compute in this step. Who is not in
-        it waits for state that somebody ahead is about to leave on its way."""
+        """Return the position up to which each of ``prefilling``, in order, may compute in this
+        step. One that is missing waits for a snapshot that a sequence ahead is about to take."""
         if not self._config.reuses_states:
             return {seq: seq.prefill_end for seq in prefilling}
         self._stops = {seq: self._positions_ahead(seq) for seq in prefilling}
@@ -81,77 +82,73 @@ class SnapshotPolicy:
         }
 
     def after_chunk(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Keeps the state that a chunk of this plan leaves, where it is wanted."""
+        """Take a snapshot after a chunk of this plan, if one is due there."""
         if not self._config.reuses_states:
             return
         stops = self._stops.get(seq, ())
         if (
             seq.num_computed_tokens in stops
-            or seq.num_computed_tokens - seq.last_snapshot_position >= _interval(seq.prefill_end)
+            or seq.num_computed_tokens - seq.snapshots.newest_position >= _interval(seq.prefill_end)
         ):
             self._save(seq, builder)
 
     def after_decode(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Keeps the newest state at a block boundary. The tokens up to there may not be known
-        yet, and most of these are not needed: it gets its name in `publish_trailing`."""
+        """Replace the trailing snapshot at a block boundary. The tokens up to there may not be
+        known yet, and most of these snapshots are not needed: `publish_trailing` sets its hash."""
         if seq.num_computed_tokens % self._block_size or not self._config.reuses_states:
             return
-        old = seq.trailing_snapshot
+        old = seq.snapshots.trailing
         if old is not None and self._memory.snapshots.holds(old):
             if old.pins:
                 return
             self._memory.drop_snapshot(old)
-        seq.trailing_snapshot = self._memory.add_snapshot(None)
-        if seq.trailing_snapshot is not None:
-            seq.trailing_position = seq.num_computed_tokens
-            builder.save_state(seq, seq.trailing_snapshot)
+        seq.snapshots.trailing = self._memory.add_snapshot(None)
+        if seq.snapshots.trailing is not None:
+            seq.snapshots.trailing_position = seq.num_computed_tokens
+            builder.save_state(seq, seq.snapshots.trailing)
 
     def touch_trailing(self, seq: Sequence) -> None:
-        """Marks what `after_decode` kept as used: ``seq`` will want it back."""
-        if seq.trailing_snapshot is not None:
-            self._memory.snapshots.touch([seq.trailing_snapshot.hash])
+        """Mark the trailing snapshot as used: ``seq`` will restore it."""
+        if seq.snapshots.trailing is not None:
+            self._memory.snapshots.touch([seq.snapshots.trailing.hash])
 
     def publish_trailing(self, seq: Sequence) -> None:
-        """Lets others find what `after_decode` kept, once ``seq`` is not decoding any more
-        and its tokens are known."""
-        snapshot, seq.trailing_snapshot = seq.trailing_snapshot, None
+        """Make the trailing snapshot known, once ``seq`` no longer decodes and its tokens are
+        known."""
+        snapshot, seq.snapshots.trailing = seq.snapshots.trailing, None
         if snapshot is None or not self._memory.snapshots.holds(snapshot):
             return
-        number = seq.trailing_position // self._block_size
+        number = seq.snapshots.trailing_position // self._block_size
         if number > len(seq.block_hashes) or not self._memory.snapshots.publish(
             snapshot, seq.block_hashes[number - 1]
         ):
             self._memory.drop_snapshot(snapshot)
 
     def is_worth_saving(self, seq: Sequence) -> bool:
-        """Whether the state in the slot of ``seq``, which must leave it, is worth keeping."""
-        fits = seq.num_computed_tokens % self._block_size == 0 and seq.num_computed_tokens <= len(
-            seq.token_ids
-        )
-        return (
-            fits
-            and seq.num_computed_tokens - seq.last_snapshot_position >= WORTHWHILE_TOKENS
-            and self._config.reuses_states
-        )
+        """Return whether ``seq``, which must leave its slot, has state there worth a snapshot."""
+        position = seq.num_computed_tokens
+        fits = position % self._block_size == 0 and position <= len(seq.token_ids)
+        is_far = position - seq.snapshots.newest_position >= WORTHWHILE_TOKENS
+        return fits and is_far and self._config.reuses_states
 
     def before_leaving(self, seq: Sequence, builder: PlanBuilder) -> None:
         if self.is_worth_saving(seq):
             self._save(seq, builder)
 
     def restorable_end(self, seq: Sequence, first: int, end: int) -> int:
-        """Up to which block ``seq``, which has ``first``, could go on from those up to
-        ``end``: that at the end of which there is state."""
+        """Return the last block number, above ``first`` and up to ``end``, after which ``seq`` can
+        go on: with recurrent state one that a snapshot follows. ``first`` if there is none."""
         if not self._config.reuses_states:
             return end
         return self._memory.snapshots.longest_prefix(seq.block_hashes, first, end)
 
     def touch_prefix(self, seq: Sequence, end: int) -> None:
-        """Marks the snapshot as used that ``seq`` will begin with."""
+        """Mark the snapshot as used with which ``seq`` will begin."""
         if self._config.reuses_states and (number := self.restorable_end(seq, 0, end)):
             self._memory.snapshots.touch([seq.block_hashes[number - 1]])
 
     def restore(self, seq: Sequence, number: int, builder: PlanBuilder) -> None:
-        """Brings the slot to the state after ``number`` blocks."""
+        """Restore the state after ``number`` blocks."""
         if not self._config.reuses_states:
             return
         snapshot = self._memory.snapshots.get(seq.block_hashes[number - 1])
@@ -160,15 +157,15 @@ class SnapshotPolicy:
         builder.restore_state(seq, number * self._block_size, snapshot)
 
     def _positions_ahead(self, seq: Sequence) -> list[int]:
-        """Those of its marks that are worth a chunk's end; that at its own end is so sooner,
-        since the next turn is more likely than anything else."""
-        *partings, end = seq.snapshot_positions
+        """Return the positions of snapshots to come for which a chunk is worth cutting. That at
+        the end of its prompt is so sooner, since the next turn is the most likely use."""
+        *partings, end = seq.snapshots.prompt_positions
         positions = [
             position
             for position in partings
-            if position - seq.last_snapshot_position >= WORTHWHILE_TOKENS
+            if position - seq.snapshots.newest_position >= WORTHWHILE_TOKENS
         ]
-        if end - seq.last_snapshot_position >= 2 * self._block_size:
+        if end - seq.snapshots.newest_position >= 2 * self._block_size:
             positions.append(end)
         return [position for position in positions if position > seq.num_computed_tokens]
 
@@ -176,7 +173,7 @@ class SnapshotPolicy:
         number, rest = divmod(seq.num_computed_tokens, self._block_size)
         if rest or not 0 < number <= len(seq.block_hashes):
             return
-        seq.last_snapshot_position = seq.num_computed_tokens
+        seq.snapshots.newest_position = seq.num_computed_tokens
         block_hash = seq.block_hashes[number - 1]
         if block_hash in self._memory.snapshots:
             self._memory.snapshots.touch([block_hash])
@@ -186,8 +183,8 @@ class SnapshotPolicy:
             builder.save_state(seq, snapshot)
 
     def _shared_tokens(self, ahead: Sequence, seq: Sequence) -> int:
-        """How many tokens, in full blocks, ``ahead`` will have computed that ``seq`` needs;
-        0 where they are not even alike in the next block of ``seq``."""
+        """Return how many tokens, in full blocks, ``ahead`` will have computed that ``seq`` needs;
+        0 if they differ already in the next block of ``seq``."""
         low = seq.num_computed_tokens // self._block_size
         high = min(
             len(seq.block_hashes),
@@ -205,13 +202,14 @@ class SnapshotPolicy:
         return high * self._block_size
 
     def _count_seen(self, hashes: SequenceOf[bytes]) -> int:
+        """Return how many of ``hashes``, from the first without a gap, were seen in prompts."""
         for number, block_hash in enumerate(hashes):
             if block_hash not in self._seen:
                 return number
         return len(hashes)
 
     def _remember(self, hashes: SequenceOf[bytes]) -> None:
-        """The heads of chains last, since a chain is worth nothing without its head."""
+        """Remember ``hashes``, heads last: a chain is worth nothing without its head."""
         for block_hash in reversed(hashes):
             self._seen[block_hash] = None
             self._seen.move_to_end(block_hash)
@@ -220,7 +218,7 @@ class SnapshotPolicy:
 
 
 def _interval(length: int) -> int:
-    """How far apart snapshots inside of a prompt of ``length`` tokens are."""
+    """Return the distance of snapshots inside a prompt of ``length`` tokens."""
     interval = SNAPSHOT_INTERVAL_TOKENS
     while length > MAX_INNER_SNAPSHOTS * interval:
         interval *= 2

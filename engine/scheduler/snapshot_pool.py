@@ -1,4 +1,4 @@
-"""The pool of snapshots: recurrent state at block boundaries, to go on from."""
+"""The pool of snapshots: recurrent state at block boundaries, from which prefill can go on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shared.hashing import HASH_BYTES
 
 
 class SnapshotPool(BlockPool):
-    """At most ``limit`` snapshots, by the hash of the last block of the prefix they end.
+    """At most ``limit`` snapshots, each by the hash of the last block of its prefix.
 
-    One that is not published yet has a private name, under which nobody looks for it; it
-    may be evicted like the others.
+    A snapshot that is not published yet has a private name, which is no block's hash. It can be
+    evicted like the others.
     """
 
     _holds_snapshots = True
@@ -27,14 +27,14 @@ class SnapshotPool(BlockPool):
         return len(self) >= self._limit
 
     def add_private(self) -> Block:
-        """A new snapshot, pinned once, that `publish` gives its name."""
+        """Add a snapshot, pinned once, without a hash: `publish` sets it."""
         return self.add(b"private snapshot %d" % next(self._clock))
 
     def holds(self, snapshot: Block) -> bool:
         return self.get(snapshot.hash) is snapshot
 
     def publish(self, snapshot: Block, block_hash: bytes) -> bool:
-        """Lets others find ``snapshot`` by ``block_hash``. False where there is one already."""
+        """Make ``snapshot`` known by ``block_hash``. Return False if another one is already."""
         if block_hash in self:
             return False
         self.pin(snapshot)
@@ -48,8 +48,8 @@ class SnapshotPool(BlockPool):
         return [snapshot.hash for snapshot in self if _is_block_hash(snapshot.hash)]
 
     def longest_prefix(self, hashes: Sequence[bytes], first: int, end: int) -> int:
-        """The largest number of blocks, over ``first`` and up to ``end``, after which there
-        is a snapshot; ``first`` if there is none."""
+        """Return the largest number of blocks, above ``first`` and up to ``end``, after which
+        there is a snapshot; ``first`` if there is none."""
         for number in range(end, first, -1):
             if hashes[number - 1] in self:
                 return number

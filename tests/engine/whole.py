@@ -42,7 +42,7 @@ class Whole:
         """As if it had just been started."""
         self.executor.reset()
         self.executor.look_ahead = look_ahead
-        self.scheduler = Scheduler(replace(self.replica.scheduler._config, look_ahead=look_ahead))
+        self.scheduler = Scheduler(replace(self.replica.scheduler.config, look_ahead=look_ahead))
         self.texts: dict[str, list[int]] = {}
         self.ends: dict[str, wire.Delta] = {}
         self.refused: dict[str, wire.Refused] = {}

@@ -80,7 +80,7 @@ class Watch:
     def __call__(self) -> None:
         whole, stats = self._whole, self._whole.scheduler.stats()
         mx.synchronize()
-        known = whole.scheduler._memory.ledger.used_bytes
+        known = whole.scheduler.memory.ledger.used_bytes
         assert known <= stats.limit_bytes
         self.most_bytes = max(self.most_bytes, known)
         self._steps += 1
@@ -133,7 +133,7 @@ def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[.
     load_with(whole, 16, seed=1, longest=400)
     whole.run()
     assert watch.worst < 0.02
-    ledger = whole.scheduler._memory.ledger
+    ledger = whole.scheduler.memory.ledger
     assert ledger.used_bytes > 0.9 * 8 * whole.executor.state_bytes
 
 

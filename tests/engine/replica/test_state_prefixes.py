@@ -70,7 +70,7 @@ class Observed(Whole):
     def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
         live = {
             seq.slot: name
-            for name, seq in self.scheduler._sequences.live.items()
+            for name, seq in self.scheduler.sequences.live.items()
             if seq.slot is not None
         }
         for decode, row in zip(decodes, logits, strict=True):
@@ -123,17 +123,17 @@ def test_those_who_come_together_compute_their_prefix_once(whole: Observed) -> N
 def test_what_was_preempted_goes_on_from_kept_state(
     whole: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner, grow = whole.scheduler._planner, whole.scheduler._planner._grow
+    planner, fill = whole.scheduler.planner, whole.scheduler.planner.fill
     preempted: list[object] = []
 
-    def preempt(builder: PlanBuilder) -> bool:
-        seq = whole.scheduler._sequences.live.get("0")
+    def preempt(builder: PlanBuilder) -> None:
+        seq = whole.scheduler.sequences.live.get("0")
         if not preempted and seq is not None and seq.num_output_tokens == 30:
             preempted.append(seq)
-            planner._preempt(seq, builder)
-        return grow(builder)
+            planner.preempt(seq, builder)
+        fill(builder)
 
-    monkeypatch.setattr(planner, "_grow", preempt)
+    monkeypatch.setattr(planner, "fill", preempt)
     before = whole.scheduler.stats().prefill_tokens_total
     for number in range(3):
         whole.submit(f"{number}", random_tokens(10 + number, 45), 40)
@@ -158,10 +158,10 @@ def test_state_without_the_blocks_before_it_is_of_no_use(tiny_model: Callable[..
     whole = Observed(tiny_model("qwen3_next"))
     prompt = random_tokens(5, 100)
     whole.serve("first", prompt)
-    memory = whole.scheduler._memory
-    memory._evict_oldest(memory.blocks)
+    memory = whole.scheduler.memory
+    memory.evict_oldest(memory.blocks)
     while len(memory.blocks) > 3:
-        memory._evict_oldest(memory.blocks)
+        memory.evict_oldest(memory.blocks)
     whole.serve("again", prompt)
     assert whole.reused("again") == 0
     whole.assert_right()

@@ -338,7 +338,7 @@ class FakeExecutor:
         config = self.config
         held = sum(rows * capacity for rows, capacity in self.slabs.values()) // config.block_size
         used = held * config.slot_block_bytes + len(self.blocks) * config.block_bytes
-        used += sum(rows for rows, _ in self.slabs.values()) * config.row_bytes
+        used += sum(rows for rows, _ in self.slabs.values()) * config.state_bytes
         used += len(self.snapshots) * config.state_bytes
         assert used <= config.limit_bytes, "over the limit"
         assert len(self.snapshots) <= config.max_snapshots

@@ -39,14 +39,8 @@ def config(**changes: Any) -> SchedulerConfig:
 
 
 RECURRENT = {
-    "hybrid": {"state_bytes": 2500, "row_bytes": 2500, "max_snapshots": 12},
-    "recurrent": {
-        "state_bytes": 2500,
-        "row_bytes": 2500,
-        "max_snapshots": 12,
-        "keeps_kv": False,
-        "block_bytes": 4,
-    },
+    "hybrid": {"state_bytes": 2500, "max_snapshots": 12},
+    "recurrent": {"state_bytes": 2500, "max_snapshots": 12, "keeps_kv": False, "block_bytes": 4},
 }
 """What is added to `config` for models that have recurrent layers too, or nothing else."""
 
@@ -149,7 +143,7 @@ class Engine:
     def check(self) -> None:
         self.scheduler.check_integrity()
         self.collect()
-        memory = self.scheduler._memory
+        memory = self.scheduler.memory
         named = {block.id: block.hash for block in memory.blocks}
         named |= {
             s.id: s.hash for s in memory.snapshots if s.hash in memory.snapshots.published_hashes()
@@ -200,7 +194,7 @@ class Engine:
         assert scheduler.idle and not scheduler.live()
         stats = scheduler.stats()
         assert (stats.running, stats.waiting, stats.unevictable_bytes) == (0, 0, 0)
-        memory = scheduler._memory
+        memory = scheduler.memory
         assert set(self.executor.blocks) == {block.id for block in memory.blocks}
         assert set(self.executor.snapshots) == {snapshot.id for snapshot in memory.snapshots}
         assert len(memory.snapshots.published_hashes()) == len(memory.snapshots)

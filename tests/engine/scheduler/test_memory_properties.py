@@ -108,15 +108,14 @@ class Books:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.memory = Memory(
-            config(
-                blocks=self.random.choice([9, 40, 300]),
-                context_length=self.random.choice([30, 400]),
-                completion_batch_size=self.random.randrange(1, 9),
-                row_bytes=self.random.choice([0, 0, 700]),
-                slot_block_bytes=BLOCK_BYTES * self.random.choice([1, 1, 4]),
-            )
+        self.config = config(
+            blocks=self.random.choice([9, 40, 300]),
+            context_length=self.random.choice([30, 400]),
+            completion_batch_size=self.random.randrange(1, 9),
+            state_bytes=self.random.choice([0, 0, 700]),
+            slot_block_bytes=BLOCK_BYTES * self.random.choice([1, 1, 4]),
         )
+        self.memory = Memory(self.config)
         self.held: list[tuple[Slot, int]] = []
         self.pinned: list[Block] = []
         self.condemned: list[Block] = []
@@ -171,14 +170,14 @@ class Books:
         for slab in memory.freed_slabs:
             del self.slabs[slab]
         for new in memory.new_slabs:
-            self.slabs[new.slab_id] = memory._config.slab_bytes(new.rows, new.capacity)
+            self.slabs[new.slab_id] = self.config.slab_bytes(new.rows, new.capacity)
         memory.forget_changes()
 
     def check(self) -> None:
         memory = self.memory
         used = sum(self.slabs.values()) + len(self.blocks) * BLOCK_BYTES
         assert memory.ledger.used_bytes == used <= memory.ledger.limit_bytes
-        rows = sum(memory._config.slab_bytes(1, capacity) for _, capacity in self.held)
+        rows = sum(self.config.slab_bytes(1, capacity) for _, capacity in self.held)
         in_flight = len(self.pinned) + len(self.condemned)
         assert memory.unevictable_bytes == rows + in_flight * BLOCK_BYTES
         assert {slot.slab_id for slot, _ in self.held} <= self.slabs.keys()

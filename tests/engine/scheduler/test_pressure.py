@@ -50,7 +50,7 @@ def test_the_youngest_of_the_lowest_priority_gives_way_and_resumes_exactly(
     while engine.turn():
         preempted |= {
             seq.request.request_id
-            for seq in engine.scheduler._sequences.live.values()
+            for seq in engine.scheduler.sequences.live.values()
             if seq.status.name == "PREEMPTED"
         }
     assert preempted == {"r2", "r3"}, "the others are older, or matter more"
@@ -183,7 +183,7 @@ def test_who_makes_steps_raise_alone_ends_with_an_error_and_the_others_get_their
     others = [engine.submit(request(f"r{n}", SHARED[n : 9 + n], max_tokens=20)) for n in range(6)]
     for _ in range(5000):
         decoding = [
-            seq.request.request_id for seq in engine.scheduler._sequences.ordered(*HOLDING_SLOT)
+            seq.request.request_id for seq in engine.scheduler.sequences.ordered(*HOLDING_SLOT)
         ]
         engine.executor.fail_next_step = "bad" in decoding and bad.end is None
         if not engine.turn():
@@ -200,7 +200,7 @@ def test_after_a_failure_for_want_of_memory_less_of_it_is_used() -> None:
     first = [engine.submit(request(f"r{n}", [n] * 30, max_tokens=20)) for n in range(8)]
     while engine.scheduler.stats().running < 8:
         engine.turn()
-    held = engine.scheduler._memory.ledger.used_bytes
+    held = engine.scheduler.memory.ledger.used_bytes
     engine.executor.fail_next_step = True
     engine.run()
     limit = engine.scheduler.stats().limit_bytes

@@ -147,7 +147,7 @@ def test_of_a_long_prompt_state_is_kept_here_and_there(settings: dict[str, Any])
 
 
 def test_a_preempted_sequence_goes_on_from_its_newest_state(hybrid: dict[str, Any]) -> None:
-    few = {"blocks": 150, "context_length": 200, "state_bytes": 300, "row_bytes": 300}
+    few = {"blocks": 150, "context_length": 200, "state_bytes": 300}
     engine = Engine(config(**hybrid | few))
     clients = [engine.submit(request(f"{n}", SHARED[n : n + 20], max_tokens=90)) for n in range(4)]
     engine.run()
@@ -173,9 +173,9 @@ def test_there_are_never_more_than_allowed_and_the_latest_stay(
 def test_without_the_blocks_of_its_prefix_a_state_is_not_used(hybrid: dict[str, Any]) -> None:
     engine = Engine(config(**hybrid))
     serve(engine, request("a", SHARED[:301]))
-    memory = engine.scheduler._memory
+    memory = engine.scheduler.memory
     for _ in range(5):  # the tail of the chain went first
-        memory._evict_oldest(memory.blocks)
+        memory.evict_oldest(memory.blocks)
     engine.check()
     assert cached(serve(engine, request("b", SHARED[:301]))) == 0
 

@@ -1,0 +1,100 @@
+"""Reuse of prefixes: cached blocks go into slots, and full blocks of slots into the cache."""
+
+from __future__ import annotations
+
+from engine.plan import Insert
+from engine.scheduler.block_pool import Block
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.memory import Memory
+from engine.scheduler.outputs import Counters, Outputs
+from engine.scheduler.plan_builder import PlanBuilder
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.snapshot_policy import SnapshotPolicy
+
+
+class PrefixCache:
+    """Restores and saves blocks, and the snapshots without which blocks may be of no use."""
+
+    def __init__(
+        self, config: SchedulerConfig, memory: Memory, outputs: Outputs, counters: Counters
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._outputs = outputs
+        self._counters = counters
+        self.snapshot_policy = SnapshotPolicy(config, memory)
+
+    def restore(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Copy the cached blocks that follow what ``seq`` has into its slot, if there are any. If
+        the model has recurrent state, they end at the last snapshot among them."""
+        size = self._config.block_size
+        first = seq.num_computed_tokens // size
+        end = self.snapshot_policy.restorable_end(
+            seq, first, min(seq.num_restorable_tokens // size, len(seq.block_hashes))
+        )
+        known = len(builder.inserts)
+        blocks = self._pin_blocks(seq, first, end, builder) if self._config.keeps_kv else []
+        if self._config.keeps_kv:
+            end = self.snapshot_policy.restorable_end(seq, first, first + len(blocks))
+        builder.keep_pinned(seq, blocks[end - first :])
+        if end == first:
+            return
+        new = {insert.block_id for insert in builder.inserts[known:]}
+        inserted = sum(block.id in new for block in blocks[: end - first])
+        if blocks:
+            builder.restore(seq, blocks[: end - first])
+        self.snapshot_policy.restore(seq, end, builder)
+        ram, ssd = seq.count_cached_tokens((end - first - inserted) * size, inserted * size)
+        self._counters.cached_ram_tokens += ram
+        self._counters.cached_ssd_tokens += ssd
+        if self._config.uses_store:
+            self._outputs.touches.extend(seq.block_hashes[first:end])
+        seq.advance(end * size)
+        seq.snapshots.newest_position = end * size
+        seq.num_saved_blocks = end
+
+    def touch_computed(self, seq: Sequence) -> None:
+        """Mark the cached blocks of what ``seq`` computed as used last, its head last of all."""
+        if self._config.prefix_cache:
+            seq.update_block_hashes()
+        seq.num_saved_blocks = self._memory.blocks.touch(seq.block_hashes[: seq.num_savable_blocks])
+
+    def save_full_blocks(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Save the full blocks of ``seq`` that the pool lacks, as far as there is room."""
+        if not self._config.prefix_cache:
+            return
+        seq.update_block_hashes()
+        if not self._config.keeps_kv:
+            return
+        export = self._config.uses_store and self._config.store_policy == "write_through"
+        run: list[Block] = []
+        while seq.num_saved_blocks < seq.num_savable_blocks:
+            if seq.block_hashes[seq.num_saved_blocks] not in self._memory.blocks:
+                block = self._memory.add_block(seq.block_hashes[seq.num_saved_blocks])
+                if block is None:
+                    break
+                run.append(block)
+            elif run:
+                builder.save(seq, seq.num_saved_blocks - len(run), run, export=export)
+                run = []
+            seq.num_saved_blocks += 1
+        if run:
+            builder.save(seq, seq.num_saved_blocks - len(run), run, export=export)
+
+    def _pin_blocks(self, seq: Sequence, first: int, end: int, builder: PlanBuilder) -> list[Block]:
+        """Return the blocks of ``seq`` from number ``first`` to ``end``, pinned, as far as there is
+        no gap. Blocks that came from the kvstore are inserted."""
+        blocks: list[Block] = []
+        for number in range(first, end):
+            block = self._memory.blocks.get(seq.block_hashes[number])
+            if block is not None:
+                self._memory.blocks.pin(block)
+            elif number in seq.fetch.payloads:
+                block = self._memory.add_fetched_block(seq.block_hashes[number], seq)
+                if block is None:
+                    break
+                builder.inserts.append(Insert(block.id, seq.fetch.payloads[number]))
+            else:
+                break
+            blocks.append(block)
+        return blocks

@@ -31,7 +31,7 @@ class Scheduler:
 
     The caller runs each plan and passes its result to `apply`, in order. With ``look_ahead`` it
     may ask for one more plan before that. Nothing here blocks, and no message makes anything
-    raise. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and tools only.
+    raise. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and tools.
     """
 
     def __init__(

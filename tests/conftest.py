@@ -1,4 +1,4 @@
-"""What many tests need. The fast BLAS comes first: it has to be there before MLX is."""
+"""Fixtures of many tests. The fast BLAS is loaded first: it must be there before MLX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ load_fast_blas()
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The directory of the real test model, converted at its first use on a machine."""
+    """Return the directory of the real test model, converted at its first use on a machine."""
     from engine.model.demo import demo_model_path
 
     return demo_model_path()
@@ -25,7 +25,7 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_model(kind, seed=0)``: the directory of a random model, made once a session."""
+    """Return a function ``(kind, seed=0)`` for the directory of a random model, made once each."""
     from tests.tiny_models import Kind, make_tiny
 
     root = tmp_path_factory.mktemp("models")
@@ -39,14 +39,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
-    """A private directory for sockets; short, since their paths may have 103 bytes at most."""
+    """Yield a private directory for sockets; short, since their paths have at most 103 bytes."""
     path = Path(tempfile.mkdtemp(prefix="mlms-", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
 
 def unused_port() -> int:
-    """A TCP port of the loopback address that nobody listens on."""
+    """Return a TCP port of the loopback address on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,9 +1,9 @@
-"""What mlx-lm itself says to a prompt, and whether another text is as right.
+"""mlx-lm's own answer to a prompt, and whether another text is as right.
 
-Two ways of computing one position round differently, so a text may part from the
-oracle's where the oracle's two best tokens are as good as tied: their gap must be below
-four times the largest difference between two ways in which the oracle itself computes
-that position, and for fp32 and an unquantized cache never above 1e-3.
+Two ways of computing a position round differently. So a text may part from the oracle's where
+the oracle's two best tokens are nearly tied: their gap must be below four times the largest
+difference between two ways in which the oracle itself computes that position, and for fp32 and
+an unquantized cache never above 1e-3.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from engine.cache.quantization import Precision
 from engine.proving.oracle import make_rounding_cache
 
-MOST_GAP = 1e-3
+MAX_GAP = 1e-3
 EXACT = Precision()
 GROUP_SIZE = 64
 
 
 class Oracle:
-    """``kv_bits`` are those of its cache, quantized by mlx-lm: with scales in the model's type,
-    and from the second call on. With ``rounded`` keys and values are kept as slots have them;
-    for `check_same`, and also where mlx-lm has no kernel for heads as small as a tiny model's."""
+    """A model as mlx-lm computes it.
+
+    With ``kv_bits`` its cache is quantized by mlx-lm: with scales in the model's type, and from
+    the second call on. With ``rounded`` it keeps keys and values as slots do: for `check_same`,
+    and where mlx-lm has no kernel for heads as small as those of a tiny model.
+    """
 
     def __init__(
         self,
@@ -43,21 +46,21 @@ class Oracle:
         self.model, self.tokenizer = mlx_lm.load(str(path), adapter_path=adapter_path)
 
     def chat(self, *contents: str) -> list[int]:
-        """The token ids of a conversation; the user speaks first, then they take turns."""
+        """Return the token ids of a conversation, in which user and assistant alternate."""
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
         ids: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return list(ids)
 
     def tokens(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The greedy continuation, its end token included where it comes."""
+        """Return the greedy continuation, including its end token if there is one."""
         stream = mlx_lm.stream_generate(
             self.model, self.tokenizer, prompt, max_tokens=max_tokens, kv_bits=self.kv_bits
         )
         return [response.token for response in stream]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The next ``count`` tokens, whether one of them ends a turn or not."""
+        """Return the next ``count`` tokens, even if one of them ends a turn."""
         cache: Any = make_prompt_cache(self.model)
         found: list[int] = []
         tokens = prompt
@@ -68,7 +71,7 @@ class Oracle:
         return found
 
     def text(self, tokens: list[int]) -> str:
-        """``tokens`` as `stream_generate` shows them."""
+        """Return the text of ``tokens`` as `stream_generate` does."""
         detokenizer = self.tokenizer.detokenizer
         for token in tokens:
             if token not in self.tokenizer.eos_token_ids:
@@ -77,7 +80,7 @@ class Oracle:
         return str(detokenizer.text)
 
     def check(self, prompt: list[int], max_tokens: int, text: str) -> None:
-        """Fails unless ``text`` is the oracle's greedy text, or parts from it at a tie."""
+        """Check that ``text`` is the oracle's greedy text, or parts from it at a tie."""
         expected = self.tokens(prompt, max_tokens)
         if text == self.text(expected):
             return
@@ -85,30 +88,30 @@ class Oracle:
             if not text.startswith(self.text(expected[:count]).rstrip("�")):
                 break
         gap, noise = self._tie(prompt + expected[: count - 1])
-        assert gap < min(4 * noise, self._most_gap), (
+        assert gap < min(4 * noise, self._max_gap), (
             f"{text!r} parts from {self.text(expected)!r} at token {count - 1}, "
             f"where the gap is {gap:.2e} and the noise {noise:.2e}"
         )
 
     def check_same(self, prompt: list[int], ours: list[int], theirs: list[int]) -> None:
-        """Fails unless the two greedy continuations are equal, or part at a tie."""
+        """Check that the two greedy continuations are equal, or part at a tie."""
         pairs = zip(ours, theirs, strict=False)
         count = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if count is None:
             assert len(ours) == len(theirs)
             return
         gap, noise = self._tie(prompt + ours[:count])
-        assert gap < min(4 * noise, self._most_gap), (
+        assert gap < min(4 * noise, self._max_gap), (
             f"{ours} part from {theirs} at {count}: {gap:.2e}"
         )
 
     @property
-    def _most_gap(self) -> float:
+    def _max_gap(self) -> float:
         exact = self.kv_bits is None and self._rounded == EXACT
-        return MOST_GAP if exact else float("inf")
+        return MAX_GAP if exact else float("inf")
 
     def _tie(self, tokens: list[int]) -> tuple[float, float]:
-        """Gap between the two best tokens after ``tokens``, and the oracle's own noise."""
+        """Return the gap between the two best tokens after ``tokens``, and the oracle's own noise."""
         at_once = self.model(mx.array([tokens]), cache=make_prompt_cache(self.model))[0, -1]
         cache = make_rounding_cache(self.model, self._rounded)
         for token in tokens:

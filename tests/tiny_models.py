@@ -1,8 +1,8 @@
 """Tiny random models, made from mlx-lm's own classes, as normal model directories.
 
-They compute like their big relatives and answer in milliseconds; what they say is noise.
-Of a random model compare logits, or text only where the two ways of computing are the
-same bit for bit: its gaps between tokens are small.
+They compute like the full-size models and answer in milliseconds; their text is noise. Compare
+logits of a random model, and its text only if the two ways of computing are the same bit for
+bit: the gaps between its tokens are small.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ATTENTION = {
     "max_position_embeddings": CONTEXT,
 }
 _HYBRIDS = ("jamba", "qwen3_next", "nemotron_h")
-"""Recurrent layers, attention and experts in turn: the zoo knows what they need."""
+"""Kinds with recurrent layers, attention and experts in turn; their configs are the zoo's."""
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     **{
@@ -89,10 +89,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_tiny(kind: Kind, path: Path, seed: int = 0) -> Path:
-    """Writes a random ``kind`` of model into the directory ``path``; returns ``path``.
+    """Write a random model of ``kind`` into the directory ``path``, and return ``path``.
 
-    The same ``seed`` gives the same weights. About 150,000 parameters in float32, a
-    vocabulary of `VOCAB_SIZE`, byte-level, and a chat template; token `EOS` ends a turn.
+    The same ``seed`` gives the same weights. It has about 150,000 parameters in float32, a
+    byte-level vocabulary of `VOCAB_SIZE` and a chat template; token `EOS` ends a turn.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = _CONFIGS[kind] | {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
@@ -123,7 +123,7 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
     model = module.Model(module.ModelArgs.from_dict(config))
 
     def shaken(weight: mx.array) -> mx.array:
-        """Norms, biases and sinks start as ones and zeros, which hides mistakes."""
+        """Add noise to norms, biases and sinks: they start as ones and zeros, which hides bugs."""
         return weight + 0.1 * mx.random.normal(weight.shape) if weight.ndim == 1 else weight
 
     return dict(tree_flatten(tree_map(shaken, model.parameters())))
@@ -144,8 +144,8 @@ def _tokenizer() -> Tokenizer:
 
 
 def make_adapter(model: Path, path: Path, seed: int = 0, rank: int = 4) -> Path:
-    """Writes a random LoRA adapter of the tiny model in ``model`` into ``path``, for its last
-    layer's attention; returns ``path``. It changes most of what the model says."""
+    """Write a random LoRA adapter of the tiny model in ``model``, for its last layer's attention,
+    into ``path``, and return ``path``. It changes most of the model's answers."""
     config = json.loads((model / "config.json").read_text())
     parameters = {"rank": rank, "scale": 4.0, "dropout": 0.1}
     keys = ["self_attn.q_proj", "self_attn.v_proj"]

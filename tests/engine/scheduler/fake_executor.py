@@ -1,9 +1,9 @@
-"""An executor without a model, which believes nothing that a plan says.
+"""An executor without a model, which checks every operation of a plan.
 
-The KV of position p stands for all tokens up to p, so it is modelled as those tokens. A
-row's content is the tokens that were computed or copied there, a block's is the whole
-prefix that ends with it. Recurrent state is all tokens that went into it. Every part of a
-plan is checked against that, and memory is counted anew, part by part.
+The KV of position p depends on all tokens up to p, so it is modelled as those tokens. The content
+of a row is the tokens that were computed or copied there, that of a block the whole prefix that
+ends with it. Recurrent state is all tokens that went into it. Every operation is checked against
+that, and memory is counted anew with each.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shared.hashing import block_hashes, salted
 VOCABULARY = 24
 SALTS = ("", "pepper")
 HOLE = -1
-"""What lies in a row where a chunk raised."""
+"""The content of a row where a chunk raised."""
 
 
 def sample(tokens: Sequence[int], seed: int, index: int, forbidden: Sequence[int] = ()) -> int:
-    """The token that follows ``tokens`` as output ``index``: any function of them will do.
-    One that is never right follows a row with holes."""
+    """Return the token that follows ``tokens`` as output ``index``: any function of them will do.
+    After a row with holes it is one that is never right."""
     if HOLE in tokens:
         return VOCABULARY
     noise = zlib.crc32(array("I", tokens).tobytes() + f"{seed}/{index}".encode())
@@ -34,7 +34,7 @@ def sample(tokens: Sequence[int], seed: int, index: int, forbidden: Sequence[int
 
 
 def expected(request: wire.Submit, context_length: int) -> tuple[list[int], str]:
-    """All outputs of ``request``, computed directly, and how it ends."""
+    """Return all outputs of ``request``, computed directly, and the reason why it ends."""
     tokens = list(request.token_ids)
     limit = min(request.max_tokens, context_length - len(tokens))
     outputs: list[int] = []
@@ -52,33 +52,31 @@ def expected(request: wire.Submit, context_length: int) -> tuple[list[int], str]
     return outputs, "length"
 
 
-def scores_of(tokens: Sequence[int], count: int) -> wire.TokenLogprobs:
-    """Stands for how likely the last of ``tokens`` is after the others."""
+def logprobs_of(tokens: Sequence[int], count: int) -> wire.TokenLogprobs:
+    """Return made-up log-probabilities of the last of ``tokens`` after the others."""
     chosen = float(zlib.crc32(array("I", tokens).tobytes()))
     return wire.TokenLogprobs(chosen=chosen, top_ids=[0] * count, top=[0.0] * count)
 
 
 def prompt_logprobs_of(request: wire.Submit) -> list[wire.TokenLogprobs]:
-    """What the client is to get of its prompt."""
+    """Return the log-probabilities of the prompt that the client must get."""
     if request.prompt_logprobs is None:
         return []
     ends = range(2, len(request.token_ids) + 1)
-    return [scores_of(request.token_ids[:end], request.prompt_logprobs) for end in ends]
+    return [logprobs_of(request.token_ids[:end], request.prompt_logprobs) for end in ends]
 
 
 def content_of(payload: Sequence[bytes | memoryview]) -> tuple[int, ...]:
-    """The tokens up to the end of the block that was exported as ``payload``."""
+    """Return the tokens up to the end of the block that was exported as ``payload``."""
     return tuple(array("i", b"".join(payload)))
 
 
 class StepRaised(Exception):
-    """What the fake raises where MLX finds no memory."""
+    """A step raises, as MLX does when it finds no memory."""
 
 
 class FakeExecutor:
-    """Runs plans. With ``fail_next_step`` the next one raises when it is half done. With
-    ``fail_next_chunk`` the next chunk raises: its slot holds something
-    wrong from then on, and blocks saved from it later do too."""
+    """Runs plans, and keeps what they put into slots, blocks and snapshots."""
 
     def __init__(self, config: SchedulerConfig, speed_tokens_s: float = 1000.0) -> None:
         self.config = config
@@ -87,14 +85,17 @@ class FakeExecutor:
         self.rows: dict[Slot, list[int]] = {}
         self.states: dict[Slot, list[int]] = {}
         self.sampled: dict[Slot, int] = {}
-        self.recorded: dict[Slot, list[int]] = {}
+        self.history: dict[Slot, list[int]] = {}
         self.blocks: dict[int, tuple[int, ...]] = {}
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.block_hashes: dict[int, bytes] = {}
         self.seen_blocks: set[int] = set()
         self.unsaved: set[int] = set()
         self.fail_next_chunk = False
+        """Let the next chunk raise: its slot holds wrong KV from then on, and so do blocks saved
+        from it later."""
         self.fail_next_step = False
+        """Let the next plan raise when it is half done."""
         self._failed: dict[Slot, str] = {}
         self.steps = 0
         self.chunk_tokens: list[int] = []
@@ -103,7 +104,7 @@ class FakeExecutor:
         assert plan.step == self.steps, "steps come in order"
         self.steps += 1
         self._failed = {}
-        exported = self._give_up(plan)
+        exported = self._evict(plan)
         self._set_up(plan)
         self._restore(plan)
         self._restore_states(plan)
@@ -111,11 +112,11 @@ class FakeExecutor:
         if self.fail_next_step:
             self.fail_next_step = False
             raise StepRaised
-        parts: tuple[Decode | Chunk, ...] = (*plan.decodes, *plan.chunks)
-        used = [part.slot for part in parts]
-        assert len(set(used)) == len(used), "a slot has one part in a step"
+        computed: tuple[Decode | Chunk, ...] = (*plan.decodes, *plan.chunks)
+        used = [operation.slot for operation in computed]
+        assert len(set(used)) == len(used), "a slot has one decode or chunk in a step"
         tokens = self._decode(plan)
-        scored = tuple(self._prefill(plan))
+        prompt_logprobs = tuple(self._prefill(plan))
         self._save(plan)
         self._save_states(plan)
         exported += [
@@ -123,14 +124,14 @@ class FakeExecutor:
             for block in plan.exports
             if block not in self.unsaved
         ]
-        computed = len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_computed = len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks)
         return StepResult(
             step=plan.step,
             tokens=tuple(tokens),
-            prompt_logprobs=scored,
+            prompt_logprobs=prompt_logprobs,
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
-            elapsed_s=computed / self.speed_tokens_s,
+            elapsed_s=num_computed / self.speed_tokens_s,
         )
 
     def reset(self) -> None:
@@ -138,12 +139,12 @@ class FakeExecutor:
         self.rows.clear()
         self.states.clear()
         self.sampled.clear()
-        self.recorded.clear()
+        self.history.clear()
         self.blocks.clear()
         self.snapshots.clear()
         self.unsaved.clear()
 
-    def _give_up(self, plan: Plan) -> list[Exported]:
+    def _evict(self, plan: Plan) -> list[Exported]:
         exported = []
         for evict in plan.evictions:
             if evict.block_id in self.snapshots:
@@ -163,9 +164,9 @@ class FakeExecutor:
         return exported
 
     def _set_up(self, plan: Plan) -> None:
-        for part in plan.new_slabs:
-            assert part.slab_id not in self.slabs and part.capacity % self.config.block_size == 0
-            self.slabs[part.slab_id] = (part.rows, part.capacity)
+        for slab in plan.new_slabs:
+            assert slab.slab_id not in self.slabs and slab.capacity % self.config.block_size == 0
+            self.slabs[slab.slab_id] = (slab.rows, slab.capacity)
             self._check_memory()
         for insert in plan.inserts:
             self._new_block(insert.block_id, content_of(insert.payload))
@@ -213,26 +214,27 @@ class FakeExecutor:
             self.rows[move.target] = list(self.rows[move.source])
             self.states[move.target] = list(self.states[move.source])
             self.sampled.pop(move.target, None)
-            if move.source in self.recorded:
-                self.recorded[move.target] = self.recorded.pop(move.source)
+            if move.source in self.history:
+                self.history[move.target] = self.history.pop(move.source)
             self._check_length(move.target)
 
     def _decode(self, plan: Plan) -> list[int]:
         assert len(plan.decodes) <= self.config.max_batch_size
         tokens = []
-        for part in plan.decodes:
-            token = self.sampled[part.slot] if part.token_id is None else part.token_id
-            self._write(part.slot, part.position, [token])
-            row, seed = self.rows[part.slot], part.sampling.seed
-            if part.sampling.looks_back:
-                if part.history is not None:
-                    self.recorded[part.slot] = list(part.history)
-                self.recorded[part.slot].append(token)
-                assert HOLE in row or self.recorded[part.slot] == row, "what penalties look at"
+        for decode in plan.decodes:
+            slot, seed = decode.slot, decode.sampling.seed
+            token = self.sampled[slot] if decode.token_id is None else decode.token_id
+            self._write(slot, decode.position, [token])
+            row = self.rows[slot]
+            if decode.sampling.looks_back:
+                if decode.history is not None:
+                    self.history[slot] = list(decode.history)
+                self.history[slot].append(token)
+                assert HOLE in row or self.history[slot] == row, "what penalties look at"
             else:
-                assert part.history is None
-            tokens.append(sample(row, seed, part.output_index, part.forbidden))
-            self.sampled[part.slot] = tokens[-1]
+                assert decode.history is None
+            tokens.append(sample(row, seed, decode.output_index, decode.forbidden))
+            self.sampled[slot] = tokens[-1]
         return tokens
 
     def _prefill(self, plan: Plan) -> Iterator[PromptLogprobs]:
@@ -252,7 +254,7 @@ class FakeExecutor:
                 row = [abs(token) for token in self.rows[chunk.slot][: chunk.start]]
                 known = [*row, *chunk.token_ids]
                 found = (
-                    scores_of([*known[: chunk.start + i + 1], token], chunk.logprobs)
+                    logprobs_of([*known[: chunk.start + i + 1], token], chunk.logprobs)
                     for i, token in enumerate(chunk.target_ids)
                 )
                 yield PromptLogprobs(chunk.slot, chunk.start, tuple(found))
@@ -284,8 +286,8 @@ class FakeExecutor:
             self._check_memory()
 
     def check_hashes(self, hashes: dict[int, bytes], *, settled: bool) -> None:
-        """That the blocks which the scheduler believes in hold what their hashes say; as
-        long as results are on their way it may not know yet of those that do not."""
+        """Check that the scheduler's blocks hold the prefixes of their hashes. As long as results
+        are on their way it may not know yet of blocks that do not."""
         for block, block_hash in hashes.items():
             if block in self.block_hashes:
                 continue

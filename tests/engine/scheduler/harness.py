@@ -1,4 +1,4 @@
-"""An engine's loop around scheduler and fake executor, with router and kvstore played."""
+"""The loop of an engine around scheduler and fake executor, with a simulated router and kvstore."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.plan import Plan, StepResult
+from engine.plan import Payload, Plan, StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
 from shared import wire
 from tests.engine.scheduler.fake_executor import (
@@ -21,7 +21,7 @@ BLOCK_BYTES = 1000
 
 
 def config(**changes: Any) -> SchedulerConfig:
-    """A small engine: blocks of 4 tokens, 64 of them unless ``blocks`` says otherwise."""
+    """Return the configuration of a small engine: ``blocks`` blocks (64) of 4 tokens."""
     blocks = changes.pop("blocks", 64)
     fields: dict[str, Any] = {
         "block_size": 4,
@@ -42,7 +42,7 @@ RECURRENT = {
     "hybrid": {"state_bytes": 2500, "max_snapshots": 12},
     "recurrent": {"state_bytes": 2500, "max_snapshots": 12, "keeps_kv": False, "block_bytes": 4},
 }
-"""What is added to `config` for models that have recurrent layers too, or nothing else."""
+"""Additions to `config` for models that also have recurrent layers, or only those."""
 
 
 def request(name: str, prompt: list[int], **changes: Any) -> wire.Submit:
@@ -59,7 +59,7 @@ def request(name: str, prompt: list[int], **changes: Any) -> wire.Submit:
 
 @dataclass
 class Client:
-    """What a router has got of one request."""
+    """What a router has received of one request."""
 
     request: wire.Submit
     answer: wire.Accepted | wire.Refused | None = None
@@ -70,7 +70,7 @@ class Client:
 
 
 class Engine:
-    """Drives a scheduler as the engine's core does, checking its books at every turn."""
+    """Drives a scheduler as the engine's core does, and checks its integrity at every turn."""
 
     def __init__(self, settings: SchedulerConfig) -> None:
         self.config = settings
@@ -81,7 +81,7 @@ class Engine:
         self.plans: list[Plan] = []
         self.clients: dict[tuple[str, int], Client] = {}
         self.fetches: deque[tuple[int, list[bytes]]] = deque()
-        self.stored: dict[bytes, tuple[bytes | memoryview, ...]] = {}
+        self.stored: dict[bytes, Payload] = {}
         self.cached: set[bytes] = set()
         self.store_answers = True
 
@@ -92,7 +92,7 @@ class Engine:
         return client
 
     def schedule(self) -> Plan | None:
-        """Makes a plan and runs it; its result waits to be applied."""
+        """Make a plan and run it; its result waits for `apply`."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
@@ -113,7 +113,7 @@ class Engine:
         self.check()
 
     def answer_store(self) -> None:
-        """Answers the oldest fetch with what was stored, up to the first that is missing."""
+        """Answer the oldest fetch with the stored blocks up to the first that is missing."""
         ticket, hashes = self.fetches.popleft()
         found = []
         for block_hash in hashes:
@@ -124,7 +124,7 @@ class Engine:
         self.check()
 
     def turn(self) -> bool:
-        """One turn of the loop. False when there is nothing left to do."""
+        """Do one turn of the loop. Return False if there is nothing left to do."""
         while self.store_answers and self.fetches:
             self.answer_store()
         plan = self.schedule()
@@ -134,7 +134,7 @@ class Engine:
         return plan is not None
 
     def run(self, turns: int = 5000) -> None:
-        """Turns until nothing is left. Fails when that does not come to an end."""
+        """Do turns until nothing is left. Raises: AssertionError if that does not end."""
         for _ in range(turns):
             if not self.turn() and not (self.store_answers and self.fetches):
                 return
@@ -176,7 +176,7 @@ class Engine:
         self.cached = (self.cached | set(outputs.cache_added)) - set(outputs.cache_removed)
 
     def assert_right(self, client: Client) -> None:
-        """That ``client`` got exactly its text, and what it is told of it is true."""
+        """Check that ``client`` got exactly its text, and that its usage is right."""
         end = client.end
         assert end is not None and end.usage is not None, client
         tokens, finish = expected(client.request, self.config.context_length)

@@ -1,4 +1,4 @@
-"""Chunks are as long as the time they are predicted to take allows."""
+"""Chunks are as long as their predicted time allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduler.chunks import (
 
 
 def learn(policy: ChunkPolicy, per_token_s: float, per_pair_s: float) -> None:
-    """Lets ``policy`` prefill prompts on a device of that speed, beside four streams."""
+    """Let ``policy`` learn from prefills on a device of that speed, beside four streams."""
 
     def cost_s(start: int, tokens: int) -> float:
         return tokens * (per_token_s + per_pair_s * (start + tokens / 2))
@@ -34,11 +34,11 @@ def learn(policy: ChunkPolicy, per_token_s: float, per_pair_s: float) -> None:
 
 @pytest.mark.parametrize("per_token_s", [1e-3, 2e-3, 4e-3])
 @pytest.mark.parametrize("pairs", [0.0, 1e-3])
-def test_what_is_predicted_becomes_what_is_measured(per_token_s: float, pairs: float) -> None:
+def test_predictions_approach_the_measured_times(per_token_s: float, pairs: float) -> None:
     learn(ChunkPolicy(16), per_token_s, per_token_s * pairs)
 
 
-def test_running_streams_are_not_held_up_longer_than_the_target() -> None:
+def test_chunks_delay_running_streams_by_at_most_the_target() -> None:
     policy = ChunkPolicy(16)
     learn(policy, 2e-3, 2e-6)
     for start in (0, 512, 1024):
@@ -49,7 +49,7 @@ def test_running_streams_are_not_held_up_longer_than_the_target() -> None:
         assert policy.predict_s(start, alone) <= ALONE_TARGET_S
 
 
-def test_even_the_slowest_device_gets_on() -> None:
+def test_the_slowest_device_gets_chunks_of_the_least_size() -> None:
     policy = ChunkPolicy(16)
     learn(policy, 1.0, 0.0)
     assert policy.budget(streaming=True).take(0, 4000) == MIN_TOKENS
@@ -72,7 +72,7 @@ def test_the_chunks_of_a_plan_share_its_budget() -> None:
     assert budget.take(0, 1) == 0
 
 
-def test_chunks_that_go_together_are_of_about_the_same_length() -> None:
+def test_chunks_of_one_plan_have_about_the_same_length() -> None:
     policy = ChunkPolicy(16, fixed_tokens=400)
     assert [policy.budget(streaming=True).take(0, n) for n in (100, 300)] == [100, 300]
     budget = policy.budget(streaming=True)

@@ -1,4 +1,4 @@
-"""What one request goes through, alone and beside others."""
+"""The life of a request, alone and beside others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_last_prompt_token_goes_through_the_decode_that_samples_output_0(len
     engine.assert_right(client)
 
 
-def test_look_ahead_names_a_token_that_is_not_known_yet_by_none() -> None:
+def test_with_look_ahead_an_unknown_input_token_is_none() -> None:
     engine = Engine(config(look_ahead=True))
     client = engine.submit(request("a", prompt(3)))
     engine.run()
@@ -70,7 +70,7 @@ def test_a_stop_token_with_look_ahead_costs_one_discarded_decode() -> None:
     engine.assert_nothing_left()
 
 
-def test_stop_tokens_are_forbidden_until_min_tokens_are_there() -> None:
+def test_stop_tokens_are_forbidden_until_min_tokens_are_reached() -> None:
     stops = list(range(20))
     engine = Engine(config())
     client = engine.submit(request("a", [1], max_tokens=20, min_tokens=3, stop_token_ids=stops))
@@ -95,7 +95,7 @@ def test_logprobs_reach_the_delta_of_their_token() -> None:
 
 
 @pytest.mark.parametrize("done", [1, 3, 4, 8, 11])
-def test_a_resumed_request_goes_on_where_it_was(done: int) -> None:
+def test_a_resumed_request_continues_where_it_was(done: int) -> None:
     whole = request("a", prompt(6), max_tokens=12)
     outputs, _ = expected(whole, 200)
     engine = Engine(config())
@@ -105,7 +105,7 @@ def test_a_resumed_request_goes_on_where_it_was(done: int) -> None:
     engine.assert_right(client)
 
 
-def test_a_resumed_request_that_had_ended_is_ended_at_once() -> None:
+def test_a_resumed_request_that_had_ended_ends_at_once() -> None:
     engine = Engine(config())
     full = engine.submit(request("a", [1], max_tokens=2, generated=[4, 5]))
     stopped = engine.submit(request("b", [1], generated=[4, 9], stop_token_ids=[9]))
@@ -129,7 +129,7 @@ def test_a_resumed_request_that_had_ended_is_ended_at_once() -> None:
         ({"token_ids": [1] * 60, "max_tokens": 6}, "too_large", "max_tokens"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_a_request_that_cannot_be_served_is_refused_with_the_field_at_fault(
     fields: dict[str, Any], reason: str, param: str
 ) -> None:
     engine = Engine(config(blocks=16))
@@ -170,7 +170,7 @@ def test_a_second_submit_of_the_same_attempt_is_refused_and_a_newer_one_replaces
     engine.assert_nothing_left()
 
 
-def test_a_draining_engine_finishes_what_it_has_and_refuses_what_comes() -> None:
+def test_a_draining_engine_finishes_its_requests_and_refuses_new_ones() -> None:
     engine = Engine(config())
     first = engine.submit(request("a", prompt(5)))
     engine.scheduler.drain()
@@ -180,7 +180,7 @@ def test_a_draining_engine_finishes_what_it_has_and_refuses_what_comes() -> None
     engine.assert_right(first)
 
 
-def test_a_full_engine_says_so() -> None:
+def test_a_full_engine_refuses_requests() -> None:
     engine = Engine(config(max_sequences=1))
     engine.submit(request("a", prompt(5)))
     second = engine.submit(request("b", prompt(5)))
@@ -210,7 +210,7 @@ def test_an_abort_at_any_moment_frees_the_slot_in_the_next_plan(
     engine.assert_nothing_left()
 
 
-def test_a_new_router_begins_with_nothing() -> None:
+def test_drop_all_leaves_nothing_of_earlier_requests() -> None:
     engine = Engine(config(look_ahead=True))
     for name in "abcdef":
         engine.submit(request(name, prompt(20, start=ord(name))))
@@ -284,7 +284,7 @@ def test_progress_and_counters_add_up() -> None:
     assert stats.used_blocks + stats.free_blocks == stats.total_blocks == 64
 
 
-def test_a_result_of_another_step_is_the_callers_mistake() -> None:
+def test_a_result_of_another_step_raises_value_error() -> None:
     engine = Engine(config())
     engine.submit(request("a", prompt(4)))
     with pytest.raises(ValueError, match="not the oldest"):

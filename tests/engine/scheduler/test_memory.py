@@ -19,7 +19,7 @@ def test_the_ledger_never_goes_over_its_limit() -> None:
         ledger.reserve(41)
 
 
-def test_a_block_goes_only_when_nothing_in_flight_refers_to_it() -> None:
+def test_a_block_is_evicted_only_when_nothing_in_flight_refers_to_it() -> None:
     pool = BlockPool()
     first, second = pool.add(b"1"), pool.add(b"2")
     pool.unpin(second)
@@ -31,7 +31,7 @@ def test_a_block_goes_only_when_nothing_in_flight_refers_to_it() -> None:
     assert pool.pop_oldest() is second
 
 
-def test_refreshing_a_chain_makes_its_head_the_last_to_go() -> None:
+def test_touching_a_chain_makes_its_head_the_last_to_be_evicted() -> None:
     pool = BlockPool()
     for block_hash in (b"1", b"2", b"3", b"x"):
         pool.unpin(pool.add(block_hash))
@@ -39,7 +39,7 @@ def test_refreshing_a_chain_makes_its_head_the_last_to_go() -> None:
     assert [pool.pop_oldest().hash for _ in range(4)] == [b"x", b"3", b"2", b"1"]
 
 
-def test_the_pool_tells_net_changes() -> None:
+def test_the_pool_reports_net_changes() -> None:
     pool = BlockPool()
     pool.unpin(pool.add(b"1"))
     pool.unpin(pool.add(b"2"))
@@ -51,7 +51,7 @@ def test_the_pool_tells_net_changes() -> None:
     assert pool.take_changes() == ([b"3"], [])
 
 
-def test_a_block_that_was_removed_stays_away_when_its_pins_go() -> None:
+def test_a_removed_block_does_not_come_back_when_it_is_unpinned() -> None:
     pool = BlockPool()
     block = pool.add(b"1")
     pool.remove(block)
@@ -78,9 +78,9 @@ def test_empty_slabs_are_freed_before_cached_blocks_and_only_when_needed() -> No
     block = memory.add_block(b"1")
     assert block is not None
     memory.blocks.unpin(block)
-    acquired = memory.allocate_slot(16)
-    assert acquired == (Slot(0, 0), 16)
-    memory.slots.release(acquired[0])
+    allocated = memory.allocate_slot(16)
+    assert allocated == (Slot(0, 0), 16)
+    memory.slots.release(allocated[0])
     assert not memory.freed_slabs
     for number in range(31):
         memory.add_block(b"n%d" % number)
@@ -89,7 +89,7 @@ def test_empty_slabs_are_freed_before_cached_blocks_and_only_when_needed() -> No
     assert memory.evictions == [Evict(0)]
 
 
-def test_nothing_is_given_up_for_what_will_not_fit_anyway() -> None:
+def test_nothing_is_evicted_for_what_does_not_fit_anyway() -> None:
     memory = Memory(config(blocks=8, context_length=32))
     for number in range(8):
         block = memory.add_block(b"%d" % number)
@@ -100,7 +100,7 @@ def test_nothing_is_given_up_for_what_will_not_fit_anyway() -> None:
     assert not memory.evictions and memory.ledger.used_bytes == 8 * BLOCK_BYTES
 
 
-def test_rows_that_nobody_needs_yet_do_not_cost_the_whole_cache() -> None:
+def test_rows_that_are_not_needed_yet_do_not_cost_the_whole_cache() -> None:
     memory = Memory(config(blocks=64, context_length=32, completion_batch_size=8))
     for number in range(60):
         block = memory.add_block(b"%d" % number)
@@ -110,7 +110,7 @@ def test_rows_that_nobody_needs_yet_do_not_cost_the_whole_cache() -> None:
     assert len(memory.blocks) >= 30
 
 
-def test_a_free_larger_row_is_taken_when_nothing_else_is_to_be_had() -> None:
+def test_a_free_larger_row_is_taken_when_there_is_no_other_room() -> None:
     memory = Memory(config(blocks=4096, context_length=1024))
     assert memory.allocate_slot(1024) == (Slot(0, 0), 1024)
     for number in range(4096 - 2 * 256):
@@ -119,8 +119,8 @@ def test_a_free_larger_row_is_taken_when_nothing_else_is_to_be_had() -> None:
     assert memory.allocate_slot(512) is None
 
 
-def test_slots_that_keep_more_than_blocks_are_charged_for_it() -> None:
-    """As on the CPU, where slots have quantized keys and values ready to be attended to."""
+def test_slots_larger_than_their_blocks_are_charged_in_full() -> None:
+    """As on the CPU, where slots hold quantized keys and values in a form for attention."""
     settings = config(blocks=40, slot_block_bytes=4 * BLOCK_BYTES, context_length=100)
     assert settings.capacity_classes()[-1] == 10 * settings.block_size
     memory = Memory(settings)

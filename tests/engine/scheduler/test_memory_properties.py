@@ -1,5 +1,5 @@
-"""Random operations on slots, pool and memory, against plain models of them; each run is made
-from one seed."""
+"""Random operations on slots, pool and memory, compared with plain models of them. Each run is
+made from one seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPERATIONS = 300
 
 @MANY
 @SEEDS
-def test_the_pool_is_a_list_from_used_longest_ago_to_used_last(seed: int) -> None:
+def test_the_pool_evicts_the_least_recently_used_block_first(seed: int) -> None:
     pick = random.Random(seed)
     pool = BlockPool()
     blocks: dict[bytes, Block] = {}  # by hash
@@ -67,7 +67,7 @@ def test_the_pool_is_a_list_from_used_longest_ago_to_used_last(seed: int) -> Non
 
 @MANY
 @SEEDS
-def test_a_row_has_one_holder_and_a_slab_goes_only_when_it_has_none(seed: int) -> None:
+def test_a_row_is_taken_once_and_a_slab_is_freed_only_when_empty(seed: int) -> None:
     pick = random.Random(seed)
     slots, taken, slabs = SlotTable(), set[Slot](), dict[int, tuple[int, int]]()
     for _ in range(OPERATIONS):
@@ -103,8 +103,8 @@ def test_a_row_has_one_holder_and_a_slab_goes_only_when_it_has_none(seed: int) -
 
 
 class Books:
-    """Does to a `Memory` what a scheduler may do, and keeps books of its own from the changes
-    that go into plans, as the executor would."""
+    """Does to a `Memory` what a scheduler may do, and keeps its own record of the changes that go
+    into plans, as an executor would."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -118,20 +118,22 @@ class Books:
         self.memory = Memory(self.config)
         self.held: list[tuple[Slot, int]] = []
         self.pinned: list[Block] = []
-        self.condemned: list[Block] = []
+        self.withdrawn: list[Block] = []
         self.slabs: dict[int, int] = {}
         self.blocks: set[int] = set()
         self.number = 0
 
     def act(self) -> None:
         pick, memory = self.random, self.memory
-        match pick.choice("acquire acquire release add add add unpin unpin condemn settle".split()):
-            case "acquire":
+        match pick.choice(
+            "allocate allocate release add add add unpin unpin withdraw settle".split()
+        ):
+            case "allocate":
                 tokens = pick.randrange(1, memory.largest_capacity + 1)
-                acquired = memory.allocate_slot(tokens)
-                if acquired is not None:
-                    assert acquired[1] >= tokens and acquired[0] not in dict(self.held)
-                    self.held.append(acquired)
+                allocated = memory.allocate_slot(tokens)
+                if allocated is not None:
+                    assert allocated[1] >= tokens and allocated[0] not in dict(self.held)
+                    self.held.append(allocated)
             case "release" if self.held:
                 memory.slots.release(self.held.pop(pick.randrange(len(self.held)))[0])
             case "add":
@@ -142,21 +144,21 @@ class Books:
                     self.blocks.add(block.id)
             case "unpin" if self.pinned:
                 memory.blocks.unpin(self.pinned.pop(pick.randrange(len(self.pinned))))
-            case "condemn" if self.pinned:
-                self.condemned.append(self.pinned.pop())
-                memory.withdraw(self.condemned[-1])
-            case "settle" if self.condemned:
-                memory.settle(self.condemned.pop(), exists=True)
+            case "withdraw" if self.pinned:
+                self.withdrawn.append(self.pinned.pop())
+                memory.withdraw(self.withdrawn[-1])
+            case "settle" if self.withdrawn:
+                memory.settle(self.withdrawn.pop(), exists=True)
         if pick.random() < 0.01:
             self._lose_everything()
         self._follow_plan()
 
     def _lose_everything(self) -> None:
-        """A step has raised."""
+        """Do what the scheduler does after a step that raised."""
         memory = self.memory
         memory.lower_limit(max(0.9 * memory.ledger.used_bytes, memory.ledger.limit_bytes / 2))
         memory.clear()
-        self.held, self.pinned, self.condemned = [], [], []
+        self.held, self.pinned, self.withdrawn = [], [], []
         self.slabs, self.blocks = {}, set()
         assert memory.allocate_slot(memory.largest_capacity) is not None, (
             "one that is alone has room"
@@ -178,15 +180,15 @@ class Books:
         used = sum(self.slabs.values()) + len(self.blocks) * BLOCK_BYTES
         assert memory.ledger.used_bytes == used <= memory.ledger.limit_bytes
         rows = sum(self.config.slab_bytes(1, capacity) for _, capacity in self.held)
-        in_flight = len(self.pinned) + len(self.condemned)
+        in_flight = len(self.pinned) + len(self.withdrawn)
         assert memory.unevictable_bytes == rows + in_flight * BLOCK_BYTES
         assert {slot.slab_id for slot, _ in self.held} <= self.slabs.keys()
-        assert {block.id for block in (*memory.blocks, *self.condemned)} == self.blocks
+        assert {block.id for block in (*memory.blocks, *self.withdrawn)} == self.blocks
 
 
 @MANY
 @SEEDS
-def test_the_ledger_is_what_the_plans_amount_to_and_never_over_its_limit(seed: int) -> None:
+def test_the_ledger_equals_the_sum_of_the_plans_and_never_exceeds_its_limit(seed: int) -> None:
     books = Books(seed)
     for _ in range(OPERATIONS):
         books.act()
@@ -195,7 +197,7 @@ def test_the_ledger_is_what_the_plans_amount_to_and_never_over_its_limit(seed: i
         books.memory.slots.release(slot)
     for block in books.pinned:
         books.memory.blocks.unpin(block)
-    for block in books.condemned:
+    for block in books.withdrawn:
         books.memory.settle(block, exists=False)
     assert books.memory.unevictable_bytes == 0
     assert books.memory.allocate_slot(books.memory.largest_capacity) is not None

@@ -1,4 +1,4 @@
-"""What is computed once is not computed again: RAM, kvstore, and those who arrive together."""
+"""Prefixes are computed once: they come from RAM, from the kvstore, or from another sequence."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_next_turn_computes_only_what_is_new(look_ahead: bool, stop: bool) -
         stops = [3, 4] if stop else []
         message = request(f"t{turn}", history, max_tokens=11, stop_token_ids=stops)
         client = serve(engine, message)
-        # All but the very last token of the turn before were computed, in full blocks.
+        # Of the turn before all full blocks were computed, without its very last token.
         assert sum(cached(client)) >= known - 3
         known = len(history) + len(client.tokens) - 1
         history = [*history, *client.tokens, turn, 1]
@@ -78,7 +78,7 @@ def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
     assert computed(engine) == 100 + 8 * 2
 
 
-def test_when_the_one_ahead_goes_away_the_next_computes_by_itself() -> None:
+def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix() -> None:
     engine = Engine(config(blocks=300))
     engine.submit(request("first", SHARED))
     second = engine.submit(request("second", SHARED))
@@ -92,7 +92,7 @@ def test_when_the_one_ahead_goes_away_the_next_computes_by_itself() -> None:
     assert computed(engine) == 96 + 2 * 3, "only the last, unfinished block is computed twice"
 
 
-def test_one_who_joins_in_the_middle_takes_what_is_there_and_then_follows() -> None:
+def test_a_request_that_joins_midway_restores_what_is_cached_and_then_follows() -> None:
     engine = Engine(config(blocks=300))
     engine.submit(request("first", SHARED))
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_one_who_joins_in_the_middle_takes_what_is_there_and_then_follows() -> N
     assert computed(engine) == 99 + 4
 
 
-def test_what_was_used_last_is_kept_the_longest_and_heads_outlive_their_tails() -> None:
+def test_recently_used_blocks_stay_the_longest_and_heads_outlive_their_tails() -> None:
     engine = Engine(config(blocks=64))
     serve(engine, request("old", SHARED[:80]))
     for number in range(3):
@@ -113,7 +113,7 @@ def test_what_was_used_last_is_kept_the_longest_and_heads_outlive_their_tails() 
     assert cached(serve(engine, request("again", SHARED[:80])))[0] >= 60
 
 
-def test_of_a_finished_sequence_the_tail_goes_first() -> None:
+def test_the_tail_of_a_finished_sequence_is_evicted_first() -> None:
     engine = Engine(config(blocks=48))
     serve(engine, request("a", SHARED[:60]))
     serve(engine, request("b", [1] * 60))
@@ -135,7 +135,7 @@ def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
     assert (stats.cached_ram_tokens_total, stats.cached_ssd_tokens_total) == (48, 48)
 
 
-def test_what_the_kvstore_is_asked_for_begins_where_memory_ends() -> None:
+def test_a_fetch_begins_where_the_cached_prefix_ends() -> None:
     engine = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(engine, request("a", SHARED[:21]))
     engine.store_answers = False
@@ -146,7 +146,7 @@ def test_what_the_kvstore_is_asked_for_begins_where_memory_ends() -> None:
     assert not any(block_hash in engine.cached for block_hash in hashes)
 
 
-def test_one_who_waits_for_the_kvstore_holds_nobody_up() -> None:
+def test_a_sequence_that_waits_for_the_kvstore_delays_no_other() -> None:
     engine = Engine(config(store_enabled=True))
     engine.store_answers = False
     slow = engine.submit(request("slow", SHARED[:50]))
@@ -159,7 +159,7 @@ def test_one_who_waits_for_the_kvstore_holds_nobody_up() -> None:
     engine.assert_right(slow)
 
 
-def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
+def test_an_answer_to_an_abandoned_fetch_is_ignored() -> None:
     engine = Engine(config(store_enabled=True))
     engine.store_answers = False
     engine.submit(request("a", SHARED[:50]))
@@ -171,7 +171,7 @@ def test_an_answer_to_a_fetch_that_nobody_waits_for_is_ignored() -> None:
     engine.assert_nothing_left()
 
 
-def test_what_is_on_its_way_from_the_kvstore_has_room_in_the_ledger() -> None:
+def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> None:
     before = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(before, request("a", SHARED[:50]))
     engine = Engine(config(blocks=32, store_enabled=True))
@@ -190,7 +190,7 @@ def test_what_is_on_its_way_from_the_kvstore_has_room_in_the_ledger() -> None:
     assert engine.scheduler.stats().used_blocks == 0
 
 
-def test_who_runs_takes_the_room_of_what_was_fetched_for_those_that_wait() -> None:
+def test_running_sequences_take_the_room_of_blocks_fetched_for_waiting_ones() -> None:
     before = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(before, request("a", SHARED[:60]))
     engine = Engine(config(blocks=32, store_enabled=True))
@@ -233,7 +233,7 @@ def test_write_through_exports_after_the_save_and_not_at_eviction() -> None:
     assert not any(evict.export for plan in engine.plans for evict in plan.evictions)
 
 
-def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whatever_is_cached() -> None:
+def test_a_prompt_with_logprobs_is_computed_whatever_is_cached() -> None:
     engine = Engine(config(blocks=300, store_enabled=True))
     prompt = [*SHARED, *SHARED[:90]]
     serve(engine, request("a", prompt))
@@ -245,7 +245,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whatever_is_cac
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_those_who_do_not_ask_share_with_one_who_does(look_ahead: bool) -> None:
+def test_requests_without_prompt_logprobs_share_with_one_that_has_them(look_ahead: bool) -> None:
     engine = Engine(config(blocks=300, look_ahead=look_ahead))
     clients = [
         engine.submit(request(f"{i}", SHARED, prompt_logprobs=None if i else 0)) for i in range(3)
@@ -257,7 +257,7 @@ def test_those_who_do_not_ask_share_with_one_who_does(look_ahead: bool) -> None:
     assert computed(engine) <= len(SHARED) + 2 * 4
 
 
-def test_a_token_of_a_bias_that_is_not_in_the_vocabulary_is_refused() -> None:
+def test_a_logit_bias_of_a_token_outside_the_vocabulary_is_refused() -> None:
     engine = Engine(config(vocab_size=20))
     client = engine.submit(
         request("a", [1, 2], sampling=wire.Sampling(seed=1, logit_bias=[(20, 1.0)]))

@@ -1,4 +1,4 @@
-"""Too little memory, and chunks that fail: others wait, move or start again, and end right."""
+"""Too little memory, and steps that raise: sequences wait, move or restart, and end right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_row_that_is_full_moves_to_a_larger_slot() -> None:
     assert engine.scheduler.stats().preemptions_total == 0
 
 
-def test_capacity_classes_are_few_and_end_with_what_there_is() -> None:
+def test_capacity_classes_are_few_and_end_with_the_context_or_the_memory() -> None:
     assert config(block_size=16, blocks=2048, context_length=8192).capacity_classes() == (
         512,
         2048,
@@ -37,7 +37,7 @@ def test_capacity_classes_are_few_and_end_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_the_youngest_of_the_lowest_priority_gives_way_and_resumes_exactly(
+def test_the_youngest_of_the_lowest_priority_is_preempted_and_resumes_exactly(
     look_ahead: bool,
 ) -> None:
     engine = Engine(config(blocks=64, look_ahead=look_ahead, max_batch_size=8))
@@ -61,7 +61,7 @@ def test_the_youngest_of_the_lowest_priority_gives_way_and_resumes_exactly(
     engine.assert_nothing_left()
 
 
-def test_one_that_was_preempted_gets_back_from_the_kvstore_what_memory_lost() -> None:
+def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
     engine = Engine(config(blocks=64, max_batch_size=8, store_enabled=True))
     clients = [engine.submit(request("growing", SHARED[30:50], max_tokens=100))]
     clients += [engine.submit(request(f"r{n}", [n] * 16, max_tokens=16)) for n in range(5)]
@@ -73,7 +73,7 @@ def test_one_that_was_preempted_gets_back_from_the_kvstore_what_memory_lost() ->
     assert sum(len(plan.inserts) for plan in engine.plans) > 0
 
 
-def test_one_that_outgrows_its_slab_alone_gives_up_its_own_slot() -> None:
+def test_a_sequence_that_outgrows_its_slab_alone_is_preempted_itself() -> None:
     """A slab of several small rows and the larger slot do not fit side by side."""
     engine = Engine(config(blocks=20, context_length=80))
     client = engine.submit(request("a", SHARED[:4], max_tokens=70))
@@ -115,7 +115,7 @@ def test_cached_blocks_make_room_for_running_sequences() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_chunk_that_raises_ends_its_own_request_alone(look_ahead: bool) -> None:
+def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None:
     engine = Engine(config(look_ahead=look_ahead))
     others = [engine.submit(request(name, SHARED[ord(name) - 97 :][:9])) for name in "ab"]
     engine.run()
@@ -132,11 +132,11 @@ def test_a_chunk_that_raises_ends_its_own_request_alone(look_ahead: bool) -> Non
 
 @pytest.mark.parametrize("policy", ["evict_only", "write_through"])
 @pytest.mark.parametrize("chunks_before", [0, 1, 2])
-def test_those_who_restored_from_a_chunk_that_raised_begin_again(
+def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
     chunks_before: int, policy: str
 ) -> None:
-    """With look-ahead the next plan restores from blocks before it is known that they
-    were never saved."""
+    """With look-ahead the next plan restores blocks before it is known that they were never
+    saved."""
     engine = Engine(
         config(
             blocks=200,
@@ -147,15 +147,15 @@ def test_those_who_restored_from_a_chunk_that_raised_begin_again(
         )
     )
     failing = engine.submit(request("failing", SHARED))
-    followers = [engine.submit(request(f"f{n}", [*SHARED[:16], n, n])) for n in range(2)]
-    followers += [engine.submit(request(f"g{n}", [*SHARED[:90], n, n])) for n in range(2)]
+    others = [engine.submit(request(f"f{n}", [*SHARED[:16], n, n])) for n in range(2)]
+    others += [engine.submit(request(f"g{n}", [*SHARED[:90], n, n])) for n in range(2)]
     while len(engine.executor.chunk_tokens) < chunks_before:
         engine.turn()
     engine.executor.fail_next_chunk = True
     engine.run()
     assert failing.end is not None and failing.end.finish == "error"
     assert engine.executor.unsaved
-    for client in followers:
+    for client in others:
         engine.assert_right(client)
     engine.assert_nothing_left()
     again = engine.submit(request("again", SHARED))
@@ -165,7 +165,9 @@ def test_those_who_restored_from_a_chunk_that_raised_begin_again(
 
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("turns", range(0, 40, 3))
-def test_when_a_step_raises_all_begin_again_and_lose_nothing(look_ahead: bool, turns: int) -> None:
+def test_when_a_step_raises_all_sequences_restart_and_lose_nothing(
+    look_ahead: bool, turns: int
+) -> None:
     engine = Engine(config(blocks=200, look_ahead=look_ahead))
     clients = [engine.submit(request(f"r{n}", SHARED[n : 40 + n], max_tokens=20)) for n in range(6)]
     for _ in range(turns):
@@ -177,7 +179,7 @@ def test_when_a_step_raises_all_begin_again_and_lose_nothing(look_ahead: bool, t
     engine.assert_nothing_left()
 
 
-def test_who_makes_steps_raise_alone_ends_with_an_error_and_the_others_get_their_text() -> None:
+def test_a_sequence_that_makes_steps_raise_alone_ends_with_an_error_and_others_finish() -> None:
     engine = Engine(config(blocks=400, max_batch_size=8))
     bad = engine.submit(request("bad", SHARED[50:60], max_tokens=40))
     others = [engine.submit(request(f"r{n}", SHARED[n : 9 + n], max_tokens=20)) for n in range(6)]
@@ -195,7 +197,7 @@ def test_who_makes_steps_raise_alone_ends_with_an_error_and_the_others_get_their
     engine.assert_nothing_left()
 
 
-def test_after_a_failure_for_want_of_memory_less_of_it_is_used() -> None:
+def test_after_running_out_of_memory_less_of_it_is_used() -> None:
     engine = Engine(config(blocks=200, context_length=60))
     first = [engine.submit(request(f"r{n}", [n] * 30, max_tokens=20)) for n in range(8)]
     while engine.scheduler.stats().running < 8:
@@ -212,7 +214,7 @@ def test_after_a_failure_for_want_of_memory_less_of_it_is_used() -> None:
     engine.assert_right(largest)
 
 
-def test_after_calm_steps_as_many_run_as_before() -> None:
+def test_after_successful_steps_as_many_sequences_run_as_before() -> None:
     backoff = ConcurrencyBackoff(8)
     backoff.step_failed(8)
     assert backoff.limit == 4
@@ -228,7 +230,7 @@ def test_after_calm_steps_as_many_run_as_before() -> None:
     assert backoff.limit == 8
 
 
-def test_low_priority_is_overtaken_by_so_many_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_priority_is_overtaken_by_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.scheduler.sequence.ARRIVALS_PER_PRIORITY", 10)
     engine = Engine(config(blocks=200, max_batch_size=1, completion_batch_size=4))
     low = engine.submit(request("low", SHARED[:5], max_tokens=3))

@@ -1,4 +1,4 @@
-"""Whatever comes in whatever order: every plan is legal, every text is right, it ends."""
+"""Random messages in any order: every plan is legal, every text is right, and it ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STATES = st.sampled_from(
 
 
 class Chaos:
-    """Random messages at random moments, all of it from one seed."""
+    """Random messages at random moments, all made from one seed."""
 
     def __init__(self, engine: Engine, seed: int, failures: bool) -> None:
         self.engine = engine
@@ -122,7 +122,7 @@ class Chaos:
             self.engine.check()
 
     def _again(self) -> None:
-        """The same request once more: refused, unless it is a newer attempt."""
+        """Submit a newer attempt of an earlier request."""
         if self.engine.clients:
             name, _ = self.random.choice(list(self.engine.clients))
             newest = max(number for other, number in self.engine.clients if other == name)
@@ -136,7 +136,7 @@ class Chaos:
         self.engine.check()
 
     def _note_ended(self, name: str, attempt: int) -> None:
-        """Nothing is to be said of ``name`` any more, if anything still was."""
+        """Note that ``name``, unless it has ended, may end without its whole text."""
         for key, client in self.engine.clients.items():
             if key[0] == name and client.end is None:
                 self.aborted.add(key)

@@ -1,4 +1,4 @@
-"""Models with recurrent layers: prefixes end where state was kept, and where that is."""
+"""Models with recurrent layers: where snapshots are taken, and what is reused of prefixes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROOMY = {"blocks": 2000, "context_length": 700, "prefill_chunk_tokens": 64}
 
 @pytest.fixture(params=[False, True], ids=["", "look_ahead"])
 def hybrid(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What `config` needs for a model with both recurrent layers and attention."""
+    """Changes of `config` for a model with both recurrent layers and attention."""
     return ROOMY | RECURRENT["hybrid"] | {"look_ahead": request.param}
 
 
 @pytest.fixture(params=list(RECURRENT))
 def settings(request: pytest.FixtureRequest, hybrid: dict[str, Any]) -> dict[str, Any]:
-    """What it needs for that, and for one that has nothing else."""
+    """Changes of `config` for that model, and for one with recurrent layers only."""
     return hybrid | RECURRENT[request.param]
 
 
@@ -54,7 +54,7 @@ def serve(engine: Engine, message: wire.Submit) -> Client:
     return client
 
 
-def test_the_same_prompt_again_computes_its_end_only(settings: dict[str, Any]) -> None:
+def test_the_same_prompt_again_computes_only_its_end(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings))
     serve(engine, request("a", SHARED[:301]))
     first = computed(engine)
@@ -70,13 +70,13 @@ def test_the_next_turn_computes_only_what_is_new(settings: dict[str, Any]) -> No
         done = len(history)
         client = serve(engine, request(f"t{turn}", history, max_tokens=11))
         if turn:
-            # What was new, less than a block of the turn before, and its last token.
+            # The new tokens, less than a block of the turn before, and its last token.
             assert done - cached(client) <= 2 + BLOCK
         history = [*history, *client.tokens, turn % 19, 1]
     assert engine.scheduler.stats().kept_states <= 12
 
 
-def test_an_answer_that_later_turns_do_not_have_costs_the_end_of_its_prompt(
+def test_an_answer_missing_from_later_turns_costs_the_end_of_its_prompt(
     settings: dict[str, Any],
 ) -> None:
     engine = Engine(config(**settings))
@@ -85,11 +85,11 @@ def test_an_answer_that_later_turns_do_not_have_costs_the_end_of_its_prompt(
         client = serve(engine, request(f"t{turn}", prompt, max_tokens=20))
         if turn:
             assert len(prompt) - cached(client) <= 9 + PROMPT_TAIL_TOKENS + BLOCK
-        # The template's beginning of an answer goes, its reasoning too.
+        # The next turn has neither the template's beginning of the answer nor its reasoning.
         prompt = [*prompt[: 2 - PROMPT_TAIL_TOKENS], *client.tokens[-5:], turn % 19, 1, 2, 3, 4]
 
 
-def test_where_two_prompts_parted_the_third_goes_on(settings: dict[str, Any]) -> None:
+def test_a_third_prompt_goes_on_where_two_parted(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings))
     system = SHARED[:203]
     clients = [serve(engine, request(f"{n}", [*system, *[n] * 90])) for n in range(3)]
@@ -110,7 +110,7 @@ def test_arrivals_with_the_same_new_prefix_compute_it_once(
     assert computed(engine) <= spent + len(tails) * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
-def test_when_the_one_ahead_goes_away_the_next_computes_by_itself(
+def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix(
     settings: dict[str, Any],
 ) -> None:
     engine = Engine(config(**settings))
@@ -125,7 +125,7 @@ def test_when_the_one_ahead_goes_away_the_next_computes_by_itself(
     assert computed(engine) < 400 + 64 + 2 * (PROMPT_TAIL_TOKENS + BLOCK)
 
 
-def test_who_is_given_up_in_mid_prompt_leaves_what_it_had(settings: dict[str, Any]) -> None:
+def test_a_request_aborted_during_prefill_leaves_a_snapshot(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings))
     engine.submit(request("gone", SHARED[:500]))
     for _ in range(4):
@@ -136,7 +136,7 @@ def test_who_is_given_up_in_mid_prompt_leaves_what_it_had(settings: dict[str, An
     assert cached(serve(engine, request("again", SHARED[:500]))) >= done - 64
 
 
-def test_of_a_long_prompt_state_is_kept_here_and_there(settings: dict[str, Any]) -> None:
+def test_a_long_prompt_leaves_a_few_inner_snapshots(settings: dict[str, Any]) -> None:
     long = [position * position % 23 for position in range(5000)]
     settings |= {"context_length": 6000, "prefill_chunk_tokens": 512, "block_size": 64}
     engine = Engine(config(**settings))
@@ -146,7 +146,7 @@ def test_of_a_long_prompt_state_is_kept_here_and_there(settings: dict[str, Any])
     assert 4500 - cached(other) <= 2048 + 512
 
 
-def test_a_preempted_sequence_goes_on_from_its_newest_state(hybrid: dict[str, Any]) -> None:
+def test_a_preempted_sequence_goes_on_from_its_newest_snapshot(hybrid: dict[str, Any]) -> None:
     few = {"blocks": 150, "context_length": 200, "state_bytes": 300}
     engine = Engine(config(**hybrid | few))
     clients = [engine.submit(request(f"{n}", SHARED[n : n + 20], max_tokens=90)) for n in range(4)]
@@ -158,7 +158,7 @@ def test_a_preempted_sequence_goes_on_from_its_newest_state(hybrid: dict[str, An
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_there_are_never_more_than_allowed_and_the_latest_stay(
+def test_there_are_at_most_max_snapshots_and_the_latest_stay(
     settings: dict[str, Any], limit: int
 ) -> None:
     engine = Engine(config(**settings | {"max_snapshots": limit}))
@@ -170,17 +170,17 @@ def test_there_are_never_more_than_allowed_and_the_latest_stay(
     assert cached(serve(engine, request("first", [0] * 100))) == 0
 
 
-def test_without_the_blocks_of_its_prefix_a_state_is_not_used(hybrid: dict[str, Any]) -> None:
+def test_without_the_blocks_of_its_prefix_a_snapshot_is_not_used(hybrid: dict[str, Any]) -> None:
     engine = Engine(config(**hybrid))
     serve(engine, request("a", SHARED[:301]))
     memory = engine.scheduler.memory
-    for _ in range(5):  # the tail of the chain went first
+    for _ in range(5):  # the tail of the chain is evicted first
         memory.evict_oldest(memory.blocks)
     engine.check()
     assert cached(serve(engine, request("b", SHARED[:301]))) == 0
 
 
-def test_one_that_is_aborted_while_it_decodes_leaves_nothing_without_a_name(
+def test_an_abort_during_decode_leaves_no_private_snapshot(
     settings: dict[str, Any],
 ) -> None:
     for turns in range(1, 24):
@@ -188,14 +188,14 @@ def test_one_that_is_aborted_while_it_decodes_leaves_nothing_without_a_name(
         engine.submit(request("a", SHARED[:30], max_tokens=90))
         for _ in range(turns):
             engine.turn()
-        engine.schedule()  # with look-ahead its last token but one is not known now
+        engine.schedule()  # with look-ahead the token before the last one is not known now
         engine.scheduler.abort("a")
         engine.check()
         engine.run()
         engine.assert_nothing_left()
 
 
-def test_kept_state_goes_before_anybody_is_held_up(settings: dict[str, Any]) -> None:
+def test_snapshots_are_evicted_before_any_sequence_is_preempted(settings: dict[str, Any]) -> None:
     engine = Engine(config(**settings | {"blocks": 120, "max_snapshots": 100}))
     for number in range(30):
         serve(engine, request(f"{number}", [number % 20, *SHARED[:60]], max_tokens=20))
@@ -203,7 +203,7 @@ def test_kept_state_goes_before_anybody_is_held_up(settings: dict[str, Any]) -> 
     assert engine.scheduler.stats().unevictable_bytes == 0
 
 
-def test_a_few_shared_tokens_are_rather_computed_than_waited_for(
+def test_a_few_shared_tokens_are_computed_instead_of_waited_for(
     settings: dict[str, Any],
 ) -> None:
     engine = Engine(config(**settings | {"prefill_chunk_tokens": None}))
@@ -214,7 +214,7 @@ def test_a_few_shared_tokens_are_rather_computed_than_waited_for(
     assert plan is not None and len(plan.chunks) == 2
 
 
-def test_a_private_snapshot_is_found_by_nobody_until_it_gets_its_name() -> None:
+def test_a_private_snapshot_is_not_found_until_it_is_published() -> None:
     pool = SnapshotPool(3)
     name = b"n" * 16
     one, two = pool.add_private(), pool.add_private()
@@ -228,7 +228,7 @@ def test_a_private_snapshot_is_found_by_nobody_until_it_gets_its_name() -> None:
     assert not list(pool.faults())
 
 
-def test_what_was_dropped_already_is_not_taken_back_once_more() -> None:
+def test_a_dropped_snapshot_is_not_released_twice() -> None:
     memory = Memory(config(**RECURRENT["hybrid"]))
     seq = Sequence(
         request=request("a", [1]),

@@ -128,7 +128,7 @@ class EngineCore:
 
     def _run(self, plan: Plan | None) -> StepResult | None:
         step = None if plan is None else self._executor.dispatch(plan)
-        if self._executor.look_ahead:
+        if self._executor.spec.look_ahead:
             step, self._pending = self._pending, step
         return None if step is None else step.read()
 

@@ -181,8 +181,8 @@ def _hello(
         vocab_size=loaded.vocab_size,
         block_size=options.block_size,
         total_blocks=replica.num_blocks,
-        max_sequences=replica.executor.max_sequences or options.completion_batch_size,
-        max_batch_size=replica.executor.max_sequences or options.max_batch_size,
+        max_sequences=replica.executor.spec.max_sequences or options.completion_batch_size,
+        max_batch_size=replica.executor.spec.max_sequences or options.max_batch_size,
         namespace=replica.namespace,
         eos_token_ids=list(loaded.eos_token_ids),
         files={
@@ -190,7 +190,7 @@ def _hello(
             for name, file in loaded.tokenizer_files.items()
         },
         capabilities=[*replica.capabilities, *grammar_queue.capabilities],
-        kv_bits=replica.executor.kv_bits,
+        kv_bits=replica.executor.spec.kv_bits,
         version=installed_version(),
     )
 

@@ -1,9 +1,9 @@
-"""A batch of rows of uneven length, as a model's layers see it.
+"""A batch of rows of uneven length, and the caches that a model's layers see.
 
-mlx-lm's models call ``cache.update_and_fetch(keys, values)`` and hand what comes back
-to `mlx_lm.models.base.scaled_dot_product_attention`. Here that is a handle, not an
-array: our attention recognises it and attends straight in the slabs. How is the
-backend's business (`engine.batch.graph`, `engine.batch.cpu.host`). Rows in a batch are
+mlx-lm's models call ``cache.update_and_fetch(keys, values)`` and pass the result to
+`mlx_lm.models.base.scaled_dot_product_attention`. Here the result is a handle, not an
+array: our attention recognises it and attends directly to the slabs. Subclasses implement
+it for a device (`engine.batch.graph`, `engine.batch.cpu.host`). Rows in a batch are
 ordered by slab and row.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import base as mlx_lm_base
+from mlx_lm.models.cache import ArraysCache
 
 from engine.backend.patching import patch
-from engine.batch.states import ArraysCacheView
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.slabs import Slab, Slabs
 from engine.plan import Slot
@@ -35,27 +35,28 @@ class Row(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Number of new tokens."""
         return self.end - self.start
 
 
 class RaggedBatch(ABC):
-    """The rows of one forward pass; `views` is the cache list to call the model with.
+    """The rows of one forward pass.
 
-    All rows have one token (decode), or any numbers up to the width of the input
-    (prefill), whose padding on the right is neither stored nor attended to.
+    In a decode every row has one token. In a prefill a row has any number of tokens up to the
+    width of the input; padding on the right is neither stored nor attended to.
     """
 
     batching = "ragged"
-    """What models get of this kind of batch, in a word."""
+    """The name of this kind of batch, in a word: for logs and tables."""
 
     pads_rows = True
     """Whether rows of uneven width may share a pass."""
 
     one_row_per_pass = False
-    """Whether every row has to have a pass of its own."""
+    """Whether every row needs a pass of its own."""
 
     writes_in_place = False
-    """Whether slabs are written where they lie in the host's memory, past MLX's graph."""
+    """Whether slabs are written directly in the host's memory, outside MLX's graph."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         self.slabs = slabs
@@ -68,8 +69,10 @@ class RaggedBatch(ABC):
 
     @property
     def views(self) -> list[Any]:
-        """The cache list to call the model with. It holds the batch and not the other way
-        round: in a cycle freed slabs would live on until the garbage collector runs."""
+        """The cache list to call the model with.
+
+        The views refer to the batch, and the batch does not refer to them: a reference cycle
+        would keep freed slabs alive until the garbage collector runs."""
         return [self._view(node) for node in self.layout.tree]
 
     def _view(self, node: Node) -> Any:
@@ -80,11 +83,11 @@ class RaggedBatch(ABC):
         return tuple(self._view(part) for part in node)
 
     def kv_view(self, number: int, layer: AttentionLayout) -> Any:
-        """What stands in the place of mlx-lm's cache for layer ``number``."""
+        """Return the replacement of mlx-lm's cache for layer ``number``."""
         return KVCacheView(self, number, layer)
 
     def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
-        """The rows of each slab, and the number in the batch of the first of them."""
+        """Yield each slab, the index in the batch of its first row, and its rows."""
         first = 0
         for number, members in groupby(self.rows, key=lambda row: row.slot.slab_id):
             stretch = list(members)
@@ -92,24 +95,29 @@ class RaggedBatch(ABC):
             first += len(stretch)
 
     def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
-        """Runs ``model`` on ``inputs`` (batch, width): (batch, width, vocab). With ``kv_only``
-        nobody reads them, and all that counts is what is stored."""
+        """Run ``model`` on ``inputs`` (batch, width) and return logits (batch, width, vocab).
+
+        With ``kv_only`` the logits are not read, and only the stored KV and state count."""
         found: mx.array = model(inputs, cache=self.views)
         return found
 
     def state(self, number: int) -> mx.array | None:
-        """Recurrent state ``number`` of all rows, (batch, ...); None in a row that begins."""
+        """Return recurrent state ``number`` of all rows, (batch, ...).
+
+        None for a row at position 0. Raises ValueError if such a row is not alone."""
         if number in self.new_states:
             return self.new_states[number]
         if self.rows[0].start > 0:
             return self.slabs.states.get(number, [row.slot for row in self.rows])
         if len(self.rows) > 1:
-            raise ValueError("a row that begins is not alone")
+            raise ValueError("a row at position 0 shares its pass with other rows")
         return None
 
     def commit_states(self) -> list[mx.array]:
-        """Makes the state that this pass has computed that of its slots; returns what to
-        evaluate. Where the pass raised, what was there before stays."""
+        """Store the state that this pass computed in its slots. Return the arrays to evaluate.
+
+        Not called if the pass raised: the state before it stays. Raises TypeError if the model
+        left a state unset."""
         if not self.layout.states:
             return []
         states = [self.state(number) for number in range(len(self.layout.states))]
@@ -120,7 +128,7 @@ class RaggedBatch(ABC):
 
     @abstractmethod
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Stores (batch, kv_heads, width, dim) at each row's position."""
+        """Store (batch, kv_heads, width, dim) at each row's position."""
 
     @abstractmethod
     def attend(
@@ -131,27 +139,30 @@ class RaggedBatch(ABC):
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attention of (batch, heads, width, dim) over what each row has stored, up to and
-        with each token itself, and within the last ``window`` positions."""
+        """Return the attention of ``queries`` (batch, heads, width, dim) over each row's KV.
+
+        A token attends to itself and the positions before it, within the last ``window``."""
 
 
 def effective_window(asked: int | None, kept: int | None) -> int | None:
-    """The window of a mask that a model asks for, from a cache that would have ``kept`` so
-    many positions. Raises TypeError where it asks for more: what it sees then depends on
-    where its prompt was cut into pieces."""
+    """Return the window of a mask, given the window ``asked`` for and the positions ``kept``.
+
+    ``kept`` is the length of mlx-lm's own cache. Raises TypeError if the model asks for more:
+    what it sees would depend on where its prompt was cut into pieces."""
     if asked and kept and asked > kept:
         raise TypeError(f"this model masks {asked} positions and keeps {kept}")
     return asked or kept
 
 
 class WindowMask(NamedTuple):
-    """Stands for an attention mask: each row's own causal one, within ``size``."""
+    """Stands for an attention mask: causal in each row, within a window."""
 
     size: int | None
+    """Positions of the window, None for all."""
 
 
 class KVCacheView:
-    """One layer's cache, as mlx-lm's models use it; and the handle for its keys and values."""
+    """One layer's cache, as mlx-lm's models use it, and the handle for its keys and values."""
 
     def __init__(self, batch: RaggedBatch, number: int, layer: AttentionLayout) -> None:
         self.batch = batch
@@ -162,7 +173,7 @@ class KVCacheView:
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of each row's first new token; an array (batch,) for more than one."""
+        """Position of each row's first new token. An array (batch,) for several rows."""
         return self.batch.offset
 
     def make_mask(
@@ -175,12 +186,12 @@ class KVCacheView:
         return self, self
 
     def keys_and_values(self) -> tuple[KVCacheView, KVCacheView]:
-        """For layers that attend to what another one has stored."""
+        """Return the handles, for layers that attend to another layer's keys and values."""
         return self, self
 
     @property
     def shape(self) -> tuple[int, int, int | mx.array, int]:
-        """As that of the keys, but that each row has its own length, counted with padding."""
+        """Shape of the keys, but with a length for each row, padding included."""
         heads, dim = self.heads_and_dim
         width = max(row.width for row in self.batch.rows)
         return len(self.batch.rows), heads, self.batch.offset + width, dim
@@ -189,6 +200,40 @@ class KVCacheView:
         if dtype != self.dtype:
             raise TypeError(f"this model attends in {dtype} to what is stored as {self.dtype}")
         return self
+
+
+class ArraysCacheView(ArraysCache):  # type: ignore[misc]  # some models ask whether it is one
+    """One layer's recurrent state in place of mlx-lm's cache: arrays of (batch, ...) by number.
+
+    A row that begins at position 0 finds nothing, as in a new cache, whatever its slot held
+    before. It has to be alone. All rows have one width, since padding would change the state.
+    """
+
+    lengths = None
+    left_padding = None
+
+    def __init__(self, batch: RaggedBatch, numbers: tuple[int | None, ...]) -> None:
+        self._batch = batch
+        self._numbers = numbers
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        number = self._numbers[index]
+        return None if number is None else self._batch.state(number)
+
+    def __setitem__(self, index: int, state: mx.array) -> None:
+        number = self._numbers[index]
+        if number is None:
+            raise TypeError(f"this model first sets state array {index} after a few tokens")
+        layout = self._batch.layout.states[number]
+        if (state.shape[1:], state.dtype) != (layout.shape, layout.dtype):
+            raise TypeError(f"this model changes its state to {state.shape[1:]} {state.dtype}")
+        self._batch.new_states[number] = state
+
+    def make_mask(self, N: int) -> None:
+        """Return None: no token is padding."""
+
+    def advance(self, N: int) -> None:
+        """Do nothing: rows count their positions themselves."""
 
 
 def attention(
@@ -200,7 +245,9 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """In the place of mlx-lm's function: the same for arrays, ragged for our handles."""
+    """Replace mlx-lm's function: attend to the slabs for our handles, as before for arrays.
+
+    Raises TypeError if the model changed a handle or the mask."""
     if not isinstance(keys, KVCacheView):
         return _stock_attention(queries, keys, values, cache, scale, mask, sinks)
     if mask is None:
@@ -211,5 +258,5 @@ def attention(
 
 
 def install() -> None:
-    """Puts `attention` in place."""
+    """Replace mlx-lm's attention by `attention`."""
     patch(mlx_lm_base, "scaled_dot_product_attention", attention)

@@ -1,1 +1,1 @@
-"""Runs one plan on the device and returns what it sampled."""
+"""Executors: run one plan on the device and return its result."""

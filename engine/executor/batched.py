@@ -1,4 +1,4 @@
-"""The executor for models whose KV and state slots can hold."""
+"""The executor for models whose KV and recurrent state fit into slots."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
 from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
-from engine.executor.base import Executor, PendingStep, is_allocation_failure
-from engine.executor.stopwatch import Stopwatch
+from engine.executor.base import Executor, ExecutorSpec, PendingStep, is_allocation_failure
+from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.plan import (
     Chunk,
     Decode,
@@ -33,14 +33,12 @@ from shared.wire import TokenLogprobs
 
 
 class BatchedExecutor(Executor):
-    """Runs decodes as one batch, chunks as another padded to the longest of them; or chunks
-    or even decodes one by one, where the model needs it.
+    """Runs the decodes of a plan as one batch, and its chunks as another, padded to the longest.
 
-    Logits of chunks are computed only where somebody asks for log-probabilities of the
-    prompt: MLX is lazy, and of the others only the slabs are evaluated.
+    Chunks, or even decodes, run one by one if the model needs it. Logits of a chunk are
+    computed only if it asks for log-probabilities of the prompt: MLX is lazy, and for other
+    chunks only the slabs are evaluated.
     """
-
-    max_sequences = None
 
     def __init__(
         self, model: Any, layout: Layout, block_size: int, batch_class: type[RaggedBatch]
@@ -51,20 +49,24 @@ class BatchedExecutor(Executor):
         self._batch_class = batch_class
         self._sampler = Sampler()
         self.reset()
-        # State is not there for every position, and changes with every token, also padding.
+        # There is one state per sequence and not one per position. Padding would change it.
         self._batches_chunks = batch_class.pads_rows and not layout.states
-        self.prefix_cache = True
-        self.keeps_kv = bool(layout.layers) or not layout.states
-        self.batches_decodes = not batch_class.one_row_per_pass
-        self.batching = batch_class.batching
-        self.block_token_bytes = max(1, layout.block_token_bytes)
-        self.slot_token_bytes = max(1, layout.slot_token_bytes)
-        self.kv_bits = layout.kv_bits
-        self.state_bytes = layout.state_bytes
-        # On the CPU MLX lets few operations wait: dispatching a step takes as long as the
-        # one before it runs, and its tokens would be a step late for nothing.
-        self.look_ahead = mx.default_device() == mx.gpu
-        self._stopwatch = Stopwatch(asynchronous=self.look_ahead)
+        self.spec = ExecutorSpec(
+            batching=batch_class.batching,
+            # On the CPU MLX queues few operations: dispatching a step takes as long as running
+            # the step before it, so looking ahead would only delay tokens by a step.
+            look_ahead=mx.default_device() == mx.gpu,
+            batches_decodes=not batch_class.one_row_per_pass,
+            max_sequences=None,
+            prefix_cache=True,
+            keeps_kv=bool(layout.layers) or not layout.states,
+            kv_bits=layout.kv_bits,
+            block_token_bytes=max(1, layout.block_token_bytes),
+            slot_token_bytes=max(1, layout.slot_token_bytes),
+            state_bytes=layout.state_bytes,
+        )
+        self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
+        self._clock = StepClock()
 
     def reset(self) -> None:
         self._slabs = Slabs()
@@ -93,7 +95,7 @@ class BatchedExecutor(Executor):
             store = self._snapshots if insert.is_snapshot else self._blocks
             inserted += store.insert(insert.block_id, insert.payload)
         with self._stopwatch.computing():
-            mx.eval(inserted)  # all at once: each time another thread has to wake up
+            mx.eval(inserted)  # all in one call: each call wakes another thread
             failed = self._restore(plan.restores)
             failed += self._restore_states(plan.state_restores)
             for move in plan.moves:
@@ -122,12 +124,15 @@ class BatchedExecutor(Executor):
                     mx.async_eval(self._snapshots.save(keep.slot, keep.snapshot_id))
         exported += self._export(plan.exports)
         spent_s = self._stopwatch.stop()
-        return _BatchedStep(plan, decoded, finished, logprobs, failed, exported, started, spent_s)
+        return _BatchedStep(
+            plan, decoded, finished, logprobs, failed, exported, self._clock, started, spent_s
+        )
 
     def read_slot(self, slot: Slot, length: int) -> list[StoredKV]:
-        """The keys and the values of each layer at the first ``length`` positions of ``slot``, as
-        attention reads them: (1, kv_heads, length, dim), and their scales. For proofs; not to be
-        kept."""
+        """Return keys and values of each layer at the first ``length`` positions of ``slot``.
+
+        Arrays are (1, kv_heads, length, dim), as attention reads them, with their scales. For
+        proofs. The caller must not keep them."""
         slab, row = self._slabs[slot.slab_id], slice(slot.row, slot.row + 1)
         return [
             StoredKV(
@@ -138,7 +143,7 @@ class BatchedExecutor(Executor):
         ]
 
     def _export(self, blocks: Iterable[int]) -> list[Exported]:
-        """The bytes of ``blocks`` and snapshots, but not of those whose sequence has failed."""
+        """Return the bytes of ``blocks`` and snapshots, except those whose sequence failed."""
         return [
             Exported(block, store.export(block))
             for block in blocks
@@ -147,8 +152,9 @@ class BatchedExecutor(Executor):
         ]
 
     def _restore(self, restores: Sequence[Restore]) -> list[tuple[Slot, str]]:
-        """Runs ``restores``; returns those whose blocks were never saved, since with
-        look-ahead the scheduler learns of a failed save one plan late."""
+        """Run ``restores`` and return those whose blocks were never saved.
+
+        They exist because with look-ahead the scheduler learns of a failed save one plan late."""
         failed = []
         for restore in restores:
             slot = restore.slot
@@ -162,7 +168,7 @@ class BatchedExecutor(Executor):
         return failed
 
     def _restore_states(self, restores: Sequence[RestoreState]) -> list[tuple[Slot, str]]:
-        """The same for state."""
+        """Run ``restores`` and return those whose snapshots were never saved."""
         failed = []
         for restore in restores:
             if restore.snapshot_id in self._snapshots:
@@ -179,13 +185,13 @@ class BatchedExecutor(Executor):
         inputs = self._inputs(ordered)
         unseen = any(d.constrained and d.token_id is None for d in ordered)
         if unseen:
-            mx.async_eval(inputs)  # apart from what follows, or reading them would wait for that
+            mx.async_eval(inputs)  # apart from the pass, or reading them would wait for the pass
             masks = None
         else:
             masks = self._sampler.start_masks(ordered, [d.token_id for d in ordered])
         with self._stopwatch.computing():
             logits = self._logits(ordered, inputs)
-            if not self.look_ahead:
+            if not self.spec.look_ahead:
                 mx.eval(logits)
         if unseen:
             slabs = {d.slot.slab_id for d in ordered}
@@ -195,7 +201,7 @@ class BatchedExecutor(Executor):
             self.logits_observer(ordered, logits)
         with self._stopwatch.sampling():
             sampled = self._sampler.sample(logits, ordered, inputs, masks)
-            if not self.look_ahead:
+            if not self.spec.look_ahead:
                 mx.eval(sampled.arrays)
         touched = sampled.arrays
         for number in {d.slot.slab_id for d in ordered}:
@@ -210,7 +216,7 @@ class BatchedExecutor(Executor):
         )
 
     def _logits(self, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
-        """(rows, vocab) for ``decodes``, which are ordered by slot, and their ``inputs``."""
+        """Return logits (rows, vocab) of ``decodes``, ordered by slot, for their ``inputs``."""
         inputs = inputs[:, None]
         passes = self._passes(decodes)
         logits = []
@@ -229,8 +235,10 @@ class BatchedExecutor(Executor):
         return mx.concatenate(logits)[mx.array(sorted(range(len(places)), key=places.__getitem__))]
 
     def _passes(self, decodes: Sequence[Decode]) -> list[list[int]]:
-        """Which of ``decodes`` are computed together: all, where the model allows it; but
-        recurrent layers begin in a way of their own."""
+        """Return the indices of ``decodes`` that are computed together, for each pass.
+
+        All run in one pass if the model allows it. With recurrent layers, a row at position 0
+        runs alone, since some of these layers do not begin with zeros."""
         everything = list(range(len(decodes)))
         if self._batch_class.one_row_per_pass:
             return [[i] for i in everything]
@@ -241,7 +249,7 @@ class BatchedExecutor(Executor):
         return [*([i] for i in begin), *([others] if others else [])]
 
     def _inputs(self, decodes: Sequence[Decode]) -> mx.array:
-        """The input tokens (rows,): given ones, or what each slot sampled last."""
+        """Return the input tokens (rows,): given by the plan, or sampled last in the slot."""
         given = mx.array([0 if d.token_id is None else d.token_id for d in decodes], mx.int32)
         if all(d.token_id is not None for d in decodes):
             return given
@@ -255,8 +263,9 @@ class BatchedExecutor(Executor):
     def _prefill(
         self, chunks: Sequence[Chunk], logprobs: list[tuple[Chunk, PendingLogprobs]]
     ) -> tuple[list[tuple[Slot, str]], list[mx.array]]:
-        """Runs ``chunks``; returns those that failed, and what is there when all are done.
-        What they ask to know is added to ``logprobs``."""
+        """Run ``chunks``. Return those that failed, and arrays to evaluate for the others.
+
+        Log-probabilities that the chunks ask for are added to ``logprobs``."""
         if not chunks:
             return [], []
         if self._batches_chunks or len(chunks) == 1:
@@ -267,8 +276,7 @@ class BatchedExecutor(Executor):
                     raise
                 if len(chunks) == 1:
                     return [(chunks[0].slot, f"{type(error).__name__}: {error}")], []
-        # One by one. Where that is because somebody's chunk is bad, what was written already
-        # is written again.
+        # One by one. If that is because one chunk raised, the others are written again.
         alone = [self._prefill([chunk], logprobs) for chunk in chunks]
         return [f for failed, _ in alone for f in failed], [d for _, done in alone for d in done]
 
@@ -287,7 +295,7 @@ class BatchedExecutor(Executor):
         ]
         slabs = [self._slabs[number] for number in {chunk.slot.slab_id for chunk in chunks}]
         states = batch.commit_states()
-        # A number of its own, not a slice, which would keep the slab from being written in place.
+        # A new array, not a slice: a slice would keep the slab from being written in place.
         done: mx.array = sum((slab.completion_marker() for slab in slabs), mx.array(0))
         mx.async_eval(
             done, states, [found.arrays for _, found in asked], [slab.contents for slab in slabs]
@@ -300,21 +308,23 @@ class BatchedExecutor(Executor):
 
 
 def _chunk_groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """What is computed together. Logits of a whole chunk are large: they come one by one."""
+    """Return the chunks that are computed together. Chunks with ``target_ids`` run one by one,
+    since the logits of a whole chunk are large."""
     kv_only = [chunk for chunk in chunks if not chunk.target_ids]
     return [kv_only, *([chunk] for chunk in chunks if chunk.target_ids)]
 
 
 class _DecodeOutput(NamedTuple):
-    """``order`` says of each sampled row which of the plan's decodes it is. ``failed`` are
-    slots whose tokens mean nothing."""
-
     sampled: SamplerOutput
+
     order: list[int]
+    """Index of the plan's decode, for each sampled row."""
+
     failed: list[tuple[Slot, str]]
+    """Slots whose tokens are invalid, and why."""
 
     def read(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
-        """Tokens and log-probabilities in the plan's order."""
+        """Return tokens and log-probabilities in the plan's order."""
         read = zip(self.order, self.sampled.tokens.tolist(), strict=True)
         tokens = tuple(token for _, token in sorted(read))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
@@ -326,8 +336,6 @@ class _DecodeOutput(NamedTuple):
 
 
 class _BatchedStep(PendingStep):
-    last_read = 0.0
-
     def __init__(
         self,
         plan: Plan,
@@ -336,6 +344,7 @@ class _BatchedStep(PendingStep):
         logprobs: list[tuple[Chunk, PendingLogprobs]],
         failed: list[tuple[Slot, str]],
         exported: list[Exported],
+        clock: StepClock,
         started: float,
         spent_s: tuple[float, float],
     ) -> None:
@@ -345,6 +354,7 @@ class _BatchedStep(PendingStep):
         self._logprobs = logprobs
         self._failed = failed
         self._exported = exported
+        self._clock = clock
         self._started = started
         self._build_s, self._sample_s = spent_s
 
@@ -355,9 +365,6 @@ class _BatchedStep(PendingStep):
         prompt_logprobs = tuple(
             PromptLogprobs(chunk.slot, chunk.start, s.read()) for chunk, s in self._logprobs
         )
-        now = time.perf_counter()
-        elapsed = now - max(self._started, _BatchedStep.last_read)
-        _BatchedStep.last_read = now
         return StepResult(
             step=self._plan.step,
             tokens=tokens,
@@ -365,7 +372,7 @@ class _BatchedStep(PendingStep):
             prompt_logprobs=prompt_logprobs,
             exported=tuple(self._exported),
             failed=tuple(self._failed),
-            elapsed_s=elapsed,
+            elapsed_s=self._clock.elapsed_s(self._started),
             build_s=self._build_s,
             sample_s=self._sample_s,
         )

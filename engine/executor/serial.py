@@ -1,4 +1,4 @@
-"""The executor for models that slots cannot hold: one sequence, mlx-lm's own caches."""
+"""The executor for models that slots cannot hold: one sequence in mlx-lm's own caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.executor.base import Executor, PendingStep
+from engine.executor.base import Executor, ExecutorSpec, PendingStep
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
 from engine.sampling.masks import GrammarMasker
@@ -16,32 +16,34 @@ from engine.sampling.sampler import Sampler
 from shared.wire import TokenLogprobs
 
 PREFILL_STEP_TOKENS = 2048
-"""mlx-lm's own: prompts are computed in pieces of this size."""
+"""mlx-lm's own value. Prompts are computed in pieces of this size."""
 LOGPROBS_AT_ONCE = 128
-"""Positions; their logits are large."""
+"""Positions that are scored in one call, since their logits are large."""
 
 
 class SerialExecutor(Executor):
-    """Right for whatever mlx-lm runs, at batch size 1 and without prefix reuse.
+    """Runs every model that mlx-lm runs, at batch size 1 and without prefix reuse.
 
-    A prompt is computed in the very pieces in which mlx-lm's generation would, not in
-    the plan's chunks, since there are models whose answer depends on them: chunks wait
-    until a piece is full, or until the first decode. Plans come with at most one slot
-    in use, and every input token given.
+    A prompt is computed in the pieces that mlx-lm's generation would use, not in the plan's
+    chunks, since the answer of some models depends on the pieces. So chunks wait until a piece
+    is full, or until the first decode. A plan has at most one slot in use, and gives every
+    input token.
     """
-
-    look_ahead = False
-    prefix_cache = False
-    keeps_kv = True
-    max_sequences = 1
-    batches_decodes = False
-    state_bytes = 0
-    kv_bits = 16
-    batching = "one at a time"
 
     def __init__(self, model: Any, token_bytes: int) -> None:
         self._model = model
-        self.block_token_bytes = self.slot_token_bytes = token_bytes
+        self.spec = ExecutorSpec(
+            batching="one at a time",
+            look_ahead=False,
+            batches_decodes=False,
+            max_sequences=1,
+            prefix_cache=False,
+            keeps_kv=True,
+            kv_bits=16,
+            block_token_bytes=token_bytes,
+            slot_token_bytes=token_bytes,
+            state_bytes=0,
+        )
         self._sampler = Sampler()
         self.reset()
 
@@ -82,7 +84,7 @@ class SerialExecutor(Executor):
         )
 
     def _sequence(self, slot: Slot, start: int) -> _SerialSequence:
-        """What runs in ``slot``; one that starts at position 0 takes its place."""
+        """Return the sequence in ``slot``. Position 0 starts a new sequence there."""
         if start == 0:
             self._running = {slot: _SerialSequence(self._model)}
         return self._running[slot]
@@ -90,7 +92,7 @@ class SerialExecutor(Executor):
     def _decode(
         self, decode: Decode, failed: list[tuple[Slot, str]], prompt_logprobs: list[PromptLogprobs]
     ) -> tuple[int, TokenLogprobs | None]:
-        """The next token; a number without meaning where the prompt ``failed`` only now."""
+        """Return the next token, or a meaningless one if the end of the prompt ``failed``."""
         assert decode.token_id is not None
         running = self._sequence(decode.slot, decode.position)
         try:
@@ -112,20 +114,18 @@ class SerialExecutor(Executor):
 
 
 _FoundLogprobs = tuple[int, tuple[TokenLogprobs, ...]]
-"""A position and log-probabilities from there on, as in `PromptLogprobs`."""
+"""A position, and log-probabilities from there on as in `PromptLogprobs`."""
 
 
 class _SerialSequence:
-    """The one running sequence: its caches, and the prompt's tokens that wait.
-
-    ``_target_ids`` are those of the waiting tokens whose followers are to be scored.
-    """
+    """The one running sequence: its caches, and the tokens of its prompt that still wait."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache = make_prompt_cache(model)
         self._num_computed_tokens = 0
         self._pending_ids: list[int] = []
+        # The tokens to score, which follow the first of the pending ones.
         self._target_ids: list[int] = []
         self._alternatives = 0
 
@@ -142,12 +142,12 @@ class _SerialSequence:
         return self._compute_prompt(len(self._pending_ids)) if self._pending_ids else []
 
     def compute(self, token_ids: list[int]) -> mx.array:
-        """The logits (1, tokens, vocab)."""
+        """Return the logits (1, tokens, vocab)."""
         logits: mx.array = self._model(mx.array([token_ids]), cache=self._cache)
         return logits
 
     def _compute_prompt(self, count: int) -> list[_FoundLogprobs]:
-        """Computes the first ``count`` of the tokens that wait."""
+        """Compute the first ``count`` pending tokens."""
         tokens, target_ids = self._pending_ids[:count], self._target_ids[:count]
         del self._pending_ids[:count], self._target_ids[:count]
         start = self._num_computed_tokens
@@ -171,7 +171,7 @@ class _FinishedStep(PendingStep):
 
 
 def measured_token_bytes(model: Any) -> int:
-    """Bytes that mlx-lm's caches of ``model`` grow by for each token, at least 1.
+    """Return the bytes that mlx-lm's caches of ``model`` grow by for each token, at least 1.
 
     Measured between two lengths, since caches grow in steps and some do not grow."""
     caches = make_prompt_cache(model)

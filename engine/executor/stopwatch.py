@@ -1,4 +1,4 @@
-"""Where the host's time goes while a step is put together."""
+"""Clocks of an executor's steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Of one dispatch after the other. ``asynchronous``: what is called computing only hands
-    work to a device, and is part of building; else the host itself computes."""
+    """Measures the host's part of each dispatch: building, computing and sampling."""
 
     def __init__(self, asynchronous: bool) -> None:
+        """``asynchronous``: computing only hands work to a device, and counts as building.
+        Otherwise the host itself computes."""
         self._asynchronous = asynchronous
         self.start()
 
@@ -20,13 +21,13 @@ class Stopwatch:
         self._computing_s = self._sampling_s = 0.0
 
     def stop(self) -> tuple[float, float]:
-        """Seconds of building and of sampling since the start."""
+        """Return the seconds of building and of sampling since the start."""
         spent_s = time.perf_counter() - self._started - self._sampling_s
         return spent_s - (0.0 if self._asynchronous else self._computing_s), self._sampling_s
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The model's passes, and copies of its KV."""
+        """Measure the model's passes and copies of its KV."""
         begun = time.perf_counter()
         try:
             yield
@@ -40,3 +41,15 @@ class Stopwatch:
             yield
         finally:
             self._sampling_s += time.perf_counter() - begun
+
+
+class StepClock:
+    """Measures the time of each step, without the time shared with the step before it."""
+
+    def __init__(self) -> None:
+        self._last_read = 0.0
+
+    def elapsed_s(self, started: float) -> float:
+        """Return the seconds since ``started``, or since the last call if that is later."""
+        last, self._last_read = self._last_read, time.perf_counter()
+        return self._last_read - max(started, last)

@@ -57,12 +57,12 @@ class Trial:
     def run_all(self, references: Sequence[Reference]) -> None:
         """All that the executor can do. ``references`` are five, the first one and the last
         one longer than two blocks."""
-        if self._executor.max_sequences == 1:
+        if self._executor.spec.max_sequences == 1:
             self.one_by_one(references)
             return
         self.run(new_slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
         self.join_and_leave(references)
-        if self._executor.prefix_cache:
+        if self._executor.spec.prefix_cache:
             self.rewind(references)
             self.reuse_a_prefix(references)
         self.move(references)
@@ -115,7 +115,7 @@ class Trial:
         self.decode((*other, 0), (*back, 0), keep=(SaveState(back[0], back[1].position(1), 20),))
         for step in range(1, back[1].steps - 1):
             self.decode((*back, step), (*other, step))
-        if self._executor.state_bytes:
+        if self._executor.spec.state_bytes:
             self.run(state_restores=(RestoreState(back[0], back[1].position(1), 20),))
         self.decode((*back, 1), (*other, back[1].steps - 1))
 
@@ -126,8 +126,8 @@ class Trial:
         end = 2 * BLOCK_SIZE
         saved = self.run(
             chunks=(Chunk(source, 0, one.prompt[:end]),),
-            saves=(Save(source, 0, (1, 2)),) * self._executor.keeps_kv,
-            state_saves=(SaveState(source, end, 3),) * bool(self._executor.state_bytes),
+            saves=(Save(source, 0, (1, 2)),) * self._executor.spec.keeps_kv,
+            state_saves=(SaveState(source, end, 3),) * bool(self._executor.spec.state_bytes),
             exports=(1, 2, 3),
         )
         inserts = tuple(
@@ -138,8 +138,9 @@ class Trial:
         self.run(inserts=inserts)
         for number, target in enumerate((Slot(0, 1), Slot(0, 3))):
             self.run(
-                restores=(Restore(target, 0, (11, 12)),) * self._executor.keeps_kv,
-                state_restores=(RestoreState(target, end, 13),) * bool(self._executor.state_bytes),
+                restores=(Restore(target, 0, (11, 12)),) * self._executor.spec.keeps_kv,
+                state_restores=(RestoreState(target, end, 13),)
+                * bool(self._executor.spec.state_bytes),
             )
             self.run(chunks=(Chunk(target, end, one.prompt[end:-1]),))
             for step in range(one.steps):
@@ -184,7 +185,7 @@ class Trial:
                 for slot, one, step in decodes
             ),
             chunks=chunks,
-            state_saves=keep if self._executor.state_bytes else (),
+            state_saves=keep if self._executor.spec.state_bytes else (),
         )
         for slot, one, step in decodes:
             difference = self._difference(slot, one, step)

@@ -49,22 +49,22 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
     if reason:
         logger.warning(
             "requests are computed %s, %s prefix reuse, since this model allows no more: %s",
-            executor.batching,
-            "with" if executor.prefix_cache else "without",
+            executor.spec.batching,
+            "with" if executor.spec.prefix_cache else "without",
             reason,
         )
     if unquantized:
         logger.warning("the KV cache is not quantized in %s", unquantized)
-    block_bytes = executor.block_token_bytes * settings.block_size
-    slot_block_bytes = executor.slot_token_bytes * settings.block_size
+    block_bytes = executor.spec.block_token_bytes * settings.block_size
+    slot_block_bytes = executor.spec.slot_token_bytes * settings.block_size
     weights = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
-    limit = executor.max_sequences
+    limit = executor.spec.max_sequences
     slots = limit or settings.completion_batch_size
-    slot_states_bytes = slots * executor.state_bytes
+    slot_states_bytes = slots * executor.spec.state_bytes
     tables_bytes = memory.table_bytes(slots, loaded.context_length)
     others_bytes = weights + slot_states_bytes + tables_bytes
-    max_snapshots = settings.sequence_cache_size if executor.state_bytes else 0
-    if executor.keeps_kv:
+    max_snapshots = settings.sequence_cache_size if executor.spec.state_bytes else 0
+    if executor.spec.keeps_kv:
         num_blocks = settings.num_blocks or memory.default_num_blocks(
             block_bytes, others_bytes, settings.engines
         )
@@ -75,32 +75,34 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
             logger.warning("--num-blocks has no effect: this model keeps nothing for each token")
         num_blocks = slots * -(-loaded.context_length // settings.block_size)
         kept_bytes = memory.room_bytes(others_bytes, settings.engines)
-        max_snapshots = min(max_snapshots, kept_bytes // executor.state_bytes)
+        max_snapshots = min(max_snapshots, kept_bytes // executor.spec.state_bytes)
         kv_bytes = num_blocks * block_bytes
-        limit_bytes = kv_bytes + slot_states_bytes + max_snapshots * executor.state_bytes
+        limit_bytes = kv_bytes + slot_states_bytes + max_snapshots * executor.spec.state_bytes
     memory.set_limits(settings.engines)
     gc.collect()  # what the proof left
     if device.uses_host():
         allocation.prefault(min(limit_bytes, PREFAULT_BYTES))
     sessions = min(limit or settings.max_batch_size, kv_bytes // slot_block_bytes)
-    if executor.keeps_kv:
+    if executor.spec.keeps_kv:
         logger.info(
             "KV cache: %d blocks of %d tokens in %d bits, %.1f GB: %d sequences of %d tokens each",
             num_blocks,
             settings.block_size,
-            executor.kv_bits,
+            executor.spec.kv_bits,
             kv_bytes / 1e9,
             sessions,
-            min(kv_bytes // executor.slot_token_bytes // sessions, loaded.context_length),
+            min(kv_bytes // executor.spec.slot_token_bytes // sessions, loaded.context_length),
         )
-    if executor.state_bytes:
+    if executor.spec.state_bytes:
         logger.info(
             "recurrent state: %.2f MB for each of %d sequences, and for up to %d that are kept",
-            executor.state_bytes / 1e6,
+            executor.spec.state_bytes / 1e6,
             slots,
             max_snapshots,
         )
-    prefix_cache = executor.prefix_cache and (max_snapshots > 0 or not executor.state_bytes)
+    prefix_cache = executor.spec.prefix_cache and (
+        max_snapshots > 0 or not executor.spec.state_bytes
+    )
     root = namespace(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
@@ -112,9 +114,9 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
         block_size=settings.block_size,
         block_bytes=block_bytes,
         slot_block_bytes=slot_block_bytes,
-        state_bytes=executor.state_bytes,
+        state_bytes=executor.spec.state_bytes,
         max_snapshots=max_snapshots,
-        keeps_kv=executor.keeps_kv,
+        keeps_kv=executor.spec.keeps_kv,
         limit_bytes=limit_bytes,
         context_length=loaded.context_length,
         max_batch_size=limit or settings.max_batch_size,
@@ -125,7 +127,7 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
         prefix_cache=prefix_cache,
         store_enabled=settings.kvstore_socket is not None and not settings.no_ssd,
         store_policy=settings.ssd_policy,
-        look_ahead=executor.look_ahead,
+        look_ahead=executor.spec.look_ahead,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
@@ -134,7 +136,7 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
         executor=executor,
         scheduler=Scheduler(config),
         namespace=root,
-        num_blocks=num_blocks if executor.keeps_kv else slots + max_snapshots,
+        num_blocks=num_blocks if executor.spec.keeps_kv else slots + max_snapshots,
         uses_store=config.uses_store,
         capabilities=capabilities,
     )

@@ -76,7 +76,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
         trial.run_all(references)
         if not trial.max_difference <= TOLERANCE:
             error = f"{trial.worst_stage}: logits differ by {trial.max_difference:.2g}"
-        elif executor.max_sequences == 1 and not _same_tokens(
+        elif executor.spec.max_sequences == 1 and not _same_tokens(
             model, executor, references[0].prompt
         ):
             error = "other tokens than mlx-lm's"
@@ -86,9 +86,9 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
     return ArchitectureReport(
         name=name,
         loads=True,
-        batched=executor.batches_decodes,
-        batching=executor.batching,
-        prefix_cache=executor.prefix_cache,
+        batched=executor.spec.batches_decodes,
+        batching=executor.spec.batching,
+        prefix_cache=executor.spec.prefix_cache,
         reason=_one_line(reason),
         difference=trial.max_difference,
         int8=not quantized.error and not quantized.unquantized,
@@ -112,7 +112,7 @@ def examine_quantized(model: Any, vocab_size: int) -> QuantizedReport:
     mlx-lm computes, and logits against mlx-lm's over what slots keep."""
     try:
         executor, _, unquantized = choose_executor(model, vocab_size, BLOCK_SIZE, INT8)
-        if not isinstance(executor, BatchedExecutor) or executor.kv_bits == 16:
+        if not isinstance(executor, BatchedExecutor) or executor.spec.kv_bits == 16:
             return QuantizedReport(
                 unquantized=_one_line(unquantized) or "it keeps no keys and values"
             )

@@ -36,12 +36,12 @@ class Whole:
         self.loaded = load(path)
         self.replica = build_replica(self.loaded, Settings(**{"kv_bits": 16} | settings))  # type: ignore[arg-type]
         self.executor = self.replica.executor
-        self.renew(self.executor.look_ahead)
+        self.renew(self.executor.spec.look_ahead)
 
     def renew(self, look_ahead: bool) -> None:
         """As if it had just been started."""
         self.executor.reset()
-        self.executor.look_ahead = look_ahead
+        self.executor.spec = replace(self.executor.spec, look_ahead=look_ahead)
         self.scheduler = Scheduler(replace(self.replica.scheduler.config, look_ahead=look_ahead))
         self.texts: dict[str, list[int]] = {}
         self.ends: dict[str, wire.Delta] = {}

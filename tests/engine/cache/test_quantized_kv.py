@@ -137,7 +137,7 @@ def test_latents_softcaps_and_row_by_row_are_stored_quantized(
     model = build(name)
     executor, reason, _ = choose_executor(model, VOCAB_SIZE, BLOCK, precision)
     assert isinstance(executor, BatchedExecutor)
-    assert executor.kv_bits == precision.bits and reason
+    assert executor.spec.kv_bits == precision.bits and reason
     assert distance(executor, model) < TOLERANCE
 
 
@@ -412,13 +412,13 @@ def test_heads_that_no_group_divides_stay_whole_and_are_named(
     monkeypatch.setitem(tiny_models._CONFIGS, "llama", config)
     model = load(tiny_models.make_tiny("llama", tmp_path))
     executor, _, whole = choose_executor(model, VOCAB_SIZE, BLOCK, Precision(8))
-    assert executor.kv_bits == 16
+    assert executor.spec.kv_bits == 16
     assert whole == "2 of 2 layers: no group of 16 elements or more divides heads of 24"
 
 
 def test_what_slots_cannot_hold_stays_whole() -> None:
     executor, _, whole = choose_executor(build("deepseek_v41"), VOCAB_SIZE, BLOCK, Precision(8))
-    assert isinstance(executor, SerialExecutor) and executor.kv_bits == 16
+    assert isinstance(executor, SerialExecutor) and executor.spec.kv_bits == 16
     assert whole == "mlx-lm's own caches"
 
 
@@ -434,5 +434,5 @@ def test_a_model_that_does_not_run_quantized_runs_whole(
     executor, reason, whole = choose_executor(
         load(tiny_model("llama")), VOCAB_SIZE, BLOCK, Precision(8)
     )
-    assert (executor.kv_bits, reason, whole) == (16, "", "any layer: it says nonsense")
+    assert (executor.spec.kv_bits, reason, whole) == (16, "", "any layer: it says nonsense")
     assert trial.BLOCK_SIZE == BLOCK

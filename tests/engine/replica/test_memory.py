@@ -134,7 +134,7 @@ def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[.
     whole.run()
     assert watch.worst < 0.02
     ledger = whole.scheduler.memory.ledger
-    assert ledger.used_bytes > 0.9 * 8 * whole.executor.state_bytes
+    assert ledger.used_bytes > 0.9 * 8 * whole.executor.spec.state_bytes
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_the_same_memory_keeps_more_than_twice_the_blocks_in_8_bits(
     for kv_bits in (16, 8):
         whole = Whole(tiny_model("llama"), num_blocks=256, kv_bits=kv_bits)
         if limit_bytes:
-            block_bytes = 16 * whole.executor.block_token_bytes
+            block_bytes = 16 * whole.executor.spec.block_token_bytes
             blocks = limit_bytes // block_bytes
             whole = Whole(tiny_model("llama"), num_blocks=blocks, kv_bits=kv_bits)
         limit_bytes = limit_bytes or whole.scheduler.stats().limit_bytes

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,11 @@ def test_looking_ahead_gives_the_same(whole: Build, monkeypatch: pytest.MonkeyPa
 
     def looking_ahead(self: BatchedExecutor, *args: Any) -> None:
         start(self, *args)
-        self.look_ahead = True
+        self.spec = replace(self.spec, look_ahead=True)
 
     monkeypatch.setattr(BatchedExecutor, "__init__", looking_ahead)
     engine, texts = play()
-    assert engine.executor.look_ahead
+    assert engine.executor.spec.look_ahead
     assert texts == expected
     assert_bound(engine, "penalized", *(f"a{number}" for number in range(4)))
 

@@ -1,1 +1,1 @@
-"""What differs by machine: the BLAS, threads, memory allocation, array libraries."""
+"""Choices that depend on the machine: BLAS, threads, memory allocation, array libraries."""

@@ -1,4 +1,4 @@
-"""Where the work on logits is done: in MLX, or beside it."""
+"""The array library that works on logits: MLX or NumPy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy
 
 
 def array_namespace() -> Any:
-    """numpy where MLX computes on the CPU, else mlx.core: modules of the same functions.
+    """Return numpy if MLX computes on the CPU, else mlx.core.
 
-    On the CPU MLX's exp is scalar and everything but matmuls runs on one thread: numpy's
-    exp is 20 times, its sort 4 times faster. There the logits are in the host's
-    memory, and nothing runs ahead of the host that waiting for them could hold up."""
+    On the CPU MLX's exp is scalar and everything but matmuls runs on one thread: NumPy's exp is
+    20 times faster, its sort 4 times. There the logits are in the host's memory, and waiting
+    for them delays nothing, since no work runs ahead of the host."""
     return mx if mx.default_device() == mx.gpu else numpy
 
 
 def asarray(xp: Any, array: mx.array) -> Any:
-    """``array`` as one of ``xp``, without a copy: not to be written to."""
+    """Return ``array`` as an array of ``xp`` without a copy. It must not be written to."""
     return array if xp is mx else numpy.asarray(array)

@@ -1,8 +1,8 @@
 """A fast BLAS for MLX on Linux CPUs.
 
-The Linux CPU wheel of MLX brings a reference BLAS: a float32 matmul of 64 rows is
-about 57 times slower in it than in OpenBLAS. A library loaded with ``RTLD_GLOBAL``
-before ``mlx.core`` stands in for it, since the dynamic linker looks there first.
+The Linux CPU wheel of MLX contains a reference BLAS, in which a float32 matmul of 64 rows is
+about 57 times slower than in OpenBLAS. A library loaded with ``RTLD_GLOBAL`` before
+``mlx.core`` replaces it, since the dynamic linker looks there first.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 BLAS_VARIABLE = "MLX_LM_SERVER_BLAS"
-"""Environment variable: the path of the library to load, or ``none``."""
+"""Environment variable: path of the library to load, or ``none``."""
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112
-"""Orders of matrices, as C calls of a BLAS name them."""
+"""Orders of matrices, in the numbers of the C interface of a BLAS."""
 
 _loaded: str | None = None
 
 
 def load_fast_blas() -> str | None:
-    """Loads the best BLAS there is, before anything imports ``mlx.core``; its path.
+    """Load the best BLAS available, before anything imports ``mlx.core``. Return its path.
 
-    One log line says which, or warns that there is none (None). Nothing is done, and
-    nothing logged, where the device computes or the system brings a BLAS: on macOS,
-    with a CUDA build of MLX, and when called again.
+    One log line names it, or warns that there is none (None). On macOS and with a CUDA build of
+    MLX nothing is loaded or logged, since the system brings a BLAS or the device computes. A
+    second call does nothing.
     """
     global _loaded
     if _loaded or sys.platform != "linux" or _mlx_uses_cuda():
@@ -43,11 +43,11 @@ def load_fast_blas() -> str | None:
         logger.warning("no fast BLAS: mlx was imported before it could be loaded")
         return None
     threads = physical_cores()
-    # Read once, when the library starts; a thread for each hyper-thread makes it slower.
+    # Read once, when the library starts. A thread for each hyper-thread makes it slower.
     for variable in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
-    # How long MKL's threads spin for more work, in ms. The default, 200, burns the cores that
-    # the router needs; 1 takes less CPU time a step and is as fast, 0 is 8 % slower.
+    # Milliseconds that MKL's threads spin for more work. The default, 200, burns the cores that
+    # the router needs. 1 takes less CPU time a step and is as fast, 0 is 8 % slower.
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     _prepare_openblas()
     failures: list[str] = []
@@ -72,15 +72,17 @@ def load_fast_blas() -> str | None:
 
 
 def cblas_sgemm() -> Any | None:
-    """The matrix product of the library that was loaded, with C's own calling convention."""
+    """Return the matrix product of the loaded library, a C function."""
     integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
     matrix = (pointer, integer)
     return _function("cblas_sgemm", *[integer] * 6, real, *matrix, *matrix, real, *matrix)
 
 
 def cblas_sgemm_batch() -> Any | None:
-    """Many products of different sizes in one call, if that library has it: an order, and
-    arrays of all else; of addresses one for each product, of the rest one for each group."""
+    """Return the C function for many products of different sizes in one call, if there is one.
+
+    Its arguments are an order and arrays: addresses have an element for each product, the other
+    arrays for each group of products."""
     integer, pointer = ctypes.c_int, ctypes.c_void_p
     return _function("cblas_sgemm_batch", integer, *[pointer] * 13, integer, pointer)
 
@@ -94,16 +96,16 @@ def _function(name: str, *types: Any) -> Any | None:
 
 
 def _prepare_openblas() -> None:
-    """For the OpenBLAS in NumPy's wheels, which is started when NumPy is imported."""
-    # A power of two, in clock ticks: what KMP_BLOCKTIME is for MKL, 0.3 ms instead of 20.
+    """Configure the OpenBLAS of NumPy's wheels, which starts when NumPy is imported."""
+    # The exponent of two of clock ticks: like KMP_BLOCKTIME for MKL, 0.3 ms instead of 20.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
-    # It does not know all of AMD's processors, and takes them for some without AVX-512.
+    # OpenBLAS does not know all AMD processors, and treats unknown ones as without AVX-512.
     if "AuthenticAMD" in (known := _cpu_info()) and "avx512vl" in known:
         os.environ.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
 
 
 def _cpu_info() -> set[str]:
-    """The words of Linux's description of the first processor."""
+    """Return the words of Linux's description of the first processor."""
     try:
         return set(Path("/proc/cpuinfo").read_text().split("\n\n")[0].split())
     except OSError:
@@ -111,7 +113,9 @@ def _cpu_info() -> set[str]:
 
 
 def physical_cores() -> int:
-    """Cores this process may use, hyper-threads counted once, within a container's quota."""
+    """Return the number of cores of this process, within a container's quota.
+
+    Hyper-threads of a core count once."""
     cores = set()
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     for cpu in cpus:
@@ -121,7 +125,7 @@ def physical_cores() -> int:
 
 
 def _cpu_quota() -> int:
-    """The CPU limit of this control group in whole cores."""
+    """Return the CPU limit of this control group in whole cores."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, -(-int(allowed) // int(period)))
@@ -142,7 +146,7 @@ def _candidates() -> Iterator[Path]:
         if override != "none":
             yield Path(override)
         return
-    # The mkl wheel puts its libraries where the environment's data goes.
+    # The mkl wheel puts its libraries into the environment's data folder.
     for folder in dict.fromkeys((sysconfig.get_path("data"), sys.prefix)):
         yield from sorted(Path(folder, "lib").glob("libmkl_rt.so*"))
     libraries = Path("/usr/lib", f"{platform.machine()}-linux-gnu")
@@ -154,10 +158,10 @@ def _candidates() -> Iterator[Path]:
 
 
 def _is_bound_globally(library: ctypes.CDLL) -> bool:
-    """Whether ``cblas_sgemm``, looked up the way libmlx will, is this library's."""
-    everyone = ctypes.CDLL(None)
+    """Return whether ``cblas_sgemm``, looked up as libmlx will do it, is this library's."""
+    process = ctypes.CDLL(None)
     try:
-        theirs = ctypes.cast(everyone.cblas_sgemm, ctypes.c_void_p).value
+        theirs = ctypes.cast(process.cblas_sgemm, ctypes.c_void_p).value
         ours = ctypes.cast(library.cblas_sgemm, ctypes.c_void_p).value
     except AttributeError:
         return False

@@ -1,4 +1,4 @@
-"""Puts functions of ours in the place of mlx-lm's."""
+"""Replacement of mlx-lm's functions by ours."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 
 def patch(home: ModuleType, name: str, ours: Any) -> None:
-    """Makes ``ours`` what ``home`` calls ``name``, also in model modules that took the
-    old one from there when they were imported."""
+    """Replace ``name`` of ``home`` by ``ours``, also in model modules that imported it before."""
     theirs = getattr(home, name)
     setattr(home, name, ours)
     for path, module in list(sys.modules.items()):

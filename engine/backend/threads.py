@@ -1,7 +1,7 @@
-"""Threads for NumPy's part of the work.
+"""Threads for work in NumPy.
 
-NumPy releases the GIL in operations on large arrays. Its own BLAS must not start threads
-beside ours, nor beside those of the BLAS that MLX uses.
+NumPy releases the GIL in operations on large arrays. NumPy's BLAS must not start threads beside
+ours, nor beside those of the BLAS that MLX uses.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _SET_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_thr
 
 @cache
 def num_threads() -> int:
-    """How many pieces of work run at once."""
+    """Return how many pieces of work run at once."""
     return int(os.environ.get("MKL_NUM_THREADS") or 0) or physical_cores()
 
 
 def in_parallel(work: Sequence[Callable[[], None]]) -> None:
-    """Runs all pieces of ``work``, the last of them on this thread. Meanwhile products in
-    NumPy take one thread each."""
+    """Run all pieces of ``work``, the last of them on this thread.
+
+    Meanwhile a product in NumPy uses one thread."""
     if len(work) == 1:
         work[0]()
         return
@@ -42,8 +43,9 @@ def in_parallel(work: Sequence[Callable[[], None]]) -> None:
 
 @contextmanager
 def numpy_threads(count: int) -> Iterator[None]:
-    """Within it NumPy's products are computed by so many threads, if it has the OpenBLAS of
-    its wheels; other builds are left as they are. Not to be entered by two at once."""
+    """Compute NumPy's products with ``count`` threads, in builds with the OpenBLAS of its wheels.
+
+    Other builds are left as they are. Two threads must not enter at the same time."""
     global _numpy_threads
     before = _numpy_threads
     _set_numpy_threads(count)
@@ -59,7 +61,7 @@ _numpy_threads = 1
 
 
 def keep_numpy_to_one_thread() -> None:
-    """Outside of `numpy_threads`."""
+    """Compute NumPy's products with one thread, outside `numpy_threads`."""
     _set_numpy_threads(1)
 
 

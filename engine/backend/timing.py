@@ -1,4 +1,4 @@
-"""How long something takes on this machine, for what is chosen by measuring at start."""
+"""Measurements at the start, for choices that depend on the machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ ROUNDS = 3
 
 
 def shortest_s(work: Callable[[], object], long_s: float) -> float:
-    """Seconds of the shortest of some rounds of ``work``: whatever else the machine does only
-    adds. What takes longer than ``long_s`` is done once."""
+    """Return the seconds of the shortest of some rounds of ``work``.
+
+    Other work of the machine only adds time. Work longer than ``long_s`` runs once."""
     shortest = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()

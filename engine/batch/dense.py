@@ -1,8 +1,8 @@
-"""Batches for models that do something of their own with keys, values or masks.
+"""Batches for models that use keys, values or masks outside mlx-lm's attention.
 
-Some compute with the keys, or expand, cut or cast them; for these each layer's cache
-hands out arrays. Slower than handles, since rows are brought side by side in every
-layer, and still one pass for all rows.
+Some models compute with the keys, or expand, cut or cast them. For these each layer's cache
+returns arrays. That is slower than handles, since every layer copies the rows side by side,
+but it is still one pass for all rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from engine.cache.slabs import Slabs
 
 
 class DenseBatch(GraphBatch):
-    """Decoding rows padded to the longest, under a mask; chunks one row at a time, for
-    which everything is as in mlx-lm's own caches, but that windows are masks too."""
+    """Decodes rows in one pass, padded to the longest, under a mask, and chunks row by row.
+
+    For a chunk all is as in mlx-lm's own caches, except that windows are masks too."""
 
     batching = "dense"
     pads_rows = False
     mask_axes = 4
-    """(batch, heads, queries, keys)"""
+    """Axes of a mask for several rows: (batch, heads, queries, keys)."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
@@ -36,7 +37,7 @@ class DenseBatch(GraphBatch):
         return DenseKVCacheView(self, number, layer)
 
     def fetch(self, number: int) -> mx.array:
-        """Array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
+        """Return array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
         parts = []
         for slab, _, rows in self.by_slab():
             numbers = [row.slot.row for row in rows]
@@ -53,8 +54,9 @@ class DenseBatch(GraphBatch):
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def mask(self, window: int | None) -> mx.array:
-        """What each row may see: its own positions, of the last ``window``. For several
-        decoding rows (batch, 1, 1, keys), for one row (queries, keys)."""
+        """Return the mask of each row's own positions, within the last ``window``.
+
+        It is (batch, 1, 1, keys) for several decoding rows, (queries, keys) for one row."""
         if window not in self._dense_masks:
             positions = mx.arange(self.longest)
             if len(self.rows) == 1:
@@ -70,23 +72,23 @@ class DenseBatch(GraphBatch):
 
 
 class GroupedDenseBatch(DenseBatch):
-    """For models that split their heads into groups before they apply the mask."""
+    """A dense batch for models that split heads into groups before they apply the mask."""
 
     mask_axes = 5
 
 
 class RowBatch(DenseBatch):
-    """For models that know only one position for all rows: each row in a pass of its own."""
+    """A pass for each row, for models that have a single position for all rows."""
 
     batching = "row by row"
     one_row_per_pass = True
 
 
 class DenseKVCacheView:
-    """One layer's cache that hands out arrays, as mlx-lm's do."""
+    """One layer's cache that returns arrays, as mlx-lm's caches do."""
 
     start_position = 0
-    """Where a chunked cache begins; this one keeps everything."""
+    """First position of a chunked cache. This one keeps everything."""
 
     def __init__(self, batch: DenseBatch, number: int, layer: AttentionLayout) -> None:
         self._batch = batch
@@ -103,7 +105,8 @@ class DenseKVCacheView:
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        """Some models tie other arrays to these, to have them evaluated: ours are anyway."""
+        """Ignore ``keys``: some models tie other arrays to the keys to have those evaluated, which
+        ours are anyway."""
 
     @property
     def values(self) -> mx.array:
@@ -111,10 +114,10 @@ class DenseKVCacheView:
 
     @values.setter
     def values(self, values: mx.array) -> None:
-        """As with `keys`."""
+        """Ignore ``values``, as `keys` does."""
 
     def maybe_trim_front(self) -> None:
-        """Nothing: what is too far back is masked."""
+        """Do nothing: positions before the window are masked."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._batch.write(self._number, keys, values)

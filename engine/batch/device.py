@@ -1,12 +1,12 @@
-"""What differs by device: which batches the executor makes, and what replaces MLX's own
-operations where those are slow."""
+"""Choices that depend on the device: the classes of batches, and the operations that replace
+MLX's own where those are slow."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
+if TYPE_CHECKING:  # not at run time, since a fast BLAS has to be loaded before MLX
     from engine.batch.ragged import RaggedBatch
     from engine.cache.layout import Layout
 
@@ -15,7 +15,7 @@ HOST_VARIABLE = "MLX_LM_SERVER_HOST_OPS"
 
 
 def prepare() -> None:
-    """Puts our operations in the place of mlx-lm's. To be called before models are loaded."""
+    """Replace mlx-lm's operations by ours. Called before models are loaded."""
     from engine.backend.threads import keep_numpy_to_one_thread
     from engine.batch import ragged
     from engine.batch.cpu import gates
@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 def tune(model: Any) -> None:
-    """Fits our operations to ``model``, which has been loaded, and to this machine."""
+    """Fit our operations to the loaded ``model`` and to this machine."""
     from engine.batch.cpu.matmuls import Matmuls, install
 
     if uses_host():
@@ -37,22 +37,23 @@ def tune(model: Any) -> None:
 
 
 def uses_host() -> bool:
-    """Whether this process computes on the CPU, and NumPy may do its part of it."""
+    """Return whether this process computes on the CPU, and NumPy may compute a part."""
     import mlx.core as mx
 
     return mx.default_device() == mx.cpu and os.environ.get(HOST_VARIABLE) != "0"
 
 
 def slots_dequantized() -> bool:
-    """Whether slots keep what quantized values stand for, as attention reads it, and not the
-    codes: on the CPU attention to codes takes several times as long."""
+    """Return whether slots keep dequantized values instead of codes.
+
+    They do on the CPU, where attention to codes takes several times as long."""
     import mlx.core as mx
 
     return bool(mx.default_device() == mx.cpu)
 
 
 def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
-    """The kinds of batch for ``model`` with ``layout`` on this device, the fastest first."""
+    """Return the classes of batches for ``model`` on this device, the fastest first."""
     import mlx.core as mx
 
     from engine.batch.cpu import decoder

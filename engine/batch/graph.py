@@ -1,4 +1,4 @@
-"""Attention over slabs as operations of MLX's graph: for GPUs, and for 16-bit on the CPU."""
+"""Attention over slabs as operations of MLX's graph: for GPUs, and for 16 bits on the CPU."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from engine.cache.quantization import KERNEL_GROUPS
 from engine.cache.slabs import Slab, Slabs, StoredKV
 
 CALL_COST_TOKENS = 150
-"""The fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
+"""Fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
 
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """Rows of the batch (``members``) that attend in one call.
-
-    Where they are not exactly the slab's rows ``first`` to ``last``, ``gather`` has for
-    each of these a row of the batch, and ``scatter`` for each member its place there.
-    """
+    """Rows of one slab that attend in one call."""
 
     slab: Slab
-    first: int
-    last: int
-    length: int
-    members: tuple[int, ...]
+    first: int  # first row of the slab
+    last: int  # last row of the slab, inclusive
+    length: int  # positions of the longest row
+    members: tuple[int, ...]  # indices of the rows in the batch
     gather: mx.array | None = None
+    """A row of the batch for each row of the slab. None if the members are exactly those rows."""
     scatter: mx.array | None = None
+    """The place of each member among the rows of the slab. None like ``gather``."""
 
     @property
     def row_slice(self) -> slice:
@@ -43,12 +41,13 @@ class _RowGroup:
 
 
 class GraphBatch(RaggedBatch):
-    """Decoding rows attend run by run, the rows of a prefill one by one."""
+    """Decoding rows attend run by run, rows of a prefill one by one."""
 
     multiplies_codes = mx.default_device() == mx.gpu
-    """Whether decoding rows attend straight to codes, without the values being made of
-    them. On the CPU that takes several times as long as attention to fp32. For the many
-    queries of a prefill the values are made, and attended to without keeping scores."""
+    """Whether decoding rows attend directly to codes, without dequantizing them.
+
+    On the CPU that takes several times as long as attention to fp32. For the many queries of a
+    prefill the codes are dequantized, and attention does not keep the scores."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
@@ -111,31 +110,20 @@ class GraphBatch(RaggedBatch):
         for number, group in enumerate(self._groups):
             mask = self._mask(number, group, window)
             first, last = group.members[0], group.members[-1] + 1
-            if self.decoding:
-                wanted = queries[first:last] if group.gather is None else queries[group.gather]
-                if sinks is None and self._multiplies_codes(layer):
-                    out = _quantized_attention(wanted, group, layer, scale, mask, self.layout)
-                else:
-                    keys, values = group.keys_and_values(layer)
-                    out = mx.fast.scaled_dot_product_attention(
-                        wanted, keys, values, scale=scale, mask=mask, sinks=sinks
-                    )
-                if group.scatter is not None:
-                    out = out[group.scatter]
+            width = self.rows[first].width  # 1 in all rows of a decode
+            rows = slice(first, last) if group.gather is None else group.gather
+            asked = queries[rows][:, :, :width]
+            if self.decoding and sinks is None and self._multiplies_codes(layer):
+                out = _quantized_attention(asked, group, layer, scale, mask, self.layout)
             else:
-                count = self.rows[first].width
                 keys, values = group.keys_and_values(layer)
                 out = mx.fast.scaled_dot_product_attention(
-                    queries[first:last, :, :count],
-                    keys,
-                    values,
-                    scale=scale,
-                    mask=mask,
-                    sinks=sinks,
+                    asked, keys, values, scale=scale, mask=mask, sinks=sinks
                 )
-                padding = queries.shape[2] - count
-                if padding:
-                    out = mx.pad(out, [(0, 0), (0, 0), (0, padding), (0, 0)])
+            if group.scatter is not None:
+                out = out[group.scatter]
+            if padding := queries.shape[2] - width:
+                out = mx.pad(out, [(0, 0), (0, 0), (0, padding), (0, 0)])
             outputs.append(out)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
@@ -166,7 +154,7 @@ class GraphBatch(RaggedBatch):
         ends = {self.rows[i].slot.row: self.rows[i].end for i in group.members}
         if window is None and group.gather is None and set(ends.values()) == {group.length}:
             return None
-        # A row between the members attends to one position; nobody looks at its output.
+        # A row between the members attends to one position. Its output is not read.
         lengths = mx.array([ends.get(n, 1) for n in range(group.first, group.last + 1)])[:, None]
         positions = mx.arange(group.length)[None]
         mask = positions < lengths
@@ -183,8 +171,9 @@ def _quantized_attention(
     mask: mx.array | str | None,
     layout: Layout,
 ) -> mx.array:
-    """Attention of (rows, heads, 1, dim), one query each, in fp32 as the scales are wider
-    than bfloat16."""
+    """Return the attention of ``queries`` (rows, heads, 1, dim) to codes.
+
+    Computed in fp32, since the scales are wider than bfloat16."""
     rows, heads = queries.shape[:2]
     kv_heads = layout.layers[layer].kv_heads
 

@@ -157,8 +157,7 @@ def effective_window(asked: int | None, kept: int | None) -> int | None:
 class WindowMask(NamedTuple):
     """Stands for an attention mask: causal in each row, within a window."""
 
-    size: int | None
-    """Positions of the window, None for all."""
+    size: int | None  # positions of the window, None for all
 
 
 class KVCacheView:

@@ -1,1 +1,1 @@
-"""KV memory: slabs of slots, blocks, snapshots, and how they are quantized."""
+"""KV memory: slabs of slots, blocks, snapshots, and their quantization."""

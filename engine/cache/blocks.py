@@ -1,4 +1,4 @@
-"""Blocks: immutable copies of stretches of KV, to start other sequences from."""
+"""Blocks: immutable copies of consecutive positions of KV, which other sequences start from."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Payload = tuple[bytes | memoryview, ...]
 
 
 class BlockStore:
-    """The content of the pool's blocks, by the id that the scheduler gave them.
+    """The content of the pool's blocks, by the id that the scheduler assigned.
 
-    A block has the parts of each `StorageGroup`, one after the other, evaluated when they
-    are made, so that it pins nothing but itself.
+    A block has the parts of each `StorageGroup` in order. They are evaluated when they are
+    made, so that a block keeps no other array alive.
     """
 
     def __init__(self, layout: Layout, block_size: int, in_place: bool = False) -> None:
-        """``in_place``: slabs lie in the host's memory and no graph is pending that uses
-        them, so that copying past MLX is safe, and several times as fast."""
+        """``in_place``: slabs lie in the host's memory and no pending graph uses them, so
+        copying outside MLX is safe, and several times as fast."""
         self._groups = layout.groups
         self._in_place = in_place
         self._block_size = block_size
@@ -34,7 +34,7 @@ class BlockStore:
         return block in self._blocks
 
     def save(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> list[mx.array]:
-        """Copies what lies in the slot from ``start`` on; returns what to evaluate."""
+        """Copy the slot's positions from ``start`` on. Return the arrays to evaluate."""
         size = self._block_size
         if self._in_place:
             for first, block in enumerate(blocks):
@@ -54,22 +54,23 @@ class BlockStore:
         return [part for parts in saved for part in parts]
 
     def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Copies ``blocks`` into the slot, the first of them at position ``start``."""
+        """Copy ``blocks`` into the slot, the first of them at position ``start``."""
         write = host_blocks.give if self._in_place else _write_slot
         parts = zip(*(self._blocks[block] for block in blocks), strict=True)
         for group in self._groups:
             write(slab, group, row, start, [next(parts) for _ in group.parts(self._block_size)])
 
     def insert(self, block: int, payload: Payload) -> Sequence[mx.array]:
-        """Makes ``block`` from bytes; returns what to evaluate. Raises ValueError when they are
-        not of its size."""
+        """Make ``block`` from bytes. Return the arrays to evaluate.
+
+        Raises ValueError when the bytes are not of the block's size."""
         shapes = [part for group in self._groups for part in group.parts(self._block_size)]
         parts = [array_from_bytes(*part, data) for part, data in zip(shapes, payload, strict=True)]
         self._blocks[block] = tuple(parts)
         return parts
 
     def export(self, block: int) -> Payload:
-        """The bytes of ``block``, without a copy; they keep its memory alive."""
+        """Return the bytes of ``block`` without a copy. They keep its memory alive."""
         parts = self._blocks[block]
         mx.eval(parts)
         return tuple(np.asarray(part.view(mx.uint8)).reshape(-1).data for part in parts)
@@ -79,15 +80,15 @@ class BlockStore:
 
 
 def array_from_bytes(shape: tuple[int, ...], dtype: mx.Dtype, data: bytes | memoryview) -> mx.array:
-    """A copy of ``data`` as an array. Raises ValueError when it is not of that size."""
-    # Of a type of NumPy's it is there at once; a view of another would have to be evaluated.
+    """Return a copy of ``data`` as an array. Raises ValueError when it is not of that size."""
+    # An array of one of NumPy's types is evaluated at once. A view of another type is not.
     name = "uint16" if dtype == mx.bfloat16 else str(dtype).rpartition(".")[2]
     array = mx.array(np.frombuffer(data, name).reshape(shape))
     return array.view(dtype) if dtype == mx.bfloat16 else array
 
 
 def _read_slot(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:
-    """The parts of ``group`` in a block of positions ``start`` to ``end``."""
+    """Return the parts of ``group`` in a block of positions ``start`` to ``end``."""
     scheme = group.kind.quantization
     whole = mx.stack([slab.arrays[i][row, :, start:end] for i in group.arrays])
     if scheme is None:
@@ -105,7 +106,7 @@ def _write_slot(
     start: int,
     parts: Sequence[Sequence[mx.array]],
 ) -> None:
-    """Writes the ``parts`` of ``group``, of blocks that follow each other, into a slot."""
+    """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
     scheme, scales = group.kind.quantization, None
     whole, *others = (mx.concatenate(list(part), axis=-2) for part in parts)
     if scheme is not None:

@@ -1,8 +1,8 @@
-"""Which rows of a slab attend together.
+"""The rows of a slab that attend together.
 
-One attention call over a run of neighbouring rows costs (rows x longest row); a
-call has a fixed cost too. This finds the split into runs that costs least, so that
-short rows do not pay for long ones, and rows of equal length share a call.
+One attention call over a run of neighbouring rows costs (rows x longest row), plus a fixed
+cost. This finds the split into runs with the least cost, so that short rows do not pay for
+long ones, and rows of equal length share a call.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Rows ``first`` to ``last`` (inclusive) of a slab; ``length`` is the longest."""
+    """Neighbouring rows of a slab."""
 
     first: int
-    last: int
-    length: int
+    last: int  # the last row, inclusive
+    length: int  # tokens of the longest row
 
 
 def split_runs(rows: Sequence[int], lengths: Sequence[int], call_cost_tokens: int) -> list[Run]:
-    """Splits the ascending ``rows`` with their ``lengths`` (tokens) into runs.
+    """Split the ascending ``rows`` with their ``lengths`` (tokens) into runs.
 
-    ``call_cost_tokens`` is the fixed cost of a call, in positions of one row that could
-    be attended to in the same time. Dynamic programming over the last run's start.
+    ``call_cost_tokens`` is the fixed cost of a call, as the positions of one row that attention
+    reads in the same time. Dynamic programming over the start of the last run.
     """
     count = len(rows)
     best = [0.0] + [float("inf")] * count

@@ -1,5 +1,6 @@
-"""Between slots and blocks on the CPU, past MLX: the same bytes as `engine.cache.blocks`
-makes, several times as fast."""
+"""Copies between slots and blocks on the CPU, outside MLX.
+
+They make the same bytes as `engine.cache.blocks`, several times as fast."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from engine.cache.rounding import codes_in_place
 from engine.cache.slabs import Slab
 
 WORTH_THREADS = 500_000
-"""Elements from which on threads pay."""
+"""Number of elements from which threads are worth their cost."""
 
 
 def take(slab: Slab, group: StorageGroup, row: int, stretch: slice) -> tuple[mx.array, ...]:
-    """The parts of ``group`` in a block of the positions ``stretch``."""
+    """Return the parts of ``group`` in a block of the positions ``stretch``."""
     how = group.kind.quantization
     whole = np.stack([np.asarray(slab.arrays[i])[row, :, stretch] for i in group.arrays])
     if how is None:
@@ -38,7 +39,7 @@ def give(
     start: int,
     parts: Sequence[Sequence[mx.array]],
 ) -> None:
-    """Writes the ``parts`` of ``group``, of blocks that follow each other, into a slot."""
+    """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
     views = [[np.asarray(block) for block in part] for part in parts]
     length = sum(view.shape[-2] for view in views[0])
     stretch = slice(start, start + length)

@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence: KV of each token, and recurrent state."""
+"""The layout of what a model keeps of a sequence: KV of each token, and recurrent state."""
 
 from __future__ import annotations
 
@@ -19,41 +19,35 @@ from mlx_lm.models.cache import (
 from engine.cache.quantization import UNQUANTIZED, Precision, Quantization
 
 PROBE_TOKENS = (1, 6)
-"""How many tokens are run, one piece after the other, to see what a model keeps."""
+"""Lengths of the pieces that are run, one after the other, to find a model's layout."""
 
 
 class UnsupportedLayout(Exception):
-    """Slots cannot hold this model's state; the message says which layer and why."""
+    """Slots cannot hold this model's state. The message names the layer and the reason."""
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """One attention layer: keys are (kv_heads, length, key_dim), values likewise.
-
-    ``window`` is the number of most recent positions a token sees, None for all.
-    """
+    """One attention layer: keys are (kv_heads, length, key_dim), values likewise."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
-    window: int | None
+    window: int | None  # the number of most recent positions that a token sees, None for all
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """The keys or the values of a layer: (kv_heads, length, dim), computed in ``dtype``.
-
-    Of what is quantized blocks hold codes and scales, and so do slots; or, where it is
-    ``dequantized``, slots hold the values that these stand for and the scales, from which
-    codes can be had back (`engine.cache.quantization`).
-    """
+    """The keys or the values of a layer: (kv_heads, length, dim)."""
 
     kv_heads: int
     dim: int
-    dtype: mx.Dtype
-    quantization: Quantization | None = None
+    dtype: mx.Dtype  # the type that they are computed in
+    quantization: Quantization | None = None  # if set, blocks hold codes and scales
     dequantized: bool = False
+    """Whether slots hold dequantized values and scales, from which the codes can be recovered
+    (`engine.cache.quantization`). Otherwise slots hold what blocks hold."""
 
     @property
     def block_token_bytes(self) -> int:
@@ -74,7 +68,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One array (rows, *shape) of recurrent state, which is as large at any length."""
+    """One array (rows, *shape) of recurrent state. Its size does not depend on the length."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
@@ -85,36 +79,33 @@ class StateLayout:
 
 
 class KVNode(NamedTuple):
-    """The place of a layer with keys and values: ``Layout.layers[layer]``."""
+    """The place of a layer with keys and values."""
 
-    layer: int
+    layer: int  # index in ``Layout.layers``
 
 
 class StateNode(NamedTuple):
-    """The place of a layer with recurrent state: for each of its arrays the number in
-    ``Layout.states``, or None for one that the model never sets."""
+    """The place of a layer with recurrent state."""
 
     numbers: tuple[int | None, ...]
+    """Index in ``Layout.states`` of each of its arrays, None for one that is never set."""
 
 
 Node = KVNode | StateNode | tuple["Node", ...]
-"""One entry of the list of caches that a model is called with; a tuple is mlx-lm's `CacheList`."""
+"""One entry of the cache list that a model is called with. A tuple is mlx-lm's `CacheList`."""
 
 
 @dataclass(frozen=True)
 class StorageGroup:
-    """All arrays of a slot that are kept in the same way: they are stored together.
-
-    ``arrays`` are indices into a slab's flat list (keys of layer 0, values of layer 0,
-    keys of layer 1, ...).
-    """
+    """All arrays of a slot with the same layout. Blocks store them together."""
 
     kind: ArrayLayout
-    arrays: tuple[int, ...]
+    arrays: tuple[int, ...]  # indices into ``Slab.arrays``
 
     def parts(self, tokens: int) -> tuple[tuple[tuple[int, ...], mx.Dtype], ...]:
-        """Shapes and types of what a block of so many tokens has of it: one array, or codes
-        (packed, in bytes) and scales."""
+        """Return shapes and types of this group's arrays in a block of ``tokens`` tokens.
+
+        They are one array, or codes (packed, in bytes) and scales."""
         kind, scheme = self.kind, self.kind.quantization
         rows = (len(self.arrays), kind.kv_heads, tokens)
         if scheme is None:
@@ -127,15 +118,15 @@ class StorageGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """``tree`` has the shape of the list of caches that mlx-lm makes for the model;
-    ``arrays`` are those of a slot, in the order of a slab's."""
+    """All layers of a model, and how slots and blocks store them."""
 
     layers: tuple[AttentionLayout, ...]
     states: tuple[StateLayout, ...]
-    tree: tuple[Node, ...]
+    tree: tuple[Node, ...]  # has the shape of the cache list that mlx-lm makes for the model
     precision: Precision = UNQUANTIZED
-    dequantized: bool = False
+    dequantized: bool = False  # whether slots hold dequantized values, for layers in fp32
     arrays: tuple[ArrayLayout, ...] = field(init=False)
+    """The arrays of a slot, in the order of a slab's."""
     groups: tuple[StorageGroup, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,31 +134,30 @@ class Layout:
         for layer in self.layers:
             for dim in (layer.key_dim, layer.value_dim):
                 scheme = self.precision.for_dim(dim)
-                # Less than fp32 would not give codes back.
+                # Codes cannot be recovered from types narrower than fp32.
                 dequantized = self.dequantized and scheme is not None and layer.dtype == mx.float32
                 arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, scheme, dequantized))
         grouped: dict[ArrayLayout, list[int]] = {}
         for index, array in enumerate(arrays):
-            if array.dim:  # some keep keys only
+            if array.dim:  # some layers keep keys only
                 grouped.setdefault(array, []).append(index)
         groups = (StorageGroup(kind, tuple(members)) for kind, members in grouped.items())
         object.__setattr__(self, "arrays", tuple(arrays))
         object.__setattr__(self, "groups", tuple(groups))
 
     def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
-        """The same model, its keys and values kept with ``precision``; slots have them
-        ``dequantized`` where they are in fp32."""
+        """Return the layout of the same model with keys and values kept in ``precision``."""
         return replace(self, precision=precision, dequantized=dequantized)
 
     @property
     def unquantized_layers(self) -> tuple[int, ...]:
-        """The layers that are not quantized, or not both keys and values of them."""
+        """Indices of the layers whose keys or values are not quantized."""
         whole = {i // 2 for i, a in enumerate(self.arrays) if a.dim and a.quantization is None}
         return tuple(sorted(whole))
 
     @property
     def kv_bits(self) -> int:
-        """Bits of what is quantized, 16 where nothing is."""
+        """Bits of quantized elements, 16 if nothing is quantized."""
         return min((a.quantization.bits for a in self.arrays if a.quantization), default=16)
 
     @property
@@ -187,10 +177,10 @@ class Layout:
 
 
 def probe_layout(model: Any) -> Layout:
-    """The layout of ``model``, found by running a few tokens through mlx-lm's own caches.
+    """Return the layout of ``model``, found by running a few tokens through mlx-lm's own caches.
 
-    Raises `UnsupportedLayout` where a layer keeps something else than keys and values,
-    or state of a constant size.
+    Raises `UnsupportedLayout` if a layer keeps anything but keys and values, or state of a
+    constant size.
     """
     caches = make_prompt_cache(model)
     shapes = []
@@ -247,7 +237,7 @@ class _LayoutBuilder:
 
 
 def _state_shapes(cache: Any) -> list[Any]:
-    """Shapes and types of all recurrent state in ``cache``."""
+    """Return shapes and types of all recurrent state in ``cache``."""
     if isinstance(cache, CacheList):
         return [_state_shapes(part) for part in cache.caches]
     if isinstance(cache, ArraysCache):

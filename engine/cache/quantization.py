@@ -1,16 +1,17 @@
-"""Quantized keys and values: what they are rounded to, in MLX.
+"""Quantization of keys and values, in MLX.
 
-Of each group of neighbouring elements of a head the least and the largest give a scale
-and a bias in fp16; an element is kept as an integer, its code: ``code * scale + bias``.
+The least and the largest element of each group of neighbouring elements of a head give a
+scale and a bias in fp16. An element is kept as an integer, its code, and is read as
+``code * scale + bias``.
 
-* The product of a code and a scale has at most 19 bits: exact in fp32. So what is read is
-  one rounding of the same sum on every device and in every library.
-* The bias lies a little below the least element, the scale a little above what is needed:
-  rounding them to fp16 cuts nothing off, and ``|bias| < 2**20 * scale``.
-* Therefore codes can be had back from values that are kept in fp32: ``(value - bias) /
+* The product of a code and a scale has at most 19 bits, which is exact in fp32. So a value
+  that is read is one rounding of the same sum on every device and in every library.
+* The bias lies a little below the least element, and the scale a little above what is needed.
+  So rounding them to fp16 cuts nothing off, and ``|bias| < 2**20 * scale``.
+* Therefore codes can be recovered from values that are kept in fp32: ``(value - bias) /
   scale`` is off by less than ``2**-24 * (|bias| / scale + 3 * 255)``, which is under 0.1.
 
-What is quantized once is never quantized again; nobody rounds a value that was read.
+A value that was read is never rounded again, so every value is quantized once.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from typing import NamedTuple
 import mlx.core as mx
 
 MIN_GROUP_SIZE = 16
-"""With fewer elements scales and biases weigh too much."""
+"""With fewer elements, scales and biases take too much memory."""
 KERNEL_GROUPS = (32, 64, 128)
-"""Those for which MLX has kernels."""
+"""Group sizes for which MLX has kernels."""
 
 MARGIN = 2.0**-10
-"""Relative: twice what rounding to fp16 may take off."""
+"""A relative margin, twice the error of rounding to fp16."""
 SMALLEST_SCALE = 2.0**-24
-"""The least number of fp16, and what rounding may take off of small ones."""
+"""The least positive number of fp16, and the rounding error of small numbers."""
 LARGEST = 65_000.0
 LARGEST_SCALE = 65_504.0
 
 
 class Quantization(NamedTuple):
-    """``bits`` of a code, and how many elements share a scale and a bias."""
+    """A way of quantizing heads of one size."""
 
-    bits: int
-    group_size: int
+    bits: int  # bits of a code
+    group_size: int  # number of elements that share a scale and a bias
 
     @property
     def max_code(self) -> int:
@@ -48,7 +49,7 @@ class Quantization(NamedTuple):
         return dim * self.bits // 8
 
     def scale_bytes(self, dim: int) -> int:
-        """Bytes of the scales and biases of ``dim`` elements."""
+        """Return the bytes of the scales and biases of ``dim`` elements."""
         return 2 * int(mx.float16.size) * (dim // self.group_size)
 
     def token_bytes(self, dim: int) -> int:
@@ -56,14 +57,16 @@ class Quantization(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """How keys and values are kept, as asked for; 16 ``bits`` are the model's own type."""
+    """The precision of keys and values that was asked for."""
 
-    bits: int = 16
+    bits: int = 16  # bits of an element, 16 for the model's own type
     group_size: int = 64
 
     def for_dim(self, dim: int) -> Quantization | None:
-        """For heads of ``dim`` elements: with groups of a power of two that divide it, or
-        None where they would have to be too small, or nothing is to be quantized."""
+        """Return the quantization of heads of ``dim`` elements.
+
+        Its group size is halved until it divides ``dim``. None if it would become too small,
+        or if nothing is to be quantized."""
         if self.bits == 16 or not dim:
             return None
         size = self.group_size
@@ -76,15 +79,14 @@ UNQUANTIZED = Precision()
 
 
 class Quantized(NamedTuple):
-    """``codes`` (..., dim) in uint8, one each whatever their bits; ``scales`` (2, ...,
-    groups) in fp16: the scales, then the biases."""
+    """Quantized elements."""
 
-    codes: mx.array
-    scales: mx.array
+    codes: mx.array  # (..., dim) in uint8, one byte for each code of any number of bits
+    scales: mx.array  # (2, ..., groups) in fp16: the scales, then the biases
 
 
 def quantize(x: mx.array, scheme: Quantization) -> Quantized:
-    """Of ``x`` (..., positions, dim). What is larger than fp16 is cut off."""
+    """Quantize ``x`` (..., positions, dim). Elements beyond the range of fp16 are clipped."""
     if x.shape[-2] == 1 and mx.default_device() == mx.gpu:
         return Quantized(*compiled_quantize(scheme)(x))
     return _quantize(x, scheme)
@@ -92,7 +94,9 @@ def quantize(x: mx.array, scheme: Quantization) -> Quantized:
 
 @cache
 def compiled_quantize(scheme: Quantization) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
-    """The same in a few kernels, for decode steps on a GPU: made anew for each shape."""
+    """Return `quantize` compiled to a few kernels, for decode steps on a GPU.
+
+    MLX compiles it again for each shape."""
 
     def run(x: mx.array) -> tuple[mx.array, mx.array]:
         codes, scales = _quantize(x, scheme)
@@ -115,7 +119,7 @@ def _quantize(x: mx.array, scheme: Quantization) -> Quantized:
 
 
 def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.array:
-    """The codes of ``values`` (..., dim), before or after they were rounded to them."""
+    """Return the codes of ``values`` (..., dim), which may be dequantized already."""
     scale, bias = _columns(scales)
     groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
     codes = mx.clip(mx.round((groups - bias) / scale), 0, scheme.max_code)
@@ -123,7 +127,7 @@ def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.arr
 
 
 def dequantize(quantized: Quantized, scheme: Quantization) -> mx.array:
-    """(..., dim) in fp32."""
+    """Return the values (..., dim) in fp32."""
     codes, scales = quantized
     scale, bias = _columns(scales)
     groups = codes.reshape(*codes.shape[:-1], -1, scheme.group_size)
@@ -131,12 +135,13 @@ def dequantize(quantized: Quantized, scheme: Quantization) -> mx.array:
 
 
 def fake_quantize(x: mx.array, scheme: Quantization) -> mx.array:
-    """``x`` as it is read when it was kept, in its own type."""
+    """Return ``x`` quantized and dequantized, in its own type."""
     return dequantize(quantize(x, scheme), scheme).astype(x.dtype)
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """Bytes (..., bytes) of ``codes``; of four bits the first in the lower half, as in MLX."""
+    """Return ``codes`` packed as (..., bytes). Of two 4-bit codes, the first is in the lower half
+    of the byte, as in MLX."""
     return codes if bits == 8 else codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
@@ -148,6 +153,6 @@ def unpack(packed: mx.array, bits: int) -> mx.array:
 
 
 def _columns(scales: mx.array) -> tuple[mx.array, mx.array]:
-    """Scales and biases in fp32, (..., groups, 1)."""
+    """Return scales and biases in fp32, (..., groups, 1)."""
     wide = scales.astype(mx.float32)[..., None]
     return wide[0], wide[1]

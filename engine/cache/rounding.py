@@ -1,7 +1,7 @@
-"""Keys and values rounded to what quantized ones can be, in NumPy.
+"""Rounding of keys and values to quantized numbers, in NumPy.
 
-The same numbers as `engine.cache.quantization`, operation by operation; nobody needs the
-codes while slots keep the values that these stand for.
+The numbers are those of `engine.cache.quantization`, operation by operation. Codes are not
+needed, since slots keep the dequantized values.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from engine.cache.quantization import (
 
 Array = NDArray[np.float32]
 Arrays = Array | Sequence[Array]
-"""One for each row of a batch."""
+"""One array for each row of a batch."""
 Scales = NDArray[np.float16]
 
 
 WORTH_THREADS = 1_024
-"""Groups from which on threads pay."""
+"""Number of groups from which threads are worth their cost."""
 
 
 class Kept(NamedTuple):
-    """What slabs keep of the keys or the values of a batch: values (kv_heads, width, dim)
-    of each row, and where they are quantized their scales, (2, kv_heads, width, groups)."""
+    """The keys or the values of a batch in the form that slabs keep."""
 
-    values: Arrays
+    values: Arrays  # (kv_heads, width, dim) of each row
     scales: Scales | Sequence[Scales] | None
+    """(2, kv_heads, width, groups) of each row, None if nothing is quantized."""
 
 
 def keep(
     keys: Arrays, values: Arrays, how_keys: Quantization | None, how_values: Quantization | None
 ) -> tuple[Kept, Kept]:
-    """Rounds what is quantized, in a copy: keys and values in one go where they are alike,
-    since for few rows the operations take longer than the numbers."""
+    """Round a copy of ``keys`` and ``values`` if they are quantized.
+
+    Keys and values of the same shape are rounded together, since for few rows the calls take
+    longer than the arithmetic."""
     if how_keys is None or how_keys != how_values or _shape(keys) != _shape(values):
         return _keep(keys, how_keys), _keep(values, how_values)
     if isinstance(keys, np.ndarray):
@@ -66,19 +68,19 @@ def _keep(new: Arrays, how: Quantization | None) -> Kept:
 
 
 def _together(keys: Array, values: Array) -> Array:
-    """(2, ...), contiguous: `np.stack` would take over the order of axes in memory."""
+    """Return a contiguous array (2, ...). `np.stack` would keep the memory order of the axes."""
     both = np.empty((2, *keys.shape), np.float32)
     both[0], both[1] = keys, values
     return both
 
 
 def _shape(arrays: Arrays) -> tuple[int, ...]:
-    """Of one row; rows have the same number of heads and the same dim."""
+    """Return the shape of one row. All rows have the same number of heads and the same dim."""
     return arrays[0].shape
 
 
 def round_in_place(x: Array, how: Quantization) -> Scales:
-    """Rounds ``x`` (..., dim), which is contiguous; returns its scales (2, ..., groups)."""
+    """Round the contiguous ``x`` (..., dim) in place and return its scales (2, ..., groups)."""
     _check(x)
     groups = x.reshape(-1, how.group_size)
     scales = np.empty((2, len(groups)), np.float16)
@@ -102,7 +104,7 @@ def _round(groups: Array, scales: Scales, how: Quantization) -> None:
     scales[0] = np.minimum(high, LARGEST_SCALE, out=high)
     wide[0, :, 0] = scales[0]
     groups -= wide[1]
-    with np.errstate(over="ignore"):  # of what is cut off
+    with np.errstate(over="ignore"):  # of elements that are clipped
         groups /= wide[0]
     np.rint(groups, out=groups)
     np.maximum(groups, 0, out=groups)
@@ -112,18 +114,19 @@ def _round(groups: Array, scales: Scales, how: Quantization) -> None:
 
 
 def codes_in_place(x: Array, scales: Scales, how: Quantization) -> NDArray[np.uint8]:
-    """The codes of ``x`` (..., dim), which was rounded to ``scales`` (2, ..., groups) and
-    is contiguous, and overwritten."""
+    """Return the codes of ``x`` (..., dim), which was rounded to ``scales`` (2, ..., groups).
+
+    ``x`` is contiguous and is overwritten."""
     _check(x)
     groups = x.reshape(*x.shape[:-1], -1, how.group_size)
     wide = scales.astype(np.float32)[..., None]
     groups -= wide[1]
-    with np.errstate(invalid="ignore"):  # what a model computed may be no number
+    with np.errstate(invalid="ignore"):  # a model's output may be NaN
         groups /= wide[0]
         np.rint(groups, out=groups)
         return x.astype(np.uint8)
 
 
 def _check(x: Array) -> None:
-    if not x.flags.c_contiguous:  # groups would be copies
+    if not x.flags.c_contiguous:  # reshaping into groups would copy
         raise ValueError("not contiguous")

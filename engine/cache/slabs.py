@@ -1,4 +1,4 @@
-"""Slabs: the arrays in which running sequences keep their keys and values."""
+"""Slabs: the arrays that hold keys and values of running sequences."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from engine.plan import Slot
 
 
 class StoredKV(NamedTuple):
-    """What a slab keeps of new keys or values: (batch, kv_heads, width, ...), and their
-    scales (2, batch, kv_heads, width, groups), None where nothing is quantized."""
+    """Keys or values in the form that a slab keeps."""
 
-    array: mx.array
-    scales: mx.array | None
+    array: mx.array  # (batch, kv_heads, width, ...)
+    scales: mx.array | None  # (2, batch, kv_heads, width, groups), None if nothing is quantized
 
     @classmethod
     def of(cls, new: mx.array, kind: ArrayLayout) -> StoredKV:
-        """Of ``new`` (batch, kv_heads, width, dim), which is rounded here and never again."""
+        """Convert ``new`` (batch, kv_heads, width, dim). It is rounded here and never again."""
         if kind.quantization is None:
             return cls(new, None)
         return cls(to_slab(quantized := quantize(new, kind.quantization), kind), quantized.scales)
 
     def row(self, number: int, width: int) -> StoredKV:
-        """The first ``width`` positions of one row, without its axis."""
+        """Return the first ``width`` positions of one row, without the batch axis."""
         scales = None if self.scales is None else self.scales[:, number, :, :width]
         return StoredKV(self.array[number, :, :width], scales)
 
     def batch(self, first: int, end: int) -> StoredKV:
+        """Return the rows ``first`` to ``end``, exclusive."""
         scales = None if self.scales is None else self.scales[:, first:end]
         return StoredKV(self.array[first:end], scales)
 
 
 def to_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
-    """How a slab has ``quantized``: as values, or as codes packed in uint32."""
+    """Return ``quantized`` in the form that a slab keeps: values, or codes packed in uint32."""
     scheme = kind.quantization
     assert scheme is not None
     if kind.dequantized:
@@ -48,14 +48,9 @@ def to_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
 class Slab:
     """``rows`` slots of ``capacity`` tokens.
 
-    ``arrays`` is the flat list keys of layer 0, values of layer 0, keys of layer 1, ...,
-    each of shape (rows, kv_heads, capacity, dim), or, where it is quantized and not
-    unpacked, codes in uint32. ``scales`` (2, rows, kv_heads, capacity, groups) are those
-    of what is quantized. They are written in place, which MLX does only while nothing
-    else holds a reference: take slices, use them in a graph that is dispatched before the
-    next write, and never keep them.
-
-    ``last_tokens`` (rows,) is the token each row sampled last, on the device.
+    The arrays are written in place, which MLX does only while nothing else holds a reference.
+    So take slices, use them in a graph that is dispatched before the next write, and never
+    keep them.
     """
 
     def __init__(self, layout: Layout, rows: int, capacity: int) -> None:
@@ -63,7 +58,10 @@ class Slab:
         self.capacity = capacity
         self._kinds = layout.arrays
         self.arrays: list[mx.array] = []
+        """Keys of layer 0, values of layer 0, keys of layer 1, ...: (rows, kv_heads, capacity,
+        dim). An array that is quantized and not dequantized has packed codes in uint32."""
         self.scales: dict[int, mx.array] = {}
+        """(2, rows, kv_heads, capacity, groups) of each quantized array, by its index."""
         for number, kind in enumerate(layout.arrays):
             shape, dtype = (rows, kind.kv_heads, capacity), kind.dtype
             dim, scheme = kind.dim, kind.quantization
@@ -73,29 +71,30 @@ class Slab:
                     dim, dtype = scheme.code_bytes(dim) // mx.uint32.size, mx.uint32
             self.arrays.append(mx.zeros((*shape, dim), dtype))
         self.last_tokens = mx.zeros((rows,), mx.int32)
+        """(rows,): the token that each row sampled last, on the device."""
         mx.eval(self.contents)
 
     @property
     def contents(self) -> list[mx.array]:
-        """All that steps write, to be evaluated."""
+        """All arrays that a step writes, to be evaluated."""
         return [*self.arrays, *self.scales.values(), self.last_tokens]
 
     def put(self, number: int, row: int, start: int, kept: StoredKV) -> None:
-        """Writes ``kept``, of one row without its axis, at positions from ``start`` on."""
+        """Write ``kept``, one row without the batch axis, at positions from ``start`` on."""
         end = start + kept.array.shape[-2]
         self.arrays[number][row, :, start:end] = kept.array
         if kept.scales is not None:
             self.scales[number][:, row, :, start:end] = kept.scales
 
     def put_each(self, number: int, rows: mx.array, positions: mx.array, kept: StoredKV) -> None:
-        """Writes ``kept`` of one position each into ``rows``."""
+        """Write ``kept``, one position for each of ``rows``, at ``positions`` (rows,)."""
         self.arrays[number][rows, :, positions] = kept.array[:, :, 0]
         if kept.scales is not None:
             scales = kept.scales[:, :, :, 0].swapaxes(0, 1)
             self.scales[number][:, rows, :, positions] = scales
 
     def read(self, number: int, rows: slice | mx.array, length: int) -> mx.array:
-        """(rows, kv_heads, length, dim) of array ``number`` as attention reads it."""
+        """Return array ``number`` as attention reads it: (rows, kv_heads, length, dim)."""
         kind = self._kinds[number]
         array = self.arrays[number][:, :, :length][rows]
         if kind.quantization is None or kind.dequantized:
@@ -111,13 +110,12 @@ class Slab:
         return found.astype(kind.dtype)
 
     def completion_marker(self) -> mx.array:
-        """A number that is there when the keys and values written last are. It is an array
-        of its own."""
+        """Return a new scalar array that is evaluated once the last written KV is."""
         written = next((array for array in reversed(self.arrays) if array.size), self.last_tokens)
         return written[(0,) * written.ndim] + 0
 
     def copy_row(self, row: int, source: Slab, source_row: int, length: int) -> None:
-        """Copies the first ``length`` positions of ``source_row`` of ``source``."""
+        """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``."""
         for ours, theirs in zip(self.arrays, source.arrays, strict=True):
             ours[row, :, :length] = theirs[source_row, :, :length]
         for number, scales in self.scales.items():
@@ -127,7 +125,7 @@ class Slab:
 
 
 class Slabs(dict[int, Slab]):
-    """All slabs by their number, and the recurrent state of their slots."""
+    """All slabs by their id, and the recurrent state of their slots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class Slabs(dict[int, Slab]):
         self.states.free(number)
 
     def copy_row(self, source: Slot, target: Slot, length: int) -> None:
-        """Copies the first ``length`` positions of ``source``, and its state, to ``target``."""
+        """Copy the first ``length`` positions of ``source``, and its state, to ``target``."""
         slab = self[target.slab_id]
         slab.copy_row(target.row, self[source.slab_id], source.row, length)
         mx.async_eval(self.states.copy(source, target))

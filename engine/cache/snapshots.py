@@ -1,4 +1,4 @@
-"""Snapshots: immutable copies of recurrent state, to start other sequences from."""
+"""Snapshots: immutable copies of recurrent state, which other sequences start from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from engine.plan import Slot
 
 
 class SnapshotStore:
-    """The content of the snapshots, by the id that the scheduler gave them: arrays of
-    (1, ...) in the layout's order."""
+    """The content of the snapshots, by the id that the scheduler assigned.
+
+    A snapshot has arrays of (1, ...) in the layout's order."""
 
     def __init__(self, layout: Layout, states: StateStore) -> None:
         self._layout = layout
@@ -26,32 +27,35 @@ class SnapshotStore:
         return snapshot in self._snapshots
 
     def save(self, slot: Slot, snapshot: int) -> list[mx.array]:
-        """Copies the state of ``slot``, so that it pins nothing else; returns what to
-        evaluate."""
+        """Copy the state of ``slot``. Return the arrays to evaluate.
+
+        A copy keeps no other array alive."""
         arrays = self._states.copy_of(slot)
         self._snapshots[snapshot] = tuple(arrays)
         return arrays
 
     def restore(self, slot: Slot, snapshot: int) -> list[mx.array]:
-        """Makes ``snapshot`` the state of ``slot``. Nothing is copied, since state is
-        replaced and never changed; returns what to evaluate."""
+        """Make ``snapshot`` the state of ``slot``. Return the arrays to evaluate.
+
+        Nothing is copied, since state is replaced and never changed."""
         return self._states.put([slot], self._snapshots[snapshot])
 
     def reset(self, slot: Slot) -> list[mx.array]:
-        """Gives ``slot`` state that means nothing; returns what to evaluate."""
+        """Give ``slot`` a meaningless state. Return the arrays to evaluate."""
         arrays = [mx.zeros((1, *state.shape), state.dtype) for state in self._layout.states]
         return self._states.put([slot], arrays)
 
     def insert(self, snapshot: int, payload: Payload) -> Sequence[mx.array]:
-        """Makes ``snapshot`` from bytes; returns what to evaluate. Raises ValueError when they
-        are not of its size."""
+        """Make ``snapshot`` from bytes. Return the arrays to evaluate.
+
+        Raises ValueError when the bytes are not of the snapshot's size."""
         parts = zip(self._layout.states, payload, strict=True)
         arrays = [array_from_bytes((1, *state.shape), state.dtype, data) for state, data in parts]
         self._snapshots[snapshot] = tuple(arrays)
         return arrays
 
     def export(self, snapshot: int) -> Payload:
-        """The bytes of ``snapshot``, without a copy; they keep its memory alive."""
+        """Return the bytes of ``snapshot`` without a copy. They keep its memory alive."""
         arrays = self._snapshots[snapshot]
         mx.eval(arrays)
         return tuple(np.asarray(array.reshape(-1).view(mx.uint8)).data for array in arrays)

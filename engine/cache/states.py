@@ -1,4 +1,4 @@
-"""Recurrent state of the slots."""
+"""The recurrent state of the slots."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from engine.plan import Slot
 
 @dataclass(frozen=True, eq=False)
 class _StateBatch:
-    """State that was computed together: arrays of (slots, ...)."""
+    """State that one pass computed."""
 
     slots: tuple[Slot, ...]
-    arrays: tuple[mx.array, ...]
+    arrays: tuple[mx.array, ...]  # each is (slots, ...)
 
 
 class StateStore:
-    """The state that each slot's sequence has now, as arrays in the layout's order.
+    """The current state of each slot's sequence, as arrays in the layout's order.
 
-    State is replaced as a whole with every token, so arrays are never written in place.
-    What a batch computed stays together, and the next batch of the same slots takes it
-    as it is. Where another batch comes, the slots left behind get copies of their own,
-    so that nobody keeps more alive than its own row.
+    State is replaced as a whole with every token, so arrays are never written in place. The
+    arrays of a batch stay together, and the next batch of the same slots uses them without a
+    copy. If the next batch has other slots, each slot left behind gets a copy of its own row,
+    so that it does not keep the whole array alive.
     """
 
     def __init__(self) -> None:
         self._by_slot: dict[Slot, tuple[_StateBatch, int]] = {}
 
     def get(self, number: int, slots: Sequence[Slot]) -> mx.array:
-        """Array ``number`` of ``slots``: (slots, ...)."""
+        """Return array ``number`` of ``slots``: (slots, ...)."""
         held = [self._by_slot[slot] for slot in slots]
         first = held[0][0]
         if first.slots == tuple(slots) and all(batch is first for batch, _ in held):
@@ -40,8 +40,8 @@ class StateStore:
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def put(self, slots: Sequence[Slot], arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Replaces the state of ``slots``; returns what to evaluate."""
-        # Many models keep the end of a longer array, which would stay in memory with it.
+        """Replace the state of ``slots``. Return the arrays to evaluate."""
+        # Many models return the end of a longer array, which would stay in memory.
         arrays = [mx.contiguous(array) for array in arrays]
         new = _StateBatch(tuple(slots), tuple(arrays))
         left = {self._by_slot[slot][0] for slot in slots if slot in self._by_slot}
@@ -57,16 +57,16 @@ class StateStore:
         return touched
 
     def copy_of(self, slot: Slot) -> list[mx.array]:
-        """A copy of the state of ``slot``, arrays of (1, ...), that refers to nothing else."""
+        """Return a copy of the state of ``slot``, arrays of (1, ...) that refer to no other."""
         batch, row = self._by_slot[slot]
         return [array[mx.array([row])] for array in batch.arrays]
 
     def copy(self, source: Slot, target: Slot) -> list[mx.array]:
-        """Gives ``target`` the state of ``source``; returns what to evaluate."""
+        """Give ``target`` the state of ``source``. Return the arrays to evaluate."""
         if source not in self._by_slot:
             return []
         return self.put([target], self.copy_of(source))
 
     def free(self, slab: int) -> None:
-        """Forgets the state of all slots of ``slab``."""
+        """Drop the state of all slots of ``slab``."""
         self._by_slot = {slot: held for slot, held in self._by_slot.items() if slot.slab_id != slab}

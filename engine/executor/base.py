@@ -16,35 +16,17 @@ from engine.sampling.masks import GrammarMasker
 class ExecutorSpec:
     """The properties of an executor and its model that do not change."""
 
-    batching: str
-    """How sequences are computed together, in a word: for logs and tables."""
-
-    look_ahead: bool
-    """Whether a plan may be dispatched before the plan before it was read."""
-
-    batches_decodes: bool
-    """Whether all decodes of a plan are computed in one pass."""
-
-    max_sequences: int | None
-    """The limit of slots in use at once, None for no limit."""
-
+    batching: str  # how sequences are computed together, in a word: for logs and tables
+    look_ahead: bool  # whether a plan may be dispatched before the plan before it was read
+    batches_decodes: bool  # whether all decodes of a plan are computed in one pass
+    max_sequences: int | None  # the limit of slots in use at once, None for no limit
+    # Whether KV can be saved to blocks and state to snapshots, and restored from them.
     prefix_cache: bool
-    """Whether KV can be saved to blocks and state to snapshots, and restored from them."""
-
-    keeps_kv: bool
-    """Whether each token adds KV. If not, only recurrent state is saved and restored."""
-
-    kv_bits: int
-    """Bits of an element of the KV, 16 if all of it is in the model's own type."""
-
-    block_token_bytes: int
-    """Bytes of KV of one position of a block."""
-
-    slot_token_bytes: int
-    """Bytes of KV of one position of a slot. A slot may keep more than a block does."""
-
-    state_bytes: int
-    """Bytes of a slot's recurrent state, which do not depend on the slot's capacity."""
+    keeps_kv: bool  # whether each token adds KV; if not, only state is saved and restored
+    kv_bits: int  # bits of an element of the KV, 16 if all of it is in the model's own type
+    block_token_bytes: int  # bytes of KV of one position of a block
+    slot_token_bytes: int  # the same of a slot, which may keep more than a block does
+    state_bytes: int  # bytes of a slot's recurrent state, whatever its capacity
 
 
 class PendingStep(ABC):
@@ -59,7 +41,6 @@ class Executor(ABC):
     """Holds the model and the KV, and runs plans. All calls come from one thread."""
 
     spec: ExecutorSpec
-
     logits_observer: Callable[[Sequence[Decode], mx.array], None] | None = None
     """Called with the decodes of each plan and their logits (rows, vocab): for proofs."""
 

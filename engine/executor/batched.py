@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -46,7 +47,7 @@ class BatchedExecutor(Executor):
         self._model = model
         self.layout = layout
         self._block_size = block_size
-        self._batch_class = batch_class
+        self.batch_class = batch_class
         self._sampler = Sampler()
         self.reset()
         # There is one state per sequence and not one per position. Padding would change it.
@@ -70,7 +71,7 @@ class BatchedExecutor(Executor):
 
     def reset(self) -> None:
         self._slabs = Slabs()
-        self._blocks = BlockStore(self.layout, self._block_size, self._batch_class.writes_in_place)
+        self._blocks = BlockStore(self.layout, self._block_size, self.batch_class.writes_in_place)
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
         self._sampler.reset()
         mx.clear_cache()
@@ -124,7 +125,7 @@ class BatchedExecutor(Executor):
                     mx.async_eval(self._snapshots.save(keep.slot, keep.snapshot_id))
         exported += self._export(plan.exports)
         spent_s = self._stopwatch.stop()
-        return _BatchedStep(
+        return BatchedStep(
             plan, decoded, finished, logprobs, failed, exported, self._clock, started, spent_s
         )
 
@@ -240,7 +241,7 @@ class BatchedExecutor(Executor):
         All run in one pass if the model allows it. With recurrent layers, a row at position 0
         runs alone, since some of these layers do not begin with zeros."""
         everything = list(range(len(decodes)))
-        if self._batch_class.one_row_per_pass:
+        if self.batch_class.one_row_per_pass:
             return [[i] for i in everything]
         if not self.layout.states:
             return [everything]
@@ -304,7 +305,7 @@ class BatchedExecutor(Executor):
         return done
 
     def _batch(self, rows: Sequence[Row]) -> RaggedBatch:
-        return self._batch_class(self.layout, self._slabs, rows)
+        return self.batch_class(self.layout, self._slabs, rows)
 
 
 def _chunk_groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -316,12 +317,8 @@ def _chunk_groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
 
 class _DecodeOutput(NamedTuple):
     sampled: SamplerOutput
-
-    order: list[int]
-    """Index of the plan's decode, for each sampled row."""
-
-    failed: list[tuple[Slot, str]]
-    """Slots whose tokens are invalid, and why."""
+    order: list[int]  # index of the plan's decode, for each sampled row
+    failed: list[tuple[Slot, str]]  # slots whose tokens are invalid, and why
 
     def read(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
         """Return tokens and log-probabilities in the plan's order."""
@@ -335,44 +332,33 @@ class _DecodeOutput(NamedTuple):
         return tokens, tuple(logprobs)
 
 
-class _BatchedStep(PendingStep):
-    def __init__(
-        self,
-        plan: Plan,
-        decoded: _DecodeOutput | None,
-        chunks_done: list[mx.array],
-        logprobs: list[tuple[Chunk, PendingLogprobs]],
-        failed: list[tuple[Slot, str]],
-        exported: list[Exported],
-        clock: StepClock,
-        started: float,
-        spent_s: tuple[float, float],
-    ) -> None:
-        self._plan = plan
-        self._decoded = decoded
-        self._chunks_done = chunks_done
-        self._logprobs = logprobs
-        self._failed = failed
-        self._exported = exported
-        self._clock = clock
-        self._started = started
-        self._build_s, self._sample_s = spent_s
+@dataclass(frozen=True)
+class BatchedStep(PendingStep):
+    plan: Plan
+    decoded: _DecodeOutput | None
+    chunks_done: list[mx.array]  # evaluated once all chunks are computed
+    logprobs: list[tuple[Chunk, PendingLogprobs]]
+    failed: list[tuple[Slot, str]]
+    exported: list[Exported]
+    clock: StepClock
+    started: float
+    spent_s: tuple[float, float]  # for building and for sampling
 
     def read(self) -> StepResult:
-        tokens, logprobs = self._decoded.read() if self._decoded else ((), ())
-        if self._decoded is None:
-            mx.eval(self._chunks_done)
+        tokens, logprobs = self.decoded.read() if self.decoded else ((), ())
+        if self.decoded is None:
+            mx.eval(self.chunks_done)
         prompt_logprobs = tuple(
-            PromptLogprobs(chunk.slot, chunk.start, s.read()) for chunk, s in self._logprobs
+            PromptLogprobs(chunk.slot, chunk.start, s.read()) for chunk, s in self.logprobs
         )
         return StepResult(
-            step=self._plan.step,
+            step=self.plan.step,
             tokens=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            exported=tuple(self._exported),
-            failed=tuple(self._failed),
-            elapsed_s=self._clock.elapsed_s(self._started),
-            build_s=self._build_s,
-            sample_s=self._sample_s,
+            exported=tuple(self.exported),
+            failed=tuple(self.failed),
+            elapsed_s=self.clock.elapsed_s(self.started),
+            build_s=self.spent_s[0],
+            sample_s=self.spent_s[1],
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -162,12 +163,12 @@ class _SerialSequence:
         return found
 
 
+@dataclass(frozen=True)
 class _FinishedStep(PendingStep):
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    result: StepResult
 
     def read(self) -> StepResult:
-        return self._result
+        return self.result
 
 
 def measured_token_bytes(model: Any) -> int:

@@ -1,1 +1,1 @@
-"""Tokens from logits, a row each: filters, penalties, noise, masks, log-probabilities."""
+"""Tokens from logits, row by row: filters, penalties, noise, masks, log-probabilities."""

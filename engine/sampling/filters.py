@@ -1,8 +1,8 @@
-"""Which tokens may be drawn: top-p, min-p, XTC and top-k, as mlx-lm has them.
+"""Filters of the tokens that may be drawn: top-p, min-p, XTC and top-k, as in mlx-lm.
 
 mlx-lm's `make_sampler` applies them in this order and before the temperature. Each keeps a
-stretch of the tokens in the order of their likelihood, so together they come
-down to two logits for each row, a floor and a ceiling.
+contiguous range of the tokens ordered by likelihood, so together they amount to two logits
+for each row, a floor and a ceiling.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ import numpy
 
 
 class Filter(NamedTuple):
-    """One row's filters; the defaults let everything pass.
+    """One row's filters. The defaults let every token pass."""
 
-    ``top_p`` and ``min_p`` outside (0, 1] and ``top_k`` below 1 are off, as is
-    ``xtc_threshold`` None. ``exempt_ids`` are tokens that XTC leaves alone.
-    """
-
-    top_p: float = 1.0
-    min_p: float = 0.0
-    xtc_threshold: float | None = None
-    exempt_ids: tuple[int, ...] = ()
-    top_k: int = 0
+    top_p: float = 1.0  # off outside (0, 1)
+    min_p: float = 0.0  # off at 0
+    xtc_threshold: float | None = None  # off if None
+    exempt_ids: tuple[int, ...] = ()  # tokens that XTC never excludes
+    top_k: int = 0  # off below 1
 
     @property
     def has_floor(self) -> bool:
-        """Whether it has a floor that does not depend on how many tokens are above it."""
+        """Whether there is a floor that does not depend on the number of tokens above it."""
         return 0 < self.top_p < 1 or self.min_p > 0
 
     @property
@@ -38,10 +34,11 @@ class Filter(NamedTuple):
         return not (self.has_floor or self.xtc_threshold is not None or self.top_k > 0)
 
 
-@numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
+@numpy.errstate(invalid="ignore")  # a model's logits may be NaN
 def filter_mask(xp: Any, logits: Any, filters: Sequence[Filter]) -> Any:
-    """Which tokens stay, bool, of ``logits`` (rows, vocab), float32, arrays of ``xp``; of
-    numpy one row at a time."""
+    """Return whether each token of ``logits`` (rows, vocab), float32, stays.
+
+    Arrays are those of the library ``xp``. NumPy's have one row."""
     best = xp.max(logits, axis=-1, keepdims=True)
     total = xp.sum(xp.exp(logits - best), axis=-1, keepdims=True)
     ranked = _ranked(xp, logits, filters, best, total)
@@ -65,7 +62,7 @@ def filter_mask(xp: Any, logits: Any, filters: Sequence[Filter]) -> Any:
 
 
 def _top_p_floor(xp: Any, ranked: Any, mass: Any, total: Any, top_p: Sequence[float]) -> Any:
-    """The last of the fewest most likely tokens whose mass reaches each row's value."""
+    """Return the logit of the last token of the smallest set that reaches each row's top-p."""
     on = _column(xp, [0 < p < 1 for p in top_p])
     above = xp.cumsum(mass, axis=-1) - mass
     needed = (above < _column(xp, top_p) * total) & (ranked > -math.inf)
@@ -76,7 +73,7 @@ def _top_p_floor(xp: Any, ranked: Any, mass: Any, total: Any, top_p: Sequence[fl
 def _xtc_ceiling(
     xp: Any, ranked: Any, mass: Any, total: Any, floor: Any, filters: Sequence[Filter]
 ) -> Any:
-    """The least likely of the tokens over each row's threshold, where there are any."""
+    """Return the least logit above each row's threshold, infinity if there is none."""
     thresholds = [math.inf if f.xtc_threshold is None else f.xtc_threshold for f in filters]
     mass = xp.where(ranked >= floor, mass, 0.0)
     left = xp.sum(mass, axis=-1, keepdims=True)
@@ -90,7 +87,7 @@ def _xtc_ceiling(
 def _top_k_floor(
     xp: Any, logits: Any, ranked: Any, floor: Any, ceiling: Any, filters: Sequence[Filter]
 ) -> Any:
-    """The k-th most likely of the tokens that are left."""
+    """Return the logit of the k-th most likely token that is left."""
     top_k = _column(xp, [f.top_k for f in filters])
     index = top_k - 1
     exempt = None
@@ -98,22 +95,22 @@ def _top_k_floor(
         index = index + (ranked > ceiling).sum(axis=-1, keepdims=True)
         width = max(len(f.exempt_ids) for f in filters)
         if width:
-            exempt, count = _spared_above(xp, logits, floor, ceiling, filters, width)
+            exempt, count = _exempt_above(xp, logits, floor, ceiling, filters, width)
             index = index - count
     last = ranked.shape[-1] - 1
     kth = xp.take_along_axis(ranked, xp.clip(index, 0, last), axis=-1)
     if exempt is not None:
-        # Tokens that XTC spares may fill all of the k places by themselves.
+        # Tokens that XTC never excludes may fill all of the k places.
         among = xp.take_along_axis(exempt, xp.clip(top_k - 1, 0, width - 1), axis=-1)
         kth = xp.where(count >= top_k, among, kth)
     return xp.where(top_k > 0, kth, -math.inf)
 
 
-def _spared_above(
+def _exempt_above(
     xp: Any, logits: Any, floor: Any, ceiling: Any, filters: Sequence[Filter], width: int
 ) -> tuple[Any, Any]:
-    """Logits of the tokens that stay though they are over the ceiling, largest first,
-    (rows, width), and how many there are (rows, 1)."""
+    """Return the logits of exempt tokens above the ceiling, largest first (rows, width), and
+    their number (rows, 1)."""
     ids = xp.array([[*f.exempt_ids, *[0] * (width - len(f.exempt_ids))] for f in filters])
     real = xp.array([[i < len(f.exempt_ids) for i in range(width)] for f in filters])
     found = xp.take_along_axis(logits, ids, axis=-1)
@@ -128,8 +125,10 @@ def _column(xp: Any, values: Sequence[float]) -> Any:
 
 
 def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: Any) -> Any:
-    """Each row's logits, largest first. On the host, where rows come one by one, only
-    those that may matter: sorting all of them takes half a decode step."""
+    """Return each row's logits, largest first.
+
+    NumPy's single row is cut to the logits that may matter first: sorting all of them takes
+    half a decode step."""
     if xp is mx:
         return -mx.sort(-logits, axis=-1)
     (row,), (f,) = logits, filters
@@ -137,14 +136,15 @@ def _ranked(xp: Any, logits: Any, filters: Sequence[Filter], best: Any, total: A
 
 
 _SLACK = 1e-3
-"""Of a logit: what rounding may do to a cut."""
+"""The margin of a cut, in logits, for rounding errors."""
 _LIKELY_PROBABILITY = 2e-5
-"""Tokens over this probability mostly hold what top-p wants, and are few."""
+"""Tokens above this probability are few, and mostly reach top-p."""
 
 
 def _candidates(row: Any, f: Filter, best: float, total: float) -> Any:
-    """The logits of ``row`` out of which the floor and the ceiling come. ``total`` is its
-    mass, where the ``best`` one's is 1."""
+    """Return the logits of ``row`` that determine the floor and the ceiling.
+
+    ``total`` is the mass of the row, in units of the mass of the ``best`` logit."""
     count = len(row)
     if f.has_floor:
         cut = best + math.log(f.min_p) - _SLACK if f.min_p > 0 else -math.inf
@@ -152,10 +152,10 @@ def _candidates(row: Any, f: Filter, best: float, total: float) -> Any:
             likely = row[row >= max(cut, best + math.log(_LIKELY_PROBABILITY * total))]
             if numpy.exp(likely - best).sum() > (f.top_p + _SLACK) * total:
                 return likely
-            # Tokens below this have less mass than top-p leaves out, all of them together.
+            # All tokens below this together have less mass than top-p leaves out.
             cut = max(cut, best + math.log((1 - f.top_p) * total / count) - _SLACK)
         likely = row[row >= cut]
-        return likely if len(likely) else row[:1]  # there is one, unless logits are no numbers
+        return likely if len(likely) else row[:1]  # empty only if logits are NaN
     needed = max(f.top_k, 1)
     if f.xtc_threshold is not None:
         threshold = f.xtc_threshold * total

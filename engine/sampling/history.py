@@ -1,4 +1,4 @@
-"""The tokens of running sequences, on the device, for penalties to look back at."""
+"""The tokens of running sequences on the device, for penalties."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MIN_CAPACITY = 512
 
 
 class TokenHistory:
-    """A row for each slot whose sampling looks back: the token at position p at index p.
+    """A row for each slot whose sampling looks back, with the token of position p at index p.
 
-    The first decode in a slot brings what is there so far; every decode adds its own
-    input, which may be a token that the host has not seen yet. As a token lies at its
-    position, going back to an earlier one needs nothing.
+    The first decode in a slot brings the tokens so far. Every decode adds its own input, which
+    the host may not know yet. Since a token lies at its position, rewinding a sequence needs no
+    change here.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TokenHistory:
         self._tokens = mx.zeros((0, MIN_CAPACITY), mx.int32)
 
     def record(self, decodes: Sequence[Decode], inputs: mx.array) -> None:
-        """Adds the input tokens (rows,) of those of ``decodes`` that look back."""
+        """Add the tokens ``inputs`` (rows,) of those of ``decodes`` that look back."""
         members = [i for i, decode in enumerate(decodes) if decode.sampling.looks_back]
         if not members:
             return
@@ -39,8 +39,9 @@ class TokenHistory:
         self._tokens[rows, positions] = inputs
 
     def recent(self, decodes: Sequence[Decode], counts: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """The last ``counts`` tokens of each, its input the last of them: (rows, most), and
-        which of these are there. A row that has fewer is filled up with its last one."""
+        """Return the last ``counts`` tokens of each decode, (rows, most), and which are real.
+
+        The last token is the decode's input. Shorter rows are padded with it."""
         rows = mx.array([self._rows[decode.slot] for decode in decodes])[:, None]
         last = mx.array([decode.position for decode in decodes])[:, None]
         positions = last - mx.array(counts)[:, None] + 1 + mx.arange(max(counts))
@@ -53,7 +54,7 @@ class TokenHistory:
             self._rows[target] = self._rows.pop(source)
 
     def free_slabs(self, slabs: Iterable[int]) -> None:
-        """Drops what belongs to slots of freed ``slabs``."""
+        """Drop the rows of slots of freed ``slabs``."""
         gone = set(slabs)
         self._drop([slot for slot in self._rows if slot.slab_id in gone])
 
@@ -61,7 +62,7 @@ class TokenHistory:
         self._free += [self._rows.pop(slot) for slot in slots if slot in self._rows]
 
     def _begin(self, decode: Decode) -> None:
-        """Makes room for what ``decode`` brings and adds."""
+        """Make room for the tokens of ``decode``, and write its history."""
         if decode.slot not in self._rows:
             if not self._free:
                 self._grow(max(MIN_ROWS, 2 * self._tokens.shape[0]), self._tokens.shape[1])

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and of the likeliest ones beside them."""
+"""Log-probabilities of chosen tokens and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ _BLOCK = 64
 
 
 class PendingLogprobs:
-    """Log-probabilities that the device may still be computing.
-
-    ``arrays`` are what there is to evaluate. ``counts`` says how many alternatives each
-    row asks for.
-    """
+    """Log-probabilities that the device may still be computing."""
 
     def __init__(self, chosen: Any, ids: Any, values: Any, counts: Sequence[int]) -> None:
+        """``counts`` is the number of alternatives that each row asks for."""
         self._chosen = chosen
         self._ids = ids
         self._values = values
@@ -29,11 +26,12 @@ class PendingLogprobs:
 
     @property
     def arrays(self) -> list[mx.array]:
+        """The arrays to evaluate."""
         parts = (self._chosen, self._ids, self._values)
         return [part for part in parts if isinstance(part, mx.array)]
 
     def read(self) -> tuple[TokenLogprobs, ...]:
-        """One for each row, in order. Waits for the device."""
+        """Wait for the device and return the log-probabilities of each row, in order."""
         columns = (part.tolist() for part in (self._chosen, self._ids, self._values))
         return tuple(
             TokenLogprobs(chosen=chosen, top_ids=ids[:count], top=values[:count])
@@ -41,11 +39,11 @@ class PendingLogprobs:
         )
 
 
-@numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
+@numpy.errstate(invalid="ignore")  # a model's logits may be NaN
 def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> PendingLogprobs:
-    """Of the softmax of ``logits`` (rows, vocab), as the model gave them: the
-    log-probability of the tokens ``chosen`` (rows,), and of each row's ``counts``
-    most likely ones."""
+    """Return log-probabilities of ``chosen`` (rows,) and of each row's ``counts`` best tokens.
+
+    They are those of the softmax of ``logits`` (rows, vocab), as the model gave them."""
     xp = arrays.array_namespace()
     x = arrays.asarray(xp, logits.astype(mx.float32))
     best = xp.max(x, axis=-1, keepdims=True)
@@ -57,14 +55,17 @@ def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> Pen
 
 
 def target_logprobs(logits: mx.array, target_ids: Sequence[int], count: int) -> PendingLogprobs:
-    """Of the tokens that came after the first positions of ``logits`` (positions, vocab)."""
+    """Return log-probabilities of the tokens that follow the first positions of ``logits``.
+
+    ``logits`` is (positions, vocab)."""
     positions = len(target_ids)
     return gather_logprobs(logits[:positions], mx.array(target_ids), [count] * positions)
 
 
 def _largest(xp: Any, x: Any, count: int) -> Any:
-    """Indices (rows, count) of each row's largest values, in descending order. They lie
-    in the ``count`` blocks with the largest maxima, so only these are sorted."""
+    """Return indices (rows, count) of each row's largest values, in descending order.
+
+    They lie in the ``count`` blocks with the largest maxima, so only these are sorted."""
     rows, width = x.shape
     if count == 0:
         return xp.zeros((rows, 0), dtype=xp.int32)

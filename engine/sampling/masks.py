@@ -1,7 +1,7 @@
-"""Which tokens the grammars of a batch's rows allow, and logits without the others.
+"""Masks of the tokens that grammars allow, and logits without the others.
 
-A mask depends on the token before it, so it is computed between two samplings: on a thread
-of its own, while the device computes the logits that it is for.
+A mask depends on the token before it, so it is computed between two samplings. A thread of its
+own computes it while the device computes the logits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """What may be chosen in ``rows`` of a batch: ``bits`` (rows, words), int32, one for each
-    token from the lowest of the first word on. ``allowed`` (rows, vocab) is the same as
-    bools where the host applies it. ``failed`` rows have no mask but a reason.
-    """
+    """The tokens that may be chosen in the constrained rows of a batch."""
 
     rows: list[int]
     bits: Any
-    allowed: Any
-    failed: list[tuple[int, str]]
+    """(rows, words), int32: a bit for each token, from the lowest bit of the first word on."""
+    allowed: Any  # the same as bools (rows, vocab) if the host applies the mask, else None
+    failed: list[tuple[int, str]]  # rows without a mask, and the reason
 
     def apply(self, logits: mx.array) -> mx.array:
-        """``logits`` (rows, vocab) with what must not be chosen at -inf."""
+        """Return ``logits`` (rows, vocab) with -inf at tokens that must not be chosen."""
         if not self.rows:
             return logits
         allowed = (
@@ -59,11 +57,13 @@ class TokenMasks:
 
 
 class GrammarMasker:
-    """The matchers of the slots whose sequences are bound by a grammar. Slots are moved and
-    slabs freed here as they are in the executor. ``vocab_size`` is the width of the logits.
+    """The matchers of slots whose sequences have a grammar.
+
+    Slots are moved and slabs freed here as in the executor.
     """
 
     def __init__(self, grammars: GrammarCache, vocab_size: int) -> None:
+        """``vocab_size`` is the width of the logits."""
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._words = -(-grammars.vocab_size // 32)
@@ -74,8 +74,9 @@ class GrammarMasker:
     def start(
         self, decodes: Sequence[Decode], inputs: Sequence[int | None]
     ) -> Future[TokenMasks] | None:
-        """Begins with the masks for what comes after the tokens ``inputs``, one for each of
-        ``decodes``; None where no row is bound. Called in the order of the steps."""
+        """Start the masks for the tokens after ``inputs``, one input for each of ``decodes``.
+
+        Return None if no row is constrained. Called in the order of the steps."""
         constrained = [
             _ConstrainedRow(row, decode, inputs[row], self._matcher_for(decode))
             for row, decode in enumerate(decodes)
@@ -92,13 +93,13 @@ class GrammarMasker:
             self._matchers[target] = self._matchers.pop(source)
 
     def free_slabs(self, slabs: Iterable[int]) -> None:
-        """Drops what belongs to slots of freed ``slabs``."""
+        """Drop the matchers of slots of freed ``slabs``."""
         gone = set(slabs)
         for slot in [slot for slot in self._matchers if slot.slab_id in gone]:
             del self._matchers[slot]
 
     def _matcher_for(self, decode: Decode) -> GrammarMatcher | None:
-        """None where there is none, and none can be made."""
+        """Return the matcher of a slot, None if there is none and none can be made."""
         if decode.grammar is not None:
             self._matchers.pop(decode.slot, None)
             with suppress(GrammarError):
@@ -132,7 +133,7 @@ class GrammarMasker:
         for place, each in enumerate(constrained):
             before = bits[place].copy()
             _clear(bits[place], each.decode.forbidden)
-            if not bits[place].any():  # what the grammar wants has to come
+            if not bits[place].any():  # the grammar allows only forbidden tokens
                 bits[place] = before
         places = [place for place in range(len(constrained)) if place not in failed]
         bits = bits[places]
@@ -146,7 +147,7 @@ class GrammarMasker:
 
 
 class _ConstrainedRow(NamedTuple):
-    """A row that a grammar binds, and its input token."""
+    """A row with a grammar, and its input token."""
 
     row: int
     decode: Decode
@@ -154,7 +155,9 @@ class _ConstrainedRow(NamedTuple):
     matcher: GrammarMatcher | None
 
     def advance(self) -> LLMatcher | None:
-        """Brings the matcher up to the input token. None while it sleeps. Raises `GrammarError`."""
+        """Advance the matcher to the input token. Return None while it is inactive.
+
+        Raises `GrammarError` if there is no matcher, or if it lost or rejects tokens."""
         matcher, known = self.matcher, self.decode.output_index
         if matcher is None or self.token is None:
             raise GrammarError("the executor does not know the grammar")
@@ -170,7 +173,7 @@ class _ConstrainedRow(NamedTuple):
 
 
 def _clear(bits: Any, tokens: Iterable[int]) -> None:
-    """Takes ``tokens`` out of a mask (words,), int32."""
+    """Clear the bits of ``tokens`` in a mask (words,), int32."""
     words = bits.view(numpy.uint32)
     for token in tokens:
         if token // 32 < len(words):
@@ -178,7 +181,7 @@ def _clear(bits: Any, tokens: Iterable[int]) -> None:
 
 
 def _allowed(xp: Any, bits: Any, vocab_size: int) -> Any:
-    """``bits`` (rows, words) as bools (rows, vocab); what has no bit is not allowed."""
+    """Return ``bits`` (rows, words) as bools (rows, vocab). Tokens without a bit are False."""
     missing = max(0, vocab_size - 32 * bits.shape[-1])
     if xp is numpy:
         unpacked = numpy.unpackbits(bits.view(numpy.uint8), axis=1, bitorder="little")

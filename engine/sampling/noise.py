@@ -1,4 +1,4 @@
-"""Noise that depends on a request's seed and an output position, and on nothing else."""
+"""Noise that depends only on a request's seed and an output position."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from hashlib import blake2b
 from typing import Any
 
 SMALLEST = 1e-37
-"""Of float32's normal numbers."""
+"""About the smallest normal number of float32."""
 
 
 def key(seed: int, output_index: int) -> tuple[int, int]:
-    """The random key, two 32-bit words, of output number ``output_index``."""
+    """Return the random key, two 32-bit words, of output number ``output_index``."""
     digest = _digest(seed, output_index, b"token-noise")
     return digest & (2**32 - 1), digest >> 32
 
 
 def coin(seed: int, output_index: int) -> float:
-    """A number in [0, 1) for what is decided once for a whole output, apart from `key`."""
+    """Return a number in [0, 1) for a decision about a whole output, independent of `key`."""
     return _digest(seed, output_index, b"coin") / 2**64
 
 
 def uniform(xp: Any, keys: Sequence[tuple[int, int]], tokens: Any) -> Any:
-    """Numbers in [0, 1) for ``tokens``, ids that are broadcast to (rows, tokens), with one key a
-    row: the same of every array library.
+    """Return numbers in [0, 1) for ``tokens``, ids broadcast to (rows, tokens), with a key a row.
 
-    A token's is a hash of its id and the key, by the finalizer of MurmurHash3 (Appleby): of a
-    few tokens it costs nothing, of all of them a third of MLX's own random numbers on the CPU.
+    Every array library gives the same numbers. A number is a hash of the token's id and the key,
+    by the finalizer of MurmurHash3 (Appleby). For a few tokens it costs nothing, for all of them
+    a third of MLX's own random numbers on the CPU.
     """
     first, second = (xp.array(side, dtype=xp.uint32)[:, None] for side in zip(*keys, strict=True))
     mixed = _mixed(xp, _mixed(xp, tokens.astype(xp.uint32) ^ first) + second)
@@ -40,8 +40,10 @@ def _mixed(xp: Any, x: Any) -> Any:
 
 
 def gumbel(xp: Any, uniform: Any) -> Any:
-    """Gumbel noise out of numbers in [0, 1). The argmax of logits plus this noise is a
-    sample of their softmax. It is finite also for 0: the token may be the only one allowed."""
+    """Return Gumbel noise made of numbers in [0, 1).
+
+    The argmax of logits plus this noise is a sample of their softmax. The noise is finite for 0
+    too, since that token may be the only one allowed."""
     return -xp.log(-xp.log(xp.maximum(uniform, SMALLEST)))
 
 

@@ -1,7 +1,7 @@
-"""What changes logits before anything is chosen by them: biases, penalties, bans.
+"""Changes of logits before sampling: biases, penalties and forbidden tokens.
 
-In mlx-lm's order (`make_logits_processors`), and with its results: bias, repetition
-(Keskar et al. 2019, section 4.1), presence, frequency. What must not be chosen comes last.
+The order and the results are those of mlx-lm (`make_logits_processors`): bias, repetition
+(Keskar et al. 2019, section 4.1), presence, frequency. Forbidden tokens come last.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from engine.sampling.history import TokenHistory
 
 
 def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHistory) -> mx.array:
-    """``logits`` (rows, vocab) as each row's controls want them; the same array where
-    none does. ``history`` has each row's input token already."""
+    """Return ``logits`` (rows, vocab) changed by each row's controls.
+
+    The same array if no row has any. ``history`` already has each row's input token."""
     vocab = logits.shape[-1]
     biases = [
         (row, token, value)
@@ -26,7 +27,7 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
         if 0 <= token < vocab
     ]
     repeating = [row for row, decode in enumerate(decodes) if decode.sampling.repeats_cost]
-    # Before the first output there is none to be held against a token.
+    # Before the first output there are no tokens to penalize.
     outputs = [
         row
         for row, decode in enumerate(decodes)
@@ -35,7 +36,7 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
     forbidden = [
         (row, token)
         for row, decode in enumerate(decodes)
-        if not decode.constrained  # what it may choose may be nothing else
+        if not decode.constrained  # its grammar may allow nothing else
         for token in decode.forbidden
         if 0 <= token < vocab
     ]
@@ -67,7 +68,7 @@ def _repetition(
     penalty = mx.array([decode.sampling.repetition_penalty for decode in decodes])[:, None]
     at = mx.array(rows)[:, None]
     found = logits[at, tokens]
-    # A token that is there twice is written twice, with the same value.
+    # A token that occurs twice is written twice, with the same value.
     logits = mx.array(logits)
     logits[at, tokens] = mx.where(found < 0, found * penalty, found / penalty)
     return logits

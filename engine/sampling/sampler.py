@@ -1,8 +1,8 @@
-"""One token per row from a batch of logits, each row with its own controls.
+"""Sampling of one token per row from a batch of logits, each row with its own controls.
 
-First biases and penalties, then grammars, then the filters, then one token is drawn at the
-temperature, all but the grammars as mlx-lm does it. Temperature 0 takes the most likely token.
-What a row gets does not depend on the other rows.
+Biases and penalties come first, then grammars, then the filters, then the draw at the
+temperature. All but the grammars follows mlx-lm. Temperature 0 takes the most likely token.
+The token of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from engine.sampling.masks import GrammarMasker, TokenMasks
 from engine.sampling.penalties import process_logits
 
 MIN_TEMPERATURE = 1e-6
-"""Below this a logit divided by it may not be a number."""
+"""A logit divided by a lower temperature may overflow."""
 WORTH_THREADS = 65_536
-"""Logits of rows that are drawn from, from which on threads pay."""
+"""Number of logits, in rows that are drawn from, from which threads are worth their cost."""
 
 
 class SamplerOutput(NamedTuple):
-    """``tokens`` (rows,), int32. ``logprobs`` has a row for each of ``logprob_rows``, the rows
-    that asked for log-probabilities. The tokens of ``failed`` rows mean nothing: their
-    grammars gave no mask, for the reason there."""
+    """The result of sampling a batch."""
 
-    tokens: mx.array
-    logprobs: PendingLogprobs | None = None
-    logprob_rows: tuple[int, ...] = ()
+    tokens: mx.array  # (rows,), int32
+    logprobs: PendingLogprobs | None = None  # has a row for each of ``logprob_rows``
+    logprob_rows: tuple[int, ...] = ()  # the rows that asked for log-probabilities
     failed: Sequence[tuple[int, str]] = ()
+    """Rows whose grammar gave no mask, and the reason. Their tokens are meaningless."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What there is to evaluate."""
+        """The arrays to evaluate."""
         return [self.tokens, *(self.logprobs.arrays if self.logprobs else ())]
 
 
 class Sampler:
-    """Chooses tokens, and knows what it has to of the tokens before them. Slots are
-    moved and slabs freed here as they are in the executor."""
+    """Samples tokens, and keeps the history that penalties and grammars need.
+
+    Slots are moved and slabs freed here as in the executor."""
 
     def __init__(self) -> None:
         self._history = TokenHistory()
         self.masker: GrammarMasker | None = None
-        """None where no sequence is bound by a grammar."""
+        """None if no sequence can have a grammar."""
 
     def start_masks(
         self, decodes: Sequence[Decode], inputs: Sequence[int | None]
     ) -> Future[TokenMasks] | None:
-        """Begins with the masks of rows that a grammar binds, for what comes after ``inputs``."""
+        """Start the masks of constrained rows, for the tokens after ``inputs``."""
         return None if self.masker is None else self.masker.start(decodes, inputs)
 
     def sample(
@@ -70,8 +70,9 @@ class Sampler:
         inputs: mx.array,
         masks: Future[TokenMasks] | None = None,
     ) -> SamplerOutput:
-        """One token for each of ``decodes``, from its row of ``logits`` (rows, vocab), which
-        the model gave for the tokens ``inputs`` (rows,)."""
+        """Sample one token for each of ``decodes`` from its row of ``logits`` (rows, vocab).
+
+        The model computed these for the tokens ``inputs`` (rows,)."""
         self._history.record(decodes, inputs)
         adjusted = process_logits(logits, decodes, self._history)
         failed: list[tuple[int, str]] = []
@@ -91,7 +92,7 @@ class Sampler:
         return SamplerOutput(tokens, gather_logprobs(logits, chosen, counts), logprob_rows, failed)
 
     def reset(self) -> None:
-        """Forgets all slots."""
+        """Drop all slots."""
         self._history = TokenHistory()
         if self.masker is not None:
             self.masker.reset()
@@ -108,7 +109,7 @@ class Sampler:
 
 
 def sample_tokens(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
-    """The tokens (rows,), int32, that ``logits`` (rows, vocab) and each row's noise give."""
+    """Return tokens (rows,), int32, drawn from ``logits`` (rows, vocab) with each row's noise."""
     if arrays.array_namespace() is numpy:
         return mx.array(_sample_by_rows(numpy.asarray(logits.astype(mx.float32)), decodes))
     tokens = mx.argmax(logits, axis=-1)
@@ -121,8 +122,7 @@ def sample_tokens(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
 
 
 def _sample_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
-    """The same of NumPy's arrays, a row at a time, so that what is computed with stays in the
-    processor's cache."""
+    """Draw from NumPy's arrays, a row at a time, so that a row stays in the processor's cache."""
     tokens = numpy.zeros(len(decodes), numpy.int32)
 
     def share(first: int) -> None:
@@ -139,16 +139,16 @@ def _sample_by_rows(logits: Any, decodes: Sequence[Decode]) -> Any:
     return tokens
 
 
-@numpy.errstate(invalid="ignore")  # a model's logits may be no numbers
+@numpy.errstate(invalid="ignore")  # a model's logits may be NaN
 def _draw(xp: Any, logits: Any, decodes: Sequence[Decode]) -> Any:
-    """Samples every row; all have a temperature above 0."""
+    """Draw a token for every row. All rows have a temperature above 0."""
     filters = [_filter(decode, logits.shape[-1]) for decode in decodes]
     tokens = xp.arange(logits.shape[-1])[None]
     if not all(f.keeps_all for f in filters):
         stays = filter_mask(xp, logits, filters)
         if xp is mx:
             logits = mx.where(stays, logits, -math.inf)
-        elif stays.any():  # the row's tokens that are left: mostly a few
+        elif stays.any():  # keep the remaining tokens only, which are mostly a few
             tokens = stays.nonzero()[1][None]
             logits = logits[stays][None]
     temperatures = [max(d.sampling.temperature, MIN_TEMPERATURE) for d in decodes]

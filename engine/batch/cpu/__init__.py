@@ -1,1 +1,1 @@
-"""Batches and products on the CPU, computed by NumPy and a fast BLAS past MLX."""
+"""Batches and products on the CPU, computed by NumPy and a fast BLAS instead of MLX."""

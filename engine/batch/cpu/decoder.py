@@ -1,13 +1,12 @@
-"""Decoders like Llama's in NumPy, for fp32 on the CPU: a pass without MLX in it.
+"""Decoders like Llama's in NumPy, for fp32 on the CPU: a pass without MLX.
 
-On Linux MLX computes with one thread beside its matmuls, and each operation of a graph
-costs several microseconds to build and to dispatch, as does each way out of the graph and
-back. NumPy's wheels bring an OpenBLAS that multiplies few rows by a large weight faster
-than what MLX finds. So where a model is nothing but what is written below, it is computed
-here, on the model's own weights, and straight into the slabs.
+On Linux MLX computes everything but matmuls with one thread. Each operation of a graph costs
+several microseconds to build and to dispatch, and so does each way out of the graph and back.
+NumPy's wheels contain an OpenBLAS that multiplies few rows by a large weight faster than MLX's
+BLAS. So a model that consists only of the layers below is computed here, on the model's own
+weights, and directly into the slabs.
 
-Arrays are (tokens, ...): rows of a prefill are packed one after the other, so that
-none is padded.
+Arrays are (tokens, ...): rows of a prefill are packed one after the other without padding.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from engine.cache.rounding import Array, Arrays
 from engine.cache.slabs import Slabs
 
 FAMILY = ("llama", "qwen2", "qwen3")
-"""Modules of mlx-lm whose `Model` is what `Decoder` computes."""
+"""Modules of mlx-lm whose `Model` can be computed by `Decoder`."""
 FEW_ROWS = 64
-"""So many rows are kept by columns, as products of a few rows often are."""
+"""Up to so many rows are stored by columns, as products of a few rows often are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +59,17 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """``weight`` (out, in), ``bias`` (out,) or None."""
+    """A linear layer."""
 
     products: Products
-    weight: Array
-    bias: Array | None = None
+    weight: Array  # (out, in)
+    bias: Array | None = None  # (out,)
 
     @classmethod
     def of(cls, products: Products, *modules: Any) -> _Linear:
-        """``modules`` side by side. Their weights become parts of one array, which replaces
-        what they had."""
+        """Join ``modules`` side by side.
+
+        Their weights become parts of one array, which replaces the old ones."""
         for module in modules:
             _expect(module, nn.Linear)
         if len(modules) > 1:
@@ -86,7 +86,7 @@ class _Linear:
         return cls(products, np.asarray(whole), np.concatenate(biases) if biases else None)
 
     def __call__(self, x: Array) -> Array:
-        """(rows, out) of (rows, in); in memory by rows or by columns, whatever is faster."""
+        """Return (rows, out) for (rows, in), in memory by rows or by columns, as is faster."""
         out = self.products(x, self.weight)
         if self.bias is not None:
             out += self.bias
@@ -111,8 +111,9 @@ class _Layer:
         self.linears = (self.qkv, self.out, self.gate_up, self.down)
 
     def attend(self, x: Array, batch: DecoderBatch, number: int, *, last: bool) -> Array | None:
-        """What attention adds to ``x`` (tokens, hidden); nothing where all that counts is
-        what it stores."""
+        """Return what attention adds to ``x`` (tokens, hidden).
+
+        With ``last`` only store keys and values, and return None."""
         rotated = self.heads + self.kv_heads
         new = self.qkv(self.before_attention(x))
         new = new.reshape(len(x), rotated + self.kv_heads, -1)
@@ -145,7 +146,7 @@ class _Layer:
 
 
 class Decoder:
-    """A pass of ``model``. Raises `Unsupported` where it is not what can be computed here."""
+    """Computes passes of ``model``. Raises `Unsupported` if it cannot be computed here."""
 
     def __init__(self, model: Any, layout: Layout) -> None:
         if model.__class__.__module__ not in {f"mlx_lm.models.{name}" for name in FAMILY}:
@@ -169,7 +170,7 @@ class Decoder:
             products.measure([linear.weight for linear in linears])
 
     def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
-        """Logits (tokens, vocabulary) of ``tokens``, packed; None where nobody reads them."""
+        """Return logits (tokens, vocabulary) of the packed ``tokens``, None if ``silent``."""
         with numpy_threads(num_threads()), np.errstate(over="ignore"):
             x: Array = self._embedding[tokens]
             if len(tokens) <= FEW_ROWS:
@@ -185,7 +186,7 @@ class Decoder:
 
 
 class DecoderBatch(HostBatch):
-    """A pass of `decoder`, which stands for the model; see `bind`."""
+    """A pass of `decoder`, which replaces the model, see `bind`."""
 
     decoder: ClassVar[Decoder]
 
@@ -213,14 +214,14 @@ class DecoderBatch(HostBatch):
         return mx.array(padded)
 
     def unpacked(self, packed: Array) -> Arrays:
-        """Each row's part of ``packed`` (tokens, ..., dim): (..., width, dim)."""
+        """Return each row's part of ``packed`` (tokens, ..., dim): (..., width, dim)."""
         if self.decoding:
             return packed[..., None, :]
         return [np.moveaxis(packed[start:end], 0, -2) for start, end in self._cuts]
 
 
 def bind(model: Any, layout: Layout) -> type[DecoderBatch] | None:
-    """The kind of batch for ``model``, or None where it cannot be computed here."""
+    """Return the class of batches for ``model``, None if it cannot be computed here."""
     try:
         decoder = Decoder(model, layout)
     except Unsupported:

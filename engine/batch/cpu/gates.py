@@ -16,14 +16,14 @@ from engine.backend.threads import in_parallel, num_threads
 Array = NDArray[np.float32]
 
 WORTH_IT = 8_192
-"""Elements from which on leaving the graph is cheaper than MLX's exponentials."""
+"""Number of elements from which leaving the graph is cheaper than MLX's exponentials."""
 WORTH_THREADS = 65_536
 
 _stock_swiglu = activations.swiglu
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x, equal to mlx-lm's to rounding."""
+    """Return silu(gate) * x, equal to mlx-lm's up to rounding."""
     if gate.size < WORTH_IT or gate.dtype != mx.float32 or x.dtype != mx.float32:
         return _stock_swiglu(gate, x)
     mx.eval(gate, x)
@@ -33,7 +33,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def silu_times(gates: Array, factors: Array) -> Array:
-    """silu(gates) * factors. exp(-x) overflows, and silu is 0, far below zero."""
+    """Return silu(gates) * factors. Far below zero exp(-x) overflows, and silu is 0."""
     if not gates.flags.c_contiguous and gates.flags.f_contiguous:
         return silu_times(gates.T, factors.T).T
     out = np.empty_like(gates)
@@ -53,5 +53,5 @@ def silu_times(gates: Array, factors: Array) -> Array:
 
 
 def install() -> None:
-    """Puts `swiglu` in place."""
+    """Replace mlx-lm's function by `swiglu`."""
     patch(activations, "swiglu", swiglu)

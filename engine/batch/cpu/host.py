@@ -1,9 +1,9 @@
 """Attention over slabs on the CPU, in NumPy.
 
 On Linux MLX's CPU computes exponentials one by one and everything but matmuls on one
-thread. NumPy's exponential is vectorised, and its operations run on several threads
-when called from several. So attention leaves the graph: queries, keys and values of a
-layer are evaluated, and the slabs are read and written where they lie in memory.
+thread. NumPy's exponential is vectorised, and its operations run in parallel when several
+threads call them. So attention leaves the graph: queries, keys and values of a layer are
+evaluated, and the slabs are read and written in place in memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from engine.cache.rounding import Array, Arrays, keep
 from engine.cache.slabs import Slab, Slabs
 
 CALL_COST_TOKENS = 125
-"""The fixed cost of attending once, see `engine.cache.grouping`."""
+"""Fixed cost of one attention call, see `engine.cache.grouping`."""
 WORTH_THREADS = 3_000
-"""Positions attended to in a layer, over all rows, from which on threads pay."""
+"""Positions attended to in a layer, over all rows, from which threads are worth their cost."""
 QUERIES_AT_ONCE = 64
-"""Small enough that scores stay in the cache, and that little above the diagonal is computed."""
+"""So few that scores stay in the processor's cache, and little above the diagonal is computed."""
 ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
-"""Minus infinity where a key comes after its query, else 0. One for all widths: tables for each
-of them would take more than a hundred kilobytes that no ledger knows."""
+"""Minus infinity if a key comes after its query, else 0. One table for all widths: a table for
+each width would take more than a hundred kilobytes that the ledger does not count."""
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """Rows ``first`` to ``last`` (inclusive) of a slab: ``members`` of the batch lie at
-    ``places`` among them and have ``lengths`` positions each, the longest ``length``."""
+    """Rows ``first`` to ``last`` (inclusive) of a slab."""
 
     slab: Slab
     first: int
     last: int
-    length: int
-    members: tuple[int, ...]
-    places: tuple[int, ...]
-    lengths: tuple[int, ...]
+    length: int  # the largest of ``lengths``
+    members: tuple[int, ...]  # indices of rows in the batch
+    places: tuple[int, ...]  # of each member among the rows of the slab
+    lengths: tuple[int, ...]  # positions of each member
 
     @property
     def cost(self) -> int:
@@ -55,7 +54,7 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Queries ``first`` to ``last`` (exclusive, counted in the input) of one row."""
+    """Queries ``first`` to ``last`` (exclusive, positions in the input) of one row."""
 
     slab: Slab
     member: int
@@ -69,7 +68,7 @@ class _Prefill:
 
 
 class HostBatch(RaggedBatch):
-    """For layers in float32. All state is up to date when the model's code returns."""
+    """A batch for layers in float32. All state is evaluated when the model's code returns."""
 
     writes_in_place = True
 
@@ -90,7 +89,7 @@ class HostBatch(RaggedBatch):
 
     @cached_property
     def _shares(self) -> list[list[_Decode | _Prefill]]:
-        """Attention as each thread does it, where it is NumPy's."""
+        """The work of each thread, if NumPy computes attention."""
         return _share(self._decodes() if self.decoding else self._prefills())
 
     def _decodes(self) -> list[_Decode]:
@@ -134,7 +133,7 @@ class HostBatch(RaggedBatch):
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        new = self._new.pop(layer, None)  # nothing, where the layer was attended to before
+        new = self._new.pop(layer, None)  # None if the layer was attended to before
         mx.eval(queries, new or ())
         if new is not None:
             self.store(layer, np.asarray(new[0]), np.asarray(new[1]))
@@ -149,8 +148,9 @@ class HostBatch(RaggedBatch):
         return mx.array(out.reshape(batch, heads, width, value_dim))
 
     def store(self, layer: int, keys: Arrays, values: Arrays) -> None:
-        """Writes each row's (kv_heads, at least its width, dim) at its position, rounded
-        where it is quantized."""
+        """Write each row's (kv_heads, at least its width, dim) at its position.
+
+        Keys and values are rounded if they are quantized."""
         kinds = self.layout.arrays[2 * layer : 2 * layer + 2]
         kept = keep(keys, values, kinds[0].quantization, kinds[1].quantization)
         for number, (new, scales) in enumerate(kept, 2 * layer):
@@ -177,8 +177,9 @@ class HostBatch(RaggedBatch):
         window: int | None = None,
         sinks: Array | None = None,
     ) -> None:
-        """Attention of each row's queries, scaled, (kv_heads, queries of a kv head, width,
-        dim), into the same places of ``out``; of decoding rows these are one array."""
+        """Write the attention of each row's scaled queries to the same places of ``out``.
+
+        A row is (kv_heads, queries of a kv head, width, dim). Decoding rows are one array."""
         if self._together is not None:
             assert isinstance(asked, np.ndarray) and isinstance(out, np.ndarray) and sinks is None
             self._together.attend_to(layer, asked, out, window)
@@ -214,11 +215,11 @@ def _decode(
     )
     members, rows = list(piece.members), piece.last - piece.first + 1
     queries = asked[members, :, :, 0]
-    if rows != len(members):  # rows in between attend to something; nobody looks
+    if rows != len(members):  # rows in between attend too, but their output is not read
         spread = np.zeros((rows, *queries.shape[1:]), np.float32)
         spread[list(piece.places)] = queries
         queries = spread
-    # Many rows by few: OpenBLAS takes half as long as for few by many.
+    # Many rows by few: OpenBLAS takes half as long for it as for few by many.
     scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
     for place, length in zip(piece.places, piece.lengths, strict=True):
         scores[place, :, :, length - low :] = -np.inf
@@ -255,8 +256,9 @@ def _prefill(
 
 
 def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:
-    """softmax(scores) @ values, in place of scores. ``sinks`` are further scores, one for
-    each row of ``scores``, that take their share and bring no value."""
+    """Return softmax(scores) @ values. Overwrites ``scores``.
+
+    ``sinks`` is another score for each row of ``scores``, which has a share and no value."""
     highest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         highest = np.maximum(highest, sinks)
@@ -271,21 +273,22 @@ def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:
 
 
 def _outside(first: int, count: int, keys: int, window: int) -> Array:
-    """(count, keys): minus infinity where a key is ``window`` or more before its query."""
+    """Return (count, keys): minus infinity if a key is ``window`` or more before its query."""
     queries = np.arange(first, first + count)[:, None]
     far = np.arange(keys)[None] <= queries - window
     return np.where(far, np.float32(-np.inf), np.float32(0))
 
 
 def _cut(items: list[int], parts: int) -> list[list[int]]:
-    """``items`` in up to ``parts`` stretches of about the same length."""
+    """Split ``items`` into up to ``parts`` pieces of about the same length."""
     cuts = [len(items) * i // parts for i in range(parts + 1)]
     return [items[a:b] for a, b in pairwise(cuts) if a < b]
 
 
 def _share(work: Sequence[_Decode | _Prefill]) -> list[list[_Decode | _Prefill]]:
-    """Divides ``work`` between the threads, the dearest piece first; or does not, where
-    that would cost more than it saves."""
+    """Divide ``work`` between the threads, the most expensive piece first.
+
+    It stays together if dividing would cost more than it saves."""
     if sum(piece.cost for piece in work) < WORTH_THREADS:
         return [list(work)]
     shares: list[list[_Decode | _Prefill]] = [[] for _ in range(num_threads())]

@@ -1,8 +1,8 @@
-"""Linear layers on the CPU: the way of multiplying that is fastest for each shape.
+"""Linear layers on the CPU, with the fastest way of multiplying for each shape.
 
-A BLAS takes very different times for the same product of a few rows, depending on the
-order of its factors and on whether there is one row or two. Which is best depends on the
-library, the processor and the shape; so it is measured, on the model's own weights.
+A BLAS takes very different times for the same product of a few rows, depending on the order of
+the factors and on whether there is one row or two. The best way depends on the library, the
+processor and the shape, so it is measured on the model's own weights.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from engine.backend.timing import shortest_s
 Multiply = Callable[[mx.array, mx.array], mx.array]
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 128)
-"""Numbers of rows that are measured. Others are padded to one of them, up to `DECODE_ROWS`."""
+"""Numbers of rows that are measured. Up to `DECODE_ROWS`, others are padded to one of them."""
 MOST_ROWS = 256
 DECODE_ROWS = 32
-"""More rows than that do not go through a large weight (the last layer's)."""
+"""The most rows that go through a large weight (the last layer's)."""
 LARGE_BYTES = 64 << 20
 BYTES_AT_ONCE = 48 << 20
-"""Of weights that are multiplied in a row, so that they do not all stay in the cache."""
+"""Bytes of weights that are multiplied in turn, so that not all of them stay in the cache."""
 WORTH_A_SECOND_LOOK_S = 0.01
 WORTH_IT = 0.92
-"""A way other than MLX's own has to take at most this part of its time."""
+"""A way is chosen over MLX's own if it takes at most this fraction of its time."""
 
 
 def _plain(x: mx.array, weight: mx.array) -> mx.array:
@@ -39,7 +39,7 @@ def _turned(x: mx.array, weight: mx.array) -> mx.array:
 
 
 class _Choice(NamedTuple):
-    """Multiply ``rows`` rows, the last of them padding, in the way ``multiply``."""
+    """A product of ``rows`` rows, the last of them padding, by ``multiply``."""
 
     rows: int
     multiply: Multiply
@@ -52,7 +52,7 @@ class Matmuls:
         self._choices: dict[tuple[int, int], dict[int, _Choice]] = {}
 
     def measure(self, model: nn.Module) -> None:
-        """Tries both ways on a few weights of each shape in ``model``: a second or two."""
+        """Time both ways on a few weights of each shape in ``model``: a second or two."""
         weights: dict[tuple[int, int], list[mx.array]] = {}
         for _, module in model.named_modules():
             if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype == mx.float32:
@@ -64,7 +64,7 @@ class Matmuls:
             self._choices[shape] = _choices(some, most)
 
     def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
-        """x @ weight.T of (..., in) and (out, in)."""
+        """Return x @ weight.T for (..., in) and (out, in)."""
         rows = x.size // x.shape[-1]
         choice = self._choices.get(weight.shape, {}).get(rows)
         if choice is None or x.dtype != mx.float32:
@@ -77,7 +77,7 @@ class Matmuls:
 
 
 def _choices(weights: list[mx.array], most: int) -> dict[int, _Choice]:
-    """By number of rows, where something is better than to multiply them as they are."""
+    """Return choices by number of rows, if one is better than a plain product."""
     seconds: dict[_Choice, float] = {}
     for rows in ROWS:
         if rows <= most:
@@ -106,7 +106,7 @@ def _seconds(multiply: Multiply, x: mx.array, weights: list[mx.array]) -> float:
 
 
 def install(matmuls: Matmuls) -> None:
-    """Lets all linear layers, and tied embeddings as the last one, multiply this way."""
+    """Make all linear layers, and tied embeddings as the last layer, use ``matmuls``."""
 
     def linear(self: Any, x: mx.array) -> mx.array:
         product = matmuls(x, self.weight)

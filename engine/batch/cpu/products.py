@@ -1,9 +1,9 @@
-"""Products of rows with weights, in NumPy arrays, in the way that was measured fastest.
+"""Products of rows with weights, in NumPy arrays, in the way that was measured as fastest.
 
-There are two libraries: the OpenBLAS in NumPy's wheels, and the one that MLX computes with
-(`blas`), which on Intel's processors is MKL and on others may be the slower one. Each takes
-very different times for the same few rows, depending on which factor comes first. So all
-ways are tried, on the model's own weights.
+There are two libraries: the OpenBLAS in NumPy's wheels, and the library of MLX (`blas`), which
+is MKL on Intel's processors and may be the slower one on others. Each takes very different
+times for the same few rows, depending on which factor comes first. So all ways are tried on
+the model's own weights.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Way = Callable[[Array, Array], Array]
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256)
 """Numbers of rows that are measured."""
 MOST_PADDED_ROWS = 16
-"""So many rows may be padded to a number that takes less time."""
+"""Up to so many rows may be padded to a number that takes less time."""
 LARGE_BYTES, ROWS_OF_LARGE = 64 << 20, 32
-"""So many rows go through a large weight, which is the last layer's, at most."""
+"""The size of a large weight, which is the last layer's, and the most rows that go through it."""
 BYTES_AT_ONCE = 16 << 20
-"""Of weights that are multiplied in a row, so that they do not all stay in the cache."""
+"""Bytes of weights that are multiplied in turn, so that not all of them stay in the cache."""
 WORTH_IT = 0.92
-"""More padding than there has to be must take at most this part of the time without."""
+"""Rows are padded more than needed if that takes at most this fraction of the time."""
 LONG_S = 0.02
-"""What takes longer is tried once."""
+"""A product that takes longer is timed once."""
 
 
 def _one_by_one(x: Array, weight: Array) -> Array:
@@ -56,7 +56,7 @@ def _turned(x: Array, weight: Array) -> Array:
 
 
 class _Blas:
-    """The same by ``sgemm``, a library's ``cblas_sgemm``."""
+    """Products by ``sgemm``, a library's ``cblas_sgemm``."""
 
     def __init__(self, sgemm: Any) -> None:
         self._sgemm = sgemm
@@ -68,7 +68,7 @@ class _Blas:
         return self._product(weight, x).T
 
     def _product(self, left: Array, right: Array) -> Array:
-        """left @ right.T"""
+        """Return left @ right.T."""
         out = np.empty((len(left), len(right)), np.float32)
         left, left_order, left_stride = _operand(left, AS_IT_IS, TRANSPOSED)
         right, right_order, right_stride = _operand(right, TRANSPOSED, AS_IT_IS)
@@ -81,7 +81,7 @@ class _Blas:
 
 
 def _operand(x: Array, by_rows: int, by_columns: int) -> tuple[Array, int, int]:
-    """``x`` in a memory order that BLAS takes, the name of that order, and its stride."""
+    """Return ``x`` in a memory order that BLAS accepts, the name of the order, and its stride."""
     if x.flags.c_contiguous:
         return x, by_rows, x.shape[1]
     if x.flags.f_contiguous:
@@ -90,14 +90,14 @@ def _operand(x: Array, by_rows: int, by_columns: int) -> tuple[Array, int, int]:
 
 
 class Library(NamedTuple):
-    """``ways`` to multiply with it, and what it has for many products at once."""
+    """A BLAS."""
 
-    ways: tuple[Way, ...]
-    gemm_batch: Any | None = None
+    ways: tuple[Way, ...]  # of multiplying with it
+    gemm_batch: Any | None = None  # its function for many products at once
 
 
 def libraries() -> list[Library]:
-    """Those that there are here."""
+    """Return the libraries of this process."""
     found = [Library((_one_by_one, _plain, _turned))]
     sgemm = cblas_sgemm()
     if sgemm is not None:
@@ -107,7 +107,7 @@ def libraries() -> list[Library]:
 
 
 class PaddedProduct(NamedTuple):
-    """Multiply ``rows`` rows, the last of them padding, in the way ``multiply``."""
+    """A product of ``rows`` rows, the last of them padding, by ``multiply``."""
 
     rows: int
     multiply: Way
@@ -121,7 +121,7 @@ class Products:
         self._gemm_batches: list[Any | None] = []
 
     def measure(self, weights: Sequence[Array]) -> None:
-        """Tries all ways on a few of ``weights`` of each shape: a second or two."""
+        """Time all ways on a few of ``weights`` of each shape: a second or two."""
         available = libraries()
         every = [way for library in available for way in library.ways]
         count = Counter(weight.shape for weight in weights)
@@ -130,7 +130,7 @@ class Products:
             for shape in count
         }
         for rows in range(1, ROWS[-1] + 1):
-            # All of a pass in one library: the threads of the other one would not rest at once.
+            # A pass uses one library, since the threads of the other would keep spinning.
             totals: list[tuple[float, Library, dict[tuple[int, ...], PaddedProduct]]] = []
             for library in available:
                 best = {shape: _best(rows, library.ways, took) for shape, took in seconds.items()}
@@ -143,11 +143,11 @@ class Products:
                 self._choices.setdefault(shape, []).append(choice)
 
     def gemm_batch(self, rows: int) -> Any | None:
-        """`blas.cblas_sgemm_batch`, where a pass of so many rows is computed by that library."""
+        """Return `blas.cblas_sgemm_batch` if its library computes a pass of ``rows`` rows."""
         return self._gemm_batches[min(rows, len(self._gemm_batches)) - 1]
 
     def __call__(self, x: Array, weight: Array) -> Array:
-        """x @ weight.T of (rows, in) and (out, in); in memory by rows or by columns."""
+        """Return x @ weight.T for (rows, in) and (out, in), in memory by rows or by columns."""
         rows = len(x)
         choices = self._choices[weight.shape]
         padded, multiply = choices[min(rows, len(choices)) - 1]
@@ -159,7 +159,7 @@ class Products:
 
 
 def _measured(weights: Sequence[Array], ways: Sequence[Way]) -> dict[PaddedProduct, float]:
-    """Seconds of a product, for each of ``ways`` and number of rows."""
+    """Return the seconds of a product, for each of ``ways`` and number of rows."""
     some = weights[: max(1, BYTES_AT_ONCE // weights[0].nbytes)]
     found: dict[PaddedProduct, float] = {}
     for rows in ROWS:
@@ -183,7 +183,7 @@ def _seconds(multiply: Way, x: Array, weights: Sequence[Array]) -> float:
 def _best(
     rows: int, ways: Sequence[Way], seconds: dict[PaddedProduct, float]
 ) -> tuple[float, PaddedProduct]:
-    """The one of ``ways`` that takes the least time for ``rows`` rows, and the time."""
+    """Return the least time for ``rows`` rows, and the one of ``ways`` that takes it."""
     most = max(choice.rows for choice in seconds)
     nearest = min((count for count in ROWS if rows <= count <= most), default=most)
 

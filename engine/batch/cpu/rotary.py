@@ -1,4 +1,4 @@
-"""Rotary positions in NumPy, from tables that the model's own module fills."""
+"""Rotary positions in NumPy, from tables that the model's own module computes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIRST_TABLE = 2048
-"""Positions; the table doubles when it does not reach."""
+"""Positions of the first table, which doubles when it is too short."""
 _CHECKED = (0, 1, 13, 400, 5_000)
 _TOLERANCE = 1e-4
 
 
 class Unsupported(Exception):
-    """The model cannot be computed here; the message says why."""
+    """The model cannot be computed here. The message says why."""
 
 
 class Rotary:
-    """Turns (tokens, heads, dim) as the module ``rope`` would.
+    """Rotates (tokens, heads, dim) as the module ``rope`` does.
 
-    Rotating is linear: what `rope` makes of the first element of each pair is all there is to
-    know about a position. Pairs are neighbours, or the elements at the same place of both
-    halves. Raises `Unsupported` where that is not what ``rope`` does.
+    A rotation is linear, so its result for the first element of each pair determines a position.
+    Pairs are neighbours, or the elements at the same place of both halves. Raises `Unsupported`
+    if ``rope`` does anything else.
     """
 
     def __init__(self, rope: Any, dim: int) -> None:
@@ -35,7 +35,7 @@ class Rotary:
         self.check(rope)
 
     def __call__(self, x: Any, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """``x`` turned, each token to its one of ``positions`` (tokens,)."""
+        """Return ``x`` with each token rotated to its position in ``positions`` (tokens,)."""
         self._reach(int(positions.max()) + 1)
         turns = self._table[positions][:, None]
         if self._neighbours:
@@ -52,7 +52,7 @@ class Rotary:
         return out
 
     def check(self, rope: Any) -> None:
-        """Raises `Unsupported` if ``rope`` does something else."""
+        """Raise `Unsupported` if ``rope`` computes anything else."""
         x = mx.random.normal((1, 1, 1, self._dim), key=mx.random.key(0))
         for position in _CHECKED:
             theirs = np.asarray(rope(x, offset=position)).reshape(1, 1, -1)

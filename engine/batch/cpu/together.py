@@ -1,7 +1,7 @@
 """Attention of decoding rows in two calls of a BLAS, one for all scores and one for all sums.
 
-NumPy multiplies head by head, and a few queries with many keys in a shape that takes OpenBLAS
-several times as long as reading the keys does. Some libraries have ``cblas_sgemm_batch``: any
+NumPy multiplies head by head. For a few queries and many keys OpenBLAS then takes several times
+as long as reading the keys does. Some libraries have ``cblas_sgemm_batch``, which computes any
 number of products of different sizes, shared between its threads. So each row attends to its
 own positions only, in the time that these take.
 """
@@ -22,14 +22,14 @@ from engine.cache.slabs import Slab
 
 Pointers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Gemm = Callable[..., None]
-"""``cblas_sgemm_batch`` as `blas.cblas_sgemm_batch` has it."""
+"""The function that `blas.cblas_sgemm_batch` returns."""
 
 CALL_COST_TOKENS = 125
-"""What a softmax of its own costs, see `engine.cache.grouping`."""
+"""Fixed cost of a softmax, see `engine.cache.grouping`."""
 
 
 class Together:
-    """The rows of a pass, one query each; ``by_slab`` is `RaggedBatch.by_slab`."""
+    """The rows of a pass, one query each. ``by_slab`` is `RaggedBatch.by_slab`."""
 
     def __init__(
         self, gemm: Gemm, layout: Layout, by_slab: Sequence[tuple[Slab, int, Sequence[Row]]]
@@ -43,8 +43,9 @@ class Together:
         self._tables: dict[tuple[AttentionLayout, int | None], _Table] = {}
 
     def attend_to(self, layer: int, asked: Array, out: Array, window: int | None) -> None:
-        """Attention of the queries ``asked``, scaled, (rows, kv_heads, queries of a kv head, 1,
-        dim), into the same places of ``out``, which is contiguous."""
+        """Write the attention of the scaled queries ``asked`` to the same places of ``out``.
+
+        Both are (rows, kv_heads, queries of a kv head, 1, dim). ``out`` is contiguous."""
         kept = self._layout.layers[layer]
         table = self._tables.get((kept, window))
         if table is None:
@@ -67,7 +68,7 @@ class Together:
         out /= totals
 
     def _heads(self, number: int, starts: Pointers) -> Pointers:
-        """Where each head of each row has its position ``starts`` in an array of the slabs."""
+        """Return the address of position ``starts`` of each head of each row in a slab's array."""
         arrays = [np.asarray(slab.arrays[number]) for slab in self._slabs]
         bases = np.array([[array.ctypes.data, *array.strides[:3]] for array in arrays])
         base, row, head, position = bases[self._owners].T
@@ -77,15 +78,15 @@ class Together:
 
 
 class _Group(NamedTuple):
-    """``scores`` (members, kv_heads, queries of a kv head, the longest of ``lengths``)."""
+    """Rows whose softmax is computed together."""
 
     members: list[int]
     lengths: list[int]
-    scores: Array
+    scores: Array  # (members, kv_heads, queries of a kv head, the longest of ``lengths``)
 
 
 class _Table:
-    """What is alike in the layers of a pass that keep the same: where scores lie, how many."""
+    """The places and numbers of scores, shared by all layers of a pass with the same layout."""
 
     def __init__(
         self, ends: Pointers, queries: int, kept: AttentionLayout, window: int | None
@@ -113,8 +114,9 @@ class _Table:
 
 
 class _Products:
-    """Products left @ right, or @ right.T, of (m, k) and (k, n) matrices with these strides: a
-    group of ``heads`` for each element of what is given as an array."""
+    """Products left @ right, or @ right.T, of (m, k) and (k, n) matrices with these strides.
+
+    There is a group of ``heads`` products for each element of the arguments that are arrays."""
 
     def __init__(
         self,
@@ -145,7 +147,8 @@ class _Products:
 
 
 def _addresses(array: Array) -> Pointers:
-    """Of the matrices that each (row, head) of the contiguous ``array`` (rows, heads, ...) has."""
+    """Return the address of each (row, head)'s matrix in the contiguous ``array`` (rows, heads,
+    ...)."""
     rows, heads = array.shape[:2]
     size = array[0, 0].nbytes
     addresses: Pointers = array.ctypes.data + np.arange(rows * heads).reshape(rows, heads) * size

@@ -23,9 +23,7 @@ _TUNABLES = {
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add to the environment ``given`` of an engine.
-
-    A variable that is set already stays as it is."""
+    """Return variables to add to the environment ``given`` of an engine, except those set there."""
     if VARIABLE in given:
         return {}
     return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}

@@ -113,9 +113,7 @@ def _cpu_info() -> set[str]:
 
 
 def physical_cores() -> int:
-    """Return the number of cores of this process, within a container's quota.
-
-    Hyper-threads of a core count once."""
+    """Return the cores of this process within a container's quota, hyper-threads counted once."""
     cores = set()
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     for cpu in cpus:

@@ -28,9 +28,7 @@ def num_threads() -> int:
 
 
 def in_parallel(work: Sequence[Callable[[], None]]) -> None:
-    """Run all pieces of ``work``, the last of them on this thread.
-
-    Meanwhile a product in NumPy uses one thread."""
+    """Run all pieces of ``work``, the last on this thread. A product in NumPy uses one thread."""
     if len(work) == 1:
         work[0]()
         return

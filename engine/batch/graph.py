@@ -52,32 +52,25 @@ class GraphBatch(RaggedBatch):
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
         self._masks: dict[tuple[int, int | None], mx.array | str | None] = {}
-        self._slabs: list[tuple[Slab, int, int, mx.array | None, mx.array | None]] = []
+        # Of each slab the batch's first row and end, and its rows and positions if scattered.
+        self._slabs: list[tuple[Slab, int, int, tuple[mx.array, mx.array] | None]] = []
         self._groups: list[_RowGroup] = []
         for slab, first, stretch in self.by_slab():
             self._add(slab, first, stretch)
 
     def _add(self, slab: Slab, first: int, rows: Sequence[Row]) -> None:
         numbers = [row.slot.row for row in rows]
-        scattered = self.decoding and len(rows) > 2
-        self._slabs.append(
-            (
-                slab,
-                first,
-                first + len(rows),
-                mx.array(numbers) if scattered else None,
-                mx.array([row.start for row in rows]) if scattered else None,
-            )
-        )
+        places = None
+        if self.decoding and len(rows) > 2:
+            places = mx.array(numbers), mx.array([row.start for row in rows])
+        self._slabs.append((slab, first, first + len(rows), places))
         if not self.decoding:
             for i, row in enumerate(rows, first):
                 number = row.slot.row
                 self._groups.append(_RowGroup(slab, number, number, row.end, (i,)))
             return
         for run in split_runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
-            inside = [
-                i for i, number in enumerate(numbers, first) if run.first <= number <= run.last
-            ]
+            inside = [i for i, n in enumerate(numbers, first) if run.first <= n <= run.last]
             gather = scatter = None
             if len(inside) != run.last - run.first + 1:
                 at = {self.rows[i].slot.row: i for i in inside}
@@ -90,9 +83,9 @@ class GraphBatch(RaggedBatch):
             if new.size == 0:
                 continue
             kept = StoredKV.of(new, self.layout.arrays[number])
-            for slab, first, end, rows, positions in self._slabs:
-                if rows is not None and positions is not None:
-                    slab.put_each(number, rows, positions, kept.batch(first, end))
+            for slab, first, end, places in self._slabs:
+                if places is not None:
+                    slab.put_each(number, *places, kept.batch(first, end))
                     continue
                 for i in range(first, end):
                     row = self.rows[i]

@@ -100,11 +100,7 @@ def _read_slot(slab: Slab, group: StorageGroup, row: int, start: int, end: int) 
 
 
 def _write_slot(
-    slab: Slab,
-    group: StorageGroup,
-    row: int,
-    start: int,
-    parts: Sequence[Sequence[mx.array]],
+    slab: Slab, group: StorageGroup, row: int, start: int, parts: Sequence[Sequence[mx.array]]
 ) -> None:
     """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
     scheme, scales = group.kind.quantization, None

@@ -14,9 +14,7 @@ from engine.plan import Slot
 
 
 class SnapshotStore:
-    """The content of the snapshots, by the id that the scheduler assigned.
-
-    A snapshot has arrays of (1, ...) in the layout's order."""
+    """The content of the snapshots by their ids: arrays of (1, ...) in the layout's order."""
 
     def __init__(self, layout: Layout, states: StateStore) -> None:
         self._layout = layout

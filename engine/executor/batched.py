@@ -114,11 +114,9 @@ class BatchedExecutor(Executor):
         broken = {slot for slot, _ in failed}
         for save in plan.saves:
             if save.slot not in broken:
-                slab = self._slabs[save.slot.slab_id]
+                slab, row = self._slabs[save.slot.slab_id], save.slot.row
                 with self._stopwatch.computing():
-                    mx.async_eval(
-                        self._blocks.save(slab, save.slot.row, save.start, save.block_ids)
-                    )
+                    mx.async_eval(self._blocks.save(slab, row, save.start, save.block_ids))
         for keep in plan.state_saves:
             if keep.slot not in broken:
                 with self._stopwatch.computing():
@@ -236,10 +234,9 @@ class BatchedExecutor(Executor):
         return mx.concatenate(logits)[mx.array(sorted(range(len(places)), key=places.__getitem__))]
 
     def _passes(self, decodes: Sequence[Decode]) -> list[list[int]]:
-        """Return the indices of ``decodes`` that are computed together, for each pass.
+        """Return the indices of ``decodes`` of each pass: one pass if the model allows it.
 
-        All run in one pass if the model allows it. With recurrent layers, a row at position 0
-        runs alone, since some of these layers do not begin with zeros."""
+        With recurrent layers a row at position 0 runs alone, since some do not begin with zeros."""
         everything = list(range(len(decodes)))
         if self.batch_class.one_row_per_pass:
             return [[i] for i in everything]

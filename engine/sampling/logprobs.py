@@ -55,9 +55,7 @@ def gather_logprobs(logits: mx.array, chosen: Any, counts: Sequence[int]) -> Pen
 
 
 def target_logprobs(logits: mx.array, target_ids: Sequence[int], count: int) -> PendingLogprobs:
-    """Return log-probabilities of the tokens that follow the first positions of ``logits``.
-
-    ``logits`` is (positions, vocab)."""
+    """Score the tokens that follow the first positions of ``logits`` (positions, vocab)."""
     positions = len(target_ids)
     return gather_logprobs(logits[:positions], mx.array(target_ids), [count] * positions)
 

@@ -111,7 +111,7 @@ class Oracle:
         return MAX_GAP if exact else float("inf")
 
     def _tie(self, tokens: list[int]) -> tuple[float, float]:
-        """Return the gap between the two best tokens after ``tokens``, and the oracle's own noise."""
+        """Return the gap between the two best tokens after ``tokens``, and its noise."""
         at_once = self.model(mx.array([tokens]), cache=make_prompt_cache(self.model))[0, -1]
         cache = make_rounding_cache(self.model, self._rounded)
         for token in tokens:

@@ -14,7 +14,7 @@ import pytest
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
 from engine.cache.slabs import Slab
-from engine.executor.batched import _BatchedStep
+from engine.executor.batched import BatchedStep
 from engine.executor.serial import SerialExecutor
 from engine.sampling.sampler import Sampler
 from tests.engine.whole import Whole
@@ -86,8 +86,8 @@ def greedy(path: Path, number: int) -> list[int]:
         (BlockStore, "restore", (0,)),
         (Sampler, "sample", (0, 1, 2)),
         (Sampler, "sample", (9,)),
-        (_BatchedStep, "read", (0,)),
-        (_BatchedStep, "read", (11,)),
+        (BatchedStep, "read", (0,)),
+        (BatchedStep, "read", (11,)),
     ],
 )
 def test_all_begin_again_and_get_their_text(

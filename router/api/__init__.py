@@ -1,1 +1,1 @@
-"""What all generating endpoints share: body, operations, streaming, writers of answers."""
+"""What all generating endpoints share: body, operations, streaming, the interface of writers."""

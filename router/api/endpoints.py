@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: from the body to the answer."""
+"""The endpoints that generate, whatever their API: from the body to the answer."""
 
 from __future__ import annotations
 
@@ -15,28 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.body import read_json_body
 from router.api.streaming import EventStream
-from router.api.writers import (
-    DONE,
-    ChatCompletionFormat,
-    CompletionFormat,
-    CompletionWriter,
-    OutputWriter,
-    TextCompletionFormat,
-)
-from router.errors import ApiError, ContextLengthExceeded, ErrorResponse, InvalidRequest
+from router.api.writer import OutputWriter
+from router.errors import ApiError, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.generation.cache_debug import explain
 from router.generation.choice import OutputDelta
 from router.generation.generation import Generation
-from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
-from router.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    RequestBody,
-    parse_body,
-)
+from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody, parse_body
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from shared.wire import Grammar
@@ -179,69 +165,12 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
         return model.renderer.replies.grammar(prompt, _tool_call_policy(request), request.grammar)
 
 
-class ChatCompletions(ChatEndpoint[ChatRequest]):
-    body_type = ChatRequest
-    response_type = ChatCompletion
-    event_type = ChatCompletionChunk
-    stream_terminator = DONE
-    example: ClassVar = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
-
-    def translate(self, body: ChatRequest) -> ChatRequest:
-        return body
-
-    def writer(self, body: ChatRequest, model: Model) -> OutputWriter:
-        return _completion_writer(ChatCompletionFormat(), body, model)
-
-
-class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
-    body_type = CompletionRequest
-    response_type = event_type = TextCompletion
-    stream_terminator = DONE
-    example: ClassVar = {"prompt": "Once upon a time", "max_tokens": 32}
-    prompt_field = "prompt"
-
-    def translate(self, body: CompletionRequest) -> CompletionRequest:
-        return body
-
-    def writer(self, body: CompletionRequest, model: Model) -> OutputWriter:
-        return _completion_writer(TextCompletionFormat(), body, model)
-
-    async def tokenize_prompts(
-        self, request: CompletionRequest, model: Model, cache_scope: str | None = None
-    ) -> list[list[int]]:
-        assert model.renderer is not None  # `_submit` has seen it
-        found: list[list[int]] = []
-        for prompt in request.prompts:
-            if isinstance(prompt, str):
-                found.append(await model.renderer.encode(prompt))
-            elif any(token >= model.hello.vocab_size for token in prompt):
-                raise InvalidRequest(
-                    f"'prompt' has a token id over {model.hello.vocab_size - 1}.",
-                    param="prompt",
-                    code="invalid_value",
-                )
-            else:
-                found.append(prompt)
-        return found
-
-
 def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
     return ToolCallPolicy(
         request.callable_tools,
         required=request.requires_call,
         # A tool that is named is called once.
         parallel=request.parallel_tool_calls is not False and not request.names_tool,
-    )
-
-
-def _completion_writer(
-    format: CompletionFormat[Any, Any], body: GenerationRequest, model: Model
-) -> OutputWriter:
-    return CompletionWriter(
-        format,
-        body.model or model.names[0],
-        model.hello.fingerprint,
-        include_usage=body.include_usage,
     )
 
 

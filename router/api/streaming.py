@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import Send
 
-from router.api.writers import OutputWriter
+from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, InternalError
 from router.generation.generation import Generation
 

@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from router.anthropic.endpoints import CountTokens, Messages
 from router.anthropic.schemas import CountTokensRequest, TokenCount
-from router.api.endpoints import ChatCompletions, Completions
 from router.api.operations import BODY_ERRORS, MODEL_ERRORS, Operation, generation_operation, routes
 from router.errors import ModelNotFound
 from router.fleet.router import Router
@@ -30,6 +29,7 @@ from router.http.tokenize import (
     tokenize,
 )
 from router.http.unsupported import unsupported_routes
+from router.openai.endpoints import ChatCompletions, Completions
 from router.responses.endpoints import Responses
 
 

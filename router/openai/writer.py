@@ -1,4 +1,4 @@
-"""The look of answers: what every API writes, and the two that OpenAI's completions share."""
+"""Answers of OpenAI's completions: JSON, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -38,32 +38,6 @@ from router.tokens.logprobs import LogprobsContext, chat_logprobs, text_logprobs
 
 DONE = "[DONE]"
 """The data of the event that ends a stream."""
-
-
-class OutputWriter(Protocol):
-    """Writes the answer to one request, whole or as the events of a stream.
-
-    Of a stream come, in this order: ``stream_start``; for each choice as it goes ``delta`` and,
-    once its ``finish_reason`` is set, ``choice_end``; ``stream_end``. Or ``error``, at any time
-    after ``stream_start``, as the last. What they return is sent as it is; it may be empty.
-    """
-
-    id: str
-    keep_alive: bytes
-    """What is sent to show that nothing is lost but time."""
-
-    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
-        """The answer of a finished ``generation``, whose choices say ``deltas``."""
-
-    def stream_start(self, generation: Generation) -> bytes: ...
-
-    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes: ...
-
-    def choice_end(self, generation: Generation, choice: Choice) -> bytes: ...
-
-    def stream_end(self, generation: Generation) -> bytes: ...
-
-    def error(self, error: ApiError) -> bytes: ...
 
 
 _FullChoice = TypeVar("_FullChoice", ChatChoice, TextChoice)

@@ -1,0 +1,36 @@
+"""The interface through which every API writes its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.errors import ApiError
+from router.generation.choice import Choice, OutputDelta
+from router.generation.generation import Generation
+
+
+class OutputWriter(Protocol):
+    """Writes the answer to one request, whole or as the events of a stream.
+
+    A stream is written in this order: `stream_start`; for each choice its `delta`s and,
+    once its ``finish_reason`` is set, `choice_end`; `stream_end`. `error` may replace what is left
+    at any time after `stream_start`. The returned bytes are sent as they are and may be empty.
+    """
+
+    id: str
+    keep_alive: bytes
+    """Sent while no event is due, to show that the connection is alive."""
+
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        """Return the whole answer of a finished ``generation``; ``deltas`` has one per choice."""
+
+    def stream_start(self, generation: Generation) -> bytes: ...
+
+    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes: ...
+
+    def choice_end(self, generation: Generation, choice: Choice) -> bytes: ...
+
+    def stream_end(self, generation: Generation) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes: ...

@@ -1,0 +1,76 @@
+"""`/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from router.api.endpoints import ChatEndpoint, GenerationEndpoint
+from router.api.writer import OutputWriter
+from router.errors import InvalidRequest
+from router.fleet.engines import Model
+from router.openai.writer import (
+    DONE,
+    ChatCompletionFormat,
+    CompletionFormat,
+    CompletionWriter,
+    TextCompletionFormat,
+)
+from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
+from router.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest
+
+
+class ChatCompletions(ChatEndpoint[ChatRequest]):
+    body_type = ChatRequest
+    response_type = ChatCompletion
+    event_type = ChatCompletionChunk
+    stream_terminator = DONE
+    example: ClassVar = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
+
+    def translate(self, body: ChatRequest) -> ChatRequest:
+        return body
+
+    def writer(self, body: ChatRequest, model: Model) -> OutputWriter:
+        return _completion_writer(ChatCompletionFormat(), body, model)
+
+
+class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
+    body_type = CompletionRequest
+    response_type = event_type = TextCompletion
+    stream_terminator = DONE
+    example: ClassVar = {"prompt": "Once upon a time", "max_tokens": 32}
+    prompt_field = "prompt"
+
+    def translate(self, body: CompletionRequest) -> CompletionRequest:
+        return body
+
+    def writer(self, body: CompletionRequest, model: Model) -> OutputWriter:
+        return _completion_writer(TextCompletionFormat(), body, model)
+
+    async def tokenize_prompts(
+        self, request: CompletionRequest, model: Model, cache_scope: str | None = None
+    ) -> list[list[int]]:
+        assert model.renderer is not None  # `_submit` has seen it
+        found: list[list[int]] = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                found.append(await model.renderer.encode(prompt))
+            elif any(token >= model.hello.vocab_size for token in prompt):
+                raise InvalidRequest(
+                    f"'prompt' has a token id over {model.hello.vocab_size - 1}.",
+                    param="prompt",
+                    code="invalid_value",
+                )
+            else:
+                found.append(prompt)
+        return found
+
+
+def _completion_writer(
+    format: CompletionFormat[Any, Any], body: GenerationRequest, model: Model
+) -> OutputWriter:
+    return CompletionWriter(
+        format,
+        body.model or model.names[0],
+        model.hello.fingerprint,
+        include_usage=body.include_usage,
+    )

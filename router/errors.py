@@ -1,4 +1,4 @@
-"""What goes wrong with a request, and how the client is told: OpenAI's error shape."""
+"""The errors that end a request, and OpenAI's shape of them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``param`` is the field that is to blame, where it is one: ``messages[0].content``."""
-
     message: str
     type: str
     param: str | None
+    """The field that is wrong, if it is one: ``messages[0].content``."""
     code: str | None
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What is answered in place of what was asked for."""
+    """The answer to a request that failed."""
 
     error: ErrorInfo
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for. Raised where it is found,
-    turned into a response (or into the last event of a stream) in one place.
+    """An error that the client is told of.
 
-    ``retry_after_s`` becomes the `Retry-After` header, rounded up to whole seconds.
+    Raised where it is found, turned into a response (or into the last event of a stream) in one
+    place. The docstring of a subclass describes its status in `/openapi.json`.
     """
 
     status: ClassVar[int] = 500
@@ -44,6 +43,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        """``retry_after_s`` becomes the `Retry-After` header, rounded up to whole seconds."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -51,7 +51,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Speaks of the fields as another API calls them; ``names`` has theirs by ours."""
+        """Rename the field in `param` and `message`; ``names`` has another API's names by ours."""
         for ours, theirs in names.items():
             if self.param is not None and re.match(rf"{re.escape(ours)}(?![\w])", self.param):
                 self.param = theirs + self.param[len(ours) :]
@@ -69,7 +69,7 @@ class ApiError(Exception):
 
 
 class InvalidRequest(ApiError):
-    """The body or a field of it is not valid; `param` names it."""
+    """The body or one of its fields is not valid; `param` names the field."""
 
     status = 400
     type = "invalid_request_error"
@@ -84,7 +84,7 @@ class NotSupported(InvalidRequest):
 
 
 class Unauthorized(ApiError):
-    """No API key, or none that is known."""
+    """The API key is missing or unknown."""
 
     status = 401
     type = "authentication_error"
@@ -95,7 +95,7 @@ class Unauthorized(ApiError):
 
 
 class NotFound(ApiError):
-    """No such path."""
+    """The path is unknown."""
 
     status = 404
     type = "invalid_request_error"
@@ -103,7 +103,7 @@ class NotFound(ApiError):
 
 
 class ModelNotFound(NotFound):
-    """No such model."""
+    """The model is unknown."""
 
     default_code = "model_not_found"
 
@@ -134,7 +134,7 @@ class HeadersTimeout(BodyTimeout):
 
 
 class HeadersTooLarge(ApiError):
-    """The headers are longer than any client's."""
+    """The headers are longer than those of any real client."""
 
     status = 431
     type = "invalid_request_error"
@@ -142,7 +142,7 @@ class HeadersTooLarge(ApiError):
 
 
 class BodyTooLarge(ApiError):
-    """The body is over `--max-request-bytes`."""
+    """The body is larger than `--max-request-bytes`."""
 
     status = 413
     type = "invalid_request_error"
@@ -150,7 +150,7 @@ class BodyTooLarge(ApiError):
 
 
 class UnsupportedMediaType(ApiError):
-    """The body is of another media type, or compressed in an unknown way."""
+    """The body has another media type or an unknown compression."""
 
     status = 415
     type = "invalid_request_error"
@@ -158,7 +158,7 @@ class UnsupportedMediaType(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """Too many requests, or a full queue."""
+    """There are too many requests, or the queue is full."""
 
     status = 429
     type = "rate_limit_error"
@@ -174,13 +174,13 @@ class Unavailable(ApiError):
 
 
 class EngineLost(Unavailable):
-    """The engine went away with the request, and it was not (or not again) tried elsewhere."""
+    """The engine was lost, and the request was not tried (or not again) on another one."""
 
     default_code = "engine_lost"
 
 
 class GenerationTimeout(ApiError):
-    """The first token, or the next one, did not come in time."""
+    """The first or the next token did not come in time."""
 
     status = 504
     type = "server_error"
@@ -188,18 +188,18 @@ class GenerationTimeout(ApiError):
 
 
 class EndpointNotSupported(ApiError):
-    """The path is known from elsewhere, and nothing here answers it."""
+    """The path exists in other servers' APIs, but not in this one."""
 
     status = 501
     type = "invalid_request_error"
     default_code = "not_served"
 
     def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}  # OpenAI's clients try a 5xx again otherwise
+        return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry any 5xx
 
 
 class InternalError(ApiError):
-    """An error of the server itself."""
+    """The server itself failed."""
 
     default_code = "internal_error"
 
@@ -208,4 +208,10 @@ class InternalError(ApiError):
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection: nobody is left to answer."""
+    """The client closed the connection, so there is no answer."""
+
+
+BODY_ERRORS = (InvalidRequest, BodyTimeout, BodyTooLarge, UnsupportedMediaType)
+"""Raised while a body is read and checked."""
+MODEL_ERRORS = (ModelNotFound, TooManyRequests, Unavailable)
+"""Raised by whatever needs a model."""

@@ -17,9 +17,9 @@ import uvicorn
 
 from router.fleet.engine_socket import EngineSocketError
 from router.fleet.router import Router
+from router.http.api_keys import ApiKeys
 from router.http.app import create_app
 from router.http.connections import Connection
-from router.http.middleware import ApiKeys
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from shared import logs
 from shared.exits import EXIT_OK, EXIT_USAGE, fail

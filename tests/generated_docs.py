@@ -19,8 +19,8 @@ from prometheus_client import Counter, Gauge, Histogram, Metric
 
 from router.fleet.engines import Engine, Model
 from router.fleet.router import Router
+from router.http.api_keys import ApiKeys
 from router.http.app import create_app
-from router.http.middleware import ApiKeys
 from router.schemas.requests import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import Settings

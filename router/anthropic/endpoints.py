@@ -21,9 +21,31 @@ from router.anthropic.translation import chat_request
 from router.anthropic.writer import MessageWriter
 from router.api.body import read_json_body
 from router.api.endpoints import ChatEndpoint
+from router.api.operations import Operation, generation_operation
+from router.errors import BODY_ERRORS, MODEL_ERRORS
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.schemas.requests import ChatRequest, parse_body
+
+
+def operations(router: Router) -> list[Operation]:
+    return [
+        generation_operation(
+            "/v1/messages", Messages(router), "Answer a conversation", "Anthropic"
+        ),
+        Operation(
+            path="/v1/messages/count_tokens",
+            endpoint=CountTokens(router),
+            summary="Count the tokens of a conversation",
+            tag="Anthropic",
+            method="POST",
+            body_type=CountTokensRequest,
+            example={"messages": [{"role": "user", "content": "Say hello."}]},
+            response_type=TokenCount,
+            errors=(*BODY_ERRORS, *MODEL_ERRORS),
+            error_type=Messages.error_type,
+        ),
+    ]
 
 
 class Messages(ChatEndpoint[MessagesRequest]):

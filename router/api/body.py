@@ -1,4 +1,4 @@
-"""Reads the body of a request: bounded in size and time, also when it is chunked or compressed."""
+"""JSON bodies. Those of requests are bounded in size and time, also if chunked or compressed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import time
 import zlib
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from router.errors import (
     BodyTimeout,
@@ -24,10 +26,11 @@ _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 async def read_json_body(
     request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
 ) -> bytes:
-    """At most ``max_bytes`` of JSON text, decompressed.
+    """Return the decompressed body, which has at most ``max_bytes``.
 
     Raises `UnsupportedMediaType` for another media type or an unknown compression,
-    `BodyTooLarge`, `BodyTimeout`, and `ClientDisconnected`.
+    `BodyTooLarge`, `BodyTimeout`, `InvalidRequest` for damaged compression, and
+    `ClientDisconnected`.
     """
     _check_media_type(request.headers.get("content-type"))
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
@@ -64,8 +67,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         elif too_large_since is None:
             chunks.clear()
             too_large_since = time.monotonic()
-        # Reading on for a moment: closing on a client that still sends resets the
-        # connection, and it would never see the answer.
+        # Read on for a moment: closing while the client still sends resets the connection,
+        # and the client would never see the answer.
         elif time.monotonic() - too_large_since > _DISCARD_S or size > 16 * max_bytes:
             break
     if size > max_bytes:
@@ -88,3 +91,7 @@ def _decompress(raw: bytes, window_bits: int, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+
+
+def json_response(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -34,10 +34,8 @@ _Request = TypeVar("_Request", bound=GenerationRequest)
 class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     """An ASGI application that answers one kind of request, streaming or not.
 
-    ``body_type`` is its body, which is understood as a ``_Request``. ``response_type`` is what a
-    whole answer is, ``event_type`` what the data of a stream's events are but for
-    ``stream_terminator``, ``error_type`` what tells of errors in either; ``example`` is a body. The
-    API's description is made of these.
+    The body is parsed as a ``_Body`` and translated to a ``_Request``. `Operation` documents the
+    attributes that describe an endpoint in `/openapi.json`.
     """
 
     body_type: type[_Body]
@@ -47,34 +45,37 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     error_type: ClassVar[Any] = ErrorResponse
     example: ClassVar[Mapping[str, Any]]
     prompt_field: ClassVar[str]
-    """What a prompt that is too long is blamed on."""
+    """The field that the error names when a prompt is too long."""
     field_names: ClassVar[Mapping[str, str]] = {}
-    """What errors call the fields of ``_Request``, where ``body_type`` calls them otherwise."""
+    """Names in ``body_type`` by names in ``_Request``, for errors, where they differ."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     @abstractmethod
     def translate(self, body: _Body) -> _Request:
-        """What ``body`` asks for. Raises `InvalidRequest`."""
+        """Return what ``body`` asks for. Raises `InvalidRequest`."""
 
     @abstractmethod
     def writer(self, body: _Body, model: Model) -> OutputWriter:
-        """What answers ``body``."""
+        """Return the writer of the answer to ``body``."""
 
     @abstractmethod
     async def tokenize_prompts(
         self, request: _Request, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
-        """The token ids of the prompts in ``request``; in a ``cache_scope`` they go on from what
-        is known there. Raises `InvalidRequest`."""
+        """Return the token ids of each prompt in ``request``.
+
+        With a ``cache_scope`` they continue the tokens of earlier replies that are known there.
+        Raises `InvalidRequest`.
+        """
 
     def reply_parser(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
-        """What takes a reply to ``prompt`` apart."""
+        """Return the parser of a reply to ``prompt``."""
         return PlainReplyParser()
 
     def grammar(self, request: _Request, model: Model, prompt: list[int]) -> Grammar | None:
-        """What a reply to ``prompt`` is bound to. Raises `InvalidRequest`."""
+        """Return the grammar of a reply to ``prompt``, if any. Raises `InvalidRequest`."""
         return request.grammar
 
     def max_tokens(self, request: _Request) -> int | None:
@@ -135,7 +136,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
 
 class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
-    """Whatever API a conversation comes by: its body is understood as a `ChatRequest`."""
+    """An endpoint for conversations. Each API's body is translated to a `ChatRequest`."""
 
     prompt_field = "messages"
 
@@ -169,7 +170,7 @@ def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
     return ToolCallPolicy(
         request.callable_tools,
         required=request.requires_call,
-        # A tool that is named is called once.
+        # A tool that `tool_choice` names is called once.
         parallel=request.parallel_tool_calls is not False and not request.names_tool,
     )
 
@@ -187,7 +188,7 @@ async def _full_response(generation: Generation, writer: OutputWriter) -> bytes:
 
 @asynccontextmanager
 async def _abort_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Abandons ``generation`` as soon as the client closes the connection."""
+    """Abort ``generation`` as soon as the client closes the connection."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,6 +1,6 @@
-"""What the server answers, as data: one `Operation` for each method of each path.
+"""The table of what is served: one `Operation` for each method of each path.
 
-The routes of the application and its OpenAPI document are both made of the same table.
+The routes of the application and its OpenAPI document are both made from it.
 """
 
 from __future__ import annotations
@@ -17,60 +17,56 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.endpoints import GenerationEndpoint
 from router.errors import (
+    BODY_ERRORS,
+    MODEL_ERRORS,
     ApiError,
-    BodyTimeout,
-    BodyTooLarge,
     ErrorResponse,
     GenerationTimeout,
     InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    TooManyRequests,
     Unauthorized,
-    Unavailable,
-    UnsupportedMediaType,
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
 Access = Literal["open", "key", "metrics key"]
 
-BODY_ERRORS = (InvalidRequest, BodyTimeout, BodyTooLarge, UnsupportedMediaType)
-MODEL_ERRORS = (ModelNotFound, TooManyRequests, Unavailable)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """``path`` is Starlette's; ``errors`` are those beside `InternalError` and `Unauthorized`.
-
-    ``body_type``, ``response_type``, ``event_type`` and ``error_type`` are types that msgspec
-    knows: of the request's JSON, of the answer's, and of the data of server-sent events where the
-    answer can be a stream, which ``stream_terminator`` ends. ``response_type`` is None for one of
-    another ``media_type``.
-    """
+    """One method of one path. Each ``..._type`` is a type that msgspec can describe as JSON."""
 
     path: str
+    """In Starlette's syntax, which may have converters: ``/v1/models/{model:path}``."""
     endpoint: Handler | ASGIApp
     summary: str
     tag: str
+    """The heading under which the description shows it."""
     method: Literal["GET", "POST", "DELETE"] = "GET"
     access: Access = "key"
+    """The key that is needed, where keys are set."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The JSON schemas of what may be in the query, by name."""
+    """Parameters of the query, as JSON schemas by name."""
     body_type: Any = None
+    """The request's body; None if there is none."""
     example: Mapping[str, Any] | None = None
+    """A body."""
     response_type: Any = None
+    """The answer's body; None if ``media_type`` is not JSON."""
     media_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
+    """Statuses that come with ``response_type``."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Those of the answer, with what they say."""
+    """Headers of the answer, with their descriptions."""
     event_type: Any = None
+    """The data of a server-sent event; None if the answer is never a stream."""
     stream_terminator: str | None = None
+    """The data of the last event, if that is not an ``event_type``."""
     errors: tuple[type[ApiError], ...] = ()
+    """Errors other than `InternalError` and `Unauthorized`."""
     error_type: Any = ErrorResponse
 
     @property
     def path_template(self) -> str:
-        """The path as OpenAPI writes it."""
+        """The path in OpenAPI's syntax."""
         return re.sub(r":\w+}", "}", self.path)
 
     @property
@@ -86,8 +82,10 @@ def generation_operation(
     tag: str,
     endpoint_type: type[GenerationEndpoint[Any, Any]] | None = None,
 ) -> Operation:
-    """An operation that generates, streaming or not. ``endpoint`` is an ``endpoint_type``, or has
-    one do the work."""
+    """Return an operation that generates, streaming or not.
+
+    ``endpoint`` is an ``endpoint_type`` or delegates to one.
+    """
     if endpoint_type is None:
         assert isinstance(endpoint, GenerationEndpoint)
         endpoint_type = type(endpoint)
@@ -103,9 +101,9 @@ def generation_operation(
         event_type=endpoint_type.event_type,
         stream_terminator=endpoint_type.stream_terminator,
         headers={
-            "x-seed": "The seed of the generation, drawn where none was given.",
-            "x-debug-cache": "Where a request asks by the same header: JSON that compares its"
-            " prompt to the closest earlier one.",
+            "x-seed": "The seed of the generation, drawn at random if none was given.",
+            "x-debug-cache": "If the request has this header too: JSON that compares its prompt to"
+            " the closest earlier one.",
         },
         errors=(*BODY_ERRORS, *MODEL_ERRORS, GenerationTimeout),
         error_type=endpoint_type.error_type,
@@ -113,7 +111,7 @@ def generation_operation(
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
-    """One for each path, so that a wrong method is told of all the right ones."""
+    """Return one route per path, so that a 405 names all methods of the path."""
     by_path: dict[str, _MethodRouter] = {}
     for operation in operations:
         route = Route(operation.path, operation.endpoint, methods=[operation.method])
@@ -123,7 +121,7 @@ def routes(operations: Iterable[Operation]) -> list[Route]:
 
 
 class _MethodRouter:
-    """What is at one path; it leaves the path's ``path_template`` in the request's state."""
+    """The applications at one path, by method. Puts ``path_template`` in the request's state."""
 
     def __init__(self, path_template: str) -> None:
         self.apps: dict[str, ASGIApp] = {}

@@ -1,15 +1,15 @@
-"""The frame of a server-sent event."""
+"""Framing of server-sent events."""
 
 from __future__ import annotations
 
 import re
 
 _BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
-"""U+0085, U+2028, U+2029: legal in JSON, but many clients split a stream at them too."""
+"""U+0085, U+2028, U+2029: legal in JSON, but many clients also split lines there."""
 
 
 def encode_event(data: bytes, name: str | None = None) -> bytes:
-    """One event with ``data``, which is JSON in UTF-8 on one line; nothing else breaks it."""
+    """Return one event with ``data``: JSON in UTF-8 without line breaks of ASCII."""
     if not data.isascii():
         data = _BREAKS.sub(_escaped, data)
     if name is None:

@@ -1,4 +1,4 @@
-"""Server-sent events: a running generation as a stream of chunks."""
+"""A running generation as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ KEEP_ALIVE_S = 5.0
 
 
 class _RestartableTimer:
-    """Calls ``on_expiry`` when ``delay_s`` have passed since `start`. To start it again, as every
-    token does, costs next to nothing: one timer of the loop serves all the time."""
+    """Calls ``on_expiry`` once ``delay_s`` have passed since the last `start`.
+
+    Every token starts it again. This costs next to nothing: there is one timer of the loop, which
+    looks at the deadline when it fires.
+    """
 
     def __init__(self, delay_s: float, on_expiry: Callable[[], None]) -> None:
         self._delay_s = delay_s
@@ -56,8 +59,8 @@ class _RestartableTimer:
 class EventStream:
     """Writes one generation to one client.
 
-    A client that does not read holds up the writing alone: its tokens wait as ids, at
-    most ``max_tokens`` of them, and after ``write_timeout_s`` it is given up.
+    A client that does not read blocks only this stream: at most ``max_tokens`` token ids wait for
+    it, and after ``write_timeout_s`` the stream is aborted.
     """
 
     def __init__(
@@ -73,12 +76,14 @@ class EventStream:
         self._writer = writer
         self._send = send
         self._write_timeout = asyncio.timeout(None)
-        self._write_timer = _RestartableTimer(write_timeout_s, self._give_up)
+        self._write_timer = _RestartableTimer(write_timeout_s, self._abort)
         self._keep_alive_timer = _RestartableTimer(keep_alive_s, generation.notify)
 
     async def run(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends everything, headers first. Errors end it as an event; raises
-        `ClientDisconnected`."""
+        """Send the headers and all events. An error becomes the last event.
+
+        Raises `ClientDisconnected`.
+        """
         try:
             async with self._write_timeout:
                 await self._run(headers)
@@ -132,9 +137,8 @@ class EventStream:
                     events.append(writer.choice_end(generation, choice))
             if any(events):
                 await self._write(b"".join(events))
-            elif (
-                self._keep_alive_timer.expired
-            ):  # a call is shown as a whole: tokens may come for long
+            # Tokens may come for long without an event: some calls are shown only as a whole.
+            elif self._keep_alive_timer.expired:
                 await self._write(writer.keep_alive)
             events.clear()
             if error is not None:
@@ -153,5 +157,5 @@ class EventStream:
         self._write_timer.stop()
         self._keep_alive_timer.start()
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._write_timeout.reschedule(0)

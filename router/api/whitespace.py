@@ -1,12 +1,14 @@
-"""Text that is nothing but blank space, as templates have it around calls and reasoning."""
+"""Whitespace that models write around calls and reasoning."""
 
 from __future__ import annotations
 
 
 class WhitespaceBuffer:
-    """Holds blank text back until it is clear whether it belongs to an answer's text: it does
-    where text follows, or where nothing else is said. Beside a call it does not: an API
-    whose answers are lists of items would have to make an item of it."""
+    """Holds whitespace back until it is known to be part of an answer's text.
+
+    It is part of the text if more text follows or if the answer has nothing else. Beside a call it
+    is dropped: an API whose answers are lists of items would have to make an item of it.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -14,7 +16,7 @@ class WhitespaceBuffer:
         self._called = False
 
     def feed(self, text: str) -> str:
-        """What of the text so far can be shown now."""
+        """Return the part of the text so far that can be shown now."""
         if self._text_begun:
             return text
         self._held += text
@@ -25,13 +27,13 @@ class WhitespaceBuffer:
         return shown
 
     def interrupt(self, *, call: bool) -> None:
-        """Something else comes: a call, or reasoning."""
+        """Note that reasoning or a ``call`` comes next."""
         self._text_begun = False
         self._called |= call
         if self._called:
             self._held = ""
 
     def finish(self) -> str:
-        """What is left at the end."""
+        """Return the text that is left at the end."""
         held, self._held = self._held, ""
         return "" if self._called else held

@@ -1,1 +1,1 @@
-"""The web application: middleware, connections, and the endpoints that generate nothing."""
+"""The web application: middleware, connections, and the endpoints that generate no text."""

@@ -1,5 +1,4 @@
-"""Connections that ask for nothing: uvicorn alone would wait for ever for a request to begin,
-or for its headers to end."""
+"""Time and size limits for headers: uvicorn alone would wait for them without end."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from router.errors import ApiError, HeadersTimeout, HeadersTooLarge, InvalidRequ
 
 
 class Connection(HttpToolsProtocol):
-    """One client's. From its beginning, and from the first byte after an answer, headers have
-    ``headers_timeout_s`` to arrive whole, and not more than about ``max_header_bytes``;
-    between answer and next byte uvicorn's own keep-alive counts."""
+    """The connection of one client. Between an answer and the next byte, uvicorn's own keep-alive
+    timeout applies."""
 
     headers_timeout_s: ClassVar[float] = 30.0
+    """For complete headers, from the connection's start or the first byte after an answer."""
     max_header_bytes: ClassVar[int] = 64 * 1024
+    """Approximate: bytes are counted as they arrive."""
 
     _headers_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
@@ -38,7 +38,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._headers_timer is None:
             if not self._responding:
-                self._expect_headers()  # what came were blank lines
+                self._expect_headers()  # only blank lines came
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
@@ -76,7 +76,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_headers_timeout(self) -> None:
         if self._responding:
-            # These are of the next request, and this one may take its time.
+            # The headers are those of the next request; the current one may take its time.
             self._start_headers_timer()
         elif self._header_bytes:
             seconds = f"{self.headers_timeout_s:g} s"
@@ -85,8 +85,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _respond_and_close(self, error: ApiError) -> None:
-        """Answers what did not become a request, and closes; in the midst of an answer it
-        only closes."""
+        """Answer input that did not become a request, and close. While an answer is being
+        sent, only close."""
         if self._responding and self.cycle.response_started:
             self.transport.close()
             return

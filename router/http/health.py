@@ -1,17 +1,20 @@
-"""How the server is, for people, probes and load balancers."""
+"""The state of the server, for people, probes, load balancers and Prometheus."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
+from router.api.body import json_response
+from router.api.operations import Operation
 from router.fleet.engines import Engine, Model
 from router.fleet.router import Router
 
 _DEGRADED_FROM = 0.72
-"""Part of the memory pressure threshold above which the state is "degraded"."""
-
+"""The fraction of the memory pressure threshold from which on the status is "degraded"."""
 
 HealthStatus = Literal["ok", "degraded", "overloaded", "shutting_down"]
 
@@ -21,10 +24,8 @@ class Liveness(Struct, frozen=True):
 
 
 class Readiness(Struct, frozen=True):
-    """``reasons`` say why it is not ready."""
-
     status: Literal["ready", "not ready"]
-    reasons: list[str]
+    reasons: Annotated[list[str], Meta(description="Why the server is not ready.")]
 
 
 class BlockCounts(Struct, frozen=True, kw_only=True):
@@ -34,8 +35,6 @@ class BlockCounts(Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(Struct, frozen=True, kw_only=True):
-    """``memory_pressure`` is what cannot be evicted, as a part of the KV memory."""
-
     name: str
     ready: bool
     trouble: str | None
@@ -43,7 +42,9 @@ class EngineHealth(Struct, frozen=True, kw_only=True):
     stalled_s: float
     sequences: int
     max_sequences: int
-    memory_pressure: float
+    memory_pressure: Annotated[
+        float, Meta(description="The fraction of the KV memory that cannot be evicted.")
+    ]
     blocks: BlockCounts
     kept_states: int
     version: str
@@ -56,18 +57,47 @@ class ModelHealth(Struct, frozen=True, kw_only=True):
     engines: list[EngineHealth]
 
 
-class Health(Struct, frozen=True, kw_only=True):
-    """``requests`` counts those running and waiting."""
+class Version(Struct, frozen=True):
+    version: str
 
+
+class Health(Struct, frozen=True, kw_only=True):
     status: HealthStatus
     version: str
     reasons: list[str]
-    requests: int
+    requests: Annotated[int, Meta(description="Requests that run or wait.")]
     models: list[ModelHealth]
 
 
-def unready_reasons(router: Router) -> list[str]:
-    """Why the server is not ready; empty when every model has an engine that is."""
+async def show_health(http: Request) -> Response:
+    status, body = _health(http.app.state.router)
+    return json_response(body, status)
+
+
+async def show_livez(http: Request) -> Response:
+    return json_response(Liveness())
+
+
+async def show_readyz(http: Request) -> Response:
+    reasons = _unready_reasons(http.app.state.router)
+    if reasons:
+        return json_response(Readiness("not ready", reasons), 503)
+    return json_response(Readiness("ready", []))
+
+
+async def show_metrics(http: Request) -> Response:
+    return PlainTextResponse(
+        http.app.state.router.metrics.exposition(),
+        media_type="text/plain; version=0.0.4; charset=utf-8",
+    )
+
+
+async def show_version(http: Request) -> Response:
+    return json_response(Version(http.app.state.router.version))
+
+
+def _unready_reasons(router: Router) -> list[str]:
+    """Return why the server is not ready; empty if every model has a ready engine."""
     if router.draining:
         return ["the server is shutting down"]
     models = list(router.registry.models.values())
@@ -81,12 +111,15 @@ def unready_reasons(router: Router) -> list[str]:
     ]
 
 
-def health_report(router: Router) -> tuple[int, Health]:
-    """The HTTP status and the body. The state of the server is that of its worst model;
-    one without a ready engine makes it degraded, with a 503."""
+def _health(router: Router) -> tuple[int, Health]:
+    """Return the HTTP status and the body.
+
+    The server's status is that of its worst model. A model without a ready engine makes the server
+    degraded, with a 503.
+    """
     models = list(router.registry.models.values())
     threshold = router.settings.memory_pressure_threshold
-    reasons = unready_reasons(router)
+    reasons = _unready_reasons(router)
     states = [_state(model, threshold) for model in models]
     state: HealthStatus = "ok"
     if router.draining:
@@ -141,3 +174,49 @@ def _engine(engine: Engine) -> EngineHealth:
         kept_states=engine.stats.kept_states,
         version=engine.hello.version,
     )
+
+
+OPERATIONS = (
+    Operation(
+        path="/health",
+        endpoint=show_health,
+        summary="The state of the server, of each model and each engine",
+        tag="Server",
+        access="open",
+        response_type=Health,
+        statuses=(200, 503),
+    ),
+    Operation(
+        path="/livez",
+        endpoint=show_livez,
+        summary="Whether the process runs",
+        tag="Server",
+        access="open",
+        response_type=Liveness,
+    ),
+    Operation(
+        path="/readyz",
+        endpoint=show_readyz,
+        summary="Whether every model can answer",
+        tag="Server",
+        access="open",
+        response_type=Readiness,
+        statuses=(200, 503),
+    ),
+    Operation(
+        path="/metrics",
+        endpoint=show_metrics,
+        summary="Metrics for Prometheus",
+        tag="Server",
+        access="metrics key",
+        media_type="text/plain",
+    ),
+    Operation(
+        path="/version",
+        endpoint=show_version,
+        summary="The server's version",
+        tag="Server",
+        access="open",
+        response_type=Version,
+    ),
+)

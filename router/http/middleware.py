@@ -1,81 +1,25 @@
-"""What happens to every request, whatever its path: an id, a key, an answer in one shape."""
+"""What every request gets, whatever its path: an id, a check of its key, an answer to errors."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
-from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.anthropic.errors import error_body, is_anthropic_path
-from router.errors import (
-    ApiError,
-    ClientDisconnected,
-    InternalError,
-    InvalidRequest,
-    MethodNotAllowed,
-    NotFound,
-    Unauthorized,
-)
+from router.anthropic.errors import is_anthropic_path
+from router.errors import ApiError, ClientDisconnected, InternalError
 from router.fleet.metrics import Metrics
+from router.http.api_keys import ApiKeys
+from router.http.error_responses import error_response
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-
-
-class ApiKeys:
-    """The API keys that are let in. Only their digests are kept, and compared in constant time."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> ApiKeys:
-        """``--api-key`` and the lines of ``--api-key-file``. Raises OSError, ValueError."""
-        keys = list(settings.api_key)
-        if settings.api_key_file is not None:
-            lines = Path(settings.api_key_file).read_text(encoding="utf-8").splitlines()
-            found = [line.strip() for line in lines]
-            found = [line for line in found if line and not line.startswith("#")]
-            if not found:
-                raise ValueError(f"--api-key-file: no key in {settings.api_key_file}")
-            keys += found
-        return cls(keys)
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def identify(self, headers: Headers) -> str:
-        """A short name of the key in ``headers``, safe to log. Raises `Unauthorized`."""
-        given = _bearer(headers) or headers.get("x-api-key", "")
-        if not given:
-            raise Unauthorized("An API key is needed: Authorization: Bearer KEY.")
-        digest = _digest(given)
-        found = [known for known in self._digests if hmac.compare_digest(known, digest)]
-        if not found:
-            raise Unauthorized("The API key is not valid.")
-        return found[0].hex()[:12]
-
-
-def _bearer(headers: Headers) -> str:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class RequestMiddleware:
@@ -91,8 +35,7 @@ class RequestMiddleware:
         public_paths: frozenset[str],
         metrics: Metrics,
     ) -> None:
-        """``public_paths`` are never behind a key, ``metric_paths`` counted by name in
-        ``metrics``."""
+        """``public_paths`` never need a key. ``metrics`` counts ``metric_paths`` by name."""
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys
@@ -134,7 +77,7 @@ class RequestMiddleware:
         except Exception:
             logger.exception("%s %s failed (%s)", scope["method"], path, request_id)
             if status:
-                raise  # too late for an answer: the server closes the connection
+                raise  # the answer has begun: the server closes the connection
             await error_response(InternalError(), scope)(scope, receive, send_with_id)
         finally:
             known = path if path in self._metric_paths else scope["state"].get("template", "other")
@@ -151,30 +94,9 @@ class RequestMiddleware:
         return keys.identify(headers) if keys else ""
 
     def _strip_root_path(self, scope: Scope) -> str:
-        """The path without ``--root-path``, for proxies that pass it on and those that do not."""
+        """Return the path without ``--root-path``, which some proxies pass on and others strip."""
         path: str = scope["path"]
         if self._root_path and path.startswith(self._root_path + "/"):
             scope["root_path"] = self._root_path
             return path[len(self._root_path) :]
         return path
-
-
-def error_response(error: ApiError, scope: Scope) -> Response:
-    """In the shape that callers of the path know."""
-    state = scope["state"]
-    body = (
-        error_body(error, state["request_id"]) if is_anthropic_path(state["path"]) else error.body()
-    )
-    return Response(body, error.status, headers=error.headers(), media_type="application/json")
-
-
-async def http_exception_handler(request: Request, error: Exception) -> Response:
-    """Starlette's own errors (unknown path, wrong method) in our shape."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return error_response(NotFound(f"There is no {request.url.path} here."), request.scope)
-    if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
-        message = f"{request.method} is not allowed for {request.url.path}."
-        return error_response(MethodNotAllowed(message, allow), request.scope)
-    return error_response(InvalidRequest(str(error.detail)), request.scope)

@@ -1,42 +1,43 @@
-"""`/v1/models`: what is served, in the shapes of OpenAI's and Anthropic's lists at once."""
+"""`/v1/models`: a list that clients of OpenAI and of Anthropic can read."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
+from router.api.body import json_response
+from router.api.operations import Operation
 from router.errors import ModelNotFound
-from router.fleet.engines import Model, Registry
+from router.fleet.engines import Model
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """A name that a model answers to. ``root`` is the name it was loaded by;
-    ``max_model_len`` and ``context_length`` are the same, in tokens; ``kv_bits`` is 16 for a
-    KV cache in the model's own type; ``replicas`` counts engines, ``ready_replicas`` those
-    that take requests now. ``type``, ``display_name`` and ``created_at`` are what
-    Anthropic's clients read."""
+    """One name of a model."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["mlx-lm-server"] = "mlx-lm-server"
-    root: str
+    root: Annotated[str, Meta(description="The name that the model was loaded by.")]
     parent: None = None
-    max_model_len: int
-    context_length: int
+    max_model_len: Annotated[int, Meta(description="The context, in tokens.")]
+    context_length: Annotated[int, Meta(description="The same as `max_model_len`.")]
     capabilities: list[str]
-    kv_bits: int
-    replicas: int
-    ready_replicas: int
+    kv_bits: Annotated[int, Meta(description="16 for a KV cache in the model's own type.")]
+    replicas: Annotated[int, Meta(description="Engines that serve the model.")]
+    ready_replicas: Annotated[int, Meta(description="Engines that take requests now.")]
+    # Anthropic's clients read these.
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    """All of them; there are no further pages."""
+    """All models; there are no further pages."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -45,21 +46,19 @@ class ModelList(Struct, frozen=True, kw_only=True):
     last_id: str | None
 
 
-def all_models(registry: Registry) -> ModelList:
-    data = [_card(model, name) for model in registry.models.values() for name in model.names]
-    return ModelList(
-        data=data,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-    )
+async def list_models(http: Request) -> Response:
+    models = http.app.state.router.registry.models.values()
+    data = [_card(model, name) for model in models for name in model.names]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(ModelList(data=data, first_id=first_id, last_id=last_id))
 
 
-def one_model(registry: Registry, name: str) -> ModelCard:
-    """Raises `ModelNotFound`."""
-    model = registry.find_model(name)
+async def show_model(http: Request) -> Response:
+    name = http.path_params["model"]
+    model = http.app.state.router.registry.find_model(name)
     if model is None:
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
-    return _card(model, name)
+    return json_response(_card(model, name))
 
 
 def _card(model: Model, name: str) -> ModelCard:
@@ -80,3 +79,22 @@ def _card(model: Model, name: str) -> ModelCard:
         display_name=name,
         created_at=datetime.fromtimestamp(model.created, UTC).isoformat(),
     )
+
+
+OPERATIONS = (
+    Operation(
+        path="/v1/models",
+        endpoint=list_models,
+        summary="List the models",
+        tag="OpenAI",
+        response_type=ModelList,
+    ),
+    Operation(
+        path="/v1/models/{model:path}",
+        endpoint=show_model,
+        summary="Show one model",
+        tag="OpenAI",
+        response_type=ModelCard,
+        errors=(ModelNotFound,),
+    ),
+)

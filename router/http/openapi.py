@@ -1,4 +1,4 @@
-"""The OpenAPI document (3.1), made of the table of operations and the types they name.
+"""The OpenAPI document (3.1), made from the table of operations and their types.
 
 Sources: OpenAPI Specification 3.1.1; msgspec's JSON schemas, of the 2020-12 dialect.
 """
@@ -18,15 +18,15 @@ _Json = dict[str, Any]
 
 _REF = "#/components/schemas/{name}"
 _REQUEST_ID = {
-    "description": "Names this request in the server's log; the client's own where it sent one.",
+    "description": "The id of this request in the server's log: the client's own, if it sent one.",
     "schema": {"type": "string"},
 }
 _RETRY_AFTER = {
-    "description": "Seconds after which a new try makes sense.",
+    "description": "Seconds after which to try again.",
     "schema": {"type": "integer", "minimum": 1},
 }
 _AUTHENTICATE = {
-    "description": "How a key is given.",
+    "description": "How to send a key.",
     "schema": {"type": "string"},
 }
 
@@ -39,7 +39,7 @@ def document(
     keys_needed: bool,
     metrics_key_needed: bool,
 ) -> bytes:
-    """The document as JSON. ``server_url`` is where ``operations`` are found."""
+    """Return the document as JSON. ``server_url`` is the base of the paths of ``operations``."""
     needed = {"open": None, "key": keys_needed, "metrics key": metrics_key_needed}
     types = list(dict.fromkeys(_types(operations)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
@@ -116,7 +116,7 @@ def _path_parameters(template: str) -> list[str]:
 
 
 def _security(key_needed: bool | None) -> list[_Json]:
-    """Either header will do; an empty one among them says that none is needed."""
+    """Return the headers of which one is enough. An empty entry says that none is needed."""
     if key_needed is None:
         return []
     known: list[_Json] = [{"bearer": []}, {"x-api-key": []}]
@@ -137,7 +137,7 @@ def _responses(operation: Operation, references: dict[Any, _Json]) -> _Json:
     }
     for status in operation.statuses:
         responses[str(status)] = {
-            "description": "The answer." if status == 200 else "The same, when it is not ready.",
+            "description": "The answer." if status == 200 else "The same, if not ready.",
             "headers": {"x-request-id": _REQUEST_ID, **headers},
             "content": _content(operation, references),
         }
@@ -165,7 +165,7 @@ def _content(operation: Operation, references: dict[Any, _Json]) -> _Json:
 
 
 def _event(content: _Json, last_data: str | None) -> _Json:
-    """One server-sent event, in the form that OpenAPI 3.2 has for them."""
+    """Return the schema of one server-sent event, in the form of OpenAPI 3.2."""
     data: _Json = {
         "type": "string",
         "contentMediaType": "application/json",
@@ -182,7 +182,7 @@ def _event(content: _Json, last_data: str | None) -> _Json:
 
 
 def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
-    """Fields that are refused but for neutral values: their schemas have just these."""
+    """Reduce the schemas of fields that are not supported to their neutral values."""
     for name in unsupported_fields(kind):
         properties[name] = {
             "enum": [None, *kind.neutral.get(name, ())],
@@ -191,7 +191,7 @@ def _mark_unsupported(kind: type[RequestBody], properties: _Json) -> None:
 
 
 def _normalized(value: Any) -> Any:
-    """Descriptions in Markdown, and patterns that end as ECMA's do."""
+    """Return ``value`` with descriptions in Markdown and patterns that end as in ECMAScript."""
     if isinstance(value, list):
         return [_normalized(each) for each in value]
     if not isinstance(value, dict):

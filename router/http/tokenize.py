@@ -1,16 +1,16 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize` and `/detokenize`, as in vLLM."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.body import read_json_body
-from router.errors import InvalidRequest
+from router.api.body import json_response, read_json_body
+from router.api.operations import Operation
+from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
@@ -19,11 +19,7 @@ from router.tokens.rendering import Renderer
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
-    """A text (``prompt``) or a conversation (``messages``), one of both.
-
-    ``add_special_tokens`` puts those before it that the model begins with: by default
-    before a text, and not before a conversation, whose template has them.
-    """
+    """Either a text (``prompt``) or a conversation (``messages``)."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     prompt: str | None = None
@@ -32,7 +28,13 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(
+            description="Whether the tokens that the model begins with are put first. By default"
+            " true for a text, false for a conversation, whose template has them."
+        ),
+    ] = None
     return_token_strs: bool | None = None
 
     chat_template: Any = None
@@ -49,13 +51,13 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
 
 
 class TokenizeResponse(Struct, frozen=True, kw_only=True):
-    """``max_model_len`` is the model's context. ``token_strs`` are the tokens as the
-    vocabulary has them, where they were asked for."""
-
     count: int
-    max_model_len: int
+    max_model_len: Annotated[int, Meta(description="The model's context, in tokens.")]
     tokens: list[int]
-    token_strs: list[str] | None
+    token_strs: Annotated[
+        list[str] | None,
+        Meta(description="The tokens as in the vocabulary; null if not asked for."),
+    ]
 
 
 class DetokenizeRequest(RequestBody, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ async def tokenize(http: Request) -> Response:
                 add_special_tokens=bool(request.add_special_tokens),
             )
         texts = await renderer.token_strings(tokens) if request.return_token_strs else None
-    return _json(
+    return json_response(
         TokenizeResponse(
             count=len(tokens),
             max_model_len=model.hello.context_length,
@@ -106,7 +108,7 @@ async def detokenize(http: Request) -> Response:
             code="invalid_value",
         )
     with router.admission.limit_concurrency():
-        return _json(DetokenizeResponse(prompt=await renderer.decode(request.tokens)))
+        return json_response(DetokenizeResponse(prompt=await renderer.decode(request.tokens)))
 
 
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -123,5 +125,27 @@ def _ready_model(router: Router, name: str | None) -> tuple[Model, Renderer]:
     return model, model.renderer
 
 
-def _json(answer: Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+OPERATIONS = (
+    Operation(
+        path="/tokenize",
+        endpoint=tokenize,
+        summary="The token ids of a text or a conversation",
+        tag="Tokens",
+        method="POST",
+        body_type=TokenizeRequest,
+        example={"prompt": "Hello", "return_token_strs": True},
+        response_type=TokenizeResponse,
+        errors=(*BODY_ERRORS, *MODEL_ERRORS),
+    ),
+    Operation(
+        path="/detokenize",
+        endpoint=detokenize,
+        summary="The text of token ids",
+        tag="Tokens",
+        method="POST",
+        body_type=DetokenizeRequest,
+        example={"tokens": [1, 2, 3]},
+        response_type=DetokenizeResponse,
+        errors=(*BODY_ERRORS, *MODEL_ERRORS),
+    ),
+)

@@ -1,7 +1,6 @@
-"""Paths that clients know from other servers and that nothing here answers.
+"""Paths of other servers' APIs that are not served here.
 
-A word about what is missing helps more than "no such path": some clients try every endpoint
-of OpenAI's API.
+An answer that says so helps more than a 404: some clients try every endpoint of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -43,18 +42,20 @@ _WITHOUT_VERSION = ("rerank", "score", "pooling", "classify")
 class UnsupportedEndpoint:
     """Answers every method with `EndpointNotSupported`."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, feature: str) -> None:
+        self._feature = feature
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise EndpointNotSupported(f"{self._what} are not served here: this server generates text.")
+        raise EndpointNotSupported(
+            f"{self._feature} are not served here: this server generates text."
+        )
 
 
 def unsupported_routes() -> list[Route]:
-    paths = {f"/v1/{name}": what for name, what in _UNSUPPORTED.items()}
+    paths = {f"/v1/{name}": feature for name, feature in _UNSUPPORTED.items()}
     paths |= {f"/{name}": _UNSUPPORTED[name] for name in _WITHOUT_VERSION}
     return [
-        Route(path + rest, UnsupportedEndpoint(what))
-        for path, what in paths.items()
+        Route(path + rest, UnsupportedEndpoint(feature))
+        for path, feature in paths.items()
         for rest in ("", "/{rest:path}")
     ]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from router.api.endpoints import ChatEndpoint, GenerationEndpoint
-from router.api.writer import OutputWriter
+from router.api.operations import Operation, generation_operation
 from router.errors import InvalidRequest
 from router.fleet.engines import Model
-from router.openai.writer import (
-    DONE,
-    ChatCompletionFormat,
-    CompletionFormat,
-    CompletionWriter,
-    TextCompletionFormat,
-)
+from router.fleet.router import Router
+from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
-from router.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.schemas.requests import ChatRequest, CompletionRequest
+
+
+def operations(router: Router) -> list[Operation]:
+    chat, text = ChatCompletions(router), Completions(router)
+    return [
+        generation_operation("/v1/chat/completions", chat, "Answer a conversation", "OpenAI"),
+        generation_operation("/v1/completions", text, "Continue a text", "OpenAI"),
+    ]
 
 
 class ChatCompletions(ChatEndpoint[ChatRequest]):
@@ -29,8 +32,8 @@ class ChatCompletions(ChatEndpoint[ChatRequest]):
     def translate(self, body: ChatRequest) -> ChatRequest:
         return body
 
-    def writer(self, body: ChatRequest, model: Model) -> OutputWriter:
-        return _completion_writer(ChatCompletionFormat(), body, model)
+    def writer(self, body: ChatRequest, model: Model) -> ChatCompletionWriter:
+        return ChatCompletionWriter(body, model)
 
 
 class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
@@ -43,8 +46,8 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
     def translate(self, body: CompletionRequest) -> CompletionRequest:
         return body
 
-    def writer(self, body: CompletionRequest, model: Model) -> OutputWriter:
-        return _completion_writer(TextCompletionFormat(), body, model)
+    def writer(self, body: CompletionRequest, model: Model) -> TextCompletionWriter:
+        return TextCompletionWriter(body, model)
 
     async def tokenize_prompts(
         self, request: CompletionRequest, model: Model, cache_scope: str | None = None
@@ -63,14 +66,3 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
             else:
                 found.append(prompt)
         return found
-
-
-def _completion_writer(
-    format: CompletionFormat[Any, Any], body: GenerationRequest, model: Model
-) -> OutputWriter:
-    return CompletionWriter(
-        format,
-        body.model or model.names[0],
-        model.hello.fingerprint,
-        include_usage=body.include_usage,
-    )

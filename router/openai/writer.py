@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,6 +14,7 @@ from msgspec.structs import asdict, replace
 
 from router.api.sse import encode_event
 from router.errors import ApiError
+from router.fleet.engines import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.schemas.completions import (
@@ -30,121 +32,148 @@ from router.schemas.completions import (
     DeltaMessage,
     DeltaToolCall,
     FinishReason,
-    PromptLogprobs,
     TextChoice,
     TextCompletion,
 )
-from router.tokens.logprobs import LogprobsContext, chat_logprobs, text_logprobs
+from router.schemas.requests import GenerationRequest
+from router.tokens.logprobs import chat_logprobs, text_logprobs
 
 DONE = "[DONE]"
 """The data of the event that ends a stream."""
 
+_FullChoice = TypeVar("_FullChoice")
+_ChunkChoice = TypeVar("_ChunkChoice")
 
-_FullChoice = TypeVar("_FullChoice", ChatChoice, TextChoice)
-_ChunkChoice = TypeVar("_ChunkChoice", ChatChunkChoice, TextChoice)
 
+class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
+    """An `OutputWriter` of one request. Subclasses give the shapes of answers and chunks."""
 
-class CompletionFormat(Protocol[_FullChoice, _ChunkChoice]):
-    """What the answers of one of OpenAI's endpoints are, and how one choice looks in them."""
+    id_prefix: ClassVar[str]
+    keep_alive = b": keep-alive\n\n"
 
-    id_prefix: str
+    def __init__(self, body: GenerationRequest, model: Model) -> None:
+        self.id = self.id_prefix + uuid.uuid4().hex
+        header = CompletionHeader(
+            id=self.id,
+            created=int(time.time()),
+            model=body.model or model.names[0],
+            system_fingerprint="fp_" + model.hello.fingerprint[:12],
+        )
+        self._header = asdict(header)
+        self._include_usage = body.include_usage
 
-    def full_response(
-        self,
-        header: CompletionHeader,
-        choices: list[_FullChoice],
-        usage: CompletionUsage,
-        prompt: PromptLogprobs | UnsetType,
-    ) -> CompletionHeader:
-        """A whole answer."""
+    @abstractmethod
+    def _full(self, generation: Generation, choices: list[_FullChoice]) -> CompletionHeader:
+        """Return the whole answer."""
 
-    def chunk(
-        self,
-        header: CompletionHeader,
-        choices: list[_ChunkChoice],
-        usage: CompletionUsage | UnsetType | None,
-    ) -> CompletionHeader:
-        """One of a stream."""
-
-    def choice(
-        self,
-        index: int,
-        delta: OutputDelta,
-        finish_reason: FinishReason,
-        context: LogprobsContext,
-        prompt: PromptLogprobs | UnsetType,
+    @abstractmethod
+    def _full_choice(
+        self, generation: Generation, choice: Choice, delta: OutputDelta
     ) -> _FullChoice:
-        """In a whole answer."""
+        """Return ``choice`` of a whole answer; ``delta`` is all of its output."""
 
-    def first_chunk_choice(self, index: int) -> _ChunkChoice | None:
-        """The first chunk, where there is one before any text."""
+    @abstractmethod
+    def _chunk(
+        self, choices: list[_ChunkChoice], usage: CompletionUsage | UnsetType | None
+    ) -> CompletionHeader:
+        """Return a chunk of a stream."""
 
-    def chunk_choice(
+    @abstractmethod
+    def _chunk_choice(
         self,
-        index: int,
+        generation: Generation,
+        choice: Choice,
         delta: OutputDelta,
-        finish_reason: FinishReason | None,
-        context: LogprobsContext,
+        finish_reason: FinishReason | None = None,
     ) -> _ChunkChoice:
-        """In a chunk."""
+        """Return ``choice`` of a chunk."""
+
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+        pairs = zip(generation.choices, deltas, strict=True)
+        choices = [self._full_choice(generation, choice, delta) for choice, delta in pairs]
+        return msgspec.json.encode(self._full(generation, choices))
+
+    def stream_start(self, generation: Generation) -> bytes:
+        return b""
+
+    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
+        return self._event(self._chunk_choice(generation, choice, delta))
+
+    def choice_end(self, generation: Generation, choice: Choice) -> bytes:
+        reason = choice.finish_reason
+        return self._event(self._chunk_choice(generation, choice, OutputDelta(), reason))
+
+    def stream_end(self, generation: Generation) -> bytes:
+        usage = self._encode(self._chunk([], generation.usage())) if self._include_usage else b""
+        return usage + encode_event(DONE.encode())
+
+    def error(self, error: ApiError) -> bytes:
+        return encode_event(error.body())
+
+    def _event(self, choice: _ChunkChoice) -> bytes:
+        # OpenAI's chunks have "usage": null when the usage comes at the end.
+        return self._encode(self._chunk([choice], None if self._include_usage else UNSET))
+
+    @staticmethod
+    def _encode(chunk: CompletionHeader) -> bytes:
+        return encode_event(msgspec.json.encode(chunk))
 
 
-class ChatCompletionFormat:
+class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
     id_prefix = "chatcmpl-"
 
-    def full_response(
-        self,
-        header: CompletionHeader,
-        choices: list[ChatChoice],
-        usage: CompletionUsage,
-        prompt: PromptLogprobs | UnsetType,
-    ) -> CompletionHeader:
+    def _full(self, generation: Generation, choices: list[ChatChoice]) -> ChatCompletion:
+        # A chat has one prompt, which all choices share.
+        prompt_logprobs = generation.prompt_logprobs(generation.choices[0])
         return ChatCompletion(
-            **asdict(header), choices=choices, usage=usage, prompt_logprobs=prompt
+            **self._header,
+            choices=choices,
+            usage=generation.usage(),
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def chunk(
-        self,
-        header: CompletionHeader,
-        choices: list[ChatChunkChoice],
-        usage: CompletionUsage | UnsetType | None,
-    ) -> CompletionHeader:
-        return ChatCompletionChunk(**asdict(header), choices=choices, usage=usage)
-
-    def choice(
-        self,
-        index: int,
-        delta: OutputDelta,
-        finish_reason: FinishReason,
-        context: LogprobsContext,
-        prompt: PromptLogprobs | UnsetType,
+    def _full_choice(
+        self, generation: Generation, choice: Choice, delta: OutputDelta
     ) -> ChatChoice:
+        assert choice.finish_reason is not None  # `generation` has finished
         return ChatChoice(
-            index=index,
+            index=choice.index,
             message=_message(delta),
-            logprobs=self._logprobs(delta, context),
-            finish_reason=finish_reason,
+            logprobs=_logprobs(generation, delta),
+            finish_reason=choice.finish_reason,
         )
 
-    def first_chunk_choice(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index=index, delta=DeltaMessage(role="assistant", content=""))
+    def stream_start(self, generation: Generation) -> bytes:
+        opening = DeltaMessage(role="assistant", content="")
+        return b"".join(
+            self._event(ChatChunkChoice(index=choice.index, delta=opening))
+            for choice in generation.choices
+        )
 
-    def chunk_choice(
+    def _chunk(
+        self, choices: list[ChatChunkChoice], usage: CompletionUsage | UnsetType | None
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._header, choices=choices, usage=usage)
+
+    def _chunk_choice(
         self,
-        index: int,
+        generation: Generation,
+        choice: Choice,
         delta: OutputDelta,
-        finish_reason: FinishReason | None,
-        context: LogprobsContext,
+        finish_reason: FinishReason | None = None,
     ) -> ChatChunkChoice:
         return ChatChunkChoice(
-            index=index,
-            delta=_delta(delta),
-            logprobs=self._logprobs(delta, context) if delta else None,
+            index=choice.index,
+            delta=_delta_message(delta),
+            logprobs=_logprobs(generation, delta),
             finish_reason=finish_reason,
         )
 
-    def _logprobs(self, delta: OutputDelta, context: LogprobsContext) -> ChatLogprobs | None:
-        return None if delta.tokens is None else chat_logprobs(delta.tokens, context)
+
+def _logprobs(generation: Generation, delta: OutputDelta) -> ChatLogprobs | None:
+    if delta.tokens is None:
+        return None
+    return chat_logprobs(delta.tokens, generation.logprobs_context)
 
 
 def _message(delta: OutputDelta) -> ChatCompletionMessage:
@@ -162,7 +191,7 @@ def _message(delta: OutputDelta) -> ChatCompletionMessage:
     )
 
 
-def _delta(delta: OutputDelta) -> DeltaMessage:
+def _delta_message(delta: OutputDelta) -> DeltaMessage:
     calls = [
         DeltaToolCall(
             index=call.number,
@@ -180,121 +209,36 @@ def _delta(delta: OutputDelta) -> DeltaMessage:
     )
 
 
-class TextCompletionFormat:
+class TextCompletionWriter(CompletionWriter[TextChoice, TextChoice]):
     id_prefix = "cmpl-"
 
-    def full_response(
-        self,
-        header: CompletionHeader,
-        choices: list[TextChoice],
-        usage: CompletionUsage,
-        prompt: PromptLogprobs | UnsetType,
-    ) -> CompletionHeader:
-        return self.chunk(header, choices, usage)  # prompts are in the choices
+    def _full(self, generation: Generation, choices: list[TextChoice]) -> TextCompletion:
+        return self._chunk(choices, generation.usage())
 
-    def chunk(
-        self,
-        header: CompletionHeader,
-        choices: list[TextChoice],
-        usage: CompletionUsage | UnsetType | None,
-    ) -> CompletionHeader:
-        return TextCompletion(**asdict(header), choices=choices, usage=usage)
-
-    def choice(
-        self,
-        index: int,
-        delta: OutputDelta,
-        finish_reason: FinishReason,
-        context: LogprobsContext,
-        prompt: PromptLogprobs | UnsetType,
+    def _full_choice(
+        self, generation: Generation, choice: Choice, delta: OutputDelta
     ) -> TextChoice:
-        choice = self.chunk_choice(index, delta, finish_reason, context)
-        return replace(choice, prompt_logprobs=prompt)
-
-    def first_chunk_choice(self, index: int) -> None:
-        return None
-
-    def chunk_choice(
-        self,
-        index: int,
-        delta: OutputDelta,
-        finish_reason: FinishReason | None,
-        context: LogprobsContext,
-    ) -> TextChoice:
-        logprobs = None if delta.tokens is None else text_logprobs(delta.tokens, context)
-        return TextChoice(
-            index=index, text=delta.text, logprobs=logprobs, finish_reason=finish_reason
+        return replace(
+            self._chunk_choice(generation, choice, delta, choice.finish_reason),
+            prompt_logprobs=generation.prompt_logprobs(choice),
         )
-
-
-class CompletionWriter(Generic[_FullChoice, _ChunkChoice]):
-    """An `OutputWriter` for OpenAI's completions of both kinds."""
-
-    keep_alive = b": keep-alive\n\n"
-
-    def __init__(
-        self,
-        format: CompletionFormat[_FullChoice, _ChunkChoice],
-        model: str,
-        fingerprint: str,
-        *,
-        include_usage: bool,
-    ) -> None:
-        self._format: CompletionFormat[_FullChoice, _ChunkChoice] = format
-        self.id = format.id_prefix + uuid.uuid4().hex
-        self._header = CompletionHeader(
-            id=self.id,
-            created=int(time.time()),
-            model=model,
-            system_fingerprint="fp_" + fingerprint[:12],
-        )
-        self._include_usage = include_usage
-
-    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
-        choices: list[_FullChoice] = []
-        prompt: PromptLogprobs | UnsetType = UNSET
-        for choice, delta in zip(generation.choices, deltas, strict=True):
-            reason = choice.finish_reason
-            assert reason is not None  # `generation` has finished
-            prompt = generation.prompt_logprobs(choice)
-            choices.append(
-                self._format.choice(
-                    choice.index, delta, reason, generation.logprobs_context, prompt
-                )
-            )
-        return msgspec.json.encode(
-            self._format.full_response(self._header, choices, generation.usage(), prompt)
-        )
-
-    def stream_start(self, generation: Generation) -> bytes:
-        opening = [self._format.first_chunk_choice(choice.index) for choice in generation.choices]
-        return b"".join(self._event(choice) for choice in opening if choice is not None)
-
-    def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
-        return self._event(
-            self._format.chunk_choice(choice.index, delta, None, generation.logprobs_context)
-        )
-
-    def choice_end(self, generation: Generation, choice: Choice) -> bytes:
-        reason = choice.finish_reason
-        return self._event(
-            self._format.chunk_choice(
-                choice.index, OutputDelta(), reason, generation.logprobs_context
-            )
-        )
-
-    def stream_end(self, generation: Generation) -> bytes:
-        usage = self._chunk([], generation.usage()) if self._include_usage else b""
-        return usage + encode_event(DONE.encode())
-
-    def error(self, error: ApiError) -> bytes:
-        return encode_event(error.body())
-
-    def _event(self, choice: _ChunkChoice) -> bytes:
-        # OpenAI's chunks have "usage": null when the usage comes at the end.
-        return self._chunk([choice], None if self._include_usage else UNSET)
 
     def _chunk(
-        self, choices: list[_ChunkChoice], usage: CompletionUsage | UnsetType | None
-    ) -> bytes:
-        return encode_event(msgspec.json.encode(self._format.chunk(self._header, choices, usage)))
+        self, choices: list[TextChoice], usage: CompletionUsage | UnsetType | None
+    ) -> TextCompletion:
+        return TextCompletion(**self._header, choices=choices, usage=usage)
+
+    def _chunk_choice(
+        self,
+        generation: Generation,
+        choice: Choice,
+        delta: OutputDelta,
+        finish_reason: FinishReason | None = None,
+    ) -> TextChoice:
+        tokens = delta.tokens
+        return TextChoice(
+            index=choice.index,
+            text=delta.text,
+            logprobs=None if tokens is None else text_logprobs(tokens, generation.logprobs_context),
+            finish_reason=finish_reason,
+        )

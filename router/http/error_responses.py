@@ -1,0 +1,30 @@
+"""Errors as HTTP responses, each in the shape of the API whose path was called."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from router.anthropic.errors import error_body, is_anthropic_path
+from router.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    state = scope["state"]
+    anthropic = is_anthropic_path(state["path"])
+    body = error_body(error, state["request_id"]) if anthropic else error.body()
+    return Response(body, error.status, headers=error.headers(), media_type="application/json")
+
+
+async def http_exception_handler(request: Request, error: Exception) -> Response:
+    """Answer Starlette's own errors (unknown path, wrong method) in our shape."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFound(f"There is no {request.url.path} here."), request.scope)
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        message = f"{request.method} is not allowed for {request.url.path}."
+        return error_response(MethodNotAllowed(message, allow), request.scope)
+    return error_response(InvalidRequest(str(error.detail)), request.scope)

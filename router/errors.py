@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     type: str
-    param: str | None
-    """The field that is wrong, if it is one: ``messages[0].content``."""
+    param: Annotated[
+        str | None, Meta(description="The field that is wrong, if any: `messages[0].content`.")
+    ]
     code: str | None
 
 

@@ -143,7 +143,7 @@ def test_a_bad_number_of_log_probabilities_is_named(server: Server, value: Any) 
     assert_error(server.chat(logprobs=True, top_logprobs=value), 400, "top_logprobs")
 
 
-def test_fields_that_do_not_go_together_are_named(server: Server) -> None:
+def test_fields_that_contradict_each_other_are_named(server: Server) -> None:
     assert_error(server.chat(logprobs=False, top_logprobs=2), 400, "top_logprobs")
     assert_error(server.complete(stream=True, prompt_logprobs=1), 400, "prompt_logprobs")
 
@@ -200,7 +200,7 @@ def test_a_bad_prompt_is_named(server: Server, prompt: Any) -> None:
         b'{"x":' * 3000 + b"1" + b"}" * 3000,
     ],
 )
-def test_what_is_no_json_object_is_a_400(server: Server, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_a_400(server: Server, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = server.client.post("/v1/chat/completions", content=body, headers=headers)
     assert answer.status_code == 400
@@ -232,7 +232,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
     assert answer.headers["allow"] == "POST"
 
 
-def test_a_body_that_is_not_json_by_its_type_is_a_415(server: Server) -> None:
+def test_a_body_of_another_media_type_or_encoding_is_a_415(server: Server) -> None:
     for content_type in ("text/plain", "application/x-www-form-urlencoded"):
         answer = server.client.post(
             "/v1/completions", content=b"{}", headers={"content-type": content_type}
@@ -246,7 +246,7 @@ def test_a_body_that_is_not_json_by_its_type_is_a_415(server: Server) -> None:
     assert_error(answer, 415)
 
 
-def test_a_large_body_is_a_413_however_it_comes(server: Server) -> None:
+def test_a_large_body_is_a_413_also_chunked_or_compressed(server: Server) -> None:
     headers = {"content-type": "application/json"}
     large = json.dumps({"prompt": "x" * 30_000}).encode()
 
@@ -273,7 +273,7 @@ def test_a_compressed_body_is_read(server: Server) -> None:
     assert_error(answer, 400)
 
 
-def test_what_the_engine_refuses_is_a_400(server: Server, engine: ScriptedEngine) -> None:
+def test_a_refusal_of_the_engine_is_a_400(server: Server, engine: ScriptedEngine) -> None:
     def refuse(submit: Submit) -> Refused:
         return Refused(
             request_id=submit.request_id,
@@ -290,7 +290,7 @@ def test_what_the_engine_refuses_is_a_400(server: Server, engine: ScriptedEngine
     engine.behaviour.refuse = lambda submit: None
 
 
-def test_a_clients_request_id_is_kept_when_it_is_sane(server: Server) -> None:
+def test_a_clients_request_id_is_kept_if_it_is_valid(server: Server) -> None:
     def answered(given: str) -> str:
         return server.client.get("/livez", headers={"x-request-id": given}).headers["x-request-id"]
 

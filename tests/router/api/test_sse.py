@@ -20,5 +20,5 @@ def test_no_text_breaks_an_event_for_clients_that_split_at_any_line_break() -> N
     assert json.loads(data.removeprefix("data: ")) == {"text": EVERY_BREAK}
 
 
-def test_all_else_is_sent_as_it_is() -> None:
+def test_other_text_is_sent_unchanged() -> None:
     assert encode_event("{é😀 \u200b}".encode()) == "data: {é😀 \u200b}\n\n".encode()

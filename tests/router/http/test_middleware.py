@@ -39,7 +39,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("key", ["sesame", "from-file", "another"])
-def test_each_key_lets_in(guarded: Server, key: str) -> None:
+def test_each_key_is_accepted(guarded: Server, key: str) -> None:
     assert guarded.client.get("/v1/models", headers=bearer(key)).status_code == 200
     assert guarded.client.get("/v1/models", headers={"x-api-key": key}).status_code == 200
 
@@ -55,7 +55,7 @@ def test_each_key_lets_in(guarded: Server, key: str) -> None:
         {"x-api-key": "x"},
     ],
 )
-def test_anything_else_does_not(guarded: Server, headers: dict[str, str]) -> None:
+def test_any_other_key_is_a_401(guarded: Server, headers: dict[str, str]) -> None:
     for path in ("/v1/models", "/v1/chat/completions", "/nothing"):
         answer = guarded.client.post(path, headers=headers, json={})
         assert answer.status_code == 401
@@ -99,7 +99,7 @@ def test_only_the_allowed_origin_may_call(guarded: Server) -> None:
     assert refused.headers["access-control-allow-origin"] == "https://app.example"
 
 
-def test_the_root_path_may_be_there_or_stripped(guarded: Server) -> None:
+def test_the_root_path_is_optional(guarded: Server) -> None:
     for path in ("/livez", "/llm/livez"):
         assert guarded.client.get(path).status_code == 200
     assert guarded.client.get("/llm/v1/models").status_code == 401
@@ -137,7 +137,7 @@ def test_models_are_listed_and_shown(server: Server, engine: ScriptedEngine) -> 
     assert server.client.get("/v1/models/tiny").json() == model
 
 
-def test_without_an_engine_the_server_lives_but_is_not_ready(
+def test_without_an_engine_the_server_is_live_but_not_ready(
     start_server: Callable[..., Server],
 ) -> None:
     server = start_server()
@@ -149,7 +149,7 @@ def test_without_an_engine_the_server_lives_but_is_not_ready(
     assert server.chat().status_code == 503
 
 
-def test_an_engine_that_loads_is_not_ready_yet(server: Server, start_engine: Start) -> None:
+def test_a_loading_engine_is_not_ready(server: Server, start_engine: Start) -> None:
     engine = start_engine(server, phase="loading")
     eventually(lambda: "loading" in server.client.get("/readyz").text)
     assert server.client.get("/readyz").status_code == 503
@@ -157,7 +157,7 @@ def test_an_engine_that_loads_is_not_ready_yet(server: Server, start_engine: Sta
     server.wait_ready()
 
 
-def test_metrics_have_the_names_dashboards_know(server: Server, engine: ScriptedEngine) -> None:
+def test_metrics_have_the_names_that_dashboards_use(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.stats = EngineStats(
         running=2,
         used_blocks=5,
@@ -185,7 +185,7 @@ def test_metrics_have_the_names_dashboards_know(server: Server, engine: Scripted
     assert "mlx_lm_server_build_info{" in text
 
 
-def test_paths_with_names_in_them_are_counted_together(server: Server) -> None:
+def test_paths_with_parameters_are_counted_by_template(server: Server) -> None:
     for name in ("one", "another"):
         assert server.client.get(f"/v1/models/{name}").status_code == 404
     assert server.client.get("/nothing").status_code == 404
@@ -197,7 +197,7 @@ def test_paths_with_names_in_them_are_counted_together(server: Server) -> None:
 def scrape(server: Server) -> str:
     answer = server.client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    # Prometheus does not care for the order of labels; this test does.
+    # The order of labels means nothing to Prometheus; this test needs a fixed one.
     return answer.text.replace(
         '{model="tiny",engine="engine-0"}', '{engine="engine-0",model="tiny"}'
     )

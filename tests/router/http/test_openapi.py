@@ -89,7 +89,7 @@ def test_the_events_of_a_stream_are_as_described(
         jsonschema.validate(json.loads(event), schema)
 
 
-def test_a_field_that_is_not_supported_is_described_by_what_is_let_through(
+def test_an_unsupported_field_is_described_by_its_neutral_values(
     document: dict[str, Any], server: Server
 ) -> None:
     unsupported = unsupported_fields(ChatRequest)
@@ -113,13 +113,13 @@ def test_keys_are_described_where_they_are_needed(server: Server, guarded: Serve
     assert security(guarded, "/livez") == []
 
 
-def test_the_description_says_where_the_server_is(server: Server, guarded: Server) -> None:
+def test_the_description_has_the_base_path(server: Server, guarded: Server) -> None:
     for asked, url in ((server, "/"), (guarded, "/llm")):
         assert asked.client.get("/openapi.json").json()["servers"] == [{"url": url}]
     assert guarded.client.get("/llm/openapi.json").status_code == 200
 
 
-def test_the_page_needs_no_key_and_nothing_from_elsewhere(guarded: Server) -> None:
+def test_the_docs_page_needs_no_key_and_loads_nothing_else(guarded: Server) -> None:
     for path in ("/docs", "/llm/docs"):
         answer = guarded.client.get(path)
         assert answer.status_code == 200
@@ -129,7 +129,7 @@ def test_the_page_needs_no_key_and_nothing_from_elsewhere(guarded: Server) -> No
         assert not re.findall(r"""(?:src|href)=["']/""", answer.text)  # a proxy's path is kept
 
 
-def test_a_wrong_method_is_told_of_all_the_right_ones(server: Server) -> None:
+def test_a_405_names_all_methods_of_the_path(server: Server) -> None:
     answer = server.client.put("/v1/responses/r")
     assert answer.status_code == 405
     assert {"GET", "DELETE"} <= set(answer.headers["allow"].split(", "))

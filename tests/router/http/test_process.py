@@ -22,7 +22,7 @@ from tests.router.scripted_engine import ScriptedEngine
 Start = Callable[..., ScriptedEngine]
 
 
-def test_a_drain_finishes_what_is_running_and_refuses_what_comes(
+def test_a_drain_finishes_running_requests_and_refuses_new_ones(
     start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:
     server = start_server("--drain-timeout-s=20")
@@ -63,7 +63,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(
     assert server.process.wait(10) == 0
 
 
-def test_a_second_signal_ends_it_at_once(
+def test_a_second_signal_ends_the_process_at_once(
     start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:
     server = start_server("--drain-timeout-s=60")
@@ -79,7 +79,9 @@ def test_a_second_signal_ends_it_at_once(
         assert answer.exception(10) is not None or answer.result().status_code == 503
 
 
-def test_nothing_is_left_behind(start_server: Callable[..., Server], start_engine: Start) -> None:
+def test_a_stopped_router_leaves_only_its_lock_file(
+    start_server: Callable[..., Server], start_engine: Start
+) -> None:
     server = start_server()
     start_engine(server)
     server.wait_ready()
@@ -89,7 +91,7 @@ def test_nothing_is_left_behind(start_server: Callable[..., Server], start_engin
     assert [path.name for path in directory.iterdir()] == ["engines.lock"]
 
 
-def test_a_router_that_restarts_finds_its_engines_again(
+def test_a_restarted_router_finds_its_engines_again(
     start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:
     server = start_server()
@@ -116,7 +118,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run(f"--port={port}", f"--engine-socket=ipc://{tmp_path}/e")
@@ -125,7 +127,9 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert str(port) in result.stderr
 
 
-def test_an_engine_socket_in_use_is_one_line(start_server: Callable[..., Server]) -> None:
+def test_an_engine_socket_in_use_is_reported_in_one_line(
+    start_server: Callable[..., Server],
+) -> None:
     server = start_server()
     result = run("--port=0", f"--engine-socket={server.address}")
     assert result.returncode == EXIT_CONFIG
@@ -134,7 +138,9 @@ def test_an_engine_socket_in_use_is_one_line(start_server: Callable[..., Server]
     assert server.client.get("/livez").status_code == 200
 
 
-def test_a_supervisors_socket_is_served_and_its_end_is_the_routers(tmp_path: Path) -> None:
+def test_a_router_serves_its_supervisors_socket_and_ends_when_the_link_closes(
+    tmp_path: Path,
+) -> None:
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     environment = {

@@ -34,7 +34,7 @@ def refused(server: Server, path: str, status: int = 400, **body: Any) -> dict[s
     return error
 
 
-def test_a_text_becomes_tokens(server: Server, tokenizer: Tokenizer) -> None:
+def test_a_text_is_tokenized(server: Server, tokenizer: Tokenizer) -> None:
     answer = post(server, "/tokenize", prompt="hello world", return_token_strs=True)
     encoded = tokenizer.encode("hello world")
     assert answer["tokens"] == encoded.ids
@@ -43,11 +43,11 @@ def test_a_text_becomes_tokens(server: Server, tokenizer: Tokenizer) -> None:
     assert answer["max_model_len"] == CONTEXT
 
 
-def test_token_strings_come_when_they_are_asked_for(server: Server) -> None:
+def test_token_strings_are_returned_only_on_request(server: Server) -> None:
     assert post(server, "/tokenize", prompt="hello")["token_strs"] is None
 
 
-def test_a_conversation_becomes_what_a_chat_is_computed_from(
+def test_a_conversation_has_the_tokens_that_a_chat_submits(
     server: Server, engine: ScriptedEngine
 ) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -81,12 +81,12 @@ def test_the_template_gets_its_arguments(server: Server) -> None:
 @pytest.mark.parametrize(
     "text", ["", "hello", "zwei  Wörter\n", "👩‍👩‍👧 e\u0301", "<s>x</s>", "\x00"]
 )
-def test_tokens_become_the_text_again(server: Server, text: str) -> None:
+def test_detokenizing_restores_the_text(server: Server, text: str) -> None:
     tokens = post(server, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
     assert post(server, "/detokenize", tokens=tokens) == {"prompt": text}
 
 
-def test_what_is_wrong_is_named(server: Server) -> None:
+def test_an_error_names_the_field(server: Server) -> None:
     assert refused(server, "/tokenize")["param"] == "prompt"
     assert refused(server, "/tokenize", prompt="x", messages=MESSAGES)["param"] == "prompt"
     assert refused(server, "/tokenize", messages=[])["param"] == "messages"
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_named(server: Server) -> None:
     assert refused(server, "/detokenize", tokens=[1, VOCAB])["param"] == "tokens[1]"
     assert refused(server, "/detokenize", tokens=[-1])["param"] == "tokens[0]"
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [BOS]})):
-        assert refused(server, path, 404, model="nobody", **body)["code"] == "model_not_found"
+        assert refused(server, path, 404, model="unknown", **body)["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
@@ -106,13 +106,13 @@ def test_what_is_wrong_is_named(server: Server) -> None:
     "path",
     ["/v1/embeddings", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/rerank"],
 )
-def test_what_is_not_served_says_so(server: Server, path: str, method: str) -> None:
+def test_an_unsupported_endpoint_is_a_501(server: Server, path: str, method: str) -> None:
     answer = server.client.request(method, path, json={} if method == "POST" else None)
     assert answer.status_code == 501
     assert answer.json()["error"]["code"] == "not_served"
     assert answer.headers["x-should-retry"] == "false"
 
 
-def test_a_path_that_nobody_knows_is_a_404(server: Server) -> None:
+def test_an_unknown_path_is_a_404(server: Server) -> None:
     for path in ("/v1/nothing", "/v1/embeddingsx", "/embeddings"):
         assert server.client.get(path).status_code == 404

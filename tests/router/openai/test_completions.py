@@ -1,7 +1,10 @@
+"""Both kinds of OpenAI's completions: their forms, streams, stop strings and sampling fields."""
+
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,10 +13,11 @@ from tokenizers import Tokenizer
 from shared.wire import Abort, Sampling, Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import EOS, ScriptedEngine
+from tests.router.tiny_tokenizer import write_tokenizer
 
 
 def events(text: str) -> list[Any]:
-    """The decoded events of a stream that ended well."""
+    """Return the decoded events of a stream that ended without an error."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1] if not line.startswith(":")]
@@ -81,7 +85,7 @@ def test_a_template_argument_that_raises_is_left_out(
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
 @pytest.mark.parametrize("text", ["hello world", "日本語 🌍🏽 é", "a\n\n  b ", "ends with \ufffd"])
 @pytest.mark.parametrize("stop", [None, ["🌍"], [" w", "b"], ["本語 ", "orl"]])
-def test_a_stream_says_what_the_whole_answer_says(
+def test_a_stream_adds_up_to_the_whole_answer(
     server: Server,
     engine: ScriptedEngine,
     says: Callable[..., Any],
@@ -128,7 +132,7 @@ def test_a_stop_string_frees_the_engine_at_once(
     assert engine.got(Abort)
 
 
-def test_an_engine_that_does_not_confirm_the_stop_is_not_waited_for(
+def test_an_answer_does_not_wait_for_the_engine_to_confirm_a_stop(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     engine.behaviour.script = lambda submit: tokenizer.encode("one two " * 40).ids
@@ -227,7 +231,7 @@ def test_fields_reach_the_engine(
     assert submit.stop_token_ids == [EOS, 8, 9]
 
 
-def test_controls_that_are_not_given_ask_for_nothing(
+def test_absent_fields_leave_sampling_at_its_defaults(
     server: Server, engine: ScriptedEngine
 ) -> None:
     server.chat(logprobs=False, repetition_penalty=0, logit_bias={}, temperature=0, seed=1)
@@ -243,9 +247,7 @@ def test_ignore_eos_leaves_only_the_clients_stop_tokens(
     assert engine.got(Submit)[0].stop_token_ids == [9]
 
 
-def test_max_tokens_is_cut_to_what_the_context_leaves(
-    server: Server, engine: ScriptedEngine
-) -> None:
+def test_max_tokens_is_limited_by_the_context(server: Server, engine: ScriptedEngine) -> None:
     server.complete([7] * 500, max_tokens=400)
     assert engine.got(Submit)[0].max_tokens == 12
 
@@ -253,8 +255,6 @@ def test_max_tokens_is_cut_to_what_the_context_leaves(
 def test_the_models_generation_config_gives_the_defaults(
     server: Server, start_engine: Callable[..., ScriptedEngine], says: Any, tmp_path: Any
 ) -> None:
-    from tests.router.tiny_tokenizer import write_tokenizer
-
     write_tokenizer(tmp_path / "m", do_sample=True, temperature=0.6, top_k=20, top_p="no number")
     engine = start_engine(server, directory=tmp_path / "m", model="warm", script=says("hi"))
     eventually(lambda: server.client.get("/v1/models/warm").json().get("ready_replicas") == 1)
@@ -264,9 +264,7 @@ def test_the_models_generation_config_gives_the_defaults(
 
 
 def test_many_clients_at_once_are_all_answered(server: Server, engine: ScriptedEngine) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(lambda i: server.chat(f"hello {i}"), range(64)))
     assert {answer.status_code for answer in answers} == {200}
-    assert max(len(engine.running), 0) == 0
+    assert not engine.running

@@ -81,7 +81,7 @@ def test_a_completion_has_parallel_lists(
 @TEXTS
 @STOPS
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
-def test_a_stream_has_the_tokens_of_its_text_and_all_that_the_whole_answer_has(
+def test_a_stream_has_the_logprobs_of_its_text_and_of_the_whole_answer(
     server: Server,
     engine: ScriptedEngine,
     says: Callable[..., Any],
@@ -150,7 +150,7 @@ def test_an_echoed_prompt_has_log_probabilities_too(
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, "stream": stream}
     answer = server.complete(**body)
     submits = engine.got(Submit)
-    # The first token of a prompt follows nothing: of one alone there is nothing to say.
+    # The first token of a prompt follows nothing, so it has no log-probability.
     wanted = 2 if len(submits[0].token_ids) > 1 else None
     assert [submit.prompt_logprobs for submit in submits] == [wanted, None]
     whole = [event["choices"][0] for event in events(answer.text)] if stream else []
@@ -203,7 +203,7 @@ def test_log_probabilities_of_a_prompt_have_vllms_form(
 
 
 @pytest.mark.parametrize("field", [{"logprobs": 1}, {"prompt_logprobs": 1}])
-def test_an_engine_that_leaves_log_probabilities_out_is_no_answer(
+def test_an_engine_that_omits_log_probabilities_is_a_503(
     server: Server, engine: ScriptedEngine, field: dict[str, int]
 ) -> None:
     engine.behaviour.omit_logprobs = True
@@ -216,7 +216,7 @@ def test_an_engine_that_leaves_log_probabilities_out_is_no_answer(
 
 
 def sentencepiece(path: Path) -> Any:
-    """A tokenizer in the manner of Llama 2: ▁ for spaces, bytes for what it does not know."""
+    """Return a tokenizer like Llama 2's: ▁ for spaces, bytes for unknown characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
     vocab = {piece: number for number, piece in enumerate(pieces)}
@@ -242,7 +242,7 @@ def byte_level(path: Path) -> Any:
 
 
 def whole_words(path: Path) -> Any:
-    """Neither of the two: it is decoded by the tokenizer itself."""
+    """Return a tokenizer of neither kind: mlx-lm decodes with the tokenizer itself."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     write_tokenizer(path)
@@ -251,7 +251,7 @@ def whole_words(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", [sentencepiece, byte_level, whole_words])
-def test_tokens_are_their_bytes(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_tokens_have_their_bytes(kind: Callable[[Path], Any], tmp_path: Path) -> None:
     tokenizer = kind(tmp_path)
     text = "a b" if kind is whole_words else "ab a b é 🌍"
     ids = tokenizer.encode(text, add_special_tokens=False)

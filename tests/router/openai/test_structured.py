@@ -1,4 +1,4 @@
-"""Fields that bind an answer to a grammar, from the body to the engine and back."""
+"""Fields that constrain an answer by a grammar, from the body to the engine and back."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
         ({"guided_grammar": 'start: "b"'}, "lark", 'start: "b"', "guided_grammar"),
     ],
 )
-def test_the_engine_gets_the_grammar_that_a_field_means(
+def test_each_field_is_sent_to_the_engine_as_its_grammar(
     server: Server,
     engine: ScriptedEngine,
     fields: dict[str, Any],
@@ -94,7 +94,9 @@ def test_the_engine_gets_the_grammar_that_a_field_means(
         assert (grammar.kind, grammar.source, grammar.param) == (kind, source, param)
 
 
-def test_without_such_a_field_there_is_no_grammar(server: Server, engine: ScriptedEngine) -> None:
+def test_without_any_of_these_fields_there_is_no_grammar(
+    server: Server, engine: ScriptedEngine
+) -> None:
     fields: dict[str, Any] = {"structured_outputs": None, "guided_json": None}
     assert server.chat(response_format={"type": "text"}, **fields).status_code == 200
     (submit,) = engine.got(Submit)
@@ -147,7 +149,7 @@ def test_more_than_one_grammar_names_them_all() -> None:
         assert f"'{name}'" in refused.value.message
 
 
-def test_a_grammar_has_a_largest_size() -> None:
+def test_the_size_of_a_grammar_is_limited() -> None:
     fits = "a" * (MAX_GRAMMAR_BYTES - len('start: ""'))
     assert choice_grammar([fits], "x").source
     with pytest.raises(InvalidRequest, match="limit"):
@@ -178,10 +180,10 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_before_any_header(
     assert answer.json()["error"]["param"] == "guided_regex"
 
 
-def test_a_grammar_that_is_being_compiled_is_neither_accepted_nor_lost(
+def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
     server: Server, engine: ScriptedEngine
 ) -> None:
-    """Its engine mentions it in beats for longer than an unknown request is waited for."""
+    """Beats mention its request for longer than the router waits for an unknown one."""
     engine.behaviour.accept = False
     engine.behaviour.hold_tokens_after = 0
     engine.behaviour.beats = False

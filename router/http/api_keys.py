@@ -1,4 +1,4 @@
-"""API keys: which are known, and which one a request has."""
+"""The API keys that requests may use."""
 
 from __future__ import annotations
 

@@ -62,32 +62,6 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         self._header = asdict(header)
         self._include_usage = body.include_usage
 
-    @abstractmethod
-    def _full(self, generation: Generation, choices: list[_FullChoice]) -> CompletionHeader:
-        """Return the whole answer."""
-
-    @abstractmethod
-    def _full_choice(
-        self, generation: Generation, choice: Choice, delta: OutputDelta
-    ) -> _FullChoice:
-        """Return ``choice`` of a whole answer; ``delta`` is all of its output."""
-
-    @abstractmethod
-    def _chunk(
-        self, choices: list[_ChunkChoice], usage: CompletionUsage | UnsetType | None
-    ) -> CompletionHeader:
-        """Return a chunk of a stream."""
-
-    @abstractmethod
-    def _chunk_choice(
-        self,
-        generation: Generation,
-        choice: Choice,
-        delta: OutputDelta,
-        finish_reason: FinishReason | None = None,
-    ) -> _ChunkChoice:
-        """Return ``choice`` of a chunk."""
-
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
         pairs = zip(generation.choices, deltas, strict=True)
         choices = [self._full_choice(generation, choice, delta) for choice, delta in pairs]
@@ -117,6 +91,32 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     @staticmethod
     def _encode(chunk: CompletionHeader) -> bytes:
         return encode_event(msgspec.json.encode(chunk))
+
+    @abstractmethod
+    def _full(self, generation: Generation, choices: list[_FullChoice]) -> CompletionHeader:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def _full_choice(
+        self, generation: Generation, choice: Choice, delta: OutputDelta
+    ) -> _FullChoice:
+        """Return ``choice`` of a whole answer; ``delta`` is all of its output."""
+
+    @abstractmethod
+    def _chunk(
+        self, choices: list[_ChunkChoice], usage: CompletionUsage | UnsetType | None
+    ) -> CompletionHeader:
+        """Return a chunk of a stream."""
+
+    @abstractmethod
+    def _chunk_choice(
+        self,
+        generation: Generation,
+        choice: Choice,
+        delta: OutputDelta,
+        finish_reason: FinishReason | None = None,
+    ) -> _ChunkChoice:
+        """Return ``choice`` of a chunk."""
 
 
 class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):

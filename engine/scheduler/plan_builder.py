@@ -29,9 +29,7 @@ class InFlightStep:
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int, int]] = field(
-        default_factory=list
-    )  # start and tokens of each
+    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)  # start, tokens
     by_slot: dict[Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)

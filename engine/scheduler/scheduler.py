@@ -346,10 +346,10 @@ class Scheduler:
             for block in reversed(blocks):
                 block.stored = block.stored or block.id in exported
                 self.memory.unpin(block)
-        unsaved = {block.id for _, block in step.invalid_blocks}
-        for number, payload in exported.items():
-            if number in step.exports and number not in unsaved:
-                self._outputs.stores.append((step.exports[number], payload))
+        invalid = {block.id for _, block in step.invalid_blocks}
+        for block_id, payload in exported.items():
+            if block_id in step.exports and block_id not in invalid:
+                self._outputs.stores.append((step.exports[block_id], payload))
 
     def _measure(self, step: InFlightStep, result: StepResult) -> None:
         chunks = [(start, tokens) for _, start, tokens in step.chunks]

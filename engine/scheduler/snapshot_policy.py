@@ -1,7 +1,7 @@
 """Where snapshots of recurrent state are taken, so that prefixes can be reused.
 
 Recurrent layers have one state of a sequence, and nothing for each token. So a prefix can be
-reused only up to a snapshot, and a snapshot can be taken only while the sequence is there. They
+reused only up to a snapshot, which must be taken while the sequence is at that position. They
 are taken at block boundaries from which other sequences are likely to go on:
 
 * near the end of a prompt: for the same prompt again, or for the next turn of a conversation

@@ -88,14 +88,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny(kind: Kind, path: Path, seed: int = 0) -> Path:
+def make_tiny(kind: Kind, path: Path, seed: int = 0, **changes: Any) -> Path:
     """Write a random model of ``kind`` into the directory ``path``, and return ``path``.
 
-    The same ``seed`` gives the same weights. It has about 150,000 parameters in float32, a
-    byte-level vocabulary of `VOCAB_SIZE` and a chat template; token `EOS` ends a turn.
+    The same ``seed`` gives the same weights. ``changes`` replace fields of the config. It has
+    about 150,000 parameters in float32, a byte-level vocabulary of `VOCAB_SIZE` and a chat
+    template; token `EOS` ends a turn.
     """
     path.mkdir(parents=True, exist_ok=True)
-    config = _CONFIGS[kind] | {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+    config = _CONFIGS[kind] | changes | {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     mx.save_safetensors(
         str(path / "model.safetensors"), _weights(config, seed), metadata={"format": "mlx"}

@@ -41,7 +41,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the heap of another system")
-def test_what_was_prefaulted_is_there_without_a_fault() -> None:
+def test_prefaulted_memory_causes_no_faults() -> None:
     environment = {**os.environ, **allocation.environment({})}
     faults = []
     for size in (0, 2**26):
@@ -51,11 +51,11 @@ def test_what_was_prefaulted_is_there_without_a_fault() -> None:
     assert faults[1] < faults[0] / 4
 
 
-def test_what_the_user_set_is_left_alone() -> None:
+def test_tunables_that_the_user_set_are_kept() -> None:
     assert allocation.environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == {}
 
 
-def test_containers_have_the_same() -> None:
+def test_containers_set_the_same_tunables() -> None:
     dockerfile = Path(__file__).parents[3] / "deploy" / "Dockerfile"
     ((name, value),) = allocation.environment({}).items()
     assert f"ENV {name}={value}\n" in dockerfile.read_text()

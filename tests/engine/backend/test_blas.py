@@ -49,7 +49,7 @@ def measured(blas: str | None) -> dict[str, Any]:
     return result
 
 
-def test_the_fast_blas_does_mlx_matmuls_and_says_which_it_is_in_one_line() -> None:
+def test_the_fast_blas_computes_mlx_matmuls_and_is_logged_in_one_line() -> None:
     fast, slow = measured(None), measured("none")
     assert fast["path"]
     assert fast["again"] == fast["path"]
@@ -69,5 +69,5 @@ def test_a_library_that_does_not_help_is_a_warning(library: str) -> None:
     assert library in message
 
 
-def test_threads_are_counted_by_the_cores_that_may_be_used() -> None:
+def test_threads_are_limited_to_the_cores_of_the_process() -> None:
     assert 1 <= physical_cores() <= len(os.sched_getaffinity(0))

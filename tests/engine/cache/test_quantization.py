@@ -1,4 +1,4 @@
-"""What keys and values are rounded to: in MLX and in NumPy, and back to codes."""
+"""Quantization of keys and values in MLX and in NumPy, and the recovery of codes."""
 
 import itertools
 import shutil
@@ -30,7 +30,7 @@ OFFSETS = (0.0, 1.0, -1.0, 300.0, -300.0)
 
 
 def made_up() -> NDArray[np.float32]:
-    """(many, 128): all sizes, one-sided and constant groups, single large elements."""
+    """Return (many, 128): all sizes, one-sided and constant groups, single large elements."""
     random = np.random.default_rng(0)
     rows = []
     for spread in SPREADS:
@@ -48,7 +48,7 @@ def quantized(x: NDArray[np.float32], how: Quantization) -> Quantized:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_numpy_rounds_to_the_very_numbers_of_mlx(how: Quantization) -> None:
+def test_numpy_rounds_to_the_same_numbers_as_mlx(how: Quantization) -> None:
     x = made_up()
     expected = quantized(x, how)
     scales = round_in_place(x, how)
@@ -58,7 +58,7 @@ def test_numpy_rounds_to_the_very_numbers_of_mlx(how: Quantization) -> None:
 
 
 def in_other_orders(x: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-    """The same numbers, as products and transpositions leave them in memory."""
+    """Yield ``x`` in every memory order that products and transpositions can leave."""
     yield x
     for order in itertools.permutations(range(x.ndim)):
         laid_out = np.ascontiguousarray(x.transpose(order))
@@ -66,9 +66,9 @@ def in_other_orders(x: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_what_a_row_is_rounded_to_depends_on_nothing_beside_it(how: Quantization) -> None:
-    """Bit for bit: not on the batch, its width or the place in it, nor on how arrays lie in
-    memory, nor on whether there is one array for all rows (decodes) or one for each (chunks)."""
+def test_rounding_of_a_row_does_not_depend_on_other_rows(how: Quantization) -> None:
+    """It is the same bit for bit in every batch, width, place and memory order, with one array
+    for all rows (decodes) or one for each (chunks)."""
     random = np.random.default_rng(2)
     keys, values = random.standard_normal((2, 5, 3, 90, 128)).astype(np.float32)
     keys[1], values[2, :, ::3] = 0, np.abs(values[2, :, ::3])
@@ -106,8 +106,8 @@ def test_what_a_row_is_rounded_to_depends_on_nothing_beside_it(how: Quantization
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="on the CPU MLX compiles with a compiler")
 @pytest.mark.parametrize("how", WAYS[:2])
-def test_what_decode_steps_on_a_gpu_run_is_the_same(how: Quantization) -> None:
-    """But for the contraction of a product and a sum, which a compiler may do."""
+def test_compiled_quantization_gives_the_same_values(how: Quantization) -> None:
+    """Except for the contraction of a product and a sum, which a compiler may do."""
     x = made_up()[:, None]
     x = x[np.abs(x).max(axis=-1)[:, 0] < 60_000]
     (codes, scales), expected = compiled_quantize(how)(mx.array(x)), quantized(x, how)
@@ -119,7 +119,7 @@ def test_what_decode_steps_on_a_gpu_run_is_the_same(how: Quantization) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_codes_can_be_had_back_from_the_values_they_stand_for(how: Quantization) -> None:
+def test_codes_are_recovered_from_dequantized_values(how: Quantization) -> None:
     codes, scales = quantized(made_up(), how)
     values = dequantize(Quantized(codes, scales), how)
     assert mx.array_equal(codes_of(values, scales, how), codes)
@@ -128,8 +128,8 @@ def test_codes_can_be_had_back_from_the_values_they_stand_for(how: Quantization)
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_any_code_with_any_scale_and_bias_that_can_come_can_be_had_back(how: Quantization) -> None:
-    """Not only the scales that some numbers give: up to the largest bias for a scale."""
+def test_every_code_is_recovered_for_every_possible_scale_and_bias(how: Quantization) -> None:
+    """Scales are drawn, not made from numbers, with biases up to the largest for a scale."""
     random = np.random.default_rng(1)
     codes = random.integers(0, how.max_code + 1, (2000, how.group_size), np.uint8)
     scale = np.exp2(random.uniform(-24, 15, (2000, 1))).astype(np.float16)
@@ -159,7 +159,7 @@ def test_the_error_is_at_most_half_a_step(how: Quantization) -> None:
     assert (np.array(scales[0]) <= width / how.max_code * 1.003 + 2.0**-22).all()
 
 
-def test_to_quantize_again_would_change_a_block_and_to_have_codes_back_does_not() -> None:
+def test_quantizing_again_changes_a_block_and_recovering_its_codes_does_not() -> None:
     how = Quantization(8, 64)
     codes, scales = quantized(made_up(), how)
     values = dequantize(Quantized(codes, scales), how)
@@ -180,7 +180,7 @@ def test_packed_codes_are_those_of_mlx(how: Quantization) -> None:
     assert mx.array_equal(unpack(packed, how.bits), codes)
 
 
-def test_what_is_no_number_stays_none_and_spoils_only_its_group() -> None:
+def test_nan_stays_nan_and_spoils_only_its_group() -> None:
     x = made_up()[:4]
     x[0, 3], x[1, 70] = np.nan, np.nan
     how = Quantization(8, 64)
@@ -193,11 +193,11 @@ def test_what_is_no_number_stays_none_and_spoils_only_its_group() -> None:
     ("dim", "size"),
     [(64, 64), (128, 64), (192, 64), (96, 32), (80, 16), (576, 64), (16, 16)],
 )
-def test_a_dim_that_the_group_size_does_not_divide_takes_a_smaller_one(dim: int, size: int) -> None:
+def test_the_group_size_shrinks_until_it_divides_the_dim(dim: int, size: int) -> None:
     assert Precision(8, 64).for_dim(dim) == Quantization(8, size)
 
 
-def test_what_no_group_divides_and_what_is_to_be_whole_is_not_quantized() -> None:
+def test_dims_that_no_group_divides_are_not_quantized() -> None:
     assert Precision(8, 64).for_dim(24) is None
     assert Precision(8, 64).for_dim(0) is None
     assert UNQUANTIZED.for_dim(64) is None

@@ -51,15 +51,14 @@ from engine.proving.replay import Replay, RoundingMismatch
 from engine.proving.trial import GREEDY, Trial
 from engine.zoo.build import build
 from engine.zoo.examine import LENGTHS, STEPS, TOLERANCE
-from tests import tiny_models
-from tests.tiny_models import KINDS, VOCAB_SIZE, Kind
+from tests.tiny_models import KINDS, VOCAB_SIZE, Kind, make_tiny
 
 PRECISIONS = [Precision(8), Precision(4)]
 BLOCK = 16
 
 
 class CodesBatch(GraphBatch):
-    """As on a GPU."""
+    """A batch that attends to codes, as on a GPU."""
 
     multiplies_codes = True
 
@@ -80,7 +79,9 @@ def load(path: Path) -> Any:
 
 
 def distance(executor: BatchedExecutor, model: Any) -> float:
-    """Of the logits in chunks, joining and leaving, rewinding, moving, and from blocks."""
+    """Return how far logits are from mlx-lm's.
+
+    Sequences run in chunks, join and leave, are rewound and moved, and start from blocks."""
     made = Trial(executor, Replay(model, executor))
     made.run_all(
         [
@@ -96,7 +97,7 @@ def distance_of(model: Any, layout: Layout, batch_class: type[RaggedBatch]) -> f
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(
+def test_every_kind_gives_mlx_lms_logits_with_the_executor_chosen_for_it(
     model: Any, precision: Precision
 ) -> None:
     executor, _, whole = choose_executor(model, VOCAB_SIZE, BLOCK, precision)
@@ -117,7 +118,7 @@ def test_every_kind_says_what_mlx_lm_says_in_the_way_it_gets(
         (RowBatch, False, 8),
     ],
 )
-def test_every_way_of_keeping_and_of_batching_is_the_same(
+def test_every_storage_and_batch_class_gives_mlx_lms_logits(
     tiny_model: Callable[..., Path],
     kind: Kind,
     batch_class: type[RaggedBatch],
@@ -131,7 +132,7 @@ def test_every_way_of_keeping_and_of_batching_is_the_same(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "gpt_bigcode"])
-def test_latents_softcaps_and_row_by_row_are_stored_quantized(
+def test_latents_softcaps_and_rows_in_passes_of_their_own_are_quantized(
     name: str, precision: Precision
 ) -> None:
     model = build(name)
@@ -143,13 +144,11 @@ def test_latents_softcaps_and_row_by_row_are_stored_quantized(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("kind", "fused"), [("llama", True), ("gpt_oss", False)])
-def test_attention_to_codes_is_attention_to_what_they_stand_for(
+def test_attention_to_codes_equals_attention_to_dequantized_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, fused: bool, precision: Precision
 ) -> None:
-    """Heads of 32, for which MLX has kernels; with sinks the values are made of the codes."""
-    config = tiny_models._CONFIGS[kind] | {"head_dim": 32}
-    monkeypatch.setitem(tiny_models._CONFIGS, kind, config)
-    model = load(tiny_models.make_tiny(kind, tmp_path))
+    """MLX has kernels for heads of 32. With sinks the codes are dequantized first."""
+    model = load(make_tiny(kind, tmp_path, head_dim=32))
     layout = probe_layout(model).with_precision(precision, dequantized=False)
     assert layout.arrays[0].quantization == Quantization(precision.bits, 32)
     products: list[int] = []
@@ -165,7 +164,7 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(
 
 
 class TestTheComparisonCatches:
-    """What is wrong with what is stored, however little that changes what is said."""
+    """Errors in what is stored, however little they change the logits."""
 
     @pytest.fixture
     def llama(self, tiny_model: Callable[..., Path]) -> Any:
@@ -248,7 +247,7 @@ class TestTheComparisonCatches:
 
 
 class Store:
-    """An executor that only stores."""
+    """Drives an executor to store, save and restore, without sampling."""
 
     def __init__(
         self,
@@ -299,15 +298,15 @@ TOKENS = tuple(range(20, 20 + 3 * BLOCK))
 
 @pytest.mark.parametrize(("batch_class", "dequantized", "precision"), WAYS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_block_has_one_content_whichever_way_it_came(
+def test_a_block_has_the_same_bytes_after_restores_and_moves(
     tiny_model: Callable[..., Path],
     kind: Kind,
     batch_class: type[RaggedBatch],
     dequantized: bool,
     precision: Precision,
 ) -> None:
-    """Saved, by way of bytes in another slot, moved to another slab, and saved again: the same
-    bytes, since nothing is quantized twice."""
+    """A block is saved, restored from bytes in another slot, moved to another slab, and saved
+    again. Its bytes stay the same, since nothing is quantized twice."""
     store = Store(load(tiny_model(kind)), batch_class, dequantized, precision)
     store.compute(0, TOKENS)
     first = store.saved(Slot(0, 0), 3)
@@ -320,10 +319,10 @@ def test_a_block_has_one_content_whichever_way_it_came(
 
 @pytest.mark.parametrize("length", [7, 100])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(
+def test_slots_keep_dequantized_values_for_chunks_of_any_length(
     tiny_model: Callable[..., Path], kind: Kind, length: int
 ) -> None:
-    """Every way in which arrays may lie in memory, on the way to the slots."""
+    """Arrays come to the slots in every memory order."""
     model = load(tiny_model(kind))
     ours = device.batch_classes(model, probe_layout(model))
     classes: list[type[RaggedBatch]] = [*ours, DenseBatch]
@@ -331,15 +330,13 @@ def test_slots_keep_what_codes_stand_for_however_long_a_chunk_is(
         store = Store(model, batch_class)
         store.compute(0, tuple(range(5, 5 + length)))
         store.run(decodes=(Decode(Slot(0, 0), length, 7, 0, GREEDY),))
-        slab, layout = store.executor._slabs[0], store.executor.layout
-        for number, kind_of_array in enumerate(layout.arrays):
+        stored = store.executor.read_slot(Slot(0, 0), length + 1)
+        for kept, kind_of_array in zip(stored, store.executor.layout.arrays, strict=True):
             how = kind_of_array.quantization
-            assert how is not None
-            values = slab.arrays[number][0, :, : length + 1]
-            scales = slab.scales[number][:, 0, :, : length + 1]
-            assert mx.all(mx.max(mx.abs(values), axis=-1) > 0)
-            stood_for = dequantize(Quantized(codes_of(values, scales, how), scales), how)
-            assert mx.array_equal(values, stood_for)
+            assert how is not None and kept.scales is not None
+            assert mx.all(mx.max(mx.abs(kept.array), axis=-1) > 0)
+            codes = codes_of(kept.array, kept.scales, how)
+            assert mx.array_equal(kept.array, dequantize(Quantized(codes, kept.scales), how))
 
 
 @pytest.mark.parametrize("other", [way[:2] for way in WAYS[2:4]])
@@ -355,7 +352,7 @@ def test_blocks_are_the_same_bytes_however_slots_keep_them(
 
 
 def test_blocks_do_not_depend_on_where_a_prompt_was_cut(tiny_model: Callable[..., Path]) -> None:
-    """But for a code here and there, that other rounding in fp32 brought over a border."""
+    """Except for single codes, which a different rounding in fp32 moved across a border."""
     store = Store(load(tiny_model("qwen3")))
     store.compute(0, TOKENS)
     store.compute(1, TOKENS, 5, 16, 17, 40)
@@ -391,7 +388,7 @@ def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(
 
 @pytest.mark.parametrize("dequantized", [True, False])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_slabs_and_blocks_take_what_the_layout_says(
+def test_slabs_and_blocks_take_the_bytes_of_the_layout(
     tiny_model: Callable[..., Path], dequantized: bool, bits: int
 ) -> None:
     model = load(tiny_model("gpt_oss"))
@@ -405,34 +402,30 @@ def test_slabs_and_blocks_take_what_the_layout_says(
     assert sum(map(len, block)) == BLOCK * layout.block_token_bytes
 
 
-def test_heads_that_no_group_divides_stay_whole_and_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_models._CONFIGS["llama"] | {"head_dim": 24}
-    monkeypatch.setitem(tiny_models._CONFIGS, "llama", config)
-    model = load(tiny_models.make_tiny("llama", tmp_path))
+def test_heads_that_no_group_divides_stay_in_16_bits_and_are_reported(tmp_path: Path) -> None:
+    model = load(make_tiny("llama", tmp_path, head_dim=24))
     executor, _, whole = choose_executor(model, VOCAB_SIZE, BLOCK, Precision(8))
     assert executor.spec.kv_bits == 16
     assert whole == "2 of 2 layers: no group of 16 elements or more divides heads of 24"
 
 
-def test_what_slots_cannot_hold_stays_whole() -> None:
+def test_models_that_slots_cannot_hold_stay_in_16_bits() -> None:
     executor, _, whole = choose_executor(build("deepseek_v41"), VOCAB_SIZE, BLOCK, Precision(8))
     assert isinstance(executor, SerialExecutor) and executor.spec.kv_bits == 16
     assert whole == "mlx-lm's own caches"
 
 
-def test_a_model_that_does_not_run_quantized_runs_whole(
+def test_a_model_that_fails_the_quantized_proof_runs_in_16_bits(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def picky(model: Any, layout: Any, *rest: Any) -> None:
         if layout.kv_bits < 16:
-            raise NotBatchable("it says nonsense")
+            raise NotBatchable("its logits are wrong")
         prove(model, layout, *rest)
 
     monkeypatch.setattr(choosing, "prove", picky)
     executor, reason, whole = choose_executor(
         load(tiny_model("llama")), VOCAB_SIZE, BLOCK, Precision(8)
     )
-    assert (executor.spec.kv_bits, reason, whole) == (16, "", "any layer: it says nonsense")
+    assert (executor.spec.kv_bits, reason, whole) == (16, "", "any layer: its logits are wrong")
     assert trial.BLOCK_SIZE == BLOCK

@@ -1,4 +1,4 @@
-"""The store of recurrent state: who has which, and what stays alive."""
+"""The store of recurrent state: the state of each slot, and the arrays that stay alive."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_a_copy_does_not_follow_what_it_was_copied_from() -> None:
     assert values(store, A, B, C) == [10, 20, 2]
 
 
-def test_a_freed_slab_takes_its_state_with_it() -> None:
+def test_freeing_a_slab_drops_its_state() -> None:
     store = StateStore()
     store.put((A, C), rows(1, 3))
     store.free(0)
@@ -92,8 +92,8 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
-def test_one_whose_state_could_not_be_kept_fails_and_others_do_not(name: str) -> None:
-    """With look-ahead a plan may restore what the one before it failed to save."""
+def test_only_a_sequence_whose_snapshot_is_missing_fails(name: str) -> None:
+    """With look-ahead a plan may restore a snapshot that the plan before it failed to save."""
     executor = choose_executor(build(name), 320, 16).executor
     greedy = Sampling(temperature=0.0, seed=1)
     good = tuple(range(5, 21))

@@ -16,7 +16,7 @@ from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.batch.cpu.host import HostBatch
 from engine.batch.graph import GraphBatch
 from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
-from engine.cache.slabs import Slab as Rows
+from engine.cache.slabs import Slab
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor, measured_token_bytes
@@ -90,7 +90,7 @@ PENALIZED = Sampling(
 
 
 def penalized(model: Any, tokens: list[int], count: int) -> list[int]:
-    """What mlx-lm's processors make of ``alone``."""
+    """Return the tokens of `alone` with mlx-lm's logits processors."""
     repetition = make_logits_processors({40: 1.5, 41: -2.0}, 1.4, 9)
     generated = make_logits_processors(None, None, None, 0.3, 1000, 0.2, 1000)
     cache = make_prompt_cache(model)
@@ -107,7 +107,7 @@ def penalized(model: Any, tokens: list[int], count: int) -> list[int]:
 
 
 def direct_logprobs(model: Any, tokens: list[int]) -> mx.array:
-    """(len(tokens), vocab): of what follows each of ``tokens``."""
+    """Return log-probabilities (len(tokens), vocab) of the token after each of ``tokens``."""
     logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
@@ -120,7 +120,7 @@ def assert_logprobs(ours: TokenLogprobs, direct: mx.array, chosen: int) -> None:
 
 
 class Runner:
-    """Drives an executor by hand: what a scheduler would plan, without one."""
+    """Drives an executor with plans made by hand, without a scheduler."""
 
     batch_class: type[ragged.RaggedBatch]
 
@@ -159,7 +159,7 @@ def bound(
 
 @pytest.fixture
 def through_views(batch_class: type[ragged.RaggedBatch]) -> None:
-    """For tests that break the views which MLX's layers see."""
+    """Skip tests that break the views of MLX's layers if no such layer runs."""
     if batch_class is DecoderBatch:
         pytest.skip("no layer of MLX runs; see batch/cpu/test_decoder.py")
 
@@ -187,15 +187,17 @@ def test_the_proof_notices_a_wrong_position(
 
 
 def test_the_proof_notices_a_shifted_mask(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = GraphBatch._make_mask
+    layout = probe_layout(model)
+    references = proof_references(model, layout, VOCAB_SIZE)  # mlx-lm's, with the right masks
+    attend = mx.fast.scaled_dot_product_attention
 
-    def shifted(batch: Any, group: Any, window: Any) -> Any:
-        mask = make(batch, group, window)
-        return mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
+    def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
+        mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
+        return attend(*args, mask=mask, **fields)
 
-    monkeypatch.setattr(GraphBatch, "_make_mask", shifted)
-    with pytest.raises(NotBatchable):
-        prove(model, GraphBatch)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", shifted)
+    with pytest.raises(NotBatchable, match="logits differ"):
+        prove_with(model, layout, GraphBatch, references)
 
 
 @pytest.mark.usefixtures("through_views")
@@ -212,12 +214,12 @@ def test_the_proof_notices_a_stale_row(
         prove(model, batch_class)
 
 
-def test_state_that_grows_is_not_for_slots() -> None:
+def test_slots_do_not_hold_state_that_grows() -> None:
     with pytest.raises(UnsupportedLayout, match="layer 0 keeps state that grows"):
         probe_layout(build("longcat_flash_ngram"))
 
 
-def test_uneven_rows_that_join_and_leave_say_what_they_say_alone(model: Any) -> None:
+def test_uneven_rows_that_join_and_leave_give_the_tokens_that_they_give_alone(model: Any) -> None:
     prompts = [prompt(i, n) for i, n in enumerate((50, 3, 17, 1, 33))]
     expected = [alone(model, tokens, 12) for tokens in prompts]
     runner = Runner(model)
@@ -257,7 +259,7 @@ def test_a_rewound_row_leaves_other_rows_alone(model: Any) -> None:
     assert runner.generate(b, two, 3, known=False) == alone(model, two, 3)
 
 
-def test_blocks_bring_a_prefix_to_another_slot_also_by_way_of_bytes(model: Any) -> None:
+def test_blocks_restore_a_prefix_in_another_slot_even_from_bytes(model: Any) -> None:
     tokens = prompt(3, 60)
     expected = alone(model, tokens, 5)
     runner = Runner(model)
@@ -277,7 +279,7 @@ def test_blocks_bring_a_prefix_to_another_slot_also_by_way_of_bytes(model: Any) 
     assert runner.generate(Slot(0, 3), tokens, 5, known=True) == expected
 
 
-def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model: Any) -> None:
+def test_a_moved_sequence_continues_with_its_last_sampled_token(model: Any) -> None:
     tokens = prompt(5, 30)
     runner = Runner(model)
     runner.prefill(Slot(0, 1), tokens[:-1])
@@ -289,7 +291,7 @@ def test_a_moved_sequence_goes_on_with_the_token_it_sampled_last(model: Any) -> 
 
 
 def test_penalties_see_tokens_that_the_host_does_not_know_yet(model: Any) -> None:
-    """Rows whose tokens stay on the device, one that moves, one that joins late."""
+    """Tokens stay on the device. One row moves, the other joins late."""
     one, two = prompt(11, 30), prompt(12, 12)
     runner = Runner(model)
     runner.run(new_slabs=(SlabSpec(1, 2, 256),))
@@ -398,7 +400,9 @@ def test_a_chunk_that_raises_fails_alone(model: Any) -> None:
     assert runner.generate(Slot(0, 1), good, 3, known=True) == alone(model, good, 3)
 
 
-def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(model: Any) -> None:
+def test_a_block_that_was_not_saved_fails_only_the_slots_that_restore_it(
+    model: Any,
+) -> None:
     runner = Runner(model)
     slots = [Slot(0, row) for row in range(3)]
     bad, good = (*prompt(7, 20), NO_TOKEN), tuple(prompt(8, 20))
@@ -421,12 +425,12 @@ def test_what_a_failed_chunk_was_to_save_is_missed_by_those_who_want_it_only(mod
     ("sampling", "logprobs"), [(GREEDY, None), (Sampling(seed=1, temperature=0.9, top_p=0.9), 5)]
 )
 def test_steps_write_slabs_in_place(model: Any, sampling: Sampling, logprobs: int | None) -> None:
-    """A slab of 64 MB: a copy of one of its arrays would show in the peak."""
+    """The slab has 64 MB, so a copy of one of its arrays would show in the peak."""
     layout = probe_layout(model)
     capacity = (64 << 20) // (8 * layout.slot_token_bytes)
     runner = Runner(model, rows=8, capacity=capacity)
     slots = [Slot(0, row) for row in range(8)]
-    array_bytes = max(array.nbytes for array in Rows(layout, 8, capacity).arrays)
+    array_bytes = max(array.nbytes for array in Slab(layout, 8, capacity).arrays)
 
     def steps(first: int) -> None:
         pending: PendingStep | None = None
@@ -456,14 +460,25 @@ def test_steps_write_slabs_in_place(model: Any, sampling: Sampling, logprobs: in
     assert mx.get_peak_memory() - before < array_bytes / 2
 
 
-def test_a_freed_slab_is_gone_at_once_and_not_when_the_collector_runs(model: Any) -> None:
+def test_a_freed_slab_is_released_without_the_garbage_collector(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slabs: list[weakref.ref[Slab]] = []
+    allocate = Slab.__init__
+
+    def noted(slab: Slab, *args: Any) -> None:
+        allocate(slab, *args)
+        slabs.append(weakref.ref(slab))
+
+    monkeypatch.setattr(Slab, "__init__", noted)
     runner = Runner(model)
-    slab = weakref.ref(runner.executor._slabs[0])
+    (slab,) = slabs
     gc.collect()
     gc.disable()
     try:
         runner.prefill(Slot(0, 0), prompt(1, 20))
         runner.decode((Slot(0, 0), 20, 5, 0), (Slot(0, 1), 0, 5, 0))
+        assert slab() is not None
         runner.run(freed_slabs=(0,))
         assert slab() is None
     finally:
@@ -471,7 +486,7 @@ def test_a_freed_slab_is_gone_at_once_and_not_when_the_collector_runs(model: Any
 
 
 @pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_says_what_mlx_lm_says(kind: Kind, tmp_path: Path) -> None:
+def test_the_serial_executor_gives_the_tokens_of_mlx_lm(kind: Kind, tmp_path: Path) -> None:
     model = load(kind, tmp_path)
     executor = SerialExecutor(model, measured_token_bytes(model))
     for number, length in enumerate((30, 1, 12)):
@@ -492,7 +507,7 @@ def test_the_serial_executor_says_what_mlx_lm_says(kind: Kind, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["mamba", "llama"])
-def test_the_serial_executor_has_the_same_controls(kind: Kind, tmp_path: Path) -> None:
+def test_the_serial_executor_applies_the_same_controls(kind: Kind, tmp_path: Path) -> None:
     model = load(kind, tmp_path)
     executor = SerialExecutor(model, measured_token_bytes(model))
     tokens, slot = prompt(41, 30), Slot(0, 0)
@@ -502,7 +517,7 @@ def test_the_serial_executor_has_the_same_controls(kind: Kind, tmp_path: Path) -
         Chunk(slot, 12, tuple(tokens[12:-1]), tuple(tokens[13:]), 1),
     )
     result = executor.dispatch(Plan(step=1, new_slabs=(SlabSpec(0, 1, 64),), chunks=chunks)).read()
-    assert not result.prompt_logprobs  # it waits for the whole of mlx-lm's piece
+    assert not result.prompt_logprobs  # the chunks wait until a piece of mlx-lm is full
     prompts: list[TokenLogprobs | None] = []
     for index in range(6):
         known = tokens + out

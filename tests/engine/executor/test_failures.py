@@ -1,4 +1,4 @@
-"""MLX finds no memory in the middle of a step: whoever can goes on, nobody gets a wrong text."""
+"""MLX runs out of memory in a step: sequences start over and get the right tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
 from engine.cache.slabs import Slab
-from engine.executor.batched import BatchedStep
+from engine.executor.batched import BatchedExecutor, BatchedStep
 from engine.executor.serial import SerialExecutor
 from engine.sampling.sampler import Sampler
 from tests.engine.whole import Whole
@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
 
 
 def failing(original: Callable[..., Any], when: Iterator[bool]) -> Callable[..., Any]:
-    """``original``, but that it raises ``when`` that is so."""
+    """Return ``original``, except that a call raises if the next of ``when`` is true."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if next(when):
@@ -57,6 +57,7 @@ def failing(original: Callable[..., Any], when: Iterator[bool]) -> Callable[...,
 
 
 def at(*calls: int) -> Iterator[bool]:
+    """Yield whether each call is one of the numbers ``calls``."""
     number = 0
     while True:
         yield number in calls
@@ -90,7 +91,7 @@ def greedy(path: Path, number: int) -> list[int]:
         (BatchedStep, "read", (11,)),
     ],
 )
-def test_all_begin_again_and_get_their_text(
+def test_all_sequences_start_over_and_get_the_same_tokens(
     whole: Whole,
     tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -112,26 +113,28 @@ def test_all_begin_again_and_get_their_text(
     check_texts(whole, tiny_model("llama"))
 
 
-def test_a_chunk_without_memory_is_no_error_of_its_request(
+def test_a_chunk_that_runs_out_of_memory_does_not_fail_its_request(
     whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, prompt in enumerate(prompts()):
         whole.submit(f"r{number}", prompt, 20 + number)
-    batch = whole.executor._batch_class  # type: ignore[attr-defined]
+    assert isinstance(whole.executor, BatchedExecutor)
+    batch = whole.executor.batch_class
     monkeypatch.setattr(batch, "logits", failing(batch.logits, at(0, 1, 5)))
     whole.run()
     assert {end.finish for end in whole.ends.values()} == {"length"}
     check_texts(whole, tiny_model("llama"))
 
 
-def test_one_that_never_fits_ends_with_an_error_and_nobody_else(
+def test_only_the_request_that_never_fits_ends_with_an_error(
     whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = prompts()
     given[3] = given[3] + [9] * 100
     for number, prompt in enumerate(given):
         whole.submit(f"r{number}", prompt, 20 + number)
-    batch = whole.executor._batch_class  # type: ignore[attr-defined]
+    assert isinstance(whole.executor, BatchedExecutor)
+    batch = whole.executor.batch_class
     logits = batch.logits
 
     def short_of_memory(self: Any, model: Any, tokens: mx.array, **more: Any) -> mx.array:
@@ -148,17 +151,17 @@ def test_one_that_never_fits_ends_with_an_error_and_nobody_else(
     check_texts(whole, tiny_model("llama"), but="r3")
 
 
-def test_a_failure_that_is_nobodys_ends_the_engine(
+def test_a_failing_step_without_sequences_ends_the_engine(
     whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor starts another one."""
+    """The supervisor starts another engine."""
     whole.submit("a", prompts()[0], 4)
     monkeypatch.setattr(type(whole.executor), "dispatch", failing(lambda: None, at(*range(9))))
     whole.turn()
-    assert not whole.ends, "it may have been the cache that was too large"
+    assert not whole.ends, "the cache may have been too large, so it tries once more"
     whole.turn()
     assert whole.ends["a"].finish == "error"
-    monkeypatch.setattr(whole.scheduler, "schedule", lambda: "a plan without anybody")
+    monkeypatch.setattr(whole.scheduler, "schedule", lambda: "a plan without sequences")
     with pytest.raises(RuntimeError, match="no sequence in it"):
         whole.turn()
 
@@ -167,7 +170,7 @@ def unsupported(model: Any) -> None:
     raise UnsupportedLayout("of a kind that slots cannot hold")
 
 
-def test_models_that_run_one_at_a_time_go_on_too(
+def test_the_serial_executor_recovers_too(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model("llama")

@@ -8,7 +8,7 @@ from engine.batch import ragged
 from engine.batch.graph import GraphBatch
 from engine.cache.layout import probe_layout
 from engine.executor.batched import BatchedExecutor
-from engine.executor.stopwatch import Stopwatch
+from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
 from engine.zoo.build import build
 from shared.wire import Sampling
@@ -23,7 +23,7 @@ class Slow(GraphBatch):
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="there the host does not compute")
-def test_what_the_host_does_for_a_step_is_told_apart_from_computing() -> None:
+def test_building_and_sampling_are_measured_apart_from_computing() -> None:
     ragged.install()
     model = build("llama")
     executor = BatchedExecutor(model, probe_layout(model), 16, Slow)
@@ -39,7 +39,7 @@ def test_what_the_host_does_for_a_step_is_told_apart_from_computing() -> None:
     assert result.sample_s > 0
 
 
-def test_handing_work_to_a_device_is_part_of_building() -> None:
+def test_handing_work_to_a_device_counts_as_building() -> None:
     for asynchronous in (True, False):
         watch = Stopwatch(asynchronous)
         with watch.computing():
@@ -49,3 +49,12 @@ def test_handing_work_to_a_device_is_part_of_building() -> None:
         build_s, sample_s = watch.stop()
         assert sample_s >= LONG_S
         assert (build_s >= LONG_S) == asynchronous
+
+
+def test_time_shared_with_the_step_before_counts_once() -> None:
+    clock = StepClock()
+    first = second = time.perf_counter()  # with look-ahead both steps start before the first read
+    time.sleep(LONG_S)
+    assert clock.elapsed_s(first) >= LONG_S
+    assert clock.elapsed_s(second) < LONG_S
+    assert StepClock().elapsed_s(first) >= LONG_S, "a clock knows only its own executor's steps"

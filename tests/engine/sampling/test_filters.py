@@ -12,7 +12,7 @@ from mlx_lm import sample_utils
 from engine.sampling.filters import Filter, filter_mask
 
 LIBRARIES = pytest.mark.parametrize("xp", [numpy, mx], ids=["numpy", "mlx"])
-SPARED = (2, 7, 11)
+EXEMPT_IDS = (2, 7, 11)
 
 
 def stays(xp: Any, logits: mx.array, filters: list[Filter]) -> numpy.ndarray:
@@ -22,8 +22,8 @@ def stays(xp: Any, logits: mx.array, filters: list[Filter]) -> numpy.ndarray:
     return numpy.concatenate(rows)
 
 
-def mlx_lms(logits: mx.array, f: Filter) -> numpy.ndarray:
-    """What mlx-lm's sampler leaves of one row (vocab,)."""
+def mlx_lm_mask(logits: mx.array, f: Filter) -> numpy.ndarray:
+    """Return whether mlx-lm's sampler keeps each token of one row (vocab,)."""
     logprobs = (logits - mx.logsumexp(logits))[None]
     if 0 < f.top_p < 1:
         logprobs = sample_utils.apply_top_p(logprobs, f.top_p)
@@ -52,7 +52,7 @@ def logits_of(seed: int, vocab: int, spread: float) -> mx.array:
         Filter(top_k=1),
         Filter(top_k=20),
         Filter(xtc_threshold=0.0),
-        Filter(xtc_threshold=0.02, exempt_ids=SPARED),
+        Filter(xtc_threshold=0.02, exempt_ids=EXEMPT_IDS),
         Filter(xtc_threshold=0.5),
         Filter(),
     ],
@@ -62,7 +62,7 @@ def test_a_filter_keeps_the_tokens_that_mlx_lm_keeps(xp: Any, f: Filter) -> None
     for seed in range(8):
         logits = logits_of(seed, 300, 1 + seed / 2)
         (ours,) = stays(xp, logits[None], [f])
-        assert numpy.array_equal(ours, mlx_lms(logits, f))
+        assert numpy.array_equal(ours, mlx_lm_mask(logits, f))
 
 
 @LIBRARIES
@@ -73,13 +73,13 @@ def test_filters_together_keep_what_mlx_lm_keeps_row_by_row(xp: Any) -> None:
             top_p=choose.choice([1.0, 0.99, 0.9, 0.6]),
             min_p=choose.choice([0.0, 0.001, 0.02, 0.1]),
             xtc_threshold=choose.choice([None, 0.0, 0.01, 0.05, 0.2]),
-            exempt_ids=choose.choice([(), SPARED, tuple(range(12))]),
+            exempt_ids=choose.choice([(), EXEMPT_IDS, tuple(range(12))]),
             top_k=choose.choice([0, 1, 2, 5, 40]),
         )
         for _ in range(150)
     ]
     logits = mx.stack([logits_of(i, 120, 1 + i % 4) for i in range(len(filters))])
-    expected = numpy.stack([mlx_lms(logits[i], f) for i, f in enumerate(filters)])
+    expected = numpy.stack([mlx_lm_mask(logits[i], f) for i, f in enumerate(filters)])
     wrong = numpy.nonzero((stays(xp, logits, filters) != expected).any(axis=1))[0]
     assert not len(wrong), [filters[i] for i in wrong]
     assert 0 < expected.sum() < expected.size
@@ -87,17 +87,17 @@ def test_filters_together_keep_what_mlx_lm_keeps_row_by_row(xp: Any) -> None:
 
 @LIBRARIES
 def test_top_p_of_a_flat_distribution_reaches_far_down(xp: Any) -> None:
-    """More tokens than any bound on their number would allow for."""
+    """It keeps more tokens than any bound on their number would allow."""
     logits = logits_of(1, 20_000, 0.1)
     f = Filter(top_p=0.95)
     (ours,) = stays(xp, logits[None], [f])
     assert 18_000 < ours.sum() < 20_000
-    assert abs(int(ours.sum()) - int(mlx_lms(logits, f).sum())) <= 2  # rounding at the edge
+    assert abs(int(ours.sum()) - int(mlx_lm_mask(logits, f).sum())) <= 2  # rounding at the edge
 
 
 @LIBRARIES
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_raise_nothing(xp: Any, value: float) -> None:
+def test_logits_that_are_not_finite_raise_no_error(xp: Any, value: float) -> None:
     logits = mx.full((1, 50), value)
     for f in (Filter(top_p=0.5), Filter(min_p=0.5, top_k=3), Filter(xtc_threshold=0.1, top_k=3)):
         assert stays(xp, logits, [f]).shape == (1, 50)

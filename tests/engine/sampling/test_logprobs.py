@@ -29,7 +29,7 @@ def assert_same(ours: TokenLogprobs, expected: TokenLogprobs) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("vocab", [1, 30, 64, 1000, 1088])
-def test_each_row_has_its_own_and_as_many_of_the_likeliest_as_it_asks_for(vocab: int) -> None:
+def test_each_row_gets_as_many_alternatives_as_it_asks_for(vocab: int) -> None:
     logits = mx.random.normal((5, vocab), key=mx.random.key(vocab)) * 3
     chosen = [0, vocab - 1, vocab // 2, vocab // 3, 0]
     counts = [0, 1, 20, 5, 3]
@@ -39,7 +39,7 @@ def test_each_row_has_its_own_and_as_many_of_the_likeliest_as_it_asks_for(vocab:
 
 
 @pytest.mark.usefixtures("library")
-def test_they_are_the_models_own_whatever_changes_the_choice() -> None:
+def test_logprobs_are_those_of_the_model_whatever_the_controls() -> None:
     logits = mx.random.normal((3, 200), key=mx.random.key(1)) * 2
     best = int(mx.argmax(logits[0]))
     greedy = Sampling(seed=1, logit_bias=[(best, -100.0)])

@@ -1,4 +1,4 @@
-"""Masks on logits: on the host and as a device would, which unpacks them itself."""
+"""Masks on logits, unpacked by the host or by the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.sampling.sampler import Sampler
 from shared.wire import Grammar, Sampling
 from tests.tiny_models import EOS, VOCAB_SIZE
 
-WIDTH = VOCAB_SIZE + 13  # rows of an embedding that no token has
+WIDTH = VOCAB_SIZE + 13  # with rows of the embedding that have no token
 
 
 def decode(row: int, source: str | None, **fields: Any) -> Decode:
@@ -36,7 +36,7 @@ def decode(row: int, source: str | None, **fields: Any) -> Decode:
 
 
 @pytest.mark.parametrize("host", [True, False])
-def test_only_bound_rows_lose_tokens(
+def test_masks_change_only_constrained_rows(
     tokenizer: LLTokenizer,
     monkeypatch: pytest.MonkeyPatch,
     host: bool,
@@ -60,7 +60,7 @@ def test_only_bound_rows_lose_tokens(
         assert (masked[row, places] == given[row, places]).all()
 
 
-def test_forbidden_tokens_come_only_where_nothing_else_may(
+def test_forbidden_tokens_are_allowed_only_if_nothing_else_is(
     tokenizer: LLTokenizer,
 ) -> None:
     masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)

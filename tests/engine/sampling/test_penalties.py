@@ -20,7 +20,7 @@ OUTPUT = [9, 11, 11, 12, 11, 3, 50, 9, 9, 2]
 def decode(
     slot: Slot, tokens: list[int], prompt_length: int, fresh: bool, **controls: Any
 ) -> Decode:
-    """For the output that follows ``tokens``."""
+    """Return the decode for the output that follows ``tokens``."""
     return Decode(
         slot,
         len(tokens) - 1,
@@ -35,10 +35,10 @@ def logits_of(seed: int, rows: int = 1) -> mx.array:
     return mx.random.normal((rows, VOCAB), key=mx.random.key(seed)) * 3
 
 
-def mlx_lms(
+def mlx_lm_logits(
     logits: mx.array, tokens: list[int], prompt_length: int, controls: dict[str, Any]
 ) -> mx.array:
-    """One row (vocab,): repetition looks at all tokens, the others at the output."""
+    """Return one row (vocab,): repetition counts all tokens, other penalties the output."""
     output = tokens[prompt_length:]
     everything = make_logits_processors(
         dict(controls.get("logit_bias", [])),
@@ -77,7 +77,7 @@ CONTROLS: list[dict[str, Any]] = [
 def test_a_sequence_is_penalized_as_by_mlx_lm_at_each_of_its_tokens(
     controls: dict[str, Any],
 ) -> None:
-    """The host tells the prompt alone: every later token comes from the device."""
+    """The host sends only the prompt. Every later token comes from the device."""
     history = TokenHistory()
     slot = Slot(0, 3)
     for count in range(len(OUTPUT)):
@@ -86,11 +86,11 @@ def test_a_sequence_is_penalized_as_by_mlx_lm_at_each_of_its_tokens(
         part = decode(slot, tokens, len(PROMPT), fresh=count == 0, **controls)
         history.record([part], mx.array([tokens[-1]]))
         ours = process_logits(logits, [part], history)
-        assert mx.array_equal(ours[0], mlx_lms(logits[0], tokens, len(PROMPT), controls))
+        assert mx.array_equal(ours[0], mlx_lm_logits(logits[0], tokens, len(PROMPT), controls))
 
 
 def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
-    """All at once, of all lengths, as each of them alone."""
+    """Rows of all lengths in one batch give the same logits as each of them alone."""
     history = TokenHistory()
     logits = logits_of(1, len(CONTROLS))
     lengths = [len(PROMPT) + i for i in range(len(CONTROLS))]
@@ -102,10 +102,12 @@ def test_rows_are_penalized_each_by_its_own_controls_and_tokens() -> None:
     history.record(parts, mx.array([tokens[-1] for tokens in sequences]))
     together = process_logits(logits, parts, history)
     for row, (tokens, controls) in enumerate(zip(sequences, CONTROLS, strict=True)):
-        assert mx.array_equal(together[row], mlx_lms(logits[row], tokens, 6, controls)), controls
+        assert mx.array_equal(together[row], mlx_lm_logits(logits[row], tokens, 6, controls)), (
+            controls
+        )
 
 
-def test_the_tokens_follow_a_sequence_to_another_slot_and_not_the_slot() -> None:
+def test_the_history_moves_with_its_sequence_to_another_slot() -> None:
     controls = {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
     history = TokenHistory()
     old, new = Slot(0, 0), Slot(1, 0)
@@ -120,11 +122,11 @@ def test_the_tokens_follow_a_sequence_to_another_slot_and_not_the_slot() -> None
     history.record(parts, mx.array([7, 32]))
     logits = logits_of(2, 2)
     ours = process_logits(logits, parts, history)
-    assert mx.array_equal(ours[0], mlx_lms(logits[0], moved, 8, controls))
-    assert mx.array_equal(ours[1], mlx_lms(logits[1], other, 2, controls))
+    assert mx.array_equal(ours[0], mlx_lm_logits(logits[0], moved, 8, controls))
+    assert mx.array_equal(ours[1], mlx_lm_logits(logits[1], other, 2, controls))
 
 
-def test_a_long_sequence_and_many_slots_find_room() -> None:
+def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
     controls = {"repetition_penalty": 1.5, "repetition_context_size": 0}
     history = TokenHistory()
     sequences = [[(i * j) % VOCAB for j in range(1 + 90 * i)] for i in range(20)]
@@ -135,12 +137,14 @@ def test_a_long_sequence_and_many_slots_find_room() -> None:
     logits = logits_of(3, 20)
     ours = process_logits(logits, parts, history)
     for row, tokens in enumerate(sequences):
-        assert mx.array_equal(ours[row], mlx_lms(logits[row], tokens, 1, controls))
+        assert mx.array_equal(ours[row], mlx_lm_logits(logits[row], tokens, 1, controls))
     history.free_slabs([0])
-    assert not history._rows
+    for part in parts:
+        with pytest.raises(KeyError):
+            history.recent([part], [1])
 
 
-def test_a_ban_stands_above_a_bias() -> None:
+def test_a_bias_does_not_allow_a_forbidden_token() -> None:
     part = Decode(
         Slot(0, 0), 4, 5, 0, Sampling(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
     )
@@ -148,6 +152,6 @@ def test_a_ban_stands_above_a_bias() -> None:
     assert row[3] == -math.inf and min(row[:3] + row[4:]) > -math.inf
 
 
-def test_where_nobody_asks_for_anything_nothing_is_computed() -> None:
+def test_logits_without_controls_stay_the_same_array() -> None:
     logits = logits_of(5)
     assert process_logits(logits, [decode(Slot(0, 0), PROMPT, 8, False)], TokenHistory()) is logits

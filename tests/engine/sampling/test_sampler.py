@@ -68,7 +68,7 @@ def test_both_array_libraries_draw_the_same(
     assert sample(logits, ROWS) == host
 
 
-def test_logits_of_sixteen_bits_are_drawn_from_like_others(logits: mx.array) -> None:
+def test_logits_in_16_bits_give_the_tokens_of_fp32(logits: mx.array) -> None:
     short = logits.astype(mx.bfloat16)
     assert sample(short, ROWS) == sample(short.astype(mx.float32), ROWS)
 
@@ -113,7 +113,7 @@ def softmax_of(kept: list[int], temperature: float) -> list[float]:
 
 @pytest.mark.parametrize("seeds", [True, False], ids=["by seed", "by position"])
 def test_draws_follow_the_distribution(seeds: bool) -> None:
-    """4,000 draws at fixed seeds."""
+    """There are 4,000 draws at fixed seeds."""
     rows = [
         decode(0, 0 if seeds else i, temperature=0.8, seed=i if seeds else 5) for i in range(4000)
     ]
@@ -126,7 +126,7 @@ def test_draws_follow_what_the_filters_leave() -> None:
     assert chi_square(rows, TEN, softmax_of(order[:5], 1.2)) < LIMIT[4]
 
 
-def test_xtc_excludes_as_often_as_it_shall() -> None:
+def test_xtc_excludes_tokens_with_its_probability() -> None:
     """With probability 0.3 only the least likely of the tokens over the threshold stays."""
     order = mx.argsort(-TEN[0]).tolist()
     chances = mx.softmax(TEN[0]).tolist()

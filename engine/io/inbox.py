@@ -1,4 +1,4 @@
-"""The queue from the IO thread to the main thread."""
+"""The queue of messages from the IO thread to the main thread."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import TYPE_CHECKING
 
 from shared.wire import Abort, Drain, Grammar, Submit
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidance
     from engine.grammar.compiler import CompileOutcome
 
 
 @dataclass(frozen=True)
 class NewRouter:
-    """Another router than before: what the old one asked for is nobody's any more."""
+    """Another router took over: the requests of the old one are to be dropped."""
 
 
 @dataclass(frozen=True)
 class BlocksFetched:
-    """The kvstore's answer to a fetch: the longest run of blocks, maybe none."""
+    """The kvstore's answer to a fetch."""
 
     ticket: int
     payloads: list[tuple[memoryview, ...]]
+    """The longest run of blocks from the first hash on; may be empty."""
 
 
 @dataclass(frozen=True)
 class GrammarCompiled:
-    """What became of a grammar."""
+    """A grammar that was sent to the compiler has been compiled, or refused."""
 
     grammar: Grammar
     outcome: CompileOutcome
@@ -38,7 +39,7 @@ InboxMessage = Submit | Abort | Drain | NewRouter | BlocksFetched | GrammarCompi
 
 
 class Inbox:
-    """Bounded for submits by what the engine takes at once; the rest is small."""
+    """Unbounded itself: submits are bounded by what the engine takes at once, the rest is small."""
 
     def __init__(self) -> None:
         self._items: deque[InboxMessage] = deque()
@@ -53,7 +54,7 @@ class Inbox:
             self._arrived.notify()
 
     def take(self, timeout_s: float | None = 0) -> list[InboxMessage]:
-        """All that is there; waits up to ``timeout_s`` (None: for ever) for the first."""
+        """Return all messages; wait up to ``timeout_s`` for the first (None: without end)."""
         with self._arrived:
             if not self._items and timeout_s != 0:
                 self._arrived.wait(timeout_s)

@@ -1,24 +1,22 @@
-"""The engine's way to the kvstore: blocks by hash, or a miss, but never a wait without end.
+"""The engine's client of the kvstore: a block by its hash, or a miss within a bounded time.
 
-The IO thread owns the socket and calls `on_readable` and `tick`. Files and checksums are
-the pool's. Everything else may be called from any thread: it leaves a note for the IO
-thread and wakes it.
+The IO thread owns the socket and calls `on_readable` and `tick`. Files are read and checksums
+computed on the pool. Every other method may be called from any thread: it posts an action for
+the IO thread and wakes it.
 
-A kvstore that is not there costs nothing: its lost connection turns everything asked of
-it into misses. One that hangs costs one time-out; until it answers again, fetches are
-misses at once.
+A kvstore that is away costs nothing: a lost connection turns all open requests into misses. One
+that hangs costs one time-out; until it answers again, fetches are misses at once.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Literal
@@ -26,39 +24,42 @@ from typing import Literal
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from engine.io import block_fetch
+from engine.io.block_fetch import BlockFetch, FetchReply, Payload
 from shared import wire
-from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode, encode
+from shared.blockfile import MAX_FILE_BYTES, BlockFileError, encode
+from shared.logs import RateLimitedLogger
 
-Payload = tuple[memoryview, ...]
+logger = logging.getLogger(__name__)
 
 MAX_STORES = 256
 MAX_STORE_BYTES = 256 * 1024 * 1024
-"""What may be on its way to the kvstore at once; a block beyond is dropped."""
+"""Bounds of what is on its way to the kvstore at once. A block beyond them is dropped."""
 STORE_TIMEOUT_S = 30.0
-PROBE_EVERY_S = 1.0
-
-_WARNING_INTERVAL_S = 60.0
-logger = logging.getLogger(__name__)
+PROBE_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class StoreClientStats:
-    """Blocks and bytes since the start. ``drops``: blocks that were not stored, here or
-    there. ``store`` is what the kvstore last said of itself, None while it is away."""
+    """Blocks and bytes since the start."""
 
     reads: int = 0
     writes: int = 0
     drops: int = 0
+    """Blocks that were not stored, whether this client or the kvstore dropped them."""
     corrupt: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     store: wire.StoreStats | None = None
+    """The last figures of the kvstore itself, None while it is away."""
 
 
 class StoreClient:
-    """``on_fetched(ticket, payloads)`` is called once per `fetch`, on the IO thread.
-    ``wake`` makes the IO thread call `tick` soon; it calls it at least twice a
-    second anyway. ``timeout_s`` is how long the kvstore, or its disk, may be silent.
+    """Fetches and stores the blocks of one ``namespace``.
+
+    ``on_fetched(ticket, payloads)`` is called once per `fetch`, on the IO thread. ``wake``
+    makes the IO thread call `tick` soon; it calls it at least twice a second anyway.
+    ``timeout_s`` is how long the kvstore, or its disk, may be silent.
     """
 
     def __init__(
@@ -82,16 +83,16 @@ class StoreClient:
         self._connected_at = 0.0
         self._unresponsive = False
         self._probed_at: float | None = None
-        self._next_probe = 0.0
-        self._requested: dict[int, _Fetch] = {}
-        self._reading: set[_Fetch] = set()
-        self._waiting: list[_Fetch] = []
+        self._next_probe_at = 0.0
+        self._requested: dict[int, BlockFetch] = {}
+        self._reading: set[BlockFetch] = set()
+        self._waiting: list[BlockFetch] = []
         self._pending_puts: dict[int, _PendingPut] = {}
         self._lock = threading.Lock()
         self._num_stores = 0
         self._store_bytes = 0
         self._stats = StoreClientStats()
-        self._next_log = float("-inf")
+        self._warnings = RateLimitedLogger(logger)
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a kvstore that is away
@@ -112,20 +113,22 @@ class StoreClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the kvstore is there and answers: if not, nothing is worth exporting."""
+        """Whether the kvstore is there and answers. If not, no block is worth exporting."""
         return self._session == "ready" and not self._unresponsive
 
     def fetch(self, ticket: int, hashes: Sequence[bytes]) -> None:
-        """Calls ``on_fetched`` with the payloads of the longest run of verified blocks
-        from the first hash on: none of them when the kvstore is of no help."""
-        fetch = _Fetch(ticket, tuple(hashes), time.monotonic() + self._timeout_s)
+        """Fetch the longest run of verified blocks from the first hash on.
+
+        ``on_fetched`` gets their payloads; the list is empty if the kvstore is of no help.
+        """
+        fetch = BlockFetch(ticket, tuple(hashes), time.monotonic() + self._timeout_s)
         self._post(lambda: self._request(fetch))
 
     def store(self, hash: bytes, payload: Sequence[bytes | memoryview]) -> bool:
-        """Sends the block to the kvstore, if it is there and there is room on the way.
+        """Send a block to the kvstore, if it is there and the bounds leave room.
 
-        False: dropped at once. True is no promise either. The buffers are read on the
-        pool, so they must not change.
+        Return False if the block was dropped at once; True is no promise. The buffers are read
+        on the pool, so they must not change.
         """
         size = sum(memoryview(buffer).nbytes for buffer in payload)
         with self._lock:
@@ -145,12 +148,12 @@ class StoreClient:
         return True
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Tells the kvstore that this chain of blocks, given from its start, is in use."""
+        """Tell the kvstore that a chain of blocks is in use; ``hashes`` begin with its first."""
         message = wire.Touch(namespace=self._namespace, hashes=list(hashes))
         self._post(lambda: self._send_if_ready(message))
 
     def tick(self, now: float) -> None:
-        """Does what other threads noted, time-outs and probes. ``now``: time.monotonic()."""
+        """Run posted actions, time-outs and probes. ``now`` is time.monotonic()."""
         self._poll_connection()
         with suppress(Empty):
             while True:
@@ -159,13 +162,13 @@ class StoreClient:
             if now >= fetch.deadline:
                 self._unresponsive = self._unresponsive or fetch not in self._reading
                 self._give_up(fetch)
-        for ticket, store in list(self._pending_puts.items()):
-            if now >= store.deadline:
+        for ticket, put in list(self._pending_puts.items()):
+            if now >= put.deadline:
                 self._finish_put(ticket, stored=False)
         self._probe(now)
 
     def on_readable(self) -> None:
-        """Takes in what the kvstore sent."""
+        """Handle every message that the kvstore sent."""
         self._poll_connection()
         while True:
             try:
@@ -176,7 +179,7 @@ class StoreClient:
             try:
                 message, payload = wire.decode(frames, wire.FromStore)
             except wire.WireError as error:
-                self._warn(f"dropped a message of the kvstore: {error}")
+                self._warnings.warning("dropped a message of the kvstore: %s", error)
                 continue
             match message:
                 case wire.Nonce(path=path):
@@ -191,7 +194,7 @@ class StoreClient:
                         self._stats = replace(self._stats, store=stats)
 
     def close(self) -> None:
-        """Answers what is open with what is there of it. On the IO thread."""
+        """Answer every open fetch with the blocks it has so far. Called on the IO thread."""
         self._on_disconnected()
         self.tick(time.monotonic())
         for fetch in list(self._reading):
@@ -226,10 +229,10 @@ class StoreClient:
             self._finish_put(ticket, stored=False)
 
     def _read_nonce(self, path: str) -> None:
-        """On the pool: what the kvstore wrote there, if that is a file of this machine."""
+        """Read the kvstore's nonce, if ``path`` is a file of this machine. Runs on the pool."""
         nonce = ""
         with suppress(OSError, UnicodeDecodeError):
-            nonce = _read(path, 1024).decode()
+            nonce = block_fetch.read_file(path, 1024).decode()
         self._post(lambda: self._on_nonce_read(nonce))
 
     def _on_nonce_read(self, nonce: str) -> None:
@@ -245,17 +248,19 @@ class StoreClient:
     def _probe(self, now: float) -> None:
         if self._probed_at is not None and now - self._probed_at > self._timeout_s:
             if not self._unresponsive:
-                self._warn("the kvstore does not answer; its blocks are misses until it does")
+                self._warnings.warning(
+                    "the kvstore does not answer; its blocks are misses until it does"
+                )
             self._unresponsive = True
-        if self._session != "away" and self._probed_at is None and now >= self._next_probe:
-            self._next_probe = now + PROBE_EVERY_S
+        if self._session != "away" and self._probed_at is None and now >= self._next_probe_at:
+            self._next_probe_at = now + PROBE_INTERVAL_S
             if self._send(wire.StoreStatsWanted()):
                 self._probed_at = now
 
     def _send(self, message: wire.Message, *payload: bytes) -> bool:
         try:
             self.socket.send_multipart(wire.encode(message, *payload), zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:  # EAGAIN: away, or it takes nothing more
+        except zmq.ZMQError:  # EAGAIN: the kvstore is away, or takes nothing more
             return False
         return True
 
@@ -269,8 +274,8 @@ class StoreClient:
 
     # -- fetches ---------------------------------------------------------------
 
-    def _request(self, fetch: _Fetch) -> None:
-        """On the IO thread: for all blocks it has not got yet."""
+    def _request(self, fetch: BlockFetch) -> None:
+        """Ask for all blocks that ``fetch`` still lacks. Runs on the IO thread."""
         rest = list(fetch.hashes[len(fetch.payloads) :])
         if not rest or self._unresponsive or self._session == "away":
             self._finish(fetch)
@@ -278,13 +283,13 @@ class StoreClient:
             if time.monotonic() - self._connected_at < self._timeout_s:
                 self._waiting.append(fetch)
             else:
-                self._finish(fetch)  # it does not understand us
+                self._finish(fetch)  # the kvstore does not understand this engine
         else:
-            number = next(self._tickets)
-            self._requested[number] = fetch
-            fetch.get_ticket = number
+            ticket = next(self._tickets)
+            self._requested[ticket] = fetch
+            fetch.get_ticket = ticket
             fetch.deadline = time.monotonic() + self._timeout_s
-            if not self._send(wire.Get(ticket=number, namespace=self._namespace, hashes=rest)):
+            if not self._send(wire.Get(ticket=ticket, namespace=self._namespace, hashes=rest)):
                 self._give_up(fetch)
 
     def _on_get_reply(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
@@ -298,57 +303,47 @@ class StoreClient:
             return
         self._reading.add(fetch)
         fetch.deadline = time.monotonic() + self._timeout_s
-        part = _FetchReply(fetch, len(sources), more=message.paths is None)
-        for index, source in enumerate(sources):
-            self._pool.submit(self._read_block, part, index, source)
+        reply = FetchReply(fetch, sources, may_be_cut=message.paths is None)
+        for index in range(len(sources)):
+            self._pool.submit(self._read_block, reply, index)
 
-    def _read_block(self, part: _FetchReply, index: int, source: str | bytes) -> None:
-        """On the pool."""
-        fetch = part.fetch
-        hash = fetch.hashes[part.first + index]
+    def _read_block(self, reply: FetchReply, index: int) -> None:
+        """Read and verify one block of ``reply``. Runs on the pool."""
         payload: Payload | None = None
-        if not fetch.is_done and index < part.first_bad:
+        if reply.wants(index):
+            hash = reply.hash_of(index)
             try:
-                data = _read(source, MAX_FILE_BYTES) if isinstance(source, str) else source
-                payload = decode(data, hash, self._namespace)
-            except FileNotFoundError:
-                pass  # evicted meanwhile
+                payload = block_fetch.read_block(reply.sources[index], hash, self._namespace)
             except (OSError, BlockFileError) as error:
-                self._warn(f"a bad block: {error}")
+                self._warnings.warning("a bad block: %s", error)
                 corrupt = wire.Corrupt(namespace=self._namespace, hash=hash)
                 self._post(lambda: self._send_if_ready(corrupt))
                 with self._lock:
                     self._stats = replace(self._stats, corrupt=self._stats.corrupt + 1)
-        with self._lock:
-            part.payloads[index] = payload
-            if payload is None:
-                part.first_bad = min(part.first_bad, index)
-            part.missing -= 1
-            fetch.deadline = time.monotonic() + self._timeout_s
-            if part.missing:
-                return
-        self._post(lambda: self._on_reply_read(part))
+        reply.fetch.deadline = time.monotonic() + self._timeout_s
+        if reply.add(index, payload):
+            self._post(lambda: self._on_reply_read(reply))
 
-    def _on_reply_read(self, part: _FetchReply) -> None:
-        """On the IO thread."""
-        fetch = part.fetch
+    def _on_reply_read(self, reply: FetchReply) -> None:
+        """Finish the fetch, or ask for the rest of its blocks. Runs on the IO thread."""
+        fetch = reply.fetch
         self._reading.discard(fetch)
         if fetch.is_done:
             return
-        fetch.payloads += [payload for payload in part.payloads[: part.first_bad] if payload]
-        if part.more and part.first_bad == len(part.payloads):
+        fetch.payloads += reply.good_payloads()
+        if reply.has_more():
             self._request(fetch)
         else:
             self._finish(fetch)
 
-    def _give_up(self, fetch: _Fetch) -> None:
+    def _give_up(self, fetch: BlockFetch) -> None:
         self._requested.pop(fetch.get_ticket, None)
         self._reading.discard(fetch)
         if fetch in self._waiting:
             self._waiting.remove(fetch)
         self._finish(fetch)
 
-    def _finish(self, fetch: _Fetch) -> None:
+    def _finish(self, fetch: BlockFetch) -> None:
         if fetch.is_done:
             return
         fetch.is_done = True
@@ -364,7 +359,7 @@ class StoreClient:
     # -- stores ----------------------------------------------------------------
 
     def _encode(self, hash: bytes, payload: Sequence[bytes | memoryview], size: int) -> None:
-        """On the pool."""
+        """Make the block's file and post it. Runs on the pool."""
         try:
             data = encode(hash, self._namespace, payload)
         except Exception:
@@ -373,59 +368,27 @@ class StoreClient:
         self._post(lambda: self._put(hash, data, size))
 
     def _put(self, hash: bytes, data: bytes, size: int) -> None:
-        """On the IO thread."""
-        number = next(self._tickets)
-        self._pending_puts[number] = _PendingPut(
-            size, len(data), time.monotonic() + STORE_TIMEOUT_S
-        )
-        message = wire.Put(ticket=number, namespace=self._namespace, hash=hash)
+        """Send the file of a block; empty ``data`` is dropped. Runs on the IO thread."""
+        ticket = next(self._tickets)
+        deadline = time.monotonic() + STORE_TIMEOUT_S
+        self._pending_puts[ticket] = _PendingPut(size, len(data), deadline)
+        message = wire.Put(ticket=ticket, namespace=self._namespace, hash=hash)
         if not data or self._session != "ready" or not self._send(message, data):
-            self._finish_put(number, stored=False)
+            self._finish_put(ticket, stored=False)
 
     def _finish_put(self, ticket: int, stored: bool) -> None:
-        store = self._pending_puts.pop(ticket, None)
-        if store is None:
+        put = self._pending_puts.pop(ticket, None)
+        if put is None:
             return
         with self._lock:
             self._num_stores -= 1
-            self._store_bytes -= store.payload_bytes
+            self._store_bytes -= put.payload_bytes
             self._stats = replace(
                 self._stats,
                 writes=self._stats.writes + stored,
                 drops=self._stats.drops + (not stored),
-                written_bytes=self._stats.written_bytes + (store.file_bytes if stored else 0),
+                written_bytes=self._stats.written_bytes + (put.file_bytes if stored else 0),
             )
-
-    def _warn(self, what: str) -> None:
-        with self._lock:
-            if time.monotonic() < self._next_log:
-                return
-            self._next_log = time.monotonic() + _WARNING_INTERVAL_S
-        logger.warning("%s", what)
-
-
-@dataclass(eq=False)
-class _Fetch:
-    """``payloads`` and ``is_done`` are written by the IO thread only."""
-
-    ticket: int
-    hashes: tuple[bytes, ...]
-    deadline: float
-    get_ticket: int = 0
-    payloads: list[Payload] = field(default_factory=list)
-    is_done: bool = False
-
-
-class _FetchReply:
-    """One answer's blocks, read in parallel. With ``more`` the answer may have been cut."""
-
-    def __init__(self, fetch: _Fetch, size: int, more: bool) -> None:
-        self.fetch = fetch
-        self.more = more
-        self.first = len(fetch.payloads)
-        self.payloads: list[Payload | None] = [None] * size
-        self.first_bad = size
-        self.missing = size
 
 
 @dataclass(frozen=True)
@@ -433,15 +396,3 @@ class _PendingPut:
     payload_bytes: int
     file_bytes: int
     deadline: float
-
-
-def _read(path: str, limit: int) -> bytes:
-    """A whole file in one piece; a mapped one could end the engine with SIGBUS."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise BlockFileError(f"{path} has {size} bytes")
-        return os.pread(fd, size, 0)
-    finally:
-        os.close(fd)

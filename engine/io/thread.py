@@ -1,8 +1,8 @@
 """The IO thread: every socket, the beats, the signals, and the end of the process.
 
-The main thread may be inside a computation for seconds. This thread is not: it
-answers the router, tells the supervisor that the process lives, notices that the main
-thread does not get on, and can end the process without it.
+The main thread may be inside a computation for seconds. This thread never is: it answers the
+router, tells the supervisor that the process lives, detects a main thread that makes no
+progress, and can end the process without it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from engine.io.store_client import StoreClient
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
 from shared.link import SupervisorLink
+from shared.logs import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.5
 HIGH_WATER_MARK = 2_000
 OUTBOX_LIMIT = 20_000
-WARNING_INTERVAL_S = 10.0
+DROP_LOG_INTERVAL_S = 10.0
 
 
 class IOThread(threading.Thread):
     """Connects the engine to its router, its kvstore and its supervisor.
 
-    ``hello`` is None until the model is loaded (`introduce`). Ends the process with
-    EXIT_STUCK after ``stall_timeout_s`` without progress, and at once on a second
-    signal or when draining takes longer than ``drain_timeout_s``.
+    Ends the process with EXIT_STUCK after ``stall_timeout_s`` without progress. Ends it with
+    EXIT_OK on a second signal, or when draining takes longer than ``drain_timeout_s``.
     """
 
     def __init__(
@@ -72,36 +72,37 @@ class IOThread(threading.Thread):
         self._poller.register(self._socket, zmq.POLLIN)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._signal_receiver, self._signal_sender = socket.socketpair()
-        for end in (self._wake_receiver, self._wake_sender):
-            end.setblocking(False)
-        for end in (self._signal_receiver, self._signal_sender):
-            end.setblocking(False)
-        self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
-        self._poller.register(self._signal_receiver.fileno(), zmq.POLLIN)
+        for receiver, sender in (
+            (self._wake_receiver, self._wake_sender),
+            (self._signal_receiver, self._signal_sender),
+        ):
+            receiver.setblocking(False)
+            sender.setblocking(False)
+            self._poller.register(receiver.fileno(), zmq.POLLIN)
         self._outbox: deque[list[bytes | memoryview]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._store: StoreClient | None = None
-        self._hello: wire.Hello | None = None
+        self._hello: wire.Hello | None = None  # until the model is loaded
         self._tokenizer_files: dict[str, Path] = {}
         self._router_id: str | None = None
         self._pinged = False
         self._stall = StallWatch()
         self._beats = 0
         self._dropped = 0
-        self._warned_at = 0.0
+        self._drop_log = RateLimitedLogger(logger, DROP_LOG_INTERVAL_S)
         self._drain_until: float | None = None
         self._stopping = threading.Event()
 
     # -- called by the main thread ---------------------------------------------
 
     def catch_signals(self) -> None:
-        """Lets this thread see SIGTERM and SIGINT, while the main thread computes too."""
+        """Make this thread handle SIGTERM and SIGINT, also while the main thread computes."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._signal_sender.fileno(), warn_on_full_buffer=False)
 
     def introduce(self, hello: wire.Hello, files: dict[str, Path]) -> None:
-        """The model is loaded: from now on routers get ``hello``, and ``files`` by name."""
+        """Give routers ``hello`` and, by name, ``files``: the model is loaded."""
 
         def call() -> None:
             self._hello, self._tokenizer_files = hello, files
@@ -118,7 +119,7 @@ class IOThread(threading.Thread):
         self._run_on_thread(call)
 
     def send(self, messages: Sequence[wire.Message]) -> None:
-        """Sends ``messages`` to the router, in order."""
+        """Send ``messages`` to the router, in order."""
         encoded = [wire.encode(message) for message in messages]
         self._run_on_thread(lambda: self._outbox.extend(encoded))
 
@@ -137,7 +138,7 @@ class IOThread(threading.Thread):
             pass  # enough wake-ups are on the way
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Sends what is waiting and ends the thread."""
+        """Send the messages that wait, then end the thread."""
         self._stopping.set()
         self.wake()
         self.join(timeout_s)
@@ -275,7 +276,7 @@ class IOThread(threading.Thread):
             stats=self._with_store_stats(status.stats),
             store=self._store.stats.store if self._store is not None else None,
         )
-        if not self._outbox:  # a router that is away needs no pile of old beats
+        if not self._outbox:  # no old beats are piled up for a router that is away
             self._post(beat)
 
     def _with_store_stats(self, stats: wire.EngineStats) -> wire.EngineStats:
@@ -312,10 +313,7 @@ class IOThread(threading.Thread):
 
     def _count_dropped(self, error: wire.WireError) -> None:
         self._dropped += 1
-        now = time.monotonic()
-        if now - self._warned_at > WARNING_INTERVAL_S:
-            self._warned_at = now
-            logger.warning("a message was dropped (%d so far): %s", self._dropped, error)
+        self._drop_log.warning("a message was dropped (%d so far): %s", self._dropped, error)
 
 
 def _read_all(receiver: socket.socket) -> bytes:

@@ -1,4 +1,4 @@
-"""Finds a model by name and loads it, through mlx-lm."""
+"""Finds a model by its name and loads it, through mlx-lm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    """What the user sets of the tokenizer; None leaves it as the model has it."""
+    """Settings of the user that replace the tokenizer's own; None leaves those as they are."""
 
     eos_token: str | None = None
     bos_token: str | None = None
@@ -34,31 +34,30 @@ class TokenizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in memory and what the rest needs to know of it.
-
-    ``fingerprint`` names config and weights (see `fingerprint`), ``adapter`` those of the
-    adapter, empty where there is none. ``vocab_size`` is the width of the logits, which may
-    exceed the tokenizer's. ``tokenizer_files`` has those of `shared.wire.TOKENIZER_FILES`
-    that the model has.
-    """
+    """A model in memory, and the facts about it that the engine needs."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     path: Path
     fingerprint: str
+    """Names config and weights (see `fingerprint`)."""
     adapter: str
+    """The fingerprint of the adapter; empty without one."""
     context_length: int
+    """The longest sequence that is served, in tokens."""
     vocab_size: int
+    """The width of the logits, which may exceed the tokenizer's vocabulary."""
     eos_token_ids: tuple[int, ...]
     tokenizer_files: dict[str, Path]
+    """By name, those of `shared.wire.TOKENIZER_FILES` that the model has."""
 
 
 def resolve(model: str) -> Path:
-    """The directory of ``model``: ``demo``, a local path, or an id of the hub.
+    """Return the directory of ``model``: ``demo``, a local path, or an id of the hub.
 
-    What is not here yet is downloaded. Raises `ModelUnavailable`, whose text is one line,
-    when there is no such model or it cannot be had.
+    A model that is not on this machine is downloaded. Raises `ModelUnavailable`, with a text of
+    one line, if there is no such model or it cannot be downloaded.
     """
     if model == DEMO:
         return demo_model_path()
@@ -78,41 +77,16 @@ def load(
     tokenizer_options: TokenizerOptions | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads the model directory ``path`` (see `resolve`), with the adapter in ``adapter_path``
-    over it; its weights are in memory after. ``max_kv_size`` as in `served_context`.
+    """Load the model directory ``path`` (see `resolve`), with all weights in memory.
 
-    Raises `ModelUnavailable` when mlx-lm cannot load it: files missing, an architecture it
-    does not know, or one that brings code of its own without ``trust_remote_code``; and
-    `AdapterUnusable`.
+    The adapter in ``adapter_path`` is put over it. ``max_kv_size`` as in `served_context`.
+    Raises `ModelUnavailable` if mlx-lm cannot load it (files are missing, the architecture is
+    unknown, or it brings code of its own without ``trust_remote_code``), and `AdapterUnusable`.
     """
-    import mlx_lm
-
     if adapter_path is not None:
         adapter.check(adapter_path)
     options = tokenizer_options or TokenizerOptions()
-    names = {"eos_token": options.eos_token, "bos_token": options.bos_token}
-    names["pad_token"] = options.pad_token
-    tokenizer_config: dict[str, Any] = {key: value for key, value in names.items() if value}
-    if trust_remote_code:
-        tokenizer_config["trust_remote_code"] = True
-    try:
-        model, tokenizer, config = mlx_lm.load(
-            str(path),
-            tokenizer_config=tokenizer_config,
-            return_config=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RuntimeError,
-        ImportError,
-        SystemExit,
-    ) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+    model, tokenizer, config = _load_with_mlx_lm(path, options, trust_remote_code)
     if adapter_path is not None:
         adapter.apply(model, adapter_path)
     if options.chat_template is not None:
@@ -134,8 +108,39 @@ def load(
 
 
 def fingerprint(path: Path) -> str:
-    """A hex name for config and weights of the model in ``path``, the same on every machine."""
+    """Return a hex name for config and weights in ``path``, the same on every machine."""
     return digest(path / "config.json", sorted(path.glob("model*.safetensors")))
+
+
+def _load_with_mlx_lm(
+    path: Path, options: TokenizerOptions, trust_remote_code: bool
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    import mlx_lm
+
+    tokens = {"eos_token": options.eos_token, "bos_token": options.bos_token}
+    tokens["pad_token"] = options.pad_token
+    tokenizer_config: dict[str, Any] = {name: token for name, token in tokens.items() if token}
+    if trust_remote_code:
+        tokenizer_config["trust_remote_code"] = True
+    try:
+        model, tokenizer, config = mlx_lm.load(
+            str(path),
+            tokenizer_config=tokenizer_config,
+            return_config=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        ImportError,
+        SystemExit,
+    ) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+    return model, tokenizer, config
 
 
 def _checked(path: Path) -> Path:
@@ -164,6 +169,6 @@ def _from_hub(model: str) -> Path:
         raise ModelUnavailable(
             f"{model} is not on this machine and the hub cannot be reached"
         ) from error
-    except Exception as error:  # whatever the hub's HTTP client raises, which changes
+    except Exception as error:  # the hub's HTTP client changes, and with it what it raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"{model} could not be downloaded: {reason}") from error

@@ -1,11 +1,17 @@
-"""How much memory the KV of running sequences and kept blocks may take."""
+"""The memory that the KV cache may take: of running sequences and of kept blocks."""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from engine.executor.base import ExecutorSpec
+from engine.model.load import LoadedModel
+from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -14,15 +20,63 @@ HEADROOM_BYTES = 1 << 30
 """Left for a step's transients and for MLX's buffer cache."""
 GPU_SHARE = 0.9
 HOST_SHARE = 0.4
-"""Of what the weights leave: a GPU's memory is ours, a machine's is shared."""
+"""The shares of what the weights leave. A GPU's memory is ours, a machine's is shared."""
 BUFFER_CACHE_BYTES = 512 << 20
 
 
-def default_num_blocks(block_bytes: int, other_bytes: int, engines: int) -> int:
-    """The blocks that fit on this device beside ``other_bytes``, the weights first of all;
-    never under `MIN_BLOCKS`, but then with a warning.
+@dataclass(frozen=True, kw_only=True)
+class MemorySizes:
+    """The sizes of one replica's KV cache and recurrent state."""
 
-    ``engines`` on one machine share its memory.
+    block_bytes: int  # one block, in all layers
+    slot_block_bytes: int  # as many positions of a slot
+    num_slots: int  # the sequences that may hold a slot at once
+    num_blocks: int  # that fit; if the model keeps no KV, those of all slots at full length
+    max_snapshots: int  # of recurrent state, beside the slots' own
+    kv_bytes: int  # KV of slots and kept blocks together
+    limit_bytes: int  # the limit of the ledger: KV and recurrent state
+
+
+def size_memory(spec: ExecutorSpec, loaded: LoadedModel, settings: Settings) -> MemorySizes:
+    """Return the sizes that fit on this device, or that ``settings`` demand."""
+    block_bytes = spec.block_token_bytes * settings.block_size
+    slot_block_bytes = spec.slot_token_bytes * settings.block_size
+    num_slots = spec.max_sequences or settings.completion_batch_size
+    weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
+    slot_states_bytes = num_slots * spec.state_bytes
+    tables_bytes = table_bytes(num_slots, loaded.context_length)
+    other_bytes = weights_bytes + slot_states_bytes + tables_bytes
+    max_snapshots = settings.sequence_cache_size if spec.state_bytes else 0
+    if spec.keeps_kv:
+        num_blocks = settings.num_blocks or default_num_blocks(
+            block_bytes, other_bytes, settings.engines
+        )
+        kv_bytes = max(num_blocks * block_bytes, slot_block_bytes)
+        limit_bytes = kv_bytes + slot_states_bytes
+    else:  # recurrent state has one size at any length
+        if settings.num_blocks:
+            logger.warning("--num-blocks has no effect: this model keeps nothing for each token")
+        num_blocks = num_slots * -(-loaded.context_length // settings.block_size)
+        snapshot_room_bytes = room_bytes(other_bytes, settings.engines)
+        max_snapshots = min(max_snapshots, snapshot_room_bytes // spec.state_bytes)
+        kv_bytes = num_blocks * block_bytes
+        limit_bytes = kv_bytes + slot_states_bytes + max_snapshots * spec.state_bytes
+    return MemorySizes(
+        block_bytes=block_bytes,
+        slot_block_bytes=slot_block_bytes,
+        num_slots=num_slots,
+        num_blocks=num_blocks,
+        max_snapshots=max_snapshots,
+        kv_bytes=kv_bytes,
+        limit_bytes=limit_bytes,
+    )
+
+
+def default_num_blocks(block_bytes: int, other_bytes: int, engines: int) -> int:
+    """Return the blocks that fit on this device beside ``other_bytes`` (mostly weights).
+
+    Never fewer than `MIN_BLOCKS`; if those do not fit, a warning is logged. The memory is
+    divided by ``engines``, which share one machine.
     """
     room = _left_bytes(other_bytes, engines)
     if room < MIN_BLOCKS * block_bytes:
@@ -37,20 +91,24 @@ def default_num_blocks(block_bytes: int, other_bytes: int, engines: int) -> int:
 
 
 def room_bytes(other_bytes: int, engines: int) -> int:
-    """What may be taken of this device beside ``other_bytes``."""
+    """Return what an engine may take of this device's memory beside ``other_bytes``."""
     share = GPU_SHARE if mx.default_device() == mx.gpu else HOST_SHARE
     return max(0, int(_left_bytes(other_bytes, engines) * share))
 
 
 def table_bytes(sequences: int, context_length: int) -> int:
-    """The most that sampling keeps of ``sequences`` whose penalties look back: their tokens
-    (`engine.sampling.history`), in a table that doubles when it grows."""
+    """Return the most that sampling keeps of ``sequences`` with penalties.
+
+    That is their tokens (`engine.sampling.history`), in a table that doubles when it grows.
+    """
     return 2 * sequences * context_length * int(mx.int32.size)
 
 
 def device_memory_bytes() -> int:
-    """Metal's recommended working set, a CUDA device's memory, or the machine's, as far
-    as a container's limit lets us have it."""
+    """Return Metal's recommended working set, a CUDA device's memory, or the machine's.
+
+    A container's limit bounds the machine's memory.
+    """
     if mx.default_device() == mx.gpu:
         info = mx.device_info()
         size = info.get("max_recommended_working_set_size") or info.get("memory_size")
@@ -61,8 +119,11 @@ def device_memory_bytes() -> int:
 
 
 def set_limits(engines: int) -> None:
-    """Keeps MLX from holding freed buffers without bound; on Metal also keeps what it uses
-    resident, up to this engine's part of what the system recommends."""
+    """Bound the freed buffers that MLX keeps.
+
+    On Metal, also keep resident what MLX uses, up to this engine's part of what the system
+    recommends.
+    """
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         mx.set_wired_limit(device_memory_bytes() // engines)

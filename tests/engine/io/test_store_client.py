@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.io import store_client
-from engine.io.store_client import Payload, StoreClient
+from engine.io import block_fetch, store_client
+from engine.io.block_fetch import Payload
+from engine.io.store_client import StoreClient
 from shared import wire
 from tests.kvstore.blocks import NAMESPACE, hash_of, payload_of, wait_until
 from tests.kvstore.process import Process
@@ -255,10 +256,10 @@ def test_an_engine_on_another_machine_gets_the_same_blocks(
 ) -> None:
     """Another machine is one where the kvstore's paths lead nowhere."""
 
-    def no_such_path(path: str, limit: int) -> bytes:
+    def no_such_path(path: str, limit_bytes: int) -> bytes:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(store_client, "_read", no_such_path)
+    monkeypatch.setattr(block_fetch, "read_file", no_such_path)
     kvstore.start()
     numbers = list(range(80))  # more than one answer holds
     engine.store(*numbers, size=300_000)

@@ -1,0 +1,93 @@
+"""Fetches of blocks from the kvstore: the run that was asked for, and the reading of replies."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode
+
+Payload = tuple[memoryview, ...]
+
+
+@dataclass(eq=False)
+class BlockFetch:
+    """One call of `StoreClient.fetch`."""
+
+    ticket: int
+    hashes: tuple[bytes, ...]
+    deadline: float
+    """In time.monotonic(); put off whenever a block has been read."""
+    get_ticket: int = 0
+    """That of the `wire.Get` which is under way."""
+    payloads: list[Payload] = field(default_factory=list)
+    """Verified blocks, from the first hash on. Written by the IO thread only."""
+    is_done: bool = False
+    """Whether the fetch has been answered. Written by the IO thread only."""
+
+
+class FetchReply:
+    """The blocks of one reply of the kvstore, which the pool reads in parallel.
+
+    ``sources`` are paths of block files, or their bytes. With ``may_be_cut`` the kvstore may
+    have more of the blocks that were asked for.
+    """
+
+    def __init__(self, fetch: BlockFetch, sources: Sequence[str | bytes], may_be_cut: bool) -> None:
+        self.fetch = fetch
+        self.sources = sources
+        self._may_be_cut = may_be_cut
+        self._first = len(fetch.payloads)
+        self._payloads: list[Payload | None] = [None] * len(sources)
+        self._first_bad = self._num_unread = len(sources)
+        self._lock = threading.Lock()
+
+    def hash_of(self, index: int) -> bytes:
+        return self.fetch.hashes[self._first + index]
+
+    def wants(self, index: int) -> bool:
+        """Return False if block ``index`` need not be read: it would follow a bad one."""
+        return not self.fetch.is_done and index < self._first_bad
+
+    def add(self, index: int, payload: Payload | None) -> bool:
+        """Note the payload of block ``index``, None for a bad one; True if it was the last."""
+        with self._lock:
+            self._payloads[index] = payload
+            if payload is None:
+                self._first_bad = min(self._first_bad, index)
+            self._num_unread -= 1
+            return self._num_unread == 0
+
+    def good_payloads(self) -> list[Payload]:
+        """Return the payloads before the first bad block."""
+        return [payload for payload in self._payloads[: self._first_bad] if payload]
+
+    def has_more(self) -> bool:
+        """Return whether the kvstore may have the blocks behind those of this reply."""
+        return self._may_be_cut and self._first_bad == len(self._payloads)
+
+
+def read_block(source: str | bytes, hash: bytes, namespace: str) -> Payload | None:
+    """Return the verified payload in ``source``, the path of a block file or its bytes.
+
+    None if the file is gone: it was evicted. Raises: OSError, BlockFileError.
+    """
+    try:
+        data = read_file(source, MAX_FILE_BYTES) if isinstance(source, str) else source
+        return decode(data, hash, namespace)
+    except FileNotFoundError:
+        return None
+
+
+def read_file(path: str, limit_bytes: int) -> bytes:
+    """Return a whole file, read in one piece; a mapped one could end the engine with SIGBUS."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit_bytes:
+            raise BlockFileError(f"{path} has {size} bytes")
+        return os.pread(fd, size, 0)
+    finally:
+        os.close(fd)

@@ -20,7 +20,8 @@ from engine.proving.oracle import make_reference
 from engine.proving.replay import Replay
 from engine.proving.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
 from engine.zoo.build import build
-from engine.zoo.configs import VOCAB_SIZE, config
+from engine.zoo.common import VOCAB_SIZE
+from engine.zoo.configs import config
 
 INT8 = Precision(8)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.zoo.configs import WINDOW
+from engine.zoo.common import WINDOW
 from engine.zoo.examine import TOLERANCE, ArchitectureReport
 
 

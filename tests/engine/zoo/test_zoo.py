@@ -14,7 +14,7 @@ from engine.cache.states import StateStore
 from engine.proving import choose
 from engine.zoo import examine as examining
 from engine.zoo.build import build
-from engine.zoo.configs import VOCAB_SIZE
+from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
 from engine.zoo.farm import examine_all
 

@@ -1,4 +1,4 @@
-"""The main loop: messages in, plans, steps, tokens out."""
+"""The main loop: takes messages, makes plans, runs steps and sends tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
 IDLE_WAIT_S = 0.5
-"""How long to sleep at most when there is nothing to do; what arrives wakes."""
+"""The longest sleep without work. A message that arrives ends it."""
 
 
 class _Failure(NamedTuple):
@@ -32,7 +32,7 @@ class _Failure(NamedTuple):
 
 
 class EngineCore:
-    """Runs until it is drained. Everything here happens on the main thread."""
+    """Runs one replica until it is drained. All methods are called on the main thread."""
 
     def __init__(
         self,
@@ -60,14 +60,16 @@ class EngineCore:
         self._step_s = 0.0
 
     def run(self) -> None:
-        """Serves until told to drain and done with what was there."""
+        """Serve until the engine was told to drain and has finished its requests."""
         worked = True
         while not (self._draining and self._scheduler.idle and self._pending is None):
             worked = self.run_once(0 if worked else IDLE_WAIT_S)
 
     def run_once(self, wait_s: float = 0) -> bool:
-        """Takes what has come, for which it waits up to ``wait_s``, runs a step, and says what
-        came of it. False when there was nothing to run."""
+        """Take messages (wait up to ``wait_s`` for the first), run a step and send its outputs.
+
+        Return False if there was nothing to run.
+        """
         self._handle_messages(self._inbox.take(wait_s))
         worked = self._step()
         self._send_outputs()
@@ -96,7 +98,7 @@ class EngineCore:
                 self._status.enter_phase("draining")
                 self._refused += self._grammar_queue.refuse_all()
                 self._scheduler.drain()
-        if items:  # not only after a step: the router misses what no beat mentions for long
+        if items:  # not only after a step: the router gives up a request that beats omit for long
             self._report_live()
 
     def _report_live(self) -> None:
@@ -109,17 +111,17 @@ class EngineCore:
             self._refused.append(answer)
 
     def _step(self) -> bool:
-        """Runs what is to be done now; False when there was nothing."""
+        """Run the next plan. Return False if there was nothing to run."""
         started = time.perf_counter()
         plan = self._scheduler.schedule()
         self._schedule_s += time.perf_counter() - started
         failure: _Failure | None = None
         try:
             result = self._run(plan)
-        except Exception as error:  # MLX's own: no memory, most of all
+        except Exception as error:  # of MLX, most likely because it finds no memory
             logger.exception("a step failed: what was running begins again")
             failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))
-        if failure is not None:  # only now: a traceback keeps arrays alive
+        if failure is not None:  # outside of the handler, since a traceback keeps arrays alive
             self._recover(failure)
             return True
         if result is not None:
@@ -185,7 +187,7 @@ class EngineCore:
         )
 
     def _report_stats(self, busy: bool) -> None:
-        """Leaves the figures for the next beat; live requests at once, as they matter."""
+        """Update the next beat: its live requests always, its figures from time to time."""
         self._report_live()
         self._status.progress = self._scheduler.progress
         now = time.monotonic()

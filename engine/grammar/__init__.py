@@ -1,1 +1,1 @@
-"""Structured output: grammars, compiled by llguidance, and sequences' places in them."""
+"""Structured output: grammars that llguidance compiles, and the matchers of sequences."""

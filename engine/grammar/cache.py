@@ -1,4 +1,4 @@
-"""The grammars that are compiled."""
+"""The cache of compiled grammars."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shared.wire import Grammar
 
 CAPACITY = 256
 HEAVY_CAPACITY = 8
+"""The limit for grammars that may hold a hundred megabytes each."""
 
 GrammarKey = tuple[str, str]
-"""What is the same in all grammars that compile to the same."""
+"""Equal for grammars that compile to the same."""
 
 
 def grammar_key(grammar: Grammar) -> GrammarKey:
@@ -22,8 +23,11 @@ def grammar_key(grammar: Grammar) -> GrammarKey:
 
 
 class GrammarCache:
-    """The `CAPACITY` used last, of heavy ones `HEAVY_CAPACITY`, and all that somebody still
-    holds; also what could not be compiled, and why. Only the main thread calls this."""
+    """The outcomes of grammars, least recently used out first.
+
+    It keeps `CAPACITY` of them, and `HEAVY_CAPACITY` heavy ones. A compiled grammar is found as
+    long as anything else refers to it. Errors are kept too. Only the main thread calls this.
+    """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -32,12 +36,12 @@ class GrammarCache:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that a grammar allows at its end."""
+        """The tokens that a grammar allows where an output may end."""
         return tuple(self._tokenizer.eos_tokens)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens a mask is for."""
+        """The number of tokens that a mask covers."""
         return self._tokenizer.vocab_size
 
     def find(self, grammar: Grammar) -> CompiledGrammar | GrammarError | None:
@@ -64,8 +68,10 @@ class GrammarCache:
             del self._recent[key]
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiles what is not there: for who runs plans that somebody else has made.
-        Raises `GrammarError`."""
+        """Return a compiled grammar; compile it if the cache lacks it.
+
+        That happens to executors that run plans of another process. Raises `GrammarError`.
+        """
         found = self.find(grammar)
         if isinstance(found, GrammarError):
             raise found

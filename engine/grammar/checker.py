@@ -1,9 +1,9 @@
 """A process that tries grammars out before the engine compiles them.
 
-A grammar of a hundred bytes can take minutes to compile, and gigabytes, and one that
-refers deep enough can end the process that does it. This one may be ended for it.
-`python -m engine.grammar.checker` reads from its standard input and answers on its
-standard output, in frames of a length (4 bytes) and msgpack; the end of the input ends it.
+A grammar of a hundred bytes can take minutes and gigabytes to compile, and one with deep
+references can end the process that compiles it. This process may be lost; the engine may not.
+`python -m engine.grammar.checker` reads from its standard input and answers on its standard
+output. A frame is a length (4 bytes) and msgpack. The process ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from shared.wire import Grammar
 TIME_LIMIT_S = 10.0
 START_LIMIT_S = 60.0
 MEMORY_LIMIT_BYTES = 4 * 1024**3
-"""Beyond what the process has mapped when it is ready."""
+"""Added to what the process has mapped when it is ready."""
 TRIED_TOKENS = 16
 
 _LENGTH = struct.Struct("<I")
 
 
 class CheckerUnavailable(Exception):
-    """The process cannot be started: nothing is known of the grammar."""
+    """The process cannot be started, so nothing is known about the grammar."""
 
 
 class GrammarChecker:
-    """The engine's end. Used by one thread; starts the process when it is first needed."""
+    """The engine's side. Used by one thread; starts the process when it is first needed."""
 
     def __init__(self, tokenizer_spec: TokenizerSpec, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._tokenizer_spec = tokenizer_spec
@@ -58,8 +58,10 @@ class GrammarChecker:
         self._closed = False
 
     def check(self, grammar: Grammar) -> None:
-        """Raises `GrammarError` for one that is wrong, or that cannot be compiled within
-        the limits, and `CheckerUnavailable`."""
+        """Try ``grammar`` out.
+
+        Raises `GrammarError` if it is wrong or exceeds the limits, and `CheckerUnavailable`.
+        """
         process = self._running_process()
         try:
             _write(process.stdin, msgspec.msgpack.encode(grammar))
@@ -78,7 +80,7 @@ class GrammarChecker:
             raise GrammarError(message)
 
     def close(self) -> None:
-        """Ends the process for good, whatever it does. Any thread may call it."""
+        """End the process for good, also while it compiles. Any thread may call it."""
         self._closed = True
         self._kill()
 
@@ -99,8 +101,8 @@ class GrammarChecker:
                 [sys.executable, "-m", "engine.grammar.checker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # Rust tells of its panics there
-                start_new_session=True,  # a ^C is for the supervisor
+                stderr=subprocess.DEVNULL,  # Rust writes its panics there
+                start_new_session=True,  # a ^C is meant for the supervisor
                 bufsize=0,
             )
             _write(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
@@ -112,7 +114,7 @@ class GrammarChecker:
         return process
 
     def _answer(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
-        """None when the process ends instead. Raises TimeoutError."""
+        """Return the next answer, None if the process ended. Raises TimeoutError."""
         assert process.stdout is not None
         deadline = time.monotonic() + limit_s
         data = b""
@@ -128,7 +130,7 @@ class GrammarChecker:
 
 
 def main() -> None:
-    """Serves until the input ends."""
+    """Check grammars until the input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     grammars: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -140,7 +142,7 @@ def main() -> None:
     _write(answers, b"")
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=_serve, args=(tokenizer, grammars, answers), daemon=True).start()
-    while True:  # this thread is free to see the end of the input while the other compiles
+    while True:  # this thread notices the end of the input also while the other one compiles
         grammars.put(_read(sys.stdin.buffer))
 
 
@@ -159,7 +161,10 @@ def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: 
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
-    """Compiles it and goes a few steps at random, as some get too large only then."""
+    """Compile ``grammar`` and take a few random steps: some get too large only then.
+
+    Raises `GrammarError`.
+    """
     matcher = compile_grammar(tokenizer, grammar).initial_matcher
     chance = random.Random(0)
     for _ in range(TRIED_TOKENS):
@@ -182,7 +187,7 @@ def _write(pipe: IO[bytes] | None, data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes:
-    """Ends the process when the input ends, and whatever it does with it."""
+    """Return the next frame. At the end of the input, end the process, whatever it does."""
     header = pipe.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         os._exit(0)

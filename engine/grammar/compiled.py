@@ -12,38 +12,41 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from shared.wire import Grammar
 
 STACK_BYTES = 256 * 1024 * 1024
-"""Of threads that compile: llguidance recurses as deep as rules refer to each other, and of
-a source of `MAX_GRAMMAR_BYTES` that is more than the usual 8 MB. Only what is used is real."""
+"""The stack of threads that compile. llguidance recurses as deep as rules refer to each other,
+and a source of `MAX_GRAMMAR_BYTES` needs more than the usual 8 MB. Only used pages take memory."""
 
 MAX_MESSAGE_CHARS = 2000
 
 HEAVY_S = 0.2
 HEAVY_CHARS = 32 * 1024
+"""A grammar that takes longer to compile, or has a longer source, counts as heavy."""
 
 _JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
-"""Between the tokens of JSON: as much as makes it readable. A model that may put any
-amount of white space there does not always come to an end."""
+"""The whitespace between the tokens of JSON: enough to make it readable. With any amount of
+it, some models never reach the end."""
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled, or that an output is not of. ``transient``: a
-    later try may come out otherwise."""
+    """A grammar cannot be compiled, or an output violates it."""
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
         self.transient = transient
+        """Whether a later try may succeed."""
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):
-    """What llguidance has to know of a model: its fast tokenizer as JSON, the width of its
-    logits, and the tokens that end an answer (none: as the tokenizer says)."""
+    """What llguidance needs to know about a model."""
 
     tokenizer_json: str
+    """The fast tokenizer."""
     vocab_size: int
+    """The width of the logits."""
     eos_token_ids: list[int]
+    """The tokens that end an answer; if empty, the tokenizer's."""
 
     def load(self) -> LLTokenizer:
-        """Takes up to a second. Raises ValueError for a tokenizer of a kind it does not know."""
+        """Build the tokenizer (up to a second). Raises ValueError if llguidance cannot use it."""
         return LLTokenizer(
             self.tokenizer_json,
             n_vocab=self.vocab_size,
@@ -53,22 +56,25 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """``initial_matcher`` is at the beginning, and copied for each sequence. A ``heavy`` one may
-    hold a hundred megabytes."""
+    """A grammar that is ready for use."""
 
     initial_matcher: LLMatcher
+    """A matcher at the beginning, which is copied for each sequence."""
     heavy: bool = False
+    """Whether it may hold a hundred megabytes."""
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar:
-    """Raises `GrammarError` with llguidance's message. There are grammars for which this
-    takes minutes, or more stack than there is: see `engine.grammar.checker`."""
+    """Compile ``grammar``. Raises `GrammarError` with llguidance's message.
+
+    Some grammars take minutes, or more stack than there is: see `engine.grammar.checker`.
+    """
     began = time.thread_time()
     try:
         if grammar.kind == "json_schema":
             text = LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_OPTIONS)
         elif grammar.kind == "regex":
-            # As in JavaScript, \\d are ten digits and not those of all scripts.
+            # As in JavaScript, \\d is one of ten digits and not of those of all scripts.
             text = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
         else:
             text = LLMatcher.grammar_from_lark(grammar.source)
@@ -82,7 +88,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar
 
 
 def raise_if_error(matcher: LLMatcher) -> None:
-    """Raises `GrammarError` if ``matcher`` has one, without what it says of its inside."""
+    """Raise `GrammarError` if ``matcher`` has failed, without llguidance's internal details."""
     if matcher.is_error():
         message = matcher.get_error()
         for inside in ("\n<state>", "\n<grammar>", "\n<backtrace>"):

@@ -1,4 +1,4 @@
-"""Compiles grammars on threads of its own."""
+"""The threads that compile grammars."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ CompileOutcome = CompiledGrammar | GrammarError | CheckerUnavailable
 
 
 class GrammarCompiler:
-    """``on_done`` is called with each grammar and what became of it, by one of the threads.
+    """Compiles grammars on `THREADS` threads, which call ``on_done`` with each outcome.
 
-    Each has a `GrammarChecker`, so that what takes too long holds up one half at most."""
+    Every thread has a `GrammarChecker` of its own, so that a slow grammar occupies one of them.
+    """
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class GrammarCompiler:
         self._work.put(grammar)
 
     def close(self) -> None:
-        """Ends the processes. What is being compiled is not told of any more."""
+        """End the checkers. ``on_done`` is not called any more."""
         self._on_done = lambda grammar, outcome: None
         for _ in self._threads:
             self._work.put(None)

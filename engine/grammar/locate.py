@@ -1,4 +1,4 @@
-"""Where in a JSON schema the fault is, since llguidance does not always say it."""
+"""Finds the part of a JSON schema that is at fault, since llguidance does not always name it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _SINGLE = ("items", "additionalProperties", "additionalItems", "not")
 
 
 def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
-    """The JSON pointer of the innermost part of the schema ``source`` that by itself gives
-    ``message``; empty for the schema as a whole, and for what is no JSON."""
+    """Return the JSON pointer of the innermost part of ``source`` that alone gives ``message``.
+
+    It is empty for the schema as a whole, and if ``source`` is not JSON.
+    """
     try:
         root = json.loads(source)
     except (ValueError, RecursionError):
@@ -31,7 +33,7 @@ def locate(tokenizer: LLTokenizer, source: str, message: str) -> str:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     path, part, tries = "", root, 0
     while True:
-        # Alone first: with the definitions, whatever refers to a bad one is bad as well.
+        # Alone first: with the definitions, every part that refers to a bad one is bad as well.
         for around, (step, inner) in product(({}, definitions), _parts(part)):
             if tries == MAX_TRIES:
                 return path

@@ -1,4 +1,4 @@
-"""One sequence's place in its grammar."""
+"""The position of one sequence in its grammar."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from engine.grammar.compiled import CompiledGrammar, GrammarError, raise_if_erro
 class GrammarMatcher:
     """Follows the outputs of one sequence.
 
-    Where the grammar binds only from behind the tokens ``after``, it sleeps until they came.
-    ``inner`` is None as long as it does.
+    With ``after``, the grammar applies only to the outputs that follow these tokens.
     """
 
     def __init__(self, grammar: CompiledGrammar, after: Sequence[int] = ()) -> None:
         self._grammar = grammar
         self._after = list(after)
         self._outputs: list[int] = []
-        self._woke_at = 0
+        self._applies_from = 0
         self.inner: LLMatcher | None = None
+        """llguidance's matcher; None as long as the grammar does not apply."""
         if not self._after:
             self.inner = grammar.initial_matcher.deep_copy()
 
     @property
     def num_outputs(self) -> int:
-        """How many it has followed."""
+        """The number of outputs it has followed."""
         return len(self._outputs)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Raises `GrammarError` for a token that is not allowed, and from then on."""
+        """Follow ``tokens``. Raises `GrammarError` at a forbidden token, and from then on."""
         for token in tokens:
             self._outputs.append(token)
             if self.inner is not None:
                 self.inner.consume_token(token)
                 raise_if_error(self.inner)
             elif self._outputs[-len(self._after) :] == self._after:
-                self._woke_at = len(self._outputs)
+                self._applies_from = len(self._outputs)
                 self.inner = self._grammar.initial_matcher.deep_copy()
 
     def rollback(self, count: int) -> None:
-        """Takes the last ``count`` outputs back. Raises `GrammarError`."""
+        """Undo the last ``count`` outputs. Raises `GrammarError`."""
         if count == 0:
             return
         del self._outputs[-count:]
         if self.inner is None:
             return
-        if self._after and len(self._outputs) < self._woke_at:
+        if self._after and len(self._outputs) < self._applies_from:
             self.inner = None
         elif not self.inner.rollback(count):
             raise_if_error(self.inner)

@@ -1,4 +1,4 @@
-"""Where requests wait until their grammars are compiled."""
+"""The queue of requests whose grammars are being compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared import wire
 
 
 class CompilerProtocol(Protocol):
-    """What `engine.grammar.compiler.GrammarCompiler` is to the queue."""
+    """The part of `engine.grammar.compiler.GrammarCompiler` that the queue uses."""
 
     def compile(self, grammar: wire.Grammar) -> None: ...
 
@@ -22,21 +22,22 @@ class CompilerProtocol(Protocol):
 
 @dataclass(frozen=True)
 class ReadyRequest:
-    """``request`` may go on. ``grammar`` is to be held as long as the request lives."""
+    """A request that the scheduler may have."""
 
     request: wire.Submit
     grammar: CompiledGrammar | None = None
+    """To be referred to as long as the request lives."""
 
 
 ReadyOrRefused = ReadyRequest | wire.Refused
 
 
 class GrammarQueue:
-    """Requests without a grammar, or with one that is known, pass at once. The others wait,
-    and each grammar is compiled once, however many wait for it.
+    """Passes requests without a grammar, or with a known one, at once; the others wait.
 
-    ``compiler`` and ``grammars`` None: the model's tokenizer is one that llguidance does
-    not know, and every grammar is refused. Only the main thread calls this.
+    Each grammar is compiled once, for all requests that have it. Without ``compiler`` and
+    ``grammars`` every grammar is refused: llguidance cannot use the model's tokenizer. Only
+    the main thread calls this.
     """
 
     def __init__(self, compiler: CompilerProtocol | None, grammars: GrammarCache | None) -> None:
@@ -46,7 +47,7 @@ class GrammarQueue:
         self.capabilities = () if compiler is None else ("structured-output",)
 
     def add(self, request: wire.Submit) -> ReadyOrRefused | None:
-        """None: it waits, and comes out of `on_compiled`."""
+        """Return the request, or its refusal; None if it waits for `on_compiled`."""
         self._forget(request.request_id, before=request.attempt)
         grammar = request.grammar
         if grammar is None:
@@ -70,9 +71,9 @@ class GrammarQueue:
         return None
 
     def on_compiled(self, grammar: wire.Grammar, outcome: CompileOutcome) -> list[ReadyOrRefused]:
-        """Takes in what became of a grammar; returns what that means for those who wait."""
+        """Note the outcome of a grammar, and return the requests that waited for it."""
         assert self._grammars is not None
-        # What took too long may have been held up by other work: the next one tries again.
+        # A transient error is not kept: other work may have slowed the compiler down.
         if isinstance(outcome, CompiledGrammar) or (
             isinstance(outcome, GrammarError) and not outcome.transient
         ):
@@ -84,12 +85,12 @@ class GrammarQueue:
         self._forget(request_id, only=attempt)
 
     def clear(self) -> None:
-        """Nobody waits any more. What is being compiled is kept for whoever comes."""
+        """Drop all waiting requests. Grammars under way are kept for later requests."""
         for waiting in self._waiting.values():
             waiting.clear()
 
     def refuse_all(self) -> list[wire.Refused]:
-        """Everybody who waits is refused."""
+        """Refuse all waiting requests."""
         waiting = [request for requests in self._waiting.values() for request in requests]
         self.clear()
         return [_refused(request, "draining", "the engine is draining") for request in waiting]

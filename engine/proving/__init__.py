@@ -1,1 +1,1 @@
-"""Which way of batching gives the logits of mlx-lm, found by running both."""
+"""Finds the way of batching that gives mlx-lm's logits, by running both."""

@@ -1,4 +1,4 @@
-"""Which executor a model gets: the fastest one that is proven right for it."""
+"""Chooses a model's executor: the fastest one that is proven right for it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ FALLBACK_BATCHES = (DenseBatch, GroupedDenseBatch, RowBatch)
 ONE_ROW_MODEL_TYPES = {
     "minimax_m3_vl": "its sparse attention takes all rows to be as long as the longest",
 }
-"""Model types that are wrong in batches in a way that a few dozen tokens do not show."""
+"""Model types that give wrong logits in batches, and why; a few dozen tokens do not show it."""
 
 
 class ChosenExecutor(NamedTuple):
-    """``reason`` says why it is not the fastest way of computing, or why prefixes are not
-    reused, ``unquantized`` where and why keys and values are not quantized although they should be;
-    both are empty where that is not so."""
+    """The executor of a model, and the limits that the choice has."""
 
     executor: Executor
     reason: str = ""
+    """Why a faster way of computing, or the reuse of prefixes, was ruled out; else empty."""
     unquantized: str = ""
+    """Where and why keys and values are not quantized although they should be; else empty."""
 
 
 def choose_executor(
     model: Any, vocab_size: int, block_size: int, precision: Precision = UNQUANTIZED
 ) -> ChosenExecutor:
-    """Tries from the fastest way to the slowest; mlx-lm's own caches, one sequence at a
-    time, are always right."""
+    """Try the ways of batching from the fastest to the slowest, and return the first right one.
+
+    The last resort is always right: mlx-lm's own caches, one sequence at a time.
+    """
     reasons: list[str] = []
     try:
         layout = probe_layout(model)
@@ -76,7 +78,7 @@ def _quantized(
     vocab_size: int,
     precision: Precision,
 ) -> tuple[Layout, str]:
-    """``layout`` with ``precision``, as far as that is right; and where it is not, and why."""
+    """Return ``layout`` with ``precision`` as far as that is proven, and what stays unquantized."""
     quantized = layout.with_precision(precision, dequantized=device.slots_dequantized())
     if quantized.kv_bits < 16:
         try:
@@ -87,7 +89,7 @@ def _quantized(
 
 
 def _unquantized(layout: Layout) -> str:
-    """Which layers are not quantized, and why."""
+    """Say which layers are not quantized, and why."""
     if layout.precision.bits == 16 or not layout.unquantized_layers:
         return ""
     layers = [layout.layers[number] for number in layout.unquantized_layers]

@@ -1,4 +1,4 @@
-"""What mlx-lm's own caches give for a sequence, and how far from that something is."""
+"""The logits that mlx-lm's own caches give for a sequence, and the distance of others from them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, fake
 
 @dataclass(frozen=True)
 class Reference:
-    """A made-up sequence: a prompt of at least one token, and what follows it.
-
-    ``expected`` holds, for each way in which mlx-lm computes them, the logits (steps,
-    vocab) after the prompt's last token and after each that follows. Most models
-    differ between those ways by rounding only.
-    """
+    """A made-up sequence, and the logits that mlx-lm gives for it."""
 
     prompt: tuple[int, ...]
+    """At least one token."""
     continuation: tuple[int, ...]
+    """The tokens that follow the prompt."""
     expected: tuple[mx.array, ...]
+    """Logits (steps, vocab) after the prompt's last token and after each of the continuation,
+    for each way in which mlx-lm computes them. In most models those differ by rounding only."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.prompt + self.continuation
 
     def token(self, step: int) -> int:
-        """The input token of decode ``step``."""
+        """Return the input token of decode ``step``."""
         return self.continuation[step - 1] if step else self.prompt[-1]
 
     def position(self, step: int) -> int:
@@ -49,14 +48,15 @@ class Reference:
         return len(self.continuation) + 1
 
     def difference(self, step: int, logits: mx.array) -> float:
-        """Largest distance of ``logits`` from the nearest of the expected ones, in
-        standard deviations of these."""
+        """Return the `logits_distance` from the nearest of the expected logits."""
         return min(logits_distance(logits, way[step]) for way in self.expected)
 
 
 def logits_distance(ours: mx.array, theirs: mx.array) -> float:
-    """Largest difference of two rows of logits in standard deviations of ``theirs``.
-    Some models set the logits of some tokens to minus infinity; so must we."""
+    """Return the largest difference of two rows of logits, in standard deviations of ``theirs``.
+
+    It is infinite unless both are infinite at the same tokens: some models forbid tokens so.
+    """
     ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
     finite = mx.isfinite(theirs)
     if not mx.all(mx.isfinite(ours) == finite).item():
@@ -75,10 +75,10 @@ def make_reference(
     num_ways: int = 2,
     precision: Precision = UNQUANTIZED,
 ) -> Reference:
-    """A random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
+    """Return a random sequence with a prompt of ``length`` tokens and ``steps`` decodes.
 
-    The prompt is computed in one pass, and with two ``num_ways`` also token by token; with none
-    nothing is expected.
+    ``num_ways`` of computing the prompt are expected: in one pass, and with 2 also token by
+    token; with 0 none.
     """
     choose = random.Random(seed)
     tokens = tuple(choose.randrange(vocab_size) for _ in range(length + steps - 1))
@@ -90,8 +90,10 @@ def make_reference(
 
 
 def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:
-    """mlx-lm's own caches for ``model``, that round keys and values as slots do: before
-    anybody attends to them."""
+    """Return mlx-lm's caches for ``model``, made to round keys and values before attention.
+
+    Slots round at the same point.
+    """
     caches: list[Any] = make_prompt_cache(model)
     for cache in caches:
         for part in cache.caches if isinstance(cache, CacheList) else (cache,):
@@ -111,8 +113,11 @@ def _fake_quantized(part: mx.array, scheme: Quantization | None) -> mx.array:
 def compute_logits(
     model: Any, cache: list[Any], tokens: tuple[int, ...], length: int, at_once: int
 ) -> mx.array:
-    """(steps, vocab) after each of ``tokens`` from the last one of a prompt of ``length`` on,
-    which goes into ``cache`` in pieces of ``at_once`` tokens."""
+    """Return the logits (steps, vocab) after the last token of the prompt and each that follows.
+
+    The prompt is the first ``length`` of ``tokens``; it goes into ``cache`` in pieces of
+    ``at_once`` tokens.
+    """
     for piece in _pieces(tokens[: length - 1], at_once):
         model(mx.array([piece]), cache=cache)
         mx.eval([entry.state for entry in cache])

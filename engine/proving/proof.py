@@ -1,9 +1,9 @@
 """The proof that a model may be batched, made before it serves anything.
 
-A model's code may do with keys, masks, state or offsets what slots do not expect, and
-then answers would be wrong without an error. So the loaded model itself is run both
-ways on a few made-up sequences of uneven length, through mlx-lm's own caches and
-through the batched executor, and must give the same logits.
+A model's code may treat keys, masks, state or offsets in a way that slots do not expect. Its
+answers would then be wrong without an error. So the loaded model itself is run on a few made-up
+sequences of uneven length, through mlx-lm's own caches and through the batched executor. Both
+must give the same logits.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from engine.proving.oracle import Reference, make_reference
 from engine.proving.trial import BLOCK_SIZE, StepFailed, Trial
 
 RELATIVE_TOLERANCE = {mx.float32: 2e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}
-"""Of the spread (standard deviation) of the logits of a position."""
+"""By the type of the logits, as a part of their spread (standard deviation) at a position."""
 
 LONGEST_WINDOW = 40
-"""Longer windows are not left behind in a proof, since that would take too long."""
+"""A proof does not go beyond longer windows, since that would take too long."""
 
 STEPS = 2
 
 QUANTIZED_TOLERANCE = {8: 0.5, 4: 3.0}
-"""Rounding in another order changes a code here and there, and with the codes of one layer
-those of the next. So little is left to compare: that it runs, and what it says is like it.
+"""By bits. Rounding in another order changes a code here and there, and codes of one layer change
+those of the next. So little is left to compare: that it runs, and that logits are similar.
 Everything else was proven without quantization, through the same code."""
 
 
 class NotBatchable(Exception):
-    """Batched logits differ from mlx-lm's, or batching raised; the message says how."""
+    """Batched logits differ from mlx-lm's, or batching raised. The message says how."""
 
 
 def proof_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
-    """What to prove with: the last one begins at once, in a slot that was used before."""
+    """Return the sequences of a proof. The last one has no prefill, and a slot used before."""
     windows = [layer.window for layer in layout.layers if layer.window]
     longest = min(min(windows, default=0), LONGEST_WINDOW) + 9
     return _references(model, layout, vocab_size, (longest, 5, 12, 1))
 
 
 def short_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
-    """Less of the same."""
+    """Return the sequences of a short proof."""
     return _references(model, layout, vocab_size, (9, 5))
 
 
@@ -58,8 +58,7 @@ def _references(
 
 
 def prove(model: Any, layout: Layout, batch: type[RaggedBatch], given: list[Reference]) -> None:
-    """Raises `NotBatchable` unless ``model`` answers ``given`` in a ``batch`` as it does
-    alone."""
+    """Raise `NotBatchable` unless ``model`` gives the expected logits of ``given`` in a batch."""
     trial = Trial(BatchedExecutor(model, layout, BLOCK_SIZE, batch))
     try:
         trial.run_short(given)

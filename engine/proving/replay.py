@@ -1,10 +1,10 @@
-"""mlx-lm on keys and values as a slot has them: what quantized ones are compared with.
+"""Runs mlx-lm over the keys and values of a slot, to check a quantized KV cache.
 
-Two ways of computing a key differ by rounding, and where one of them is a code above the
-other, logits differ by as much as a step of the codes does, or by another expert. No
-tolerance for that would still show a wrong row. So here each stored row has to be a rounding
-of what mlx-lm computes when its caches hold the rows before it as the slot has them; and
-logits have to be what it says over these very rows, as exactly as without quantization.
+Two ways of computing a key differ by rounding. If that gives neighbouring codes, logits differ
+by the effect of a whole step of the codes, or of another expert. A tolerance for that would hide
+a wrong row. So each stored row has to be a rounding of what mlx-lm computes when its caches hold
+the rows before it as the slot has them. And logits have to be those that mlx-lm gives over these
+very rows, as exactly as without quantization.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from engine.plan import Slot
 from engine.proving.oracle import Reference, compute_logits, logits_distance
 
 NOISE = 1e-4
-"""By how much two ways of computing keys or values may differ, as a part of the largest."""
+"""The allowed difference of two ways of computing keys or values, as a part of the largest."""
 HALF_STEP = 0.5 * (1 + 2.0**-9)
-"""How far from what it stands for a code may be; another rounding to fp16 may make the steps
-that much larger."""
+"""The allowed distance of a value from its code, in steps. Another rounding of scales to fp16
+may make the steps that much larger."""
 
 
 class RoundingMismatch(Exception):
-    """What a slot keeps does not stand for what mlx-lm computes; the message says where."""
+    """A stored row is not a rounding of what mlx-lm computes. The message says where."""
 
 
 class Replay:
-    """Compares what ``executor`` stores, and then says of it, with mlx-lm's ``model``."""
+    """Compares the rows and the logits of ``executor`` with those of mlx-lm's ``model``."""
 
     def __init__(self, model: Any, executor: BatchedExecutor) -> None:
         self._model = model
         self._executor = executor
 
     def difference(self, slot: Slot, one: Reference, step: int, logits: mx.array) -> float:
-        """Distance of ``logits``, which are those of decode ``step`` of ``one`` in ``slot``,
-        from mlx-lm's, in standard deviations of these: from the nearer one of the two ways of
-        computing a prompt that `oracle.make_reference` has. Raises `RoundingMismatch`."""
+        """Return the `logits_distance` of decode ``step`` of ``one`` in ``slot`` from mlx-lm's.
+
+        The nearer of the two ways of computing a prompt counts (`oracle.make_reference`).
+        Raises `RoundingMismatch`.
+        """
         found: list[float] = []
         wrong: RoundingMismatch | None = None
         stored = self._executor.read_slot(slot, one.position(step) + 1)
@@ -61,7 +63,7 @@ class Replay:
     def _logits(
         self, one: Reference, step: int, stored: Sequence[StoredKV], at_once: int
     ) -> mx.array:
-        """mlx-lm's (vocab,) after decode ``step``, over what is ``stored``."""
+        """Return mlx-lm's logits (vocab,) after decode ``step``, over the ``stored`` rows."""
         layout = self._executor.layout
         caches = make_prompt_cache(self._model)
         for part, number in _kv_caches(caches, layout.tree):
@@ -71,7 +73,7 @@ class Replay:
 
 
 def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[Any, int]]:
-    """mlx-lm's caches of keys and values, and the number of the layer of each."""
+    """Yield mlx-lm's caches of keys and values, each with the number of its layer."""
     for part, node in zip(caches, tree, strict=True):
         if isinstance(node, KVNode):
             yield part, node.layer
@@ -80,8 +82,10 @@ def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[An
 
 
 class _CheckedUpdate:
-    """In the place of a cache's ``update_and_fetch``: checks what it is given, and has the
-    cache keep what the slot has instead."""
+    """Replaces a cache's ``update_and_fetch``.
+
+    It checks the computed keys and values, and gives the cache those of the slot instead.
+    """
 
     def __init__(self, stock: Any, layout: Layout, layer: int, stored: Sequence[StoredKV]) -> None:
         self._stock = stock
@@ -110,8 +114,10 @@ def _stretch(kept: StoredKV, start: int, end: int) -> StoredKV:
 
 
 def _is_rounding_of(kept: StoredKV, computed: mx.array, scheme: Quantization | None) -> bool:
-    """Whether ``kept`` is ``computed`` (..., dim), rounded in the way of ``scheme``: values of
-    codes, and no other values that are as near."""
+    """Return whether ``kept`` is ``computed`` (..., dim), rounded by ``scheme``.
+
+    Values that are as near but belong to no code do not count.
+    """
     ours, wide = kept.array.astype(mx.float32), computed.astype(mx.float32)
     allowed = NOISE * mx.max(mx.abs(wide))
     of_codes = mx.array(True)

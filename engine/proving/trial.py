@@ -32,37 +32,43 @@ GREEDY = Sampling(temperature=0.0, seed=1)
 
 
 class StepFailed(Exception):
-    """A chunk raised; the message says what."""
+    """A chunk raised. The message is that of the exception."""
 
 
 class Trial:
-    """``max_difference`` is the largest difference so far, ``worst_stage`` the stage that gave it.
-    With a ``replay`` that says what is right, and not what samples expect."""
+    """Runs references through an executor, in stages.
+
+    With a ``replay``, logits are compared with its logits and not with the expected ones.
+    """
 
     def __init__(self, executor: Executor, replay: Replay | None = None) -> None:
-        self._executor = executor
+        self._executor, self._spec = executor, executor.spec
         self._replay = replay
         self._logits: dict[Slot, mx.array] = {}
         executor.logits_observer = self._observe
         self._step = 0
         self._stage = ""
         self.max_difference = 0.0
+        """The largest `logits_distance` so far."""
         self.worst_stage = ""
+        """The stage of that distance."""
 
     def run_short(self, references: Sequence[Reference]) -> None:
-        """What shows whether rows disturb each other; for an executor that batches."""
+        """Show whether rows disturb each other. For an executor that batches."""
         self.run(new_slabs=(SlabSpec(0, 4, CAPACITY),))
         self.join_and_leave(references, pace=1)
 
     def run_all(self, references: Sequence[Reference]) -> None:
-        """All that the executor can do. ``references`` are five, the first one and the last
-        one longer than two blocks."""
-        if self._executor.spec.max_sequences == 1:
+        """Run all that the executor can do.
+
+        There must be five ``references``, the first and the last longer than two blocks.
+        """
+        if self._spec.max_sequences == 1:
             self.one_by_one(references)
             return
         self.run(new_slabs=(SlabSpec(0, 4, CAPACITY), SlabSpec(1, 1, CAPACITY)))
         self.join_and_leave(references)
-        if self._executor.spec.prefix_cache:
+        if self._spec.prefix_cache:
             self.rewind(references)
             self.reuse_a_prefix(references)
         self.move(references)
@@ -70,7 +76,7 @@ class Trial:
     # -- stages ----------------------------------------------------------------
 
     def one_by_one(self, references: Sequence[Reference]) -> None:
-        """One sequence after the other, prefilled in two chunks."""
+        """Run one sequence after the other, each prefilled in two chunks."""
         self._stage = "one at a time"
         for number, one in enumerate(references):
             slot = Slot(number, 0)
@@ -81,8 +87,10 @@ class Trial:
                 self.decode((slot, one, step))
 
     def join_and_leave(self, references: Sequence[Reference], pace: int = 2) -> None:
-        """Every ``pace`` steps another one joins; each leaves when it is done. There are
-        three slots, so that the later ones take over what the first ones left."""
+        """Add a sequence every ``pace`` steps; each leaves when it is done.
+
+        There are three slots, so that later sequences get slots that were used before.
+        """
         self._stage = "joining and leaving"
         free = [Slot(0, row) for row in (3, 0, 2)]
         waiting = list(references)
@@ -107,7 +115,7 @@ class Trial:
                 running[slot] = (joining.pop(slot)[0], 0)
 
     def rewind(self, references: Sequence[Reference]) -> None:
-        """One row goes back while another goes on."""
+        """Rewind one row while another continues."""
         self._stage = "rewinding"
         back, other = (Slot(0, 2), references[4]), (Slot(0, 0), references[1])
         self.prefill(*back)
@@ -115,19 +123,19 @@ class Trial:
         self.decode((*other, 0), (*back, 0), keep=(SaveState(back[0], back[1].position(1), 20),))
         for step in range(1, back[1].steps - 1):
             self.decode((*back, step), (*other, step))
-        if self._executor.spec.state_bytes:
+        if self._spec.state_bytes:
             self.run(state_restores=(RestoreState(back[0], back[1].position(1), 20),))
         self.decode((*back, 1), (*other, back[1].steps - 1))
 
     def reuse_a_prefix(self, references: Sequence[Reference]) -> None:
-        """Two blocks of the last sequence, by way of bytes, begin two other slots."""
+        """Start two slots from two blocks of the last sequence, which were exported as bytes."""
         self._stage = "reusing a prefix"
         one, source = references[4], Slot(0, 2)
         end = 2 * BLOCK_SIZE
         saved = self.run(
             chunks=(Chunk(source, 0, one.prompt[:end]),),
-            saves=(Save(source, 0, (1, 2)),) * self._executor.spec.keeps_kv,
-            state_saves=(SaveState(source, end, 3),) * bool(self._executor.spec.state_bytes),
+            saves=(Save(source, 0, (1, 2)),) * self._spec.keeps_kv,
+            state_saves=(SaveState(source, end, 3),) * bool(self._spec.state_bytes),
             exports=(1, 2, 3),
         )
         inserts = tuple(
@@ -138,9 +146,8 @@ class Trial:
         self.run(inserts=inserts)
         for number, target in enumerate((Slot(0, 1), Slot(0, 3))):
             self.run(
-                restores=(Restore(target, 0, (11, 12)),) * self._executor.spec.keeps_kv,
-                state_restores=(RestoreState(target, end, 13),)
-                * bool(self._executor.spec.state_bytes),
+                restores=(Restore(target, 0, (11, 12)),) * self._spec.keeps_kv,
+                state_restores=(RestoreState(target, end, 13),) * bool(self._spec.state_bytes),
             )
             self.run(chunks=(Chunk(target, end, one.prompt[end:-1]),))
             for step in range(one.steps):
@@ -148,7 +155,7 @@ class Trial:
                 self.decode((target, one, step), *beside)
 
     def move(self, references: Sequence[Reference]) -> None:
-        """A sequence goes on in another slab, together with one that stayed."""
+        """Move a sequence to another slab, and continue it beside one that stays."""
         self._stage = "moving"
         one, other = references[0], references[2]
         self.prefill(Slot(0, 1), one)
@@ -177,15 +184,17 @@ class Trial:
         chunks: tuple[Chunk, ...] = (),
         keep: tuple[SaveState, ...] = (),
     ) -> StepResult:
-        """Runs (slot, sample, step) in one plan, and compares what comes. ``keep`` is ignored
-        where there is no state."""
+        """Run decodes (slot, reference, step) in one plan, and compare their logits.
+
+        ``keep`` is ignored if the model has no recurrent state.
+        """
         result = self.run(
             decodes=tuple(
                 Decode(slot, one.position(step), one.token(step), step, GREEDY)
                 for slot, one, step in decodes
             ),
             chunks=chunks,
-            state_saves=keep if self._executor.spec.state_bytes else (),
+            state_saves=keep if self._spec.state_bytes else (),
         )
         for slot, one, step in decodes:
             difference = self._difference(slot, one, step)
@@ -207,7 +216,7 @@ class Trial:
 
 
 def _chunks(slot: Slot, one: Reference) -> tuple[Chunk, ...]:
-    """The prompt but its last token, in two pieces where there are tokens for two."""
+    """Return the prompt without its last token, in two chunks if it is long enough."""
     tokens = one.prompt[:-1]
     middle = len(tokens) * 2 // 5
     pieces = ((0, tokens[:middle]), (middle, tokens[middle:]))

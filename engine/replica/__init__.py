@@ -1,1 +1,1 @@
-"""One replica put together: memory sizes, executor, scheduler, grammars."""
+"""Builds one replica from its parts: memory sizes, executor, scheduler, grammars."""

@@ -1,4 +1,4 @@
-"""What a replica needs for structured output, put together."""
+"""The parts of a replica that structured output needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 def open_grammar_queue(
     loaded: LoadedModel, executor: Executor, on_done: Callable[[Grammar, CompileOutcome], None]
 ) -> GrammarQueue:
-    """The queue for requests to ``loaded``, and masks for ``executor``. ``on_done`` is called by
-    threads with grammars and what became of them, for `GrammarQueue.on_compiled`."""
+    """Return the queue for requests to ``loaded``; give ``executor`` the maker of masks.
+
+    The compiler's threads call ``on_done`` with each grammar and its outcome, which are meant
+    for `GrammarQueue.on_compiled`.
+    """
     try:
         spec = tokenizer_spec_of(loaded)
         tokenizer = spec.load()
@@ -35,7 +38,10 @@ def open_grammar_queue(
 
 
 def tokenizer_spec_of(loaded: LoadedModel) -> TokenizerSpec:
-    """Raises ValueError for a model whose tokenizer has no fast form, or that never ends."""
+    """Return what llguidance needs of the tokenizer of ``loaded``.
+
+    Raises ValueError if the tokenizer has no fast form, or no token ends an answer.
+    """
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("its tokenizer is not one of the tokenizers library")

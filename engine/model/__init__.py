@@ -1,1 +1,1 @@
-"""Finding, converting and loading models."""
+"""Finds, converts and loads models."""

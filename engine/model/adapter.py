@@ -1,4 +1,4 @@
-"""LoRA adapters, as mlx-lm writes and reads them."""
+"""LoRA adapters in mlx-lm's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 
 
 def check(path: Path) -> None:
-    """Raises `AdapterUnusable` where ``path`` has not the files of an adapter."""
+    """Raise `AdapterUnusable` if ``path`` lacks the files of an adapter."""
     if not path.is_dir():
         raise AdapterUnusable(f"there is no adapter at {path}: no such directory")
     for name in (CONFIG, WEIGHTS):
@@ -24,8 +24,10 @@ def check(path: Path) -> None:
 
 
 def apply(model: nn.Module, path: Path) -> None:
-    """Puts the adapter in ``path`` over ``model``, whose weights are loaded. Raises
-    `AdapterUnusable` where it is no adapter, or one of another model."""
+    """Put the adapter in ``path`` over ``model``, whose weights are loaded.
+
+    Raises `AdapterUnusable` if it is not an adapter, or one of another model.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.utils import load_adapters
@@ -33,13 +35,13 @@ def apply(model: nn.Module, path: Path) -> None:
     try:
         load_adapters(model, str(path))
         given = mx.load(str(path / WEIGHTS))
-    except Exception as error:  # a config of any shape goes through mlx-lm's code
+    except Exception as error:  # mlx-lm's code takes a config of any shape
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise AdapterUnusable(f"the adapter in {path} cannot be used: {reason}") from error
-    # mlx-lm leaves those that the file lacks as it drew them: at random.
+    # mlx-lm keeps its random initial values for weights that the file lacks.
     names = (name for name, _ in tree_flatten(model.parameters()))
-    drawn = (name for name in names if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b"))
-    missing = next((name for name in drawn if name not in given), None)
+    wanted = (name for name in names if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b"))
+    missing = next((name for name in wanted if name not in given), None)
     if missing is not None:
         raise AdapterUnusable(f"the adapter in {path} cannot be used: it lacks {missing}")
     model.eval()
@@ -47,5 +49,5 @@ def apply(model: nn.Module, path: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """A hex name for the content of the adapter in ``path``, the same on every machine."""
+    """Return a hex name for the content of the adapter, the same on every machine."""
     return digest(path / CONFIG, [path / WEIGHTS])

@@ -1,4 +1,4 @@
-"""How long sequences of a model may be."""
+"""The context length: how long sequences of a model may be, in tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 DEFAULT_CONTEXT_LENGTH = 32_768
-"""The context length of models whose config names none (recurrent ones), in tokens."""
+"""For models whose config names none (recurrent ones)."""
 
 _KEYS = (
     "max_position_embeddings",
@@ -21,30 +21,34 @@ _KEYS = (
 
 
 def context_length(config: dict[str, Any]) -> int:
-    """The longest sequence, in tokens, that a model with ``config`` was made for."""
+    """Return the longest sequence that a model with ``config`` was made for."""
     return next(
         (size for key in _KEYS if (size := config_int(config, key)) > 0), DEFAULT_CONTEXT_LENGTH
     )
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:
-    """The longest sequence to be served, of a model whose ``own`` longest that is. Who keeps
-    no more than ``max_kv_size`` positions anyway needs no other limit."""
+    """Return the longest sequence to serve, for a model that was made for ``own``.
+
+    ``max_kv_size`` limits it unless the model keeps no more positions than that at any length.
+    """
     if max_kv_size is None or max_kv_size >= own or max_cached_positions(model) <= max_kv_size:
         return own
     return max_kv_size
 
 
 def max_cached_positions(model: Any) -> float:
-    """How many positions of a sequence the model's own caches keep at most: its longest
-    window, 0 where all it keeps is recurrent state, infinity where it keeps all."""
+    """Return the most positions of a sequence that the model's own caches keep.
+
+    That is its longest window, 0 with recurrent state only, and infinity without a bound.
+    """
     from mlx_lm.models.cache import make_prompt_cache
 
     return _kept(make_prompt_cache(model))
 
 
 def config_int(config: dict[str, Any], key: str) -> int:
-    """The number under ``key``, there or in the part for text of a multimodal config; or 0."""
+    """Return the number under ``key``, there or in the text part of a multimodal config; or 0."""
     for part in (config, config.get("text_config"), config.get("llm_config")):
         if isinstance(part, dict) and isinstance(value := part.get(key), int):
             return value

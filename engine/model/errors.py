@@ -1,9 +1,9 @@
-"""What can go wrong while a model is found."""
+"""Errors of finding and loading a model."""
 
 
 class ModelUnavailable(Exception):
-    """There is no such model here, or it cannot be had; the text is one line for the user."""
+    """The model does not exist or cannot be loaded. The text is one line for the user."""
 
 
 class AdapterUnusable(ModelUnavailable):
-    """There is no such adapter, or it is not one of this model."""
+    """The adapter does not exist, or is not one of this model."""

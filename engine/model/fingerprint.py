@@ -1,4 +1,4 @@
-"""Names for the content of weights."""
+"""Fingerprints of weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
 
 
 def digest(config: Path, weight_files: Iterable[Path]) -> str:
-    """A hex name for what is in these files, the same on every machine.
+    """Return a hex name for the content of these files, the same on every machine.
 
-    It covers all of ``config`` and of each weight file its name, size, header and content;
-    of a file over 64 MB 64 evenly spaced samples, since reading all would take minutes.
+    It covers all of ``config``, and the name, size, header and content of each weight file. Of
+    a file over 64 MB it covers 64 evenly spaced samples: reading all would take minutes.
     """
     named = hashlib.sha256(config.read_bytes())
     for weights in weight_files:

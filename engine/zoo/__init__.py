@@ -1,2 +1,3 @@
-"""The zoo: every architecture of the installed mlx-lm, tiny and random, and what becomes
-of it here. `python -m engine.zoo` builds and examines them all."""
+"""The zoo: every architecture of the installed mlx-lm, as a tiny random model.
+
+`python -m engine.zoo` builds all of them and examines how they are served."""

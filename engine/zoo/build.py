@@ -14,17 +14,20 @@ from engine.zoo.configs import MODULES, config
 
 
 def architectures() -> list[str]:
-    """All names, sorted: mlx-lm's modules, which are not all models, and those of `MODULES`.
+    """Return all names, sorted: mlx-lm's modules, which are not all models, and `MODULES`.
 
-    Nothing is imported, since there are modules that end the process that imports them."""
+    Nothing is imported: some modules end the process that imports them.
+    """
     names = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
     return sorted(names | MODULES.keys(), key=str.lower)
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """A model of architecture ``name``, about 200,000 parameters in float32; None where
-    its module has no model. The same ``seed`` gives the same weights. Raises whatever
-    the module does."""
+    """Return a model of architecture ``name``; None if its module has no model.
+
+    It has about 200,000 parameters in float32; the same ``seed`` gives the same weights. Raises
+    whatever the module raises.
+    """
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(name, name)}")
     if not (hasattr(module, "Model") and hasattr(module, "ModelArgs")):
         return None
@@ -36,7 +39,7 @@ def build(name: str, seed: int = 0) -> Any:
 
 
 def _perturbed(weight: mx.array) -> mx.array:
-    """Norms, biases, sinks and some routers start as ones and zeros, which hides mistakes."""
+    """Add noise: norms, biases, sinks and some routers start as ones or zeros, which hides bugs."""
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight
     if weight.ndim > 1 and mx.any(weight != 0).item():

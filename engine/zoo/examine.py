@@ -1,4 +1,4 @@
-"""Examines one architecture: what it gets here, and whether what it then says is right."""
+"""Examines one architecture: how it is served, and whether its logits are right."""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ INT8 = Precision(8)
 LENGTHS = (49, 3, 17, 1, 38)
 STEPS = 5
 TOLERANCE = 1e-4
-"""Of the spread of the logits; float32 rounds to about 1e-5 of it in these models."""
+"""As a part of the spread of the logits. float32 rounds to about 1e-5 of it in these models."""
 
 
 class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
-    """``error`` says why it could not be built or run, or what was wrong; ``difference``
-    is the largest one from mlx-lm's logits, in standard deviations of these. ``batching`` names
-    the way in which sequences are computed together, and ``batched`` says whether in one
-    pass. ``int8`` says that keys and values are right in 8 bits, ``int8_difference`` how far
-    that is from mlx-lm's logits with the same rounding, ``unquantized`` where and why not."""
+    """What was found out about one architecture."""
 
     name: str
     loads: bool = False
     batched: bool = False
+    """Whether the decodes of a step are computed in one pass."""
     batching: str = ""
+    """How sequences are computed together, in a word."""
     prefix_cache: bool = False
     reason: str = ""
+    """Why a faster way of computing, or the reuse of prefixes, was ruled out."""
     difference: float = 0.0
+    """The largest distance from mlx-lm's logits, in standard deviations of these."""
     int8: bool = False
+    """Whether all keys and values are kept in 8 bits, and are right."""
     int8_difference: float = 0.0
+    """As ``difference``, in 8 bits; mlx-lm's logits have the same rounding."""
     unquantized: str = ""
+    """Where and why keys and values stay in 16 bits."""
     error: str = ""
+    """Why it could not be built or run, or what was wrong."""
     seconds: float = 0.0
 
     @property
@@ -57,7 +61,7 @@ class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureReport | None:
-    """Builds architecture ``name`` and tries it; None where mlx-lm's module is no model."""
+    """Build architecture ``name`` and try it; return None if mlx-lm's module has no model."""
     started = time.perf_counter()
     device.prepare()
     try:
@@ -101,7 +105,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
 
 
 class QuantizedReport(NamedTuple):
-    """``difference``, ``unquantized`` and ``error`` of a `ArchitectureReport`, in 8 bits."""
+    """``difference``, ``unquantized`` and ``error`` of an `ArchitectureReport`, in 8 bits."""
 
     difference: float = 0.0
     unquantized: str = ""
@@ -109,8 +113,7 @@ class QuantizedReport(NamedTuple):
 
 
 def examine_quantized(model: Any, vocab_size: int) -> QuantizedReport:
-    """Tries ``model`` with keys and values in 8 bits: what slots keep against roundings of what
-    mlx-lm computes, and logits against mlx-lm's over what slots keep."""
+    """Try ``model`` with keys and values in 8 bits (`engine.proving.replay`)."""
     try:
         executor, _, unquantized = choose_executor(model, vocab_size, BLOCK_SIZE, INT8)
         if not isinstance(executor, BatchedExecutor) or executor.spec.kv_bits == 16:
@@ -136,12 +139,12 @@ def _line(error: BaseException) -> str:
 
 
 def _one_line(text: str) -> str:
-    """The first line; MLX's type errors go on for several."""
+    """Return the first line; MLX's type errors have several."""
     return text.strip().partition("\n")[0]
 
 
 def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: int = 8) -> bool:
-    """Whether ``executor``, alone, says to ``prompt`` what mlx-lm's generation says."""
+    """Return whether ``executor`` alone continues ``prompt`` as mlx-lm's generation does."""
     theirs = generate_step(mx.array(prompt), model, max_tokens=count)
     expected = [int(token) for token, _ in theirs]
     slot = Slot(0, 0)
@@ -152,9 +155,9 @@ def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: i
             chunks=(Chunk(slot, 0, tuple(prompt[:-1])),),
         )
     ).read()
-    said: list[int] = []
+    tokens: list[int] = []
     for index in range(count):
-        token = said[-1] if said else prompt[-1]
+        token = tokens[-1] if tokens else prompt[-1]
         decode = Decode(slot, len(prompt) - 1 + index, token, index, GREEDY)
-        said += executor.dispatch(Plan(step=2 + index, decodes=(decode,))).read().tokens
-    return said == expected
+        tokens += executor.dispatch(Plan(step=2 + index, decodes=(decode,))).read().tokens
+    return tokens == expected

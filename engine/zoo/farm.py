@@ -1,11 +1,13 @@
-"""Examines architectures in child processes, so that one that crashes or hangs ends no run."""
+"""Examines architectures in child processes, so that a crash or a hang ends no run."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -17,18 +19,18 @@ TIME_LIMIT_S = 180.0
 def examine_all(
     names: Iterable[str], time_limit_s: float = TIME_LIMIT_S
 ) -> Iterator[ArchitectureReport]:
-    """What `examine` finds for each of ``names`` that is a model.
+    """Yield the report of `examine` for each of ``names`` that is a model.
 
-    One child does them one after the other; where it dies or takes longer than
-    ``time_limit_s`` for one, a new child goes on with the next.
+    One child examines them one after the other. If it dies, or takes longer than
+    ``time_limit_s`` for one, a new child continues with the next.
     """
     child: _Child | None = None
     try:
         for name in names:
             child = child or _Child()
-            finding, alive = child.examine(name, time_limit_s)
-            if finding is not None:
-                yield finding
+            report, alive = child.examine(name, time_limit_s)
+            if report is not None:
+                yield report
             if not alive:
                 child.end()
                 child = None
@@ -43,11 +45,11 @@ class _Child:
             [sys.executable, "-P", "-m", "engine.zoo.farm"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**_environment()},
+            env=_environment(),
         )
 
     def examine(self, name: str, time_limit_s: float) -> tuple[ArchitectureReport | None, bool]:
-        """The finding, and whether the child may be asked again."""
+        """Return the report, and whether the child can be used again."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(name.encode() + b"\n")
@@ -71,17 +73,14 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the folder in which this package lies, since ``-P`` leaves it out."""
-    import os
-    from pathlib import Path
-
+    """Return our environment plus the folder of this package, which ``-P`` leaves out."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *([path] if path else [])])}
 
 
 def _work() -> None:
-    """Reads names, answers with findings, a line each. What models print goes to stderr."""
+    """Read names and write reports, a line each. What models print goes to stderr."""
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         answers.write(msgspec.json.encode(examine(line.strip())).decode() + "\n")

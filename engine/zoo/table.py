@@ -1,4 +1,4 @@
-"""The findings as a page."""
+"""The page docs/models.md: what was found out about each architecture."""
 
 from __future__ import annotations
 
@@ -8,60 +8,57 @@ from importlib.metadata import version
 from engine.zoo.common import WINDOW
 from engine.zoo.examine import TOLERANCE, ArchitectureReport
 
+_PAGE = """\
+# Architectures
 
-def page(findings: Sequence[ArchitectureReport]) -> str:
-    """The Markdown page docs/models.md."""
-    found = [f for f in findings if f.loads]
-    rows = [_row(f) for f in findings]
-    worst = max((f.difference for f in found if f.right), default=0.0)
-    quantized = max((f.int8_difference for f in found if f.right), default=0.0)
-    return "\n".join(
-        [
-            "# Architectures",
-            "",
-            "<!-- Written by `python -m engine.zoo --write docs/models.md` (`make zoo`): "
-            "do not edit. -->",
-            "",
-            f"Every architecture of mlx-lm {version('mlx-lm')} (mlx {version('mlx')}), built tiny "
-            "and random,",
-            f"with windows of {WINDOW} tokens, and compared with mlx-lm's own caches by the logits "
-            "of each row:",
-            "uneven prompts in chunks, joining and leaving, rewinding, moving to another slab, and "
-            "starting from",
-            "the blocks and the state of another. Wrong is what differs by more than "
-            f"{TOLERANCE:g} of the logits' standard",
-            f"deviation (the largest difference of a right one: {worst:.0e}). "
-            "A loaded model is proven again when",
-            "a server starts; what cannot be proven gets the next slower way of computing.",
-            "",
-            "INT8 is the default: keys and values are rounded to 8 bits when they are written. "
-            "The same is done",
-            "with it. Two ways of computing a key differ by rounding in fp32, which gives another "
-            "code here and",
-            "there, and logits that differ by much more; so each row that a slot keeps has to be a "
-            "rounding of what",
-            "mlx-lm computes from the rows before it as they are kept, and logits have to be "
-            "mlx-lm's over the",
-            "same codes, as exactly as without quantization (the largest difference of a right "
-            f"one: {quantized:.0e}).",
-            "",
-            f"{summary(findings)}.",
-            "",
-            "| architecture | served | batched | how | prefix cache | INT8 | why not, or not the "
-            "fastest way |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
-            *rows,
-            "",
-        ]
+<!-- Written by `python -m engine.zoo --write docs/models.md` (`make zoo`): do not edit. -->
+
+Every architecture of mlx-lm {mlx_lm} (mlx {mlx}) was built as a tiny random model with windows of
+{window} tokens. The logits of each row were compared with those of mlx-lm's own caches: with uneven
+prompts in chunks, while sequences join and leave, after rewinding, after moving to another slab,
+and when a sequence starts from the blocks and the state of another. Logits are wrong if they differ
+by more than {tolerance:g} of their standard deviation. The largest difference of a right one is
+{worst:.0e}.
+
+A loaded model is proven again when a server starts. If the proof fails, it gets the next slower way
+of computing.
+
+INT8 is the default: keys and values are rounded to 8 bits when they are written. The comparison is
+then another one. Two ways of computing a key differ by rounding in fp32, which gives another code
+here and there, and logits that differ by much more. So each row that a slot keeps has to be a
+rounding of what mlx-lm computes from the rows before it as the slot has them. And logits have to be
+mlx-lm's over the same codes, as exactly as without quantization. The largest difference of a right
+one is {worst_int8:.0e}.
+
+{summary}.
+
+| architecture | served | batched | how | prefix cache | INT8 | why not, or not the fastest way |
+| --- | --- | --- | --- | --- | --- | --- |
+{rows}
+"""
+
+
+def page(reports: Sequence[ArchitectureReport]) -> str:
+    """Return the page, in Markdown."""
+    right = [report for report in reports if report.right]
+    return _PAGE.format(
+        mlx_lm=version("mlx-lm"),
+        mlx=version("mlx"),
+        window=WINDOW,
+        tolerance=TOLERANCE,
+        worst=max((report.difference for report in right), default=0.0),
+        worst_int8=max((report.int8_difference for report in right), default=0.0),
+        summary=summary(reports),
+        rows="\n".join(map(_row, reports)),
     )
 
 
-def summary(findings: Sequence[ArchitectureReport]) -> str:
-    """The counts, in one line."""
-    loads = [f for f in findings if f.loads]
+def summary(reports: Sequence[ArchitectureReport]) -> str:
+    """Return the counts, in one line."""
+    loads = [f for f in reports if f.loads]
     return ", ".join(
         [
-            f"{len(findings)} architectures",
+            f"{len(reports)} architectures",
             f"{len(loads)} load here",
             f"{sum(f.right for f in loads)} served right",
             f"{sum(f.right and f.batched for f in loads)} batched",
@@ -72,28 +69,28 @@ def summary(findings: Sequence[ArchitectureReport]) -> str:
     )
 
 
-def _row(finding: ArchitectureReport) -> str:
-    served = "right" if finding.right else "WRONG" if finding.loads else "does not load"
+def _row(report: ArchitectureReport) -> str:
+    served = "right" if report.right else "WRONG" if report.loads else "does not load"
     cells = [
-        finding.name,
+        report.name,
         served,
-        "yes" if finding.batched else "no" if finding.loads else "",
-        finding.batching,
-        "yes" if finding.prefix_cache else "no" if finding.loads else "",
-        _int8(finding),
-        _why(finding).replace("|", "\\|"),
+        "yes" if report.batched else "no" if report.loads else "",
+        report.batching,
+        "yes" if report.prefix_cache else "no" if report.loads else "",
+        _int8(report),
+        _why(report).replace("|", "\\|"),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def _int8(finding: ArchitectureReport) -> str:
-    if not finding.loads:
+def _int8(report: ArchitectureReport) -> str:
+    if not report.loads:
         return ""
-    return "yes" if finding.int8 else "partly" if finding.int8_difference else "no"
+    return "yes" if report.int8 else "partly" if report.int8_difference else "no"
 
 
-def _why(finding: ArchitectureReport) -> str:
-    if finding.error:
-        return finding.error
-    whole = f"16 bits: {finding.unquantized}" if finding.unquantized else ""
-    return "; ".join(filter(None, (finding.reason, whole)))
+def _why(report: ArchitectureReport) -> str:
+    if report.error:
+        return report.error
+    sixteen_bits = f"16 bits: {report.unquantized}" if report.unquantized else ""
+    return "; ".join(filter(None, (report.reason, sixteen_bits)))

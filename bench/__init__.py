@@ -1,1 +1,1 @@
-"""Comparisons with other servers on the same machine, weights and requests, in turn."""
+"""Comparisons with other servers, in turn, on the same machine, weights and requests."""

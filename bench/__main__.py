@@ -1,4 +1,4 @@
-"""`python -m bench [name ...]`: runs the comparisons and prints one table each."""
+"""`python -m bench [name ...]`: run the comparisons and print a table for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engine.model.load import resolve  # noqa: E402
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 STACK_PAIRS = 3
-"""How many pairs a run of `stack` has: the difference is small beside a machine's own noise."""
+"""The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="alternating runs (default: 5)")
     parser.add_argument("--model", default="demo")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stop what was started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
     chosen = options.names or names
     for name in chosen:
         if name in ALONE:
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def throughput(ports: Ports, runs: int) -> None:
-    """Tokens a second of 1, 4, 8 and 16 streams, 128-token prompts and 64 tokens out."""
+    """Tokens per second of 1, 4, 8 and 16 streams, with 128 prompt tokens and 64 output tokens."""
     ratios = []
     print("streams  " + "  ".join(f"{name:>14}" for name in NAMES) + "   ratio")
     for streams in (1, 4, 8, 16):
@@ -138,7 +138,7 @@ async def _join(port: int, seed: int) -> tuple[list[StreamedAnswer], StreamedAns
 
 
 def ssd(ports: Ports, runs: int) -> None:
-    """Time to first token of a 1,000-token prefix from the SSD, after a full restart."""
+    """Time to first token with a 1,000-token prefix from the SSD, after a full restart."""
     ram, disk = [], []
     for run in range(max(1, runs // 2)):
         asks = [f"{prompts.text(95_000 + run, 1000)} {prompts.text(i, 28)}" for i in range(4)]
@@ -156,7 +156,7 @@ def ssd(ports: Ports, runs: int) -> None:
 
 
 def connects(ports: Ports, runs: int) -> None:
-    """64 clients connect at the same moment; nobody is refused or reset."""
+    """64 clients connect at the same moment: errors, and times to first tokens."""
     for which, name in enumerate(NAMES):
         texts = [prompts.text(100_000 + i, 8) for i in range(64)]
         streams = asyncio.run(complete_all(ports[which], texts, 4))
@@ -169,7 +169,7 @@ def connects(ports: Ports, runs: int) -> None:
 
 
 def stack(ports: Ports, runs: int) -> None:
-    """What HTTP, router and wire cost: this server against its executor in-process."""
+    """The cost of HTTP, router and wire: this server against its executor in-process."""
     with side("ours", "demo") as driver:
         for streams in (1, 8):
             shares = []
@@ -192,7 +192,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "scheduling": scheduling,
     "kv-bits": kv_bits,
 }
-"""What needs no servers."""
+"""The comparisons that need no servers."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {
     "throughput": throughput,
     "prefix": prefix,

@@ -1,4 +1,4 @@
-"""A streaming client that costs little, so that both servers have the machine."""
+"""A streaming client that costs little, so that the servers have the machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class StreamedAnswer:
-    """One streamed answer. Times are seconds since the request was sent; ``times`` has
-    one for each event that brought text."""
+    """One streamed answer. Times are seconds since the request was sent."""
 
     text: str = ""
     times: list[float] = field(default_factory=list)
+    """One for each event that brought text."""
     total_s: float = 0.0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -34,7 +34,7 @@ class StreamedAnswer:
 
 
 async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> StreamedAnswer:
-    """Streams one greedy completion; what goes wrong is in ``error``."""
+    """Stream one greedy completion. A failure is in ``error``."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -67,7 +67,7 @@ async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> St
 
 
 class _Answer(asyncio.Protocol):
-    """Notes what comes, and when; it is read once all of it is there."""
+    """Keeps the pieces of a response with their times, to be parsed when it is complete."""
 
     def __init__(self, request: bytes, complete: asyncio.Future[None]) -> None:
         self._request = request
@@ -90,7 +90,7 @@ class _Answer(asyncio.Protocol):
             self.complete.set_exception(exc)
 
     def read(self, stream: StreamedAnswer, began: float) -> None:
-        """Raises `ValueError` for any status but 200."""
+        """Parse the response into ``stream``. Raises ValueError for any status but 200."""
         whole = b"".join(data for _, data in self._pieces)
         if whole.split(maxsplit=2)[1:2] != [b"200"]:
             raise ValueError(repr(whole[:2000]))
@@ -120,5 +120,5 @@ def _take(event: dict[str, Any], stream: StreamedAnswer, at_s: float) -> None:
 async def complete_all(
     port: int, prompts: list[Any], max_tokens: int, **fields: Any
 ) -> list[StreamedAnswer]:
-    """All ``prompts`` at once."""
+    """Stream completions of all ``prompts`` at once."""
     return await asyncio.gather(*(complete(port, p, max_tokens, **fields) for p in prompts))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from bench.side import SIDES, Remote, side
+from bench.side import SIDES, RemoteSide, side
 
 CHUNK_TOKENS = 256
 STEPS = 8
@@ -16,7 +16,7 @@ RAGGED_TOKENS = (50, 2000)
 
 
 def cpu(model: str, runs: int) -> None:
-    """The executor: chunks of a prompt, and decode steps of sequences of one length."""
+    """Time chunks of a prompt, and decode steps of sequences of one length."""
     with ExitStack() as stack:
         sides = [stack.enter_context(side(name, model)) for name in SIDES]
         for start in (0, 1000):
@@ -29,11 +29,11 @@ def cpu(model: str, runs: int) -> None:
 
 
 def ragged(model: str, runs: int) -> None:
-    """Steps of 16 sequences of 50 to 2,000 tokens, and of equal ones, by `BatchGenerator`."""
-    choose = random.Random(1)
-    mixed = [choose.randint(*RAGGED_TOKENS) for _ in range(RAGGED_ROWS - 2)]
+    """Time steps of 16 sequences of 50 to 2,000 tokens, and of 16 equal ones."""
+    rng = random.Random(1)
+    mixed = [rng.randint(*RAGGED_TOKENS) for _ in range(RAGGED_ROWS - 2)]
     mixed += RAGGED_TOKENS
-    choose.shuffle(mixed)
+    rng.shuffle(mixed)
     long, short = sum(mixed) // len(mixed), RAGGED_TOKENS[0]
     with ExitStack() as stack:
         sides = [stack.enter_context(side(name, model)) for name in SIDES]
@@ -42,8 +42,10 @@ def ragged(model: str, runs: int) -> None:
             _compare(what, sides, runs, "generate", lengths, STEPS)
 
 
-def _compare(what: str, sides: Sequence[Remote], runs: int, call: str, *arguments: object) -> None:
-    """One line: medians, and the median of the pairs' ratios, over 1 in our favour."""
+def _compare(
+    what: str, sides: Sequence[RemoteSide], runs: int, call: str, *arguments: object
+) -> None:
+    """Print medians, and the median of the pairs' ratios; a ratio over 1 is in our favour."""
     times: tuple[list[float], list[float]] = ([], [])
     for run in range(runs):
         for which in (0, 1) if run % 2 == 0 else (1, 0):

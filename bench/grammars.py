@@ -1,9 +1,9 @@
-"""`python -m bench.grammars`: answers of the model to JSON schemas, and what masks cost.
+"""`python -m bench.grammars`: answers of the model to JSON schemas, and the cost of masks.
 
-Sends random schemas and some of clients' (`bench.schemas`) to a whole server, eight at a
-time, and tells how many answers ended by themselves and are valid; then runs eight sequences
-that a schema binds, without a server, and tells how much of a step their masks take.
-Ends with 1 where fewer than 95 % ended, one that did is not valid, or masks take over 10 %.
+Sends random schemas and some like those of clients (`bench.schemas`) to a whole server, eight at
+a time, and counts the answers that ended by themselves and are valid. Then runs eight sequences
+with schemas, without a server, and measures the share of a step that their masks take.
+Exits with 1 if fewer than 95 % ended, one that did is not valid, or masks take over 10 %.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _valid(schema: Schema, text: str) -> bool:
     return True
 
 
-class _Timed(GrammarMasker):
-    """Notes how long masks took."""
+class _TimedMasker(GrammarMasker):
+    """Measures how long masks take."""
 
     def __init__(self, grammars: GrammarCache, vocab_size: int) -> None:
         super().__init__(grammars, vocab_size)
@@ -108,11 +108,11 @@ class _Timed(GrammarMasker):
 
 
 def _share_of_a_step(model: str, rows: int) -> float:
-    """The time of the masks of a step, as a part of the whole time of one."""
+    """Return the time of a step's masks as a part of the whole step."""
     device.prepare()
     loaded = load(resolve(model))
     replica = build_replica(loaded, Settings(model=model, no_ssd=True))
-    masker = _Timed(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)
+    masker = _TimedMasker(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)
     replica.executor.use_grammars(masker)
     prompt = loaded.tokenizer.encode(PROMPT)
     for number, schema in enumerate(generate(rows, seed=1)):

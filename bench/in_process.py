@@ -37,12 +37,14 @@ class InProcessEngine:
 
     @property
     def own_type_bytes(self) -> int:
-        """Bytes of a number of the type that the model computes in."""
+        """Bytes of one number in the type that the model computes in."""
         return int(self._loaded.model.model.norm.weight.dtype.size)
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
-        """Tokens a second of greedy completions of ``texts``. The first begins alone: so it does
-        at a server, where the others arrive while its prompt is computed."""
+        """Return the tokens per second of greedy completions of ``texts``.
+
+        The first one starts alone, as at a server: others arrive while its prompt is computed.
+        """
         encode = self._loaded.tokenizer.encode
         started = time.perf_counter()
         tokens = 0
@@ -54,8 +56,10 @@ class InProcessEngine:
         return tokens / (time.perf_counter() - started)
 
     def step_s(self, prompts: Sequence[list[int]], steps: int, warm_up_steps: int) -> float:
-        """Seconds of the median of ``steps`` in which all ``prompts`` and nothing else run. What
-        was computed for them before is found in the cache."""
+        """Return the median seconds of ``steps`` in which all ``prompts`` decode.
+
+        Prefixes computed before come from the cache.
+        """
         requests = [self._submit(prompt, 100 * steps + 1000) for prompt in prompts]
         scheduler = self.replica.scheduler
         seconds: list[float] = []
@@ -75,7 +79,7 @@ class InProcessEngine:
     def answers(
         self, questions: Sequence[str], max_tokens: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """The prompts of ``questions`` and the greedy answers, with the token that ends them."""
+        """Return the prompts of ``questions``, and the greedy answers with their end tokens."""
         template = self._loaded.tokenizer.apply_chat_template
         asked: list[list[int]] = []
         for question in questions:
@@ -84,19 +88,19 @@ class InProcessEngine:
         stop = self._loaded.eos_token_ids
         names = [self._submit(prompt, max_tokens, stop) for prompt in asked]
         deltas = self._finish()
-        said = {
-            name: [t for d in deltas if d.request_id == name for t in d.token_ids] for name in names
-        }
-        return asked, [said[name] for name in names]
+        answers = [
+            [t for d in deltas if d.request_id == name for t in d.token_ids] for name in names
+        ]
+        return asked, answers
 
     def expected(self, token_ids: list[int]) -> list[int]:
-        """The most likely token after each of ``token_ids`` but the last."""
+        """Return the most likely token after each of ``token_ids`` but the last."""
         self._submit(token_ids, 1, prompt_logprobs=1)
         scores = [score for delta in self._finish() for score in delta.prompt_logprobs or ()]
         return [score.top_ids[0] for score in scores]
 
     def block(self, text: str) -> tuple[bytes | memoryview, ...]:
-        """The first block of ``text``, as it goes to the kvstore."""
+        """Return the payload of the first block of ``text``, as it is sent to the kvstore."""
         from engine.plan import Chunk, Evict, Plan, Save, SlabSpec, Slot
 
         number, tokens = 1 << 30, self._loaded.tokenizer.encode(text)
@@ -114,7 +118,7 @@ class InProcessEngine:
         return result.exported[0].payload
 
     def _finish(self) -> list[Delta]:
-        """Everything that comes until nothing is left to do."""
+        """Run until nothing is left to do; return all deltas."""
         deltas: list[Delta] = []
         while not self.replica.scheduler.idle:
             deltas += self._step()[1]
@@ -141,7 +145,7 @@ class InProcessEngine:
         return submit.request_id
 
     def _step(self) -> tuple[int, list[Delta]]:
-        """Runs the next plan; how many rows decoded in it, and what there is for the router."""
+        """Run the next plan; return the rows of a plan of decodes only, and the deltas."""
         plan = self.replica.scheduler.schedule()
         if plan is not None:
             self.replica.scheduler.apply(self.replica.executor.dispatch(plan).read())

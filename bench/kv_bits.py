@@ -1,5 +1,6 @@
-"""What a quantized KV cache saves, what it costs, and how much of the model's answers it
-changes. Baseline is the same engine with ``--kv-bits 16``."""
+"""What a quantized KV cache saves and costs, and how much it changes the model's answers.
+
+The baseline is the same engine with ``--kv-bits 16``."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ QUESTIONS = (
 
 
 def kv_bits(model: str, runs: int) -> None:
-    """Bytes of blocks and files, agreement of the most likely tokens, time of steps."""
+    """Measure bytes of blocks and files, agreement of the most likely tokens, time of steps."""
     drivers: dict[int, InProcessEngine] = {
         bits: InProcessEngine(model, kv_bits=bits) for bits in BITS
     }
@@ -46,7 +47,7 @@ def kv_bits(model: str, runs: int) -> None:
 
 
 def _sizes(drivers: dict[int, InProcessEngine]) -> None:
-    """``--kv-bits 16`` is the model's own type; of fp32 half of that is what 16 bits take."""
+    """Print sizes. ``--kv-bits 16`` is the model's own type, which may take 32 bits."""
     print(
         "kv-bits   a block, bytes   its file   of the own type   of 16 bits   blocks in its place"
     )
@@ -64,7 +65,7 @@ def _sizes(drivers: dict[int, InProcessEngine]) -> None:
 
 
 def _agreement(drivers: dict[int, InProcessEngine]) -> None:
-    """What each most expects at every place of the answers that 16 bits give."""
+    """Compare the most likely tokens at every position of the answers that 16 bits give."""
     asked, answers = drivers[16].answers(QUESTIONS, ANSWER_TOKENS)
     expected: list[list[int]] = []
     for bits, driver in drivers.items():

@@ -1,4 +1,4 @@
-"""Prompts that no cache has seen: words in an order that a seed decides."""
+"""Prompts that no cache has seen: random words, by seed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ morning reason research girl guy moment air teacher force education""".split()
 
 
 def text(seed: int, words: int) -> str:
-    """About one token a word."""
-    choose = random.Random(seed)
-    return " ".join(choose.choice(WORDS) for _ in range(words))
+    """Return a prompt of about one token per word."""
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
 def ids(seed: int, tokens: int, vocab_size: int = 40_000) -> list[int]:
-    """Exactly ``tokens`` random token ids, none of them special."""
-    choose = random.Random(seed)
-    return [choose.randrange(1000, vocab_size) for _ in range(tokens)]
+    """Return exactly ``tokens`` random token ids, none of them special."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000, vocab_size) for _ in range(tokens)]

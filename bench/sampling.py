@@ -1,7 +1,7 @@
-"""`python -m bench.sampling`: what each control of sampling costs a decode step.
+"""`python -m bench.sampling`: the cost of each sampling parameter in a decode step.
 
-Milliseconds of the sampler alone, for 16 rows of the demo model's logits, and of noise as flat
-as it gets. Medians; a line's controls are set for every row.
+Prints median milliseconds of the sampler alone, for 16 rows of the demo model's logits and of flat
+noise. The parameters of a line are set for every row.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=500, help="tokens generated before")
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
-    if added := allocation.environment(os.environ):  # as engines have it: read at the start
+    if added := allocation.environment(os.environ):  # as engines do; it is read at the start
         command = [sys.executable, "-m", "bench.sampling", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **added})
     real = _logits(options.rows)

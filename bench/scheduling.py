@@ -1,4 +1,4 @@
-"""What the scheduler costs: its own time per step, with an executor that does nothing."""
+"""The cost of the scheduler: its own time per step, with an executor that does nothing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ STEPS = 2000
 WARM_UP_STEPS = 200
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 737_280
-"""Of the demo model in fp32."""
+"""A block of the demo model in fp32."""
 SHARED_PREFIXES = 4
 STOP = 2
 
 
 def scheduling(model: str, runs: int) -> None:
-    """16 rows always decode: chats of 50 to 2,000 tokens come as others end, every second one
-    with a beginning that others have."""
+    """Time the steps of 16 rows that always decode.
+
+    Prompts of 50 to 2,000 tokens arrive as others end; every second one has a shared prefix.
+    """
     costs = [_cost_s(seed) for seed in range(runs)]
     with side("ours", model) as ours:
         step_s = statistics.median(ours.call("decode", [200] * ROWS, 8) for _ in range(runs))
@@ -35,8 +37,8 @@ def scheduling(model: str, runs: int) -> None:
 
 
 def _cost_s(seed: int) -> float:
-    choose = random.Random(seed)
-    prefixes = [_tokens(choose, 600) for _ in range(SHARED_PREFIXES)]
+    rng = random.Random(seed)
+    prefixes = [_tokens(rng, 600) for _ in range(SHARED_PREFIXES)]
     scheduler = Scheduler(
         SchedulerConfig(
             block_size=BLOCK_TOKENS,
@@ -56,32 +58,32 @@ def _cost_s(seed: int) -> float:
         begun = time.perf_counter()
         while live < ROWS + 2:
             live, arrivals = live + 1, arrivals + 1
-            shared = choose.choice(prefixes) if arrivals % 2 else []
+            shared = rng.choice(prefixes) if arrivals % 2 else []
             scheduler.submit(
                 Submit(
                     request_id=str(arrivals),
                     attempt=0,
-                    token_ids=shared + _tokens(choose, choose.randint(50, 1400)),
+                    token_ids=shared + _tokens(rng, rng.randint(50, 1400)),
                     sampling=Sampling(seed=arrivals),
-                    max_tokens=choose.randint(20, 400),
+                    max_tokens=rng.randint(20, 400),
                     stop_token_ids=[STOP],
                 )
             )
         plan = scheduler.schedule()
         if plan is not None:
-            scheduler.apply(_result(plan, choose))
+            scheduler.apply(_result(plan, rng))
         live -= sum(delta.finish is not None for delta in scheduler.take_outputs().deltas)
         if step >= WARM_UP_STEPS:
             spent_s += time.perf_counter() - begun
     return spent_s / STEPS
 
 
-def _result(plan: Plan, choose: random.Random) -> StepResult:
+def _result(plan: Plan, rng: random.Random) -> StepResult:
     seconds = 0.03 + 0.003 * len(plan.decodes)
     seconds += sum(0.001 * len(chunk.token_ids) for chunk in plan.chunks)
-    tokens = tuple(choose.choices(range(3, 3000), k=len(plan.decodes)))
+    tokens = tuple(rng.choices(range(3, 3000), k=len(plan.decodes)))
     return StepResult(step=plan.step, tokens=tokens, elapsed_s=seconds)
 
 
-def _tokens(choose: random.Random, count: int) -> list[int]:
-    return choose.choices(range(3, 3000), k=count)
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(3, 3000), k=count)

@@ -1,4 +1,4 @@
-"""JSON schemas whose answers have an end: random ones, and such as clients send."""
+"""JSON schemas whose answers have an end: random ones, and some like those of clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = "low high red green open closed north south one two ja 未知".split()
 
 @dataclass(frozen=True)
 class Sizes:
-    """How deep schemas are nested, and the most properties, items and characters they have."""
+    """The depth of nesting, and the most properties, items and characters of a schema."""
 
     depth: int = 3
     properties: int = 4
@@ -23,14 +23,14 @@ class Sizes:
 
 
 def generate(count: int, seed: int = 0, sizes: Sizes | None = None) -> list[Schema]:
-    """``count`` random schemas of objects; the same seed gives the same ones."""
+    """Return ``count`` random schemas of objects; the same seed gives the same ones."""
     sizes = sizes or Sizes()
     return [_Generator(random.Random(f"{seed}/{i}"), sizes).root() for i in range(count)]
 
 
 class _Generator:
-    def __init__(self, chance: random.Random, sizes: Sizes) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random, sizes: Sizes) -> None:
+        self._rng = rng
         self._sizes = sizes
         self._definitions: dict[str, Schema] = {}
 
@@ -41,31 +41,31 @@ class _Generator:
     def _any(self, depth: int) -> Schema:
         leaves = [self._string, self._integer, self._digits, self._fixed, self._plain]
         nested = [self._object, self._array, self._either, self._reference]
-        if depth > 0 and self._chance.random() < 0.5:
-            return self._chance.choice(nested)(depth - 1)
-        return self._chance.choice(leaves)()
+        if depth > 0 and self._rng.random() < 0.5:
+            return self._rng.choice(nested)(depth - 1)
+        return self._rng.choice(leaves)()
 
     def _object(self, depth: int) -> Schema:
-        names = self._chance.sample(_NAMES, self._chance.randint(1, self._sizes.properties))
+        names = self._rng.sample(_NAMES, self._rng.randint(1, self._sizes.properties))
         schema: Schema = {
             "type": "object",
             "properties": {name: self._any(depth) for name in names},
             "additionalProperties": False,
         }
-        required = [name for name in names if self._chance.random() < 0.7]
+        required = [name for name in names if self._rng.random() < 0.7]
         return schema | ({"required": required} if required else {})
 
     def _array(self, depth: int) -> Schema:
-        if self._chance.random() < 0.2:
-            first = [self._any(depth) for _ in range(self._chance.randint(1, 2))]
+        if self._rng.random() < 0.2:
+            first = [self._any(depth) for _ in range(self._rng.randint(1, 2))]
             exact = {"minItems": len(first), "maxItems": len(first)}
             return {"type": "array", "prefixItems": first, "items": False, **exact}
-        least = self._chance.randint(0, 1)
-        most = self._chance.randint(max(1, least), self._sizes.items)
+        least = self._rng.randint(0, 1)
+        most = self._rng.randint(max(1, least), self._sizes.items)
         return {"type": "array", "items": self._any(depth), "minItems": least, "maxItems": most}
 
     def _either(self, depth: int) -> Schema:
-        return {"anyOf": [self._any(depth) for _ in range(self._chance.randint(2, 3))]}
+        return {"anyOf": [self._any(depth) for _ in range(self._rng.randint(2, 3))]}
 
     def _reference(self, depth: int) -> Schema:
         name = f"part{len(self._definitions)}"
@@ -74,34 +74,34 @@ class _Generator:
         return {"$ref": f"#/$defs/{name}"}
 
     def _string(self) -> Schema:
-        kind = self._chance.randrange(4)
+        kind = self._rng.randrange(4)
         if kind == 0:
-            most = self._chance.randint(1, self._sizes.characters)
+            most = self._rng.randint(1, self._sizes.characters)
             return {"type": "string", "pattern": f"^[a-z][a-z0-9_]{{0,{most}}}$"}
         if kind == 1:
-            return {"type": "string", "format": self._chance.choice(["date", "time", "uuid"])}
-        least = self._chance.randint(0, 2)
-        most = self._chance.randint(max(1, least), self._sizes.characters)
+            return {"type": "string", "format": self._rng.choice(["date", "time", "uuid"])}
+        least = self._rng.randint(0, 2)
+        most = self._rng.randint(max(1, least), self._sizes.characters)
         return {"type": "string", "minLength": least, "maxLength": most}
 
     def _integer(self) -> Schema:
-        least = self._chance.randint(-1000, 1000)
-        most = least + self._chance.randint(0, 5000)
+        least = self._rng.randint(-1000, 1000)
+        most = least + self._rng.randint(0, 5000)
         return {"type": "integer", "minimum": least, "maximum": most}
 
     def _digits(self) -> Schema:
-        decimals = self._chance.randint(0, 2)
+        decimals = self._rng.randint(0, 2)
         digits = "[0-9]{1,5}" + (f"[.][0-9]{{{decimals}}}" if decimals else "")
         return {"type": "string", "pattern": f"^-?{digits}$"}
 
     def _fixed(self) -> Schema:
         values: list[Any] = [*_WORDS, 0, -1, 2.5, True, None]
-        if self._chance.random() < 0.3:
-            return {"const": self._chance.choice(values)}
-        return {"enum": self._chance.sample(values, self._chance.randint(1, 5))}
+        if self._rng.random() < 0.3:
+            return {"const": self._rng.choice(values)}
+        return {"enum": self._rng.sample(values, self._rng.randint(1, 5))}
 
     def _plain(self) -> Schema:
-        return {"type": self._chance.choice(["boolean", "null"])}
+        return {"type": self._rng.choice(["boolean", "null"])}
 
 
 def _text(most: int) -> Schema:

@@ -1,4 +1,4 @@
-"""Starts the servers that are compared, and stops them with everything they started."""
+"""Starts the servers that are compared, and stops them with their child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_TIMEOUT_S = 180.0
 
 @contextmanager
 def ours(model: str, *flags: str, ssd: Path | None = None) -> Iterator[int]:
-    """This server, all processes, with ``ssd`` or a new directory; yields its port."""
+    """Run all processes of this server, with ``ssd`` or a new directory; yield its port."""
     command = [sys.executable, "-m", "mlx_lm_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--kv-bits", "16"]  # as mlx_lm.server
     with (
@@ -34,7 +34,7 @@ def ours(model: str, *flags: str, ssd: Path | None = None) -> Iterator[int]:
 
 @contextmanager
 def mlx_lm_server(model: Path) -> Iterator[int]:
-    """mlx-lm's server on the same weights, with the fast BLAS that ours finds."""
+    """Run mlx-lm's server on the same weights and the same fast BLAS; yield its port."""
     environment = dict(os.environ)
     blas = load_fast_blas()
     if blas:

@@ -1,7 +1,7 @@
 """One side of a comparison in a process of its own: `python -m bench.side ours|mlx-lm`.
 
-It reads calls, a line of JSON each, and answers with seconds. Both sides have the same
-weights and the same fast BLAS; what mlx-lm computes with is as it comes.
+It reads calls, a line of JSON each, and answers with seconds. Both sides have the same weights
+and the same fast BLAS; mlx-lm is otherwise unchanged.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SIDES = ("ours", "mlx-lm")
 class Side(ABC):
     @abstractmethod
     def prefill(self, start: int, tokens: int) -> float:
-        """Seconds that a chunk of ``tokens`` takes, ``start`` tokens after the beginning."""
+        """Return the seconds of a chunk of ``tokens`` that begins at position ``start``."""
 
     @abstractmethod
     def decode(self, lengths: Sequence[int], steps: int) -> float:
-        """Seconds of the median step of sequences with so many tokens."""
+        """Return the seconds of the median step of sequences with so many tokens."""
 
     @abstractmethod
     def generate(self, lengths: Sequence[int], steps: int) -> float:
-        """The same, by what a server would call: with scheduling, or `BatchGenerator`."""
+        """As `decode`, through what a server calls: with the scheduler, or `BatchGenerator`."""
 
 
-class Ours(Side):
+class OurSide(Side):
     def __init__(self, model: str) -> None:
         from bench.in_process import InProcessEngine
 
@@ -80,11 +80,11 @@ class Ours(Side):
         return self._driver.step_s(given, steps, WARM_UP_STEPS)
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
-        """Tokens a second of all ``texts`` at once, without processes in between."""
+        """Return the tokens per second of all ``texts`` at once (`InProcessEngine.rate`)."""
         return self._driver.rate(texts, max_tokens)
 
 
-class MlxLm(Side):
+class MlxLmSide(Side):
     def __init__(self, model: str) -> None:
         import mlx_lm
 
@@ -93,7 +93,7 @@ class MlxLm(Side):
         self._model: Any = mlx_lm.load(str(resolve(model)))[0]
 
     def _caches(self, rows: int, length: int, room: int) -> list[Any]:
-        """As they are after ``length`` tokens, of noise."""
+        """Return caches of noise, as they are after ``length`` tokens."""
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -118,7 +118,7 @@ class MlxLm(Side):
         return time.perf_counter() - begun
 
     def decode(self, lengths: Sequence[int], steps: int) -> float:
-        """For equal lengths."""
+        """Works for equal ``lengths`` only."""
         import mlx.core as mx
 
         caches = self._caches(len(lengths), lengths[0], steps + WARM_UP_STEPS)
@@ -159,19 +159,19 @@ class MlxLm(Side):
 
 
 def _noise(seed: int, tokens: int) -> list[int]:
-    """Of a small vocabulary, for tiny models."""
-    choose = random.Random(seed)
-    return [choose.randrange(10, 300) for _ in range(tokens)]
+    """Return random tokens of a small vocabulary, for tiny models."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, 300) for _ in range(tokens)]
 
 
-class Remote:
+class RemoteSide:
     """A side in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def call(self, name: str, *arguments: object) -> float:
-        """What its method ``name`` returns."""
+        """Call the method ``name`` of the side and return its result."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
         self._process.stdin.flush()
@@ -182,8 +182,8 @@ class Remote:
 
 
 @contextmanager
-def side(name: str, model: str) -> Iterator[Remote]:
-    """Starts it; ours as an engine would be."""
+def side(name: str, model: str) -> Iterator[RemoteSide]:
+    """Start the side ``name``; ours with an engine's environment."""
     environment = dict(os.environ)
     if name == "ours":
         environment |= allocation.environment(environment)
@@ -196,7 +196,7 @@ def side(name: str, model: str) -> Iterator[Remote]:
     )
     with process:
         try:
-            yield Remote(process)
+            yield RemoteSide(process)
         finally:
             process.kill()
 
@@ -206,7 +206,7 @@ def main(name: str, model: str) -> None:
 
     load_fast_blas()
     answers, sys.stdout = sys.stdout, sys.stderr
-    one: Side = Ours(model) if name == "ours" else MlxLm(model)
+    one: Side = OurSide(model) if name == "ours" else MlxLmSide(model)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(getattr(one, method)(*arguments), file=answers, flush=True)

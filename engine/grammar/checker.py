@@ -166,7 +166,7 @@ def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
     Raises `GrammarError`.
     """
     matcher = compile_grammar(tokenizer, grammar).initial_matcher
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(TRIED_TOKENS):
         mask = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
         raise_if_error(matcher)
@@ -175,7 +175,7 @@ def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
             return
         if not len(allowed):
             raise GrammarError("no text is of this grammar")
-        matcher.consume_token(int(chance.choice(allowed)))
+        matcher.consume_token(int(rng.choice(allowed)))
         raise_if_error(matcher)
 
 

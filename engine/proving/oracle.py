@@ -80,8 +80,8 @@ def make_reference(
     ``num_ways`` of computing the prompt are expected: in one pass, and with 2 also token by
     token; with 0 none.
     """
-    choose = random.Random(seed)
-    tokens = tuple(choose.randrange(vocab_size) for _ in range(length + steps - 1))
+    rng = random.Random(seed)
+    tokens = tuple(rng.randrange(vocab_size) for _ in range(length + steps - 1))
     expected = [
         compute_logits(model, make_rounding_cache(model, precision), tokens, length, at_once)
         for at_once in (length, 1)[:num_ways]

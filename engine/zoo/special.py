@@ -98,12 +98,7 @@ SPECIAL: dict[str, Config] = {
     "exaone": {"num_layers": LAYERS},
     "exaone4": {"sliding_window_pattern": "LLGL"},
     "exaone_moe": {"layer_types": ALTERNATING, "is_moe_layer": [False, True, True, True]},
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_d_head": 16,
-        "mamba_n_heads": 4,
-        "mamba_n_groups": 1,
-    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4, "mamba_n_groups": 1},
     "falcon_mamba": {"model_type": "falcon_mamba", "use_bcdt_rms": True, "time_step_rank": 4},
     "gear": {"layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"]},
     "gemma3_text": {"sliding_window_pattern": 2},

@@ -16,8 +16,7 @@ class StreamedAnswer:
     """One streamed answer. Times are seconds since the request was sent."""
 
     text: str = ""
-    times: list[float] = field(default_factory=list)
-    """One for each event that brought text."""
+    times: list[float] = field(default_factory=list)  # one for each event that brought text
     total_s: float = 0.0
     cached_tokens: int = 0
     completion_tokens: int = 0

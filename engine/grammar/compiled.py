@@ -31,19 +31,15 @@ class GrammarError(Exception):
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
-        self.transient = transient
-        """Whether a later try may succeed."""
+        self.transient = transient  # whether a later try may succeed
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):
     """What llguidance needs to know about a model."""
 
-    tokenizer_json: str
-    """The fast tokenizer."""
-    vocab_size: int
-    """The width of the logits."""
-    eos_token_ids: list[int]
-    """The tokens that end an answer; if empty, the tokenizer's."""
+    tokenizer_json: str  # the fast tokenizer
+    vocab_size: int  # the width of the logits
+    eos_token_ids: list[int]  # the tokens that end an answer; if empty, the tokenizer's
 
     def load(self) -> LLTokenizer:
         """Build the tokenizer (up to a second). Raises ValueError if llguidance cannot use it."""
@@ -56,10 +52,8 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
 class CompiledGrammar:
     """A grammar that is ready for use."""
 
-    initial_matcher: LLMatcher
-    """A matcher at the beginning, which is copied for each sequence."""
-    heavy: bool = False
-    """Whether it may hold a hundred megabytes."""
+    initial_matcher: LLMatcher  # a matcher at the beginning, which is copied for each sequence
+    heavy: bool = False  # whether it may hold a hundred megabytes
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> CompiledGrammar:

@@ -25,8 +25,7 @@ class ReadyRequest:
     """A request that the scheduler may have."""
 
     request: wire.Submit
-    grammar: CompiledGrammar | None = None
-    """To be referred to as long as the request lives."""
+    grammar: CompiledGrammar | None = None  # to be referred to as long as the request lives
 
 
 ReadyOrRefused = ReadyRequest | wire.Refused

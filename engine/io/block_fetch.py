@@ -18,10 +18,8 @@ class BlockFetch:
 
     ticket: int
     hashes: tuple[bytes, ...]
-    deadline: float
-    """In time.monotonic(); put off whenever a block has been read."""
-    get_ticket: int = 0
-    """That of the `wire.Get` which is under way."""
+    deadline: float  # in time.monotonic(); put off whenever a block has been read
+    get_ticket: int = 0  # that of the `wire.Get` which is under way
     payloads: list[Payload] = field(default_factory=list)
     """Verified blocks, from the first hash on. Written by the IO thread only."""
     is_done: bool = False

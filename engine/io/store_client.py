@@ -45,8 +45,7 @@ class StoreClientStats:
 
     reads: int = 0
     writes: int = 0
-    drops: int = 0
-    """Blocks that were not stored, whether this client or the kvstore dropped them."""
+    drops: int = 0  # blocks that were not stored, whether this client or the kvstore dropped them
     corrupt: int = 0
     read_bytes: int = 0
     written_bytes: int = 0

@@ -40,14 +40,10 @@ class LoadedModel:
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     path: Path
-    fingerprint: str
-    """Names config and weights (see `fingerprint`)."""
-    adapter: str
-    """The fingerprint of the adapter; empty without one."""
-    context_length: int
-    """The longest sequence that is served, in tokens."""
-    vocab_size: int
-    """The width of the logits, which may exceed the tokenizer's vocabulary."""
+    fingerprint: str  # names config and weights (see `fingerprint`)
+    adapter: str  # the fingerprint of the adapter; empty without one
+    context_length: int  # the longest sequence that is served, in tokens
+    vocab_size: int  # the width of the logits, which may exceed the tokenizer's vocabulary
     eos_token_ids: tuple[int, ...]
     tokenizer_files: dict[str, Path]
     """By name, those of `shared.wire.TOKENIZER_FILES` that the model has."""

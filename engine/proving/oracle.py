@@ -24,10 +24,8 @@ from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, fake
 class Reference:
     """A made-up sequence, and the logits that mlx-lm gives for it."""
 
-    prompt: tuple[int, ...]
-    """At least one token."""
-    continuation: tuple[int, ...]
-    """The tokens that follow the prompt."""
+    prompt: tuple[int, ...]  # at least one token
+    continuation: tuple[int, ...]  # the tokens that follow the prompt
     expected: tuple[mx.array, ...]
     """Logits (steps, vocab) after the prompt's last token and after each of the continuation,
     for each way in which mlx-lm computes them. In most models those differ by rounding only."""

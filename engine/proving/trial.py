@@ -48,10 +48,8 @@ class Trial:
         executor.logits_observer = self._observe
         self._step = 0
         self._stage = ""
-        self.max_difference = 0.0
-        """The largest `logits_distance` so far."""
-        self.worst_stage = ""
-        """The stage of that distance."""
+        self.max_difference = 0.0  # the largest `logits_distance` so far
+        self.worst_stage = ""  # the stage of that distance
 
     def run_short(self, references: Sequence[Reference]) -> None:
         """Show whether rows disturb each other. For an executor that batches."""

@@ -36,23 +36,17 @@ class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     loads: bool = False
-    batched: bool = False
-    """Whether the decodes of a step are computed in one pass."""
-    batching: str = ""
-    """How sequences are computed together, in a word."""
+    batched: bool = False  # whether the decodes of a step are computed in one pass
+    batching: str = ""  # how sequences are computed together, in a word
     prefix_cache: bool = False
-    reason: str = ""
-    """Why a faster way of computing, or the reuse of prefixes, was ruled out."""
+    reason: str = ""  # why a faster way of computing, or the reuse of prefixes, was ruled out
     difference: float = 0.0
     """The largest distance from mlx-lm's logits, in standard deviations of these."""
-    int8: bool = False
-    """Whether all keys and values are kept in 8 bits, and are right."""
+    int8: bool = False  # whether all keys and values are kept in 8 bits, and are right
     int8_difference: float = 0.0
     """As ``difference``, in 8 bits; mlx-lm's logits have the same rounding."""
-    unquantized: str = ""
-    """Where and why keys and values stay in 16 bits."""
-    error: str = ""
-    """Why it could not be built or run, or what was wrong."""
+    unquantized: str = ""  # where and why keys and values stay in 16 bits
+    error: str = ""  # why it could not be built or run, or what was wrong
     seconds: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""That the two sides of the comparisons without servers answer, on a tiny model."""
+"""The two sides of the comparisons without servers, on a tiny model."""
 
 from pathlib import Path
 

@@ -57,6 +57,12 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None while no process runs."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
     def check(self, grammar: Grammar) -> None:
         """Try ``grammar`` out.
 
@@ -91,7 +97,7 @@ class GrammarChecker:
             process.wait()
 
     def _running_process(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.pid is not None:
             return self._process
         self._kill()
         if self._closed:

@@ -1,5 +1,4 @@
-"""A whole engine in this process: the model, the executor, the scheduler and the core, with a
-list in the place of the router."""
+"""A whole engine in this process: model, executor, scheduler and core, without a router."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from shared.settings import Settings
 
 
 class Whole:
-    """``texts`` has the outputs of each request, ``ends`` its last delta, ``cached`` the hashes
-    that a router would believe to be in memory. ``after_step`` is called after each turn."""
+    """An engine whose outputs are collected in its attributes."""
 
     def __init__(self, path: Path, **settings: object) -> None:
         device.prepare()
@@ -39,15 +37,15 @@ class Whole:
         self.renew(self.executor.spec.look_ahead)
 
     def renew(self, look_ahead: bool) -> None:
-        """As if it had just been started."""
+        """Put the engine in the state of a new one."""
         self.executor.reset()
         self.executor.spec = replace(self.executor.spec, look_ahead=look_ahead)
         self.scheduler = Scheduler(replace(self.replica.scheduler.config, look_ahead=look_ahead))
-        self.texts: dict[str, list[int]] = {}
-        self.ends: dict[str, wire.Delta] = {}
+        self.texts: dict[str, list[int]] = {}  # the outputs of each request
+        self.ends: dict[str, wire.Delta] = {}  # the last delta of each request
         self.refused: dict[str, wire.Refused] = {}
-        self.cached: set[bytes] = set()
-        self.after_step: Callable[[], None] = lambda: None
+        self.cached: set[bytes] = set()  # the hashes that a router believes to be in memory
+        self.after_step: Callable[[], None] = lambda: None  # called after each turn
         self.core = EngineCore(
             scheduler=self.scheduler,
             executor=self.executor,
@@ -65,7 +63,7 @@ class Whole:
 
     @property
     def kept_bytes(self) -> int:
-        """What MLX holds of this engine beside its weights."""
+        """The bytes that MLX holds of this engine beside its weights."""
         return mx.get_active_memory() - self.before_bytes - self.weight_bytes
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> None:
@@ -76,19 +74,19 @@ class Whole:
         )
 
     def turn(self) -> bool:
-        """One turn of the engine's loop; False when there was nothing to run."""
+        """Run one turn of the engine's loop; return False if there was nothing to run."""
         worked = self.core.run_once()
         self.after_step()
         return worked
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         while self.turn():
             pass
         assert self.scheduler.idle
 
     def send(self, messages: Sequence[wire.Message]) -> None:
-        """In the place of the IO thread's."""
+        """Collect ``messages``, in place of the IO thread."""
         for message in messages:
             if isinstance(message, wire.Refused):
                 self.refused[message.request_id] = message

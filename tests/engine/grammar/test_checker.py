@@ -1,4 +1,4 @@
-"""What cannot be compiled is found out by a process that may be lost over it."""
+"""A process of its own tries grammars out; it may be lost, the engine may not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.grammar.checker import CheckerUnavailable, GrammarChecker
 from engine.grammar.compiled import GrammarError, TokenizerSpec
 from shared.wire import Grammar
 from tests.e2e.server import alive
+from tests.kvstore.blocks import wait_until
 
 
 def schema(value: object) -> Grammar:
@@ -41,7 +42,7 @@ def checker(vocabulary: TokenizerSpec) -> Iterator[GrammarChecker]:
         lark('start: "a" b*\nb: /[0-9]/'),
     ],
 )
-def test_what_compiles_passes(checker: GrammarChecker, grammar: Grammar) -> None:
+def test_a_grammar_that_compiles_passes(checker: GrammarChecker, grammar: Grammar) -> None:
     checker.check(grammar)
 
 
@@ -72,7 +73,7 @@ def test_what_compiles_passes(checker: GrammarChecker, grammar: Grammar) -> None
         (lark('start: "a" b\nb: /[0-9]+/ c\n'), "at 2(4): unknown name"),
         (lark("start: " + "(" * 20_000), "too deeply nested"),
         (lark(""), "Empty grammar"),
-        # It compiles, and falls over its first token.
+        # It compiles, and fails at its first token.
         (
             schema(
                 {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2000)}}
@@ -81,10 +82,10 @@ def test_what_compiles_passes(checker: GrammarChecker, grammar: Grammar) -> None
         ),
     ],
 )
-def test_what_does_not_compile_says_where(
+def test_the_error_of_a_bad_grammar_says_where_it_is(
     checker: GrammarChecker, grammar: Grammar, where: str | None
 ) -> None:
-    if where is None:  # of alternatives one that can be is enough
+    if where is None:  # one possible alternative is enough
         checker.check(grammar)
         return
     with pytest.raises(GrammarError) as failure:
@@ -93,7 +94,7 @@ def test_what_does_not_compile_says_where(
     assert "<state>" not in str(failure.value)
 
 
-def test_what_takes_minutes_is_given_up(vocabulary: TokenizerSpec) -> None:
+def test_a_grammar_that_takes_minutes_is_given_up(vocabulary: TokenizerSpec) -> None:
     checker = GrammarChecker(vocabulary, time_limit_s=1)
     try:
         checker.check(schema({"type": "integer"}))
@@ -107,16 +108,16 @@ def test_what_takes_minutes_is_given_up(vocabulary: TokenizerSpec) -> None:
         checker.close()
 
 
-def test_a_process_that_is_killed_refuses_one_grammar_and_comes_back(
+def test_a_killed_process_is_replaced(
     checker: GrammarChecker,
 ) -> None:
     checker.check(lark('start: "a"'))
-    process = checker._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    pid = checker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: checker.pid is None)
     checker.check(lark('start: "a"'))
-    assert checker._process is not process
+    assert checker.pid not in (None, pid)
 
 
 def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
@@ -133,11 +134,11 @@ def test_rules_deeper_than_the_stack_end_the_process_and_nothing_else(
         checker.close()
 
 
-def test_it_ends_when_it_is_closed(vocabulary: TokenizerSpec) -> None:
+def test_the_process_ends_when_the_checker_is_closed(vocabulary: TokenizerSpec) -> None:
     checker = GrammarChecker(vocabulary)
     checker.check(lark('start: "a"'))
-    assert checker._process is not None
-    pid = checker._process.pid
+    pid = checker.pid
+    assert pid is not None
     checker.close()
     assert not alive(pid)
     with pytest.raises(CheckerUnavailable):

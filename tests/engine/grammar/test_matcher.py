@@ -1,4 +1,4 @@
-"""A sequence's place in its grammar moves with its outputs, both ways."""
+"""A matcher follows the outputs of its sequence, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ids(tokenizer: LLTokenizer, text: str) -> list[int]:
     return [tokenizer.tokenize_str(letter)[0] for letter in text]
 
 
-def test_it_goes_back_as_far_as_it_went(tokenizer: LLTokenizer) -> None:
+def test_a_matcher_can_undo_all_its_outputs(tokenizer: LLTokenizer) -> None:
     grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="(ab|cd)x"))
     matcher, other = GrammarMatcher(grammar), GrammarMatcher(grammar)
     matcher.advance(ids(tokenizer, "abx"))
@@ -28,16 +28,16 @@ def test_it_goes_back_as_far_as_it_went(tokenizer: LLTokenizer) -> None:
     assert matcher.inner.compute_bitmask() == other.inner.compute_bitmask()
 
 
-def test_a_token_that_is_not_allowed_is_an_error_for_good(tokenizer: LLTokenizer) -> None:
+def test_after_a_forbidden_token_every_advance_is_an_error(tokenizer: LLTokenizer) -> None:
     grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="ab"))
     matcher = GrammarMatcher(grammar)
     for _ in range(2):
         with pytest.raises(GrammarError):
             matcher.advance(ids(tokenizer, "x"))
-    GrammarMatcher(grammar).advance(ids(tokenizer, "ab"))  # which is nobody else's
+    GrammarMatcher(grammar).advance(ids(tokenizer, "ab"))  # other matchers are not affected
 
 
-def test_it_sleeps_until_the_tokens_came_that_it_begins_after(tokenizer: LLTokenizer) -> None:
+def test_a_grammar_with_after_applies_behind_these_tokens_only(tokenizer: LLTokenizer) -> None:
     grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="ab"))
     matcher = GrammarMatcher(grammar, after=ids(tokenizer, "<>"))
     matcher.advance(ids(tokenizer, "xyz<a<>"))

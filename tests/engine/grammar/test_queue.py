@@ -1,4 +1,4 @@
-"""Requests wait for their grammars, and for nothing else."""
+"""Requests wait for their own grammars only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def submit(name: str, grammar: wire.Grammar | None = DIGITS, attempt: int = 0) -
 
 
 class Asked:
-    """Stands where the compiler does, and only notes what it is asked for."""
+    """A compiler that only records the grammars it is given."""
 
     def __init__(self) -> None:
         self.grammars: list[wire.Grammar] = []
@@ -63,14 +63,14 @@ def names(answers: list[ReadyRequest | wire.Refused]) -> list[str]:
     return [v.request.request_id if isinstance(v, ReadyRequest) else v.request_id for v in answers]
 
 
-def test_those_without_a_grammar_pass_while_others_wait(grammar_queue: GrammarQueue) -> None:
+def test_requests_without_a_grammar_pass_while_others_wait(grammar_queue: GrammarQueue) -> None:
     assert grammar_queue.add(submit("a")) is None
     passed = grammar_queue.add(submit("b", None))
     assert isinstance(passed, ReadyRequest) and passed.request.request_id == "b"
     assert [(live.request_id, live.accepted) for live in grammar_queue.live()] == [("a", False)]
 
 
-def test_a_grammar_is_compiled_once_for_all_who_have_it(
+def test_a_grammar_is_compiled_once_for_all_its_requests(
     grammar_queue: GrammarQueue, asked: Asked, digits: CompiledGrammar
 ) -> None:
     for name in "abc":
@@ -100,7 +100,7 @@ def test_a_bad_grammar_is_refused_by_name_and_remembered(
 @pytest.mark.parametrize(
     "outcome", [GrammarError("too slow", transient=True), CheckerUnavailable("no process")]
 )
-def test_what_may_come_out_otherwise_is_tried_again(
+def test_transient_errors_are_not_remembered(
     grammar_queue: GrammarQueue, asked: Asked, outcome: CompileOutcome
 ) -> None:
     grammar_queue.add(submit("a"))
@@ -111,7 +111,9 @@ def test_what_may_come_out_otherwise_is_tried_again(
     assert len(asked.grammars) == 2
 
 
-def test_who_is_gone_does_not_pass(grammar_queue: GrammarQueue, digits: CompiledGrammar) -> None:
+def test_aborted_and_superseded_requests_do_not_pass(
+    grammar_queue: GrammarQueue, digits: CompiledGrammar
+) -> None:
     for name in "abc":
         grammar_queue.add(submit(name))
     grammar_queue.abort("a", None)
@@ -127,14 +129,14 @@ def test_who_is_gone_does_not_pass(grammar_queue: GrammarQueue, digits: Compiled
     assert grammar_queue.on_compiled(wire.Grammar(kind="regex", source="x"), digits) == []
 
 
-def test_a_draining_engine_refuses_those_who_wait(grammar_queue: GrammarQueue) -> None:
+def test_a_draining_engine_refuses_waiting_requests(grammar_queue: GrammarQueue) -> None:
     grammar_queue.add(submit("a"))
     (refused,) = grammar_queue.refuse_all()
     assert refused.reason == "draining"
     assert not list(grammar_queue.live())
 
 
-def test_without_a_tokenizer_that_it_knows_a_grammar_is_unsupported() -> None:
+def test_grammars_are_unsupported_with_a_tokenizer_that_llguidance_cannot_use() -> None:
     grammar_queue = GrammarQueue(None, None)
     assert isinstance(grammar_queue.add(submit("a", None)), ReadyRequest)
     refused = grammar_queue.add(submit("b"))
@@ -152,7 +154,7 @@ def test_a_grammar_that_is_too_large_is_refused(grammar_queue: GrammarQueue) -> 
 # -- the cache --------------------------------------------------------------------
 
 
-def test_what_was_not_used_for_long_goes_unless_somebody_holds_it(
+def test_the_least_recently_used_grammar_is_dropped_unless_it_is_in_use(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_cache, "CAPACITY", 2)
@@ -165,7 +167,7 @@ def test_what_was_not_used_for_long_goes_unless_somebody_holds_it(
     assert cache.find(grammars[1]) is None
 
 
-def test_few_of_those_that_hold_much_are_kept(
+def test_few_heavy_grammars_are_kept(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_cache, "HEAVY_CAPACITY", 1)
@@ -196,7 +198,7 @@ def compiler(
     compiler.close()
 
 
-def test_a_grammar_that_takes_minutes_holds_up_no_other(
+def test_a_slow_grammar_does_not_delay_others(
     compiler: GrammarCompiler, done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
 ) -> None:
     slow = wire.Grammar(kind="json_schema", source='{"type":"integer","multipleOf":9999991}')

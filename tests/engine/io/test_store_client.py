@@ -23,7 +23,7 @@ TIMEOUT_S = 1.0
 
 
 class Engine:
-    """An IO thread around a client, as an engine has it."""
+    """A client with an IO thread of its own, as in an engine."""
 
     def __init__(self, endpoint: str) -> None:
         self.answers: dict[int, list[list[Payload]]] = {}
@@ -46,21 +46,21 @@ class Engine:
             pass  # awake already
 
     def fetch(self, *numbers: int) -> list[Payload]:
-        """Waits for the one answer."""
+        """Fetch blocks and wait for the one answer."""
         ticket = next(self._tickets)
         self.client.fetch(ticket, [hash_of(number) for number in numbers])
         wait_until(lambda: ticket in self.answers)
         return self.answers[ticket][0]
 
     def holds(self, *numbers: int, size: int = 1000) -> bool:
-        """Whether a fetch gives all of these blocks; unchanged, whatever it gives."""
+        """Return whether a fetch gives all of these blocks. Those it gives must be unchanged."""
         payloads = self.fetch(*numbers)
         for number, payload in zip(numbers, payloads, strict=False):
             assert payload == payload_of(number, size), f"block {number} differs"
         return len(payloads) == len(numbers)
 
     def store(self, *numbers: int, size: int = 1000) -> None:
-        """Returns when they are stored; the kvstore may not be connected yet."""
+        """Wait for the kvstore and store blocks; return when all are stored."""
         wait_until(lambda: self.client.is_ready)
         writes = self.client.stats.writes + len(numbers)
         for number in numbers:
@@ -137,7 +137,7 @@ def test_many_large_blocks_at_once(kvstore: Process, engine: Engine) -> None:
     assert engine.holds(*numbers, size=300_000)
 
 
-def test_without_a_kvstore_everything_is_a_miss_at_once(engine: Engine) -> None:
+def test_without_a_kvstore_every_fetch_is_a_miss_at_once(engine: Engine) -> None:
     assert took(lambda: engine.fetch(1, 2)) < TIMEOUT_S / 2
     assert not engine.client.store(hash_of(1), payload_of(1))
     engine.client.touch([hash_of(1)])
@@ -172,7 +172,7 @@ def test_a_kvstore_killed_and_restarted_under_a_live_engine(
         engine.store(3)
 
 
-def test_a_kvstore_killed_while_asked_gives_each_fetch_one_answer(
+def test_each_fetch_gets_one_answer_if_the_kvstore_is_killed_meanwhile(
     kvstore: Process, engine: Engine
 ) -> None:
     kvstore.start()
@@ -200,9 +200,7 @@ def test_a_kvstore_that_hangs_costs_one_timeout_and_is_used_again_when_it_wakes(
     wait_until(lambda: engine.holds(1))
 
 
-def test_an_idle_engine_notices_a_hang_before_a_request_has_to(
-    kvstore: Process, engine: Engine
-) -> None:
+def test_an_idle_engine_notices_a_hang_without_a_request(kvstore: Process, engine: Engine) -> None:
     kvstore.start()
     engine.store(1)
     kvstore.pause()
@@ -212,9 +210,7 @@ def test_an_idle_engine_notices_a_hang_before_a_request_has_to(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "swap"])
-def test_a_bad_file_is_a_miss_and_gone_afterwards(
-    kvstore: Process, engine: Engine, damage: str
-) -> None:
+def test_a_bad_file_is_a_miss_and_is_removed(kvstore: Process, engine: Engine, damage: str) -> None:
     kvstore.start()
     engine.store(1, 2, 3)
     wait_until(lambda: engine.holds(1, 2, 3))
@@ -235,9 +231,7 @@ def test_a_bad_file_is_a_miss_and_gone_afterwards(
     wait_until(lambda: engine.holds(1, 2, 3))
 
 
-def test_a_file_that_vanished_or_is_something_else_is_a_miss(
-    kvstore: Process, engine: Engine
-) -> None:
+def test_a_missing_file_or_a_fifo_in_its_place_is_a_miss(kvstore: Process, engine: Engine) -> None:
     kvstore.start()
     engine.store(1, 2)
     wait_until(lambda: engine.holds(1, 2))
@@ -247,21 +241,21 @@ def test_a_file_that_vanished_or_is_something_else_is_a_miss(
     path.unlink()
     os.mkfifo(path)
     assert engine.fetch(1) == []
-    engine.store(1)  # takes the place of what was there
+    engine.store(1)  # replaces the fifo
     wait_until(lambda: engine.holds(1))
 
 
 def test_an_engine_on_another_machine_gets_the_same_blocks(
     kvstore: Process, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine is one where the kvstore's paths lead nowhere."""
+    """On another machine the kvstore's paths do not exist."""
 
     def no_such_path(path: str, limit_bytes: int) -> bytes:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(block_fetch, "read_file", no_such_path)
     kvstore.start()
-    numbers = list(range(80))  # more than one answer holds
+    numbers = list(range(80))  # more than one reply holds
     engine.store(*numbers, size=300_000)
     wait_until(lambda: engine.holds(*numbers, size=300_000))
     assert engine.fetch(0, 1, 99, 2) == [payload_of(number, 300_000) for number in (0, 1)]
@@ -307,7 +301,7 @@ def test_a_touched_chain_outlives_others(tmp_path: Path, socket_dir: Path) -> No
     kvstore.end()
 
 
-def test_a_peer_that_talks_rubbish_is_a_miss(socket_dir: Path) -> None:
+def test_a_peer_that_sends_rubbish_is_a_miss(socket_dir: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.ROUTER)
     peer.set(zmq.RCVTIMEO, 200)

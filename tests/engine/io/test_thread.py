@@ -1,4 +1,4 @@
-"""The engine's IO thread, in a process whose main thread may do nothing at all."""
+"""The engine's IO thread, in a process whose main thread can be made to hang."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Engine:
         self.hear(wire.Beat)
 
     def tell(self, command: str) -> str:
-        """Has the main thread do something, and gives its answer."""
+        """Make the main thread run ``command``; return its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         return self._line()
 
     def serve(self) -> None:
-        """Its model is loaded."""
+        """Tell the engine that its model is loaded."""
         self.tell("introduce")
         self.tell("phase ready")
 
@@ -69,7 +69,7 @@ class Engine:
         self._socket.send_multipart([self.peer, *frames])
 
     def hear(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; others are passed over."""
+        """Return the next message of ``kind``; skip others."""
         return self.hear_with_frames(kind)[0]
 
     def hear_with_frames(self, kind: type[Kind]) -> tuple[Kind, list[bytes]]:
@@ -82,7 +82,7 @@ class Engine:
         raise AssertionError(f"no {kind.__name__}: {self.log}")
 
     def hears_no(self, kind: type[wire.Message], beats: int = 2) -> bool:
-        """Whether none of ``kind`` comes before so many beats have."""
+        """Return whether no message of ``kind`` arrives within so many beats."""
         while beats:
             message = self.hear(wire.Message)
             if isinstance(message, kind):
@@ -139,7 +139,7 @@ def submit(request_id: str = "r") -> wire.Submit:
 # -- stalls ----------------------------------------------------------------------
 
 
-def test_an_engine_whose_main_thread_hangs_with_requests_ends_itself(engine: Engine) -> None:
+def test_an_engine_ends_itself_if_its_main_thread_hangs_with_requests(engine: Engine) -> None:
     engine.serve()
     engine.tell("live")
     began = time.monotonic()
@@ -148,14 +148,14 @@ def test_an_engine_whose_main_thread_hangs_with_requests_ends_itself(engine: Eng
     assert "requests wait and nothing was computed" in engine.log
 
 
-def test_a_main_thread_that_takes_no_message_is_stuck_too(engine: Engine) -> None:
+def test_an_engine_ends_itself_if_its_main_thread_takes_no_messages(engine: Engine) -> None:
     engine.serve()
     engine.send(submit())
     assert engine.ends() == EXIT_STUCK
     assert "requests wait and nothing was computed" in engine.log
 
 
-def test_beats_say_for_how_long_nothing_was_computed(engine: Engine) -> None:
+def test_beats_report_the_seconds_without_progress(engine: Engine) -> None:
     engine.serve()
     engine.tell("live")
     while (beat := engine.hear(wire.Beat)).stalled_s < STALL_S / 4:
@@ -166,14 +166,14 @@ def test_beats_say_for_how_long_nothing_was_computed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("phase", ["loading", "warming"])
-def test_loading_and_warming_may_take_their_time(engine: Engine, phase: str) -> None:
+def test_loading_and_warming_are_not_stalls(engine: Engine, phase: str) -> None:
     engine.tell(f"phase {phase}")
     engine.tell("live")
     assert engine.lives_for(2 * STALL_S)
     assert engine.hear(wire.Beat).phase == phase
 
 
-def test_an_engine_without_requests_is_not_stuck_nor_one_that_computes(engine: Engine) -> None:
+def test_an_idle_engine_and_a_computing_one_are_not_stuck(engine: Engine) -> None:
     engine.serve()
     assert engine.lives_for(1.5 * STALL_S)
     engine.tell("live")
@@ -187,7 +187,7 @@ def test_an_engine_without_requests_is_not_stuck_nor_one_that_computes(engine: E
 # -- signals ---------------------------------------------------------------------
 
 
-def test_a_signal_drains_while_the_main_thread_does_not_look(engine: Engine) -> None:
+def test_a_signal_drains_an_engine_whose_main_thread_is_busy(engine: Engine) -> None:
     engine.serve()
     engine.signal()
     assert engine.tell("take") == "Drain"
@@ -205,7 +205,7 @@ def test_a_second_signal_ends_at_once(engine: Engine) -> None:
     assert "draining took" not in engine.log
 
 
-def test_draining_ends_when_it_takes_too_long(engine: Engine) -> None:
+def test_an_engine_ends_if_draining_takes_too_long(engine: Engine) -> None:
     engine.serve()
     engine.signal()
     assert engine.tell("take") == "Drain"
@@ -213,7 +213,7 @@ def test_draining_ends_when_it_takes_too_long(engine: Engine) -> None:
     assert "draining took over 1 s" in engine.log
 
 
-def test_an_engine_that_still_loads_ends_at_the_first_signal(engine: Engine) -> None:
+def test_a_loading_engine_ends_at_the_first_signal(engine: Engine) -> None:
     engine.signal()
     assert engine.ends() == EXIT_OK
 
@@ -221,7 +221,7 @@ def test_an_engine_that_still_loads_ends_at_the_first_signal(engine: Engine) -> 
 # -- routers ---------------------------------------------------------------------
 
 
-def test_another_router_is_told_to_the_main_thread_and_the_same_one_is_not(engine: Engine) -> None:
+def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engine: Engine) -> None:
     engine.serve()
     for router_id in ("one", "one", "two"):
         engine.send(wire.Ping(router_id=router_id))
@@ -234,20 +234,20 @@ def test_another_router_is_told_to_the_main_thread_and_the_same_one_is_not(engin
     assert "another router" in engine.log
 
 
-def test_a_router_that_asks_too_early_hears_as_soon_as_the_model_is_loaded(engine: Engine) -> None:
+def test_a_router_that_pings_early_gets_the_hello_when_the_model_is_loaded(engine: Engine) -> None:
     engine.send(wire.Ping(router_id="one"))
     assert engine.hears_no(wire.Hello)
     engine.tell("introduce")
     assert engine.hear(wire.Hello) == HELLO
 
 
-def test_a_request_that_comes_while_the_model_loads_is_refused_as_full(engine: Engine) -> None:
+def test_a_request_during_loading_is_refused_as_full(engine: Engine) -> None:
     engine.send(submit())
     refused = engine.hear(wire.Refused)
     assert (refused.request_id, refused.attempt, refused.reason) == ("r", 3, "full")
 
 
-def test_only_files_of_the_tokenizer_are_given_and_each_once(engine: Engine) -> None:
+def test_only_files_of_the_tokenizer_are_sent_and_each_once(engine: Engine) -> None:
     engine.serve()
     names = ["tokenizer.json", "../log", "/etc/passwd", "config.json", *["tokenizer.json"] * 9]
     engine.send(wire.FilesWanted(names=names))
@@ -255,7 +255,7 @@ def test_only_files_of_the_tokenizer_are_given_and_each_once(engine: Engine) -> 
     assert (files.names, contents) == (["tokenizer.json"], [b"the tokenizer"])
 
 
-def test_a_file_that_has_vanished_is_not_given_and_ends_nothing(engine: Engine) -> None:
+def test_a_missing_file_is_not_sent_and_ends_nothing(engine: Engine) -> None:
     engine.serve()
     engine.tokenizer.unlink()
     engine.send(wire.FilesWanted(names=["tokenizer.json"]))

@@ -1,7 +1,7 @@
 """An engine process that has everything but a model: `python -m tests.engine.io.thread_process`.
 
-Its main thread does only what the lines on its standard input say, and so nothing at
-all while there are none. The IO thread is the real one.
+The IO thread is the real one. The main thread only runs the commands on its standard input, and
+hangs between them.
 """
 
 from __future__ import annotations

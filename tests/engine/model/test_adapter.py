@@ -1,4 +1,4 @@
-"""LoRA adapters: over the model exactly as mlx-lm puts them, or one clear line."""
+"""LoRA adapters: applied exactly as by mlx-lm, or refused with one clear line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_blocks_with_an_adapter_have_names_of_their_own(
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapters.safetensors"])
-def test_a_directory_without_an_adapter_says_what_it_lacks(
+def test_the_error_of_an_incomplete_adapter_names_the_missing_file(
     tiny_model: TinyModel, adapter: Path, missing: str
 ) -> None:
     (adapter / missing).unlink()
@@ -65,7 +65,7 @@ def test_a_directory_without_an_adapter_says_what_it_lacks(
         load(tiny_model("llama"), adapter_path=adapter)
 
 
-def test_a_path_that_is_not_there_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_missing_adapter_directory_is_reported(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="there is no adapter at"):
         load(tiny_model("llama"), adapter_path=tmp_path / "nowhere")
 
@@ -127,7 +127,9 @@ def test_an_adapter_that_does_not_fit_is_one_clear_line(
     assert "\n" not in str(seen.value)
 
 
-def test_an_engine_with_a_bad_adapter_ends_for_good(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_engine_with_a_bad_adapter_ends_with_a_config_error(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "services.engine", f"--model={tiny_model('llama')}"]
     command += [f"--adapter-path={tmp_path}", f"--engine-socket=ipc://{tmp_path}/e"]
     ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)

@@ -34,7 +34,7 @@ def test_the_demo_tokenizer_splits_numbers_and_keeps_every_character(demo_model:
     assert tokenizer.encode("<|im_end|>") == [2]
 
 
-def test_two_that_ask_at_once_share_one_conversion_and_damage_is_repaired(
+def test_two_processes_share_one_conversion_and_damage_is_repaired(
     tmp_path: Path,
 ) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "MLX_LM_SERVER_BLAS": "none"}
@@ -50,7 +50,7 @@ def test_two_that_ask_at_once_share_one_conversion_and_damage_is_repaired(
         )
 
     def answers(*processes: subprocess.Popen[str]) -> tuple[Path, int]:
-        """Where they all say the model is, and how many of them converted it."""
+        """Return the path that all of them print, and how many of them converted the model."""
         said = [process.communicate(timeout=280) for process in processes]
         assert [process.returncode for process in processes] == [0] * len(processes), said
         (path,) = {out.strip() for out, _ in said}
@@ -83,7 +83,7 @@ def test_without_a_network_the_error_is_one_line_that_helps(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(
+def test_a_cache_that_cannot_be_written_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     occupied = tmp_path / "file"

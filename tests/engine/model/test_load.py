@@ -33,7 +33,7 @@ def test_every_tiny_model_loads_and_generates(tiny_model: TinyModel, kind: Kind)
     assert all(path.is_file() for path in loaded.tokenizer_files.values())
 
 
-def test_the_tokenizer_can_be_told_other_tokens_and_another_template(
+def test_options_replace_the_tokens_and_the_template_of_the_tokenizer(
     tiny_model: TinyModel,
 ) -> None:
     options = TokenizerOptions(eos_token="<|endoftext|>", chat_template="just this")
@@ -44,13 +44,13 @@ def test_the_tokenizer_can_be_told_other_tokens_and_another_template(
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "nowhere"])
-def test_a_path_that_is_not_there_is_one_clear_line(model: str) -> None:
+def test_a_missing_path_is_reported_in_one_line(model: str) -> None:
     with pytest.raises(ModelUnavailable, match=f"there is no model at {model}") as caught:
         resolve(model)
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_without_a_network_is_one_clear_line(
+def test_a_hub_id_without_a_network_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -61,14 +61,16 @@ def test_a_hub_id_without_a_network_is_one_clear_line(
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_directory_without_a_model_says_what_it_lacks(tmp_path: Path, missing: str) -> None:
+def test_the_error_of_an_incomplete_model_names_the_missing_file(
+    tmp_path: Path, missing: str
+) -> None:
     path = make_tiny("llama", tmp_path / "model")
     (path / missing).unlink()
     with pytest.raises(ModelUnavailable, match="is not a model directory: it has no"):
         resolve(str(path))
 
 
-def test_an_unknown_architecture_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_reported_in_one_line(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
@@ -77,7 +79,7 @@ def test_an_unknown_architecture_is_one_clear_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_fingerprint_names_the_content_and_not_the_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Path) -> None:
     here = make_tiny("llama", tmp_path / "here", seed=1)
     there = Path(shutil.copytree(here, tmp_path / "there"))
     assert fingerprint(here) == fingerprint(there)
@@ -126,7 +128,7 @@ def test_the_context_length_is_found_wherever_the_config_has_it(
         ("mamba", {}, DEFAULT_CONTEXT_LENGTH),
     ],
 )
-def test_a_limit_of_the_kept_context_holds_unless_the_model_keeps_less_anyway(
+def test_max_kv_size_limits_the_context_unless_the_model_keeps_less_anyway(
     tmp_path: Path, kind: Kind, changes: dict[str, int], expected: int
 ) -> None:
     path = make_tiny(kind, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The memory of the device: how much of it is taken, and that the ledger knows of all of it."""
+"""The memory of the device: how much is taken, and that the ledger accounts for all of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.tiny_models import VOCAB_SIZE
 
 GB = 10**9
 SHARED_BUFFER_BYTES = 16 << 10
-"""MLX lets a small array keep a buffer that is larger than itself by so much."""
+"""The most by which the buffer of a small array may be larger than the array in MLX."""
 
 
 def load_with(whole: Whole, count: int, seed: int, longest: int = 900, outputs: int = 60) -> None:
-    """Random requests, some with the same beginnings, some greedy and some with penalties."""
+    """Submit random requests, some with shared prefixes, some greedy and some with penalties."""
     pick = random.Random(seed)
     shared = longest // 3
     prefixes = [[pick.randrange(3, VOCAB_SIZE) for _ in range(shared)] for _ in range(3)]
@@ -48,8 +48,10 @@ def load_with(whole: Whole, count: int, seed: int, longest: int = 900, outputs: 
 
 
 def numpy_bytes() -> int:
-    """What NumPy has allocated since `tracemalloc` started; its views of MLX's arrays have no
-    memory of their own."""
+    """Return the bytes that NumPy has allocated since `tracemalloc` started.
+
+    NumPy's views of MLX's arrays have no memory of their own.
+    """
     only = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
     return sum(t.size for t in tracemalloc.take_snapshot().filter_traces([only]).traces)
 
@@ -64,8 +66,10 @@ def traced() -> Iterator[None]:
 
 
 class Watch:
-    """Compares, when all that a step started is done, what MLX holds with what the ledger and
-    the weights say. ``worst`` is the largest distance, as a part of the latter."""
+    """Compares MLX's memory after each step with the ledger's bytes and the weights.
+
+    ``worst`` is the largest difference, as a part of the latter.
+    """
 
     numpy_every_steps = 20
 
@@ -92,7 +96,7 @@ class Watch:
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-def test_the_ledger_knows_what_is_held(
+def test_the_ledger_accounts_for_all_memory(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
 ) -> None:
     whole = Whole(
@@ -109,10 +113,10 @@ def test_the_ledger_knows_what_is_held(
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "qwen3_next"])
 @pytest.mark.usefixtures("traced")
-def test_numpy_keeps_nothing_between_steps_that_the_ledger_does_not_know(
+def test_the_ledger_accounts_for_the_memory_of_numpy(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
 ) -> None:
-    """Counted by Python, since NumPy's arrays are not MLX's."""
+    """Python counts it, since NumPy's arrays are not MLX's."""
     probe = np.zeros(100_000, np.uint8)
     assert numpy_bytes() >= probe.nbytes
     del probe
@@ -125,8 +129,8 @@ def test_numpy_keeps_nothing_between_steps_that_the_ledger_does_not_know(
     assert watch.most_numpy_bytes - before_bytes < 0.02 * (watch.most_bytes + whole.weight_bytes)
 
 
-def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[..., Path]) -> None:
-    """Rows that nobody has used yet hold no state, but have a claim to it."""
+def test_the_ledger_accounts_for_recurrent_state(tiny_model: Callable[..., Path]) -> None:
+    """Unused rows have no state yet; the ledger has reserved it."""
     whole = Whole(tiny_model("mamba"), max_batch_size=8, completion_batch_size=8)
     states = 8 * len(whole.executor.layout.states)  # type: ignore[attr-defined]
     watch = Watch(whole, states * SHARED_BUFFER_BYTES)
@@ -139,7 +143,7 @@ def test_the_ledger_knows_what_is_held_of_recurrent_state(tiny_model: Callable[.
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_bits", "num_blocks"), [(16, 32), (8, 128)])
-def test_the_ledger_knows_what_is_held_of_a_real_model(
+def test_the_ledger_accounts_for_the_memory_of_a_real_model(
     demo_model: Path, kv_bits: int, num_blocks: int
 ) -> None:
     whole = Whole(
@@ -158,7 +162,7 @@ def test_the_ledger_knows_what_is_held_of_a_real_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [16, 8])
-def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
+def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
     tiny_model: Callable[..., Path], kv_bits: int
 ) -> None:
     path = tiny_model("llama")
@@ -198,7 +202,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, gpu: bool) 
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu if gpu else mx.cpu)
 
 
-def test_the_pool_takes_what_the_device_has_beside_the_weights(
+def test_the_pool_gets_the_memory_that_the_weights_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_a_device(monkeypatch, 64 * GB, gpu=True)
@@ -210,7 +214,7 @@ def test_the_pool_takes_what_the_device_has_beside_the_weights(
     assert memory.default_num_blocks(10**6, 10 * GB, engines=1) < alone / 2
 
 
-def test_a_device_too_small_for_the_least_pool_is_warned_of(
+def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_a_device(monkeypatch, 8 * GB, gpu=True)
@@ -220,7 +224,7 @@ def test_a_device_too_small_for_the_least_pool_is_warned_of(
 
 
 @pytest.mark.parametrize("metal", [True, False])
-def test_metal_keeps_resident_what_the_engines_share(
+def test_engines_share_the_memory_that_metal_keeps_resident(
     monkeypatch: pytest.MonkeyPatch, metal: bool
 ) -> None:
     wired: list[int] = []
@@ -231,7 +235,7 @@ def test_metal_keeps_resident_what_the_engines_share(
     assert wired == ([16 * GB] if metal else [])
 
 
-def test_the_same_memory_keeps_more_than_twice_the_blocks_in_8_bits(
+def test_in_8_bits_the_same_memory_holds_more_than_twice_the_blocks(
     tiny_model: Callable[..., Path],
 ) -> None:
     kept = []

@@ -1,5 +1,7 @@
-"""Prefixes of models with recurrent layers, through a whole replica: what is reused gives the
-logits that computing gives."""
+"""Prefixes of models with recurrent layers, through a whole replica.
+
+A reused prefix gives the same logits as a computed one.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,7 @@ def random_tokens(seed: int, count: int) -> list[int]:
 
 
 class Observed(Whole):
-    """Compares the logits of each decode with those of mlx-lm's own caches for the tokens of
-    its sequence, all in one pass. ``worst`` is in standard deviations of them."""
+    """Compares the logits of each decode with mlx-lm's for the same sequence in one pass."""
 
     def __init__(self, path: Path, **settings: object) -> None:
         super().__init__(path, **settings)
@@ -38,7 +39,7 @@ class Observed(Whole):
         self.forget()
 
     def forget(self) -> None:
-        """What was compared so far."""
+        """Drop the logits recorded so far."""
         self._ours: dict[str, list[mx.array]] = {}
         self._prompts: dict[str, list[int]] = {}
 
@@ -86,12 +87,12 @@ def shared(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> O
 
 @pytest.fixture
 def whole(shared: Observed) -> Observed:
-    """One that has served other tests, with other prompts."""
+    """A replica that has served other tests, with other prompts."""
     shared.forget()
     return shared
 
 
-def test_a_prompt_goes_on_from_kept_state_as_if_it_were_computed(whole: Observed) -> None:
+def test_a_prompt_continues_from_a_snapshot_as_if_it_were_computed(whole: Observed) -> None:
     prompt = random_tokens(1, 200)
     first = whole.serve("first", prompt)
     assert whole.serve("again", prompt) == first
@@ -100,7 +101,7 @@ def test_a_prompt_goes_on_from_kept_state_as_if_it_were_computed(whole: Observed
     whole.assert_right()
 
 
-def test_every_turn_computes_what_is_new_and_less_than_two_blocks(whole: Observed) -> None:
+def test_every_turn_computes_its_new_tokens_and_less_than_two_blocks(whole: Observed) -> None:
     history = random_tokens(3, 40)
     for turn in range(5):
         said = whole.serve(f"turn {turn}", history, max_tokens=24)
@@ -111,7 +112,7 @@ def test_every_turn_computes_what_is_new_and_less_than_two_blocks(whole: Observe
     whole.assert_right()
 
 
-def test_those_who_come_together_compute_their_prefix_once(whole: Observed) -> None:
+def test_requests_that_arrive_together_compute_their_prefix_once(whole: Observed) -> None:
     prefix = random_tokens(4, 160)
     for number in range(4):
         whole.submit(f"{number}", [*prefix, *random_tokens(number, 10 + number)], 6)
@@ -120,7 +121,7 @@ def test_those_who_come_together_compute_their_prefix_once(whole: Observed) -> N
     whole.assert_right()
 
 
-def test_what_was_preempted_goes_on_from_kept_state(
+def test_a_preempted_sequence_continues_from_a_snapshot(
     whole: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner, fill = whole.scheduler.planner, whole.scheduler.planner.fill
@@ -144,7 +145,9 @@ def test_what_was_preempted_goes_on_from_kept_state(
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_what_had_to_go_is_computed_again(tiny_model: Callable[..., Path], kept: int) -> None:
+def test_a_prefix_whose_snapshot_was_evicted_is_computed_again(
+    tiny_model: Callable[..., Path], kept: int
+) -> None:
     whole = Observed(tiny_model("nemotron_h"), sequence_cache_size=kept)
     for turn in range(3):
         for number in range(2):
@@ -154,7 +157,9 @@ def test_what_had_to_go_is_computed_again(tiny_model: Callable[..., Path], kept:
     whole.assert_right()
 
 
-def test_state_without_the_blocks_before_it_is_of_no_use(tiny_model: Callable[..., Path]) -> None:
+def test_a_snapshot_without_the_blocks_before_it_is_not_used(
+    tiny_model: Callable[..., Path],
+) -> None:
     whole = Observed(tiny_model("qwen3_next"))
     prompt = random_tokens(5, 100)
     whole.serve("first", prompt)

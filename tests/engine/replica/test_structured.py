@@ -1,6 +1,6 @@
-"""Sequences that a grammar binds, through scheduler and executor on tiny random models.
+"""Sequences with grammars, through scheduler and executor on tiny random models.
 
-What such a model says is noise, so whatever it says shows that nothing else was allowed."""
+The output of such a model is noise, so any valid output shows that the grammar was enforced."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_bound(whole: Whole, *names: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba", "gpt_oss"])
-def test_an_answer_is_of_its_grammar_and_ends_with_it(whole: Build, kind: str) -> None:
+def test_an_answer_matches_its_grammar_and_ends_with_it(whole: Build, kind: str) -> None:
     engine = whole(kind)
     for number in range(6):
         ask(engine, f"a{number}", 3 + 5 * number, sampling=Sampling(seed=number, temperature=2.0))
@@ -75,7 +75,7 @@ def test_an_answer_is_of_its_grammar_and_ends_with_it(whole: Build, kind: str) -
     assert len({text(engine, f"a{number}") for number in range(6)}) > 1
 
 
-def test_rows_without_a_grammar_are_as_they_are_without_such_neighbours(whole: Build) -> None:
+def test_rows_with_a_grammar_do_not_change_rows_without(whole: Build) -> None:
     texts = []
     for neighbours in (0, 3):
         engine = whole()
@@ -88,7 +88,7 @@ def test_rows_without_a_grammar_are_as_they_are_without_such_neighbours(whole: B
     assert texts[0] == texts[1]
 
 
-def test_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_enforced_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def serial(model: Any, *_: object) -> ChosenExecutor:
         return ChosenExecutor(SerialExecutor(model, 512), "for this test")
 
@@ -101,8 +101,8 @@ def test_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_bound(engine, "a", "b")
 
 
-def test_looking_ahead_gives_the_same(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second step's tokens are not read yet when the next one is dispatched."""
+def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With look-ahead a step is dispatched before the tokens of the one before are read."""
 
     def play() -> tuple[Whole, dict[str, list[int]]]:
         engine = whole()
@@ -127,7 +127,7 @@ def test_looking_ahead_gives_the_same(whole: Build, monkeypatch: pytest.MonkeyPa
     assert_bound(engine, "penalized", *(f"a{number}" for number in range(4)))
 
 
-def test_one_that_gave_up_its_slot_goes_on_where_it_was(whole: Build) -> None:
+def test_a_preempted_sequence_continues_within_its_grammar(whole: Build) -> None:
     long = {"grammar": Grammar(kind="regex", source="([a-f]{5}[0-9]{5}){8}"), "max_tokens": 120}
     alone = {}
     for name in "abcd":
@@ -146,7 +146,7 @@ def test_one_that_gave_up_its_slot_goes_on_where_it_was(whole: Build) -> None:
 
 
 @pytest.mark.parametrize("known", [1, 4, 9])
-def test_a_request_that_lost_its_engine_goes_on_within_its_grammar(
+def test_a_request_that_lost_its_engine_continues_within_its_grammar(
     whole: Build, known: int
 ) -> None:
     first = whole()
@@ -175,7 +175,7 @@ def test_a_request_that_lost_its_engine_goes_on_within_its_grammar(
         {"min_tokens": 1},
     ],
 )
-def test_an_answer_ends_only_where_its_grammar_may_and_always_where_it_must(
+def test_an_answer_ends_only_where_its_grammar_allows_or_demands_it(
     whole: Build, fields: dict[str, Any]
 ) -> None:
     engine = whole()
@@ -187,7 +187,7 @@ def test_an_answer_ends_only_where_its_grammar_may_and_always_where_it_must(
         assert len(re.findall(", ", text(engine, "a"))) == 3
 
 
-def test_every_control_of_sampling_goes_with_a_grammar(whole: Build) -> None:
+def test_every_sampling_parameter_works_with_a_grammar(whole: Build) -> None:
     engine = whole()
     letters = dict.fromkeys(range(200, 300), 100.0)
     controls: dict[str, Sampling] = {
@@ -211,7 +211,7 @@ def test_every_control_of_sampling_goes_with_a_grammar(whole: Build) -> None:
     assert_bound(engine, "scored", *controls)
 
 
-def test_a_grammar_may_begin_after_tokens_that_come_first(whole: Build) -> None:
+def test_a_grammar_may_apply_behind_certain_tokens_only(whole: Build) -> None:
     engine = whole()
     (mark,) = engine.loaded.tokenizer.encode("q")
     grammar = Grammar(kind="regex", source=PATTERN, after=[mark])
@@ -224,7 +224,7 @@ def test_a_grammar_may_begin_after_tokens_that_come_first(whole: Build) -> None:
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(whole: Build) -> None:
-    """Its source passes, and at the second token its parser is over llguidance's limit."""
+    """Its source is valid, but its parser exceeds llguidance's limit at the second token."""
     engine = whole()
     many = ",".join(f'"k{i}":{{"type":"string"}}' for i in range(2000))
     wide = Grammar(kind="json_schema", source=f'{{"type":"object","properties":{{{many}}}}}')

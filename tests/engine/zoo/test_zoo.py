@@ -1,4 +1,4 @@
-"""The zoo: a few representative kinds, and that its comparison catches what it is for."""
+"""The zoo: a few representative kinds, and the faults that its comparison must catch."""
 
 from typing import Any
 
@@ -11,6 +11,9 @@ from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
 from engine.cache.snapshots import SnapshotStore
 from engine.cache.states import StateStore
+from engine.executor.base import PendingStep
+from engine.executor.batched import BatchedExecutor
+from engine.plan import Plan, Slot
 from engine.proving import choose
 from engine.zoo import examine as examining
 from engine.zoo.build import build
@@ -20,51 +23,51 @@ from engine.zoo.farm import examine_all
 
 
 def found(name: str) -> ArchitectureReport:
-    finding = examine(name)
-    assert finding is not None
-    return finding
+    report = examine(name)
+    assert report is not None
+    return report
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma4_text", "afm7"])
-def test_models_of_plain_and_sliding_layers_are_batched_right(name: str) -> None:
-    finding = found(name)
-    assert finding.right, finding
-    assert (finding.batching, finding.prefix_cache) == ("ragged", True)
+def test_models_of_plain_and_sliding_layers_are_batched_correctly(name: str) -> None:
+    report = found(name)
+    assert report.right, report
+    assert (report.batching, report.prefix_cache) == ("ragged", True)
 
 
 @pytest.mark.parametrize("name", ["mamba", "recurrent_gemma", "falcon_h1", "qwen3_next"])
-def test_models_with_recurrent_layers_are_batched_right(name: str) -> None:
-    finding = found(name)
-    assert finding.right, finding
-    assert (finding.batching, finding.prefix_cache) == ("ragged", True)
+def test_models_with_recurrent_layers_are_batched_correctly(name: str) -> None:
+    report = found(name)
+    assert report.right, report
+    assert (report.batching, report.prefix_cache) == ("ragged", True)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "gemma2", "kimi_linear"])
-def test_models_that_compute_with_their_keys_are_batched_right(name: str) -> None:
-    finding = found(name)
-    assert finding.right, finding
-    assert finding.batching == "dense"
+def test_models_that_compute_with_their_keys_are_batched_correctly(name: str) -> None:
+    report = found(name)
+    assert report.right, report
+    assert report.batching == "dense"
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "llama4", "minimax_m3_vl"])
 def test_models_with_one_position_for_all_rows_are_computed_row_by_row(name: str) -> None:
-    finding = found(name)
-    assert finding.right, finding
-    assert (finding.batching, finding.batched, finding.prefix_cache) == ("row by row", False, True)
+    report = found(name)
+    assert report.right, report
+    assert (report.batching, report.batched, report.prefix_cache) == ("row by row", False, True)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v41", "plamo3", "longcat_flash_ngram"])
-def test_what_slots_cannot_hold_is_served_right_one_at_a_time(name: str) -> None:
-    finding = found(name)
-    assert finding.right, finding
-    assert finding.batching == "one at a time" and finding.reason
+def test_models_that_slots_cannot_hold_are_served_one_at_a_time(name: str) -> None:
+    report = found(name)
+    assert report.right, report
+    assert report.batching == "one at a time" and report.reason
 
 
 def test_a_module_without_a_model_is_not_counted() -> None:
     assert examine("rope_utils") is None
 
 
-def test_a_process_that_ends_or_hangs_ends_no_run() -> None:
+def test_a_process_that_crashes_or_hangs_does_not_end_the_run() -> None:
     (slow,) = examine_all(["llama"], time_limit_s=0.01)
     assert not slow.right and "no answer" in slow.error
     after = list(examine_all(["olmo", "llama"]))  # importing the first one ends the process
@@ -75,8 +78,8 @@ def test_a_process_that_ends_or_hangs_ends_no_run() -> None:
 
 
 class TestTheComparisonCatches:
-    """Without the proof, which would not let faulty batches pass. Each with keys and values as
-    they are and in 8 bits, where that is compared in a way of its own."""
+    """Without the proof, which would rule faulty batches out. Each fault is tried with plain keys
+    and values, and with those in 8 bits, which are compared in another way."""
 
     kinds = pytest.mark.parametrize(
         ("name", "batch_class", "bits"),
@@ -95,6 +98,19 @@ class TestTheComparisonCatches:
         ("name", "bits"), [("mamba", 16), ("qwen3_next", 16), ("qwen3_next", 8)]
     )
 
+    @pytest.fixture
+    def slots_with_state(self, monkeypatch: pytest.MonkeyPatch) -> dict[StateStore, list[Slot]]:
+        slots_of: dict[StateStore, list[Slot]] = {}
+        put = StateStore.put
+
+        def recorded(store: StateStore, slots: Any, arrays: Any) -> list[mx.array]:
+            known = slots_of.setdefault(store, [])
+            known += [slot for slot in slots if slot not in known]
+            return put(store, slots, arrays)
+
+        monkeypatch.setattr(StateStore, "put", recorded)
+        return slots_of
+
     @pytest.fixture(autouse=True)
     def unproven(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose, "prove", lambda *_: None)
@@ -109,16 +125,26 @@ class TestTheComparisonCatches:
             assert "logits differ" in error or "than mlx-lm computes" in error
             return
         monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
-        finding = found(name)
-        assert finding.batching == batch_class.batching
-        assert "logits differ" in finding.error
+        report = found(name)
+        assert report.batching == batch_class.batching
+        assert "logits differ" in report.error
 
     @kinds
     def test_a_shifted_mask(
         self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for owner, method in ((GraphBatch, "_make_mask"), (DenseBatch, "mask")):
-            monkeypatch.setattr(owner, method, shifted(getattr(owner, method)))
+        attend, dispatch = mx.fast.scaled_dot_product_attention, BatchedExecutor.dispatch
+
+        def shifted(*args: Any, mask: Any, **fields: Any) -> mx.array:
+            mask = mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
+            return attend(*args, mask=mask, **fields)
+
+        def faulty(executor: BatchedExecutor, plan: Plan) -> PendingStep:
+            with monkeypatch.context() as only_here:  # mlx-lm's own masks stay right
+                only_here.setattr(mx.fast, "scaled_dot_product_attention", shifted)
+                return dispatch(executor, plan)
+
+        monkeypatch.setattr(BatchedExecutor, "dispatch", faulty)
         self.is_wrong(name, batch_class, bits, monkeypatch)
 
     @kinds
@@ -139,7 +165,7 @@ class TestTheComparisonCatches:
     def test_a_row_that_is_not_written(
         self, name: str, batch_class: type[RaggedBatch], bits: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What the slot's last user left is read instead."""
+        """The row of the slot's last user is read instead."""
         write = GraphBatch.write
 
         def forgetful(batch: Any, layer: Any, keys: Any, values: Any) -> None:
@@ -164,13 +190,19 @@ class TestTheComparisonCatches:
 
     @recurrent
     def test_state_that_the_slots_last_user_left(
-        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        bits: int,
+        monkeypatch: pytest.MonkeyPatch,
+        slots_with_state: dict[StateStore, list[Slot]],
     ) -> None:
         state = RaggedBatch.state
 
         def stale(batch: Any, number: Any) -> Any:
             slots = [row.slot for row in batch.rows]
-            if batch.rows[0].start == 0 and slots[0] in batch.slabs.states._by_slot:
+            if batch.rows[0].start == 0 and slots[0] in slots_with_state.get(
+                batch.slabs.states, []
+            ):
                 return batch.new_states.get(number, batch.slabs.states.get(number, slots))
             return state(batch, number)
 
@@ -179,12 +211,16 @@ class TestTheComparisonCatches:
 
     @recurrent
     def test_a_snapshot_of_another_row(
-        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        bits: int,
+        monkeypatch: pytest.MonkeyPatch,
+        slots_with_state: dict[StateStore, list[Slot]],
     ) -> None:
         own = StateStore.copy_of
 
         def wrong(store: Any, slot: Any) -> Any:
-            others = [other for other in store._by_slot if other != slot]
+            others = [other for other in slots_with_state[store] if other != slot]
             return own(store, others[0] if others else slot)
 
         monkeypatch.setattr(StateStore, "copy_of", wrong)
@@ -192,25 +228,21 @@ class TestTheComparisonCatches:
 
     @recurrent
     def test_a_snapshot_that_is_not_brought_back(
-        self, name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        bits: int,
+        monkeypatch: pytest.MonkeyPatch,
+        slots_with_state: dict[StateStore, list[Slot]],
     ) -> None:
-        """The state of the slot goes on instead."""
+        """The slot's own state continues instead."""
 
         def forgetful(store: Any, slot: Any, snapshot: Any) -> Any:
-            if slot not in store._states._by_slot:
+            if not any(slot in slots for slots in slots_with_state.values()):
                 return store.reset(slot)
             return []
 
         monkeypatch.setattr(SnapshotStore, "restore", forgetful)
         self.is_wrong(name, GraphBatch, bits, monkeypatch)
-
-
-def shifted(make: Any) -> Any:
-    def make_shifted(*args: Any) -> Any:
-        mask = make(*args)
-        return mx.roll(mask, 1, axis=-1) if isinstance(mask, mx.array) else mask
-
-    return make_shifted
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:

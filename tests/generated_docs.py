@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
-from router.fleet.engines import Engine, Model
+from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.router import Router
 from router.http.api_keys import ApiKeys
 from router.http.app import create_app
@@ -142,7 +142,7 @@ def _metrics() -> str:
                 for count in (1, 2):  # only of labels that have values there is a sample
                     with suppress(ValueError):
                         each.labels(*["x"] * count)
-        model = Model(_HELLO)
+        model = ModelReplicas(_HELLO)
         model.engines.append(Engine(b"", _HELLO, "engine-0", 1.0))
         router.registry.models[model.id] = model
         families = list(router.metrics.registry.collect())

@@ -82,8 +82,6 @@ class CountTokens:
         raw = await read_json_body(Request(scope, receive), router.settings.max_request_bytes)
         request = chat_request(parse_body(raw, CountTokensRequest))
         model = router.model_for(request.model)
-        if model.renderer is None:
-            raise router.not_ready(model)
         (prompt,) = await self._messages.tokenize_prompts(request, model)
         answer = msgspec.json.encode(TokenCount(len(prompt)))
         await Response(answer, media_type="application/json")(scope, receive, send)

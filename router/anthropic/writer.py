@@ -79,7 +79,7 @@ class MessageWriter:
             case "tool_calls":
                 reason = "tool_use"
             case "length":
-                cut = choice.sequence.spec.max_tokens < self._max_tokens
+                cut = choice.sequence.submit.max_tokens < self._max_tokens
                 reason = "model_context_window_exceeded" if cut else "max_tokens"
             case _ if choice.stop_string is not None:
                 return StopDelta("stop_sequence", choice.stop_string)

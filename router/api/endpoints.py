@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -20,8 +21,9 @@ from router.errors import ApiError, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.generation.cache_debug import explain
-from router.generation.choice import OutputDelta
+from router.generation.choice import Echo, OutputDelta
 from router.generation.generation import Generation
+from router.generation.sampling import SequenceSpec
 from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody, parse_body
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
@@ -98,9 +100,10 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         model = router.model_for(request.model)
         writer = self.writer(body, model)
         key = scope["state"].get("api_key", "")
-        with router.admission.limit_concurrency(), Generation(router, model, key) as generation:
+        generation = Generation(router, model, request, writer.id, key)
+        with router.admission.limit_concurrency(), generation:
             async with _abort_on_disconnect(receive, generation):
-                await self._submit(generation, request, writer.id)
+                await self._submit(generation, request)
                 await generation.accepted()
                 headers = [(b"x-seed", str(generation.seed).encode())]
                 if http.headers.get("x-debug-cache", "") not in ("", "0"):
@@ -115,24 +118,27 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             response.raw_headers += headers
             await response(scope, receive, send)
 
-    async def _submit(self, generation: Generation, request: _Request, response_id: str) -> None:
+    async def _submit(self, generation: Generation, request: _Request) -> None:
         model = generation.model
-        if model.renderer is None:
-            raise self._router.not_ready(model)
         try:
-            scope = generation.cache_scope = f"{generation.key}/{request.cache_salt or ''}"
-            prompts = await self.tokenize_prompts(request, model, scope)
-            generation.submit(
-                request,
-                prompts,
-                self.max_tokens(request),
-                response_id,
-                reply_parser=lambda prompt: self.reply_parser(request, model, prompt),
-                grammar=lambda prompt: self.grammar(request, model, prompt),
-            )
+            prompts = await self.tokenize_prompts(request, model, generation.cache_scope)
+            limits = generation.check(prompts, self.max_tokens(request))
+            generation.submit(list(self._sequence_specs(request, model, prompts, limits)))
         except ContextLengthExceeded as error:
             error.param = self.prompt_field
             raise
+
+    def _sequence_specs(
+        self, request: _Request, model: Model, prompts: list[list[int]], limits: list[int]
+    ) -> Iterator[SequenceSpec]:
+        """Yield a spec for each choice of each prompt. Raises `InvalidRequest`."""
+        echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
+        for prompt, limit, echoed in zip(prompts, limits, echoes, strict=True):
+            grammar = self.grammar(request, model, prompt)
+            echo = None if echoed is None else Echo.of(echoed, prompt, model.renderer)
+            for choice in range(request.n or 1):
+                parser = self.reply_parser(request, model, prompt)
+                yield SequenceSpec(prompt, limit, choice, parser, grammar, echo)
 
 
 class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
@@ -146,7 +152,6 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
     async def tokenize_prompts(
         self, request: ChatRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
-        assert model.renderer is not None  # `_submit` has seen it
         return [
             await model.renderer.render_chat(
                 request.messages,
@@ -158,11 +163,9 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
         ]
 
     def reply_parser(self, request: ChatRequest, model: Model, prompt: list[int]) -> ReplyParser:
-        assert model.renderer is not None
         return model.renderer.replies.parser(prompt, _tool_call_policy(request))
 
     def grammar(self, request: ChatRequest, model: Model, prompt: list[int]) -> Grammar | None:
-        assert model.renderer is not None
         return model.renderer.replies.grammar(prompt, _tool_call_policy(request), request.grammar)
 
 

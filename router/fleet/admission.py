@@ -1,4 +1,4 @@
-"""Who may come in: the limit of concurrent requests, the queue's, and memory pressure."""
+"""Limits on new requests: concurrent requests, the length of the queue, memory pressure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from router.errors import TooManyRequests, Unavailable
+from router.fleet.engines import ModelReplicas
 from shared.settings import Settings
-
-if TYPE_CHECKING:
-    from router.fleet.engines import Model
 
 _RETRY_AFTER_S = 2.0
 _LONGEST_RETRY_AFTER_S = 120.0
@@ -20,7 +17,7 @@ _MEMORY_RETRY_AFTER_S = 5.0
 
 
 class DepartureRate:
-    """How fast sequences leave, from the last ones that did."""
+    """The rate at which sequences leave engines, estimated from the last departures."""
 
     def __init__(self, window: int = 32, clock: Callable[[], float] = time.monotonic) -> None:
         self._departures: deque[float] = deque(maxlen=window)
@@ -30,10 +27,10 @@ class DepartureRate:
         self._departures.append(self._clock())
 
     def wait_s(self, ahead: int) -> float:
-        """The estimated time until ``ahead`` sequences are gone and one more has a place."""
+        """Estimate the time until ``ahead`` sequences have left and one more has a place."""
         if len(self._departures) < 2:
             return _RETRY_AFTER_S
-        # Counted up to now, so that a queue that stands still looks slow.
+        # Counted up to now, or a queue that stands still would look fast.
         elapsed_s = self._clock() - self._departures[0]
         estimate_s = (ahead + 1) * elapsed_s / (len(self._departures) - 1)
         return min(max(estimate_s, 1.0), _LONGEST_RETRY_AFTER_S)
@@ -44,11 +41,11 @@ class Admission:
         self._settings = settings
         self._departure_rate = departure_rate
         self.num_requests = 0
-        """Running and queued together."""
+        """Running and queued ones."""
 
     @contextmanager
     def limit_concurrency(self) -> Iterator[None]:
-        """Counts one request while it is served. Raises `TooManyRequests`."""
+        """Count one request while it is served. Raises `TooManyRequests`."""
         limit = self._settings.max_concurrent_requests
         if limit and self.num_requests >= limit:
             raise TooManyRequests(
@@ -62,11 +59,11 @@ class Admission:
         finally:
             self.num_requests -= 1
 
-    def check_queue(self, model: Model, waiting: int, new: int) -> None:
-        """Whether ``new`` sequences may join ``waiting`` ones. Raises `TooManyRequests`.
+    def check_queue(self, model: ModelReplicas, waiting: int, new: int) -> None:
+        """Check that ``new`` sequences may join ``waiting`` ones. Raises `TooManyRequests`.
 
-        A request whose own sequences are more than the queue holds is let in while
-        nobody waits: it could never come in otherwise.
+        While no sequence waits, a request may have more sequences than the queue holds. It would
+        never be admitted otherwise.
         """
         capacity = sum(engine.free_capacity for engine in model.ready_engines)
         limit = self._settings.max_queue_size
@@ -77,8 +74,8 @@ class Admission:
                 retry_after_s=self._departure_rate.wait_s(waiting),
             )
 
-    def check_memory(self, model: Model) -> None:
-        """Raises `Unavailable` when every ready engine is under memory pressure."""
+    def check_memory(self, model: ModelReplicas) -> None:
+        """Raise `Unavailable` if every ready engine is under memory pressure."""
         ready = model.ready_engines
         threshold = self._settings.memory_pressure_threshold
         if ready and min(engine.memory_pressure for engine in ready) >= threshold:

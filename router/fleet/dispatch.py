@@ -1,4 +1,4 @@
-"""Gives waiting sequences to engines, and follows them until they end."""
+"""Places waiting sequences on engines, and follows them until they end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from router.errors import (
     ApiError,
@@ -17,7 +18,7 @@ from router.errors import (
     Unavailable,
 )
 from router.fleet.admission import DepartureRate
-from router.fleet.engines import Engine, Model
+from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.fair_queue import FairQueue
 from router.fleet.metrics import Metrics
 from router.fleet.placement import choose_engine
@@ -28,7 +29,7 @@ from shared.wire import Abort, Accepted, Delta, LiveRequest, Message, Refused, U
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 2
-"""Engines that may be lost with one request: what killed two is not given to a third."""
+"""A sequence that loses so many engines fails: it may be what killed them."""
 
 _MISSED_BEATS = 2
 _SETTLE_S = 2.0
@@ -37,8 +38,16 @@ _STOP_WAIT_S = 1.0
 _SEND_BACKOFF_S = 0.25
 
 
+@dataclass(eq=False)
+class _InFlight:
+    sequence: RemoteSequence
+    model: ModelReplicas
+    engine: Engine | None = None
+    """The engine that the sequence was sent to; None while it waits."""
+
+
 class Dispatcher:
-    """Owns every sequence from its admission to its end. All on the event loop."""
+    """The owner of every sequence from its admission to its end. Runs on the event loop."""
 
     def __init__(
         self,
@@ -49,14 +58,10 @@ class Dispatcher:
         self._settings = settings
         self._send = send
         self._metrics = metrics
-        self._sequences: dict[str, RemoteSequence] = {}
+        self._in_flight: dict[str, _InFlight] = {}
         self._queues: dict[str, FairQueue] = {}
         self._running_by_key: Counter[str] = Counter()
         self.departure_rate = DepartureRate()
-
-    @property
-    def num_active(self) -> int:
-        return len(self._sequences)
 
     def num_waiting(self, model_id: str) -> int:
         queue = self._queues.get(model_id)
@@ -64,85 +69,87 @@ class Dispatcher:
 
     # -- from the HTTP side ----------------------------------------------------
 
-    def admit(self, model: Model, sequences: list[RemoteSequence]) -> None:
+    def admit(self, model: ModelReplicas, sequences: list[RemoteSequence]) -> None:
         queue = self._queues.setdefault(model.id, FairQueue())
         for sequence in sequences:
-            self._sequences[sequence.spec.request_id] = sequence
+            self._in_flight[sequence.request_id] = _InFlight(sequence, model)
             queue.push(sequence)
         self.place(model)
 
     def stop(self, sequence: RemoteSequence) -> None:
-        """A stop string has ended its text. The engine frees it at once; the sequence is done
-        when the engine's figures are there, or are late."""
-        if sequence.done or sequence.engine is None:
+        """End the text of a sequence at a stop string. The engine frees the sequence at once.
+
+        The sequence is done when the engine's usage has come, or is late.
+        """
+        entry = self._in_flight.get(sequence.request_id)
+        if entry is None or entry.engine is None:
             self.release(sequence)
             return
         sequence.stop()
-        self._send(sequence.engine, _abort_message(sequence))
+        self._send(entry.engine, _abort_message(sequence))
         if sequence.usage is not None:
-            self._end(sequence, sequence.end)
+            self._end(entry, sequence.end)
 
     def release(self, sequence: RemoteSequence) -> None:
-        """Nobody waits for it any more: its place in queue and engine is freed."""
-        if sequence.done:
+        """Free the place of a sequence in the queue or in an engine: nothing waits for it."""
+        entry = self._in_flight.get(sequence.request_id)
+        if entry is None:
             return
-        if sequence.engine is not None:
-            self._send(sequence.engine, _abort_message(sequence))
+        if entry.engine is not None:
+            self._send(entry.engine, _abort_message(sequence))
             self._metrics.aborts.inc()
-        self._end(sequence, sequence.end)
+        self._end(entry, sequence.end)
 
     def fail_all(self, error: Callable[[], Unavailable]) -> int:
-        """Ends everything in flight; returns how many that were."""
-        sequences = list(self._sequences.values())
-        for sequence in sequences:
-            self._fail(sequence, error())
-        return len(sequences)
+        """End everything in flight. Return the number of sequences."""
+        in_flight = list(self._in_flight.values())
+        for entry in in_flight:
+            self._fail(entry, error())
+        return len(in_flight)
 
     # -- from engines ----------------------------------------------------------
 
     def on_accepted(self, engine: Engine, message: Accepted) -> None:
-        sequence = self._find(engine, message.request_id, message.attempt)
-        if sequence is not None:
-            sequence.accept()
+        entry = self._find(engine, message.request_id, message.attempt)
+        if entry is not None:
+            entry.sequence.accept()
 
     def on_refused(self, engine: Engine, message: Refused) -> None:
-        sequence = self._find(engine, message.request_id, message.attempt)
-        if sequence is None:
+        entry = self._find(engine, message.request_id, message.attempt)
+        if entry is None:
             return
         if message.reason in ("full", "draining"):
             engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
-            self._requeue(sequence)
+            self._requeue(entry)
             return
         kind = NotSupported if message.reason == "unsupported" else InvalidRequest
         code = "request_too_large" if message.reason == "too_large" else None
-        self._end(
-            sequence,
-            lambda: sequence.fail(kind(message.message, param=message.param, code=code)),
-        )
+        error = kind(message.message, param=message.param, code=code)
+        self._end(entry, lambda: entry.sequence.fail(error))
 
     def on_delta(self, engine: Engine, delta: Delta) -> None:
-        """A delta of a step. Whatever belongs to an older attempt is dropped."""
-        sequence = self._find(engine, delta.request_id, delta.attempt)
-        if sequence is None:
+        """Handle a delta of a step. One of an older attempt is dropped."""
+        entry = self._find(engine, delta.request_id, delta.attempt)
+        if entry is None:
             return
-        if sequence.state is RemoteSequenceState.STOPPING:
+        if entry.sequence.state is RemoteSequenceState.STOPPING:
             if delta.finish is not None or delta.usage is not None:
-                self._end(sequence, lambda: sequence.end(delta.usage))
-            return
-        if delta.finish == "error":
+                self._end(entry, lambda: entry.sequence.end(delta.usage))
+        elif delta.finish == "error":
             logger.error("engine %s failed %s: %s", engine.name, delta.request_id, delta.error)
-            self._end(sequence, lambda: sequence.fail(InternalError()))
+            self._end(entry, lambda: entry.sequence.fail(InternalError()))
         elif delta.finish == "abort":
-            self._retry_or_fail(sequence, f"engine {engine.name} gave it up")
+            self._retry_or_fail(entry, f"engine {engine.name} gave it up")
         else:
-            self._apply(engine, sequence, delta)
+            self._apply(engine, entry, delta)
 
     def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
-        """Compares what the engine says it has with what it was given."""
-        mentioned = {(each.request_id, each.attempt): each.accepted for each in live}
+        """Compare what the engine says it has with what was placed there."""
+        mentioned = {(one.request_id, one.attempt): one.accepted for one in live}
         settled = time.monotonic() - _SETTLE_S
-        for sequence in list(engine.sequences.values()):
-            accepted = mentioned.get((sequence.spec.request_id, sequence.attempt))
+        for entry in self._placed_on(engine):
+            sequence = entry.sequence
+            accepted = mentioned.get((sequence.request_id, sequence.attempt))
             if accepted is not None:
                 sequence.missed_beats = 0
                 if accepted:
@@ -151,58 +158,66 @@ class Dispatcher:
             elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:
                 sequence.missed_beats += 1
                 if sequence.missed_beats >= _MISSED_BEATS:
-                    self._retry_or_fail(sequence, f"engine {engine.name} does not know it")
+                    self._retry_or_fail(entry, f"engine {engine.name} does not know it")
         for request_id, attempt in mentioned:
             if self._find(engine, request_id, attempt) is None:
                 self._send(engine, Abort(request_id=request_id, attempt=attempt))
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
-        for sequence in list(engine.sequences.values()):
-            self._retry_or_fail(sequence, f"engine {engine.name} {reason}")
+        for entry in self._placed_on(engine):
+            self._retry_or_fail(entry, f"engine {engine.name} {reason}")
 
     # -- time ------------------------------------------------------------------
 
     def tick(self) -> None:
         now = time.monotonic()
-        for sequence in list(self._sequences.values()):
-            self._check_timeouts(sequence, now)
+        for entry in list(self._in_flight.values()):
+            self._check_timeouts(entry, now)
 
-    def place(self, model: Model) -> None:
-        """Gives as many waiting sequences to engines as these take now."""
+    def place(self, model: ModelReplicas) -> None:
+        """Send as many waiting sequences to engines as these take now."""
         queue = self._queues.get(model.id)
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
             sequence = queue.pop(self._running_by_key) if open_engines else None
             if sequence is None:
                 return
-            if sequence.model is not model:  # its tokens are of a version that is gone
-                self._fail(sequence, _no_engine(self._settings.restart_wait_s))
+            entry = self._in_flight[sequence.request_id]
+            if entry.model is not model:  # the tokens are of a version that is gone
+                self._fail(entry, _no_engine(self._settings.restart_wait_s))
                 continue
             engine = choose_engine(open_engines, sequence)
-            sequence.place(engine)
+            sequence.place()
             if not self._send(engine, sequence.submit_message()):
                 engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
                 sequence.requeue()
                 queue.push(sequence)
                 continue
-            engine.sequences[sequence.spec.request_id] = sequence
+            entry.engine = engine
+            engine.request_ids[sequence.request_id] = None
             self._running_by_key[sequence.key] += 1
             self._metrics.queue_time.observe(sequence.placed_at - sequence.queued_at)
 
     # -- inside ----------------------------------------------------------------
 
-    def _find(self, engine: Engine, request_id: str, attempt: int) -> RemoteSequence | None:
-        sequence = engine.sequences.get(request_id)
-        return sequence if sequence is not None and sequence.attempt == attempt else None
+    def _find(self, engine: Engine, request_id: str, attempt: int) -> _InFlight | None:
+        entry = self._in_flight.get(request_id)
+        if entry is None or entry.engine is not engine or entry.sequence.attempt != attempt:
+            return None
+        return entry
 
-    def _apply(self, engine: Engine, sequence: RemoteSequence, delta: Delta) -> None:
+    def _placed_on(self, engine: Engine) -> list[_InFlight]:
+        return [self._in_flight[request_id] for request_id in engine.request_ids]
+
+    def _apply(self, engine: Engine, entry: _InFlight, delta: Delta) -> None:
+        sequence = entry.sequence
         previous = sequence.last_token_at
         try:
             sequence.apply(delta)
         except MissingTokensError as error:
             logger.warning("%s on engine %s: %s", delta.request_id, engine.name, error)
             self._send(engine, Abort(request_id=delta.request_id, attempt=delta.attempt))
-            self._retry_or_fail(sequence, f"engine {engine.name} lost some of its tokens")
+            self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
             return
         if delta.token_ids:
             if previous:
@@ -211,91 +226,93 @@ class Dispatcher:
                 self._metrics.first_token.observe(sequence.last_token_at - sequence.arrived_at)
         if sequence.done:
             self._observe_usage(sequence.usage)
-            self._end(sequence, lambda: None)
+            self._end(entry, lambda: None)
 
     def _observe_usage(self, usage: Usage | None) -> None:
         if usage is not None:
             self._metrics.prefill_time.observe(usage.prefill_s)
             self._metrics.decode_time.observe(usage.decode_s)
 
-    def _check_timeouts(self, sequence: RemoteSequence, now: float) -> None:
-        settings = self._settings
+    def _check_timeouts(self, entry: _InFlight, now: float) -> None:
+        settings, sequence = self._settings, entry.sequence
         if sequence.state is RemoteSequenceState.STOPPING:
             if now - sequence.stopping_at > _STOP_WAIT_S:
-                self._end(sequence, sequence.end)
+                self._end(entry, sequence.end)
             return
         if sequence.first_token_at is None:
             limit_s = settings.first_token_timeout_s
             if now - sequence.arrived_at > limit_s:
-                self._time_out(sequence, f"No token came within {limit_s:g} s.")
+                self._time_out(entry, f"No token came within {limit_s:g} s.")
                 return
-        elif sequence.state is not RemoteSequenceState.WAITING or sequence.model.ready_engines:
+        elif sequence.state is not RemoteSequenceState.WAITING or entry.model.ready_engines:
             limit_s = settings.request_timeout_s
             if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:
-                self._time_out(sequence, f"The generation was silent for {limit_s:g} s.")
+                self._time_out(entry, f"The generation was silent for {limit_s:g} s.")
                 return
         if sequence.state is RemoteSequenceState.WAITING:
-            waited_s = min(now - sequence.queued_at, sequence.model.unready_for_s(now))
+            waited_s = min(now - sequence.queued_at, entry.model.unready_for_s(now))
             if waited_s > settings.restart_wait_s:
                 waited = _engine_lost if sequence.losses else _no_engine
-                self._fail(sequence, waited(settings.restart_wait_s))
+                self._fail(entry, waited(settings.restart_wait_s))
 
-    def _time_out(self, sequence: RemoteSequence, message: str) -> None:
+    def _time_out(self, entry: _InFlight, message: str) -> None:
         self._metrics.timeouts.inc()
-        self._fail(sequence, GenerationTimeout(message))
+        self._fail(entry, GenerationTimeout(message))
 
-    def _retry_or_fail(self, sequence: RemoteSequence, reason: str) -> None:
-        """The attempt is over without its doing: another one, or a clean error."""
+    def _retry_or_fail(self, entry: _InFlight, reason: str) -> None:
+        """Start another attempt after one that the engine did not finish, or end with an error."""
+        sequence = entry.sequence
         if sequence.state is RemoteSequenceState.STOPPING:
-            self._end(sequence, sequence.end)
+            self._end(entry, sequence.end)
             return
         sequence.losses += 1
         if sequence.losses >= MAX_LOSSES:
-            logger.warning("%s ended with an error: %s", sequence.spec.request_id, reason)
+            logger.warning("%s ended with an error: %s", sequence.request_id, reason)
             wait_s = self._settings.restart_wait_s
-            self._end(sequence, lambda: sequence.fail(_engine_lost(wait_s)))
+            self._end(entry, lambda: sequence.fail(_engine_lost(wait_s)))
             return
         logger.info(
             "%s is submitted once more, after %d tokens: %s",
-            sequence.spec.request_id,
+            sequence.request_id,
             len(sequence.output_token_ids),
             reason,
         )
         self._metrics.resumed.inc()
-        self._requeue(sequence)
+        self._requeue(entry)
 
-    def _requeue(self, sequence: RemoteSequence) -> None:
-        self._detach(sequence)
-        sequence.requeue()
-        self._queues[sequence.model.id].push(sequence)
-        self.place(sequence.model)
+    def _requeue(self, entry: _InFlight) -> None:
+        self._detach(entry)
+        entry.sequence.requeue()
+        self._queues[entry.model.id].push(entry.sequence)
+        self.place(entry.model)
 
-    def _fail(self, sequence: RemoteSequence, error: ApiError) -> None:
-        if sequence.engine is not None:
-            self._send(sequence.engine, _abort_message(sequence))
-        self._end(sequence, lambda: sequence.fail(error))
+    def _fail(self, entry: _InFlight, error: ApiError) -> None:
+        if entry.engine is not None:
+            self._send(entry.engine, _abort_message(entry.sequence))
+        self._end(entry, lambda: entry.sequence.fail(error))
 
-    def _end(self, sequence: RemoteSequence, mark: Callable[[], None]) -> None:
-        self._sequences.pop(sequence.spec.request_id, None)
-        self._queues[sequence.model.id].discard(sequence)
-        placed = sequence.engine is not None
-        self._detach(sequence)
+    def _end(self, entry: _InFlight, mark: Callable[[], None]) -> None:
+        self._in_flight.pop(entry.sequence.request_id, None)
+        self._queues[entry.model.id].discard(entry.sequence)
+        placed = entry.engine is not None
+        self._detach(entry)
         mark()
         if placed:
             self.departure_rate.record()
-            self.place(sequence.model)
+            self.place(entry.model)
 
-    def _detach(self, sequence: RemoteSequence) -> None:
-        if sequence.engine is not None:
-            sequence.engine.sequences.pop(sequence.spec.request_id, None)
-            sequence.engine = None
-            self._running_by_key[sequence.key] -= 1
-            if self._running_by_key[sequence.key] <= 0:
-                del self._running_by_key[sequence.key]
+    def _detach(self, entry: _InFlight) -> None:
+        if entry.engine is not None:
+            key = entry.sequence.key
+            entry.engine.request_ids.pop(entry.sequence.request_id, None)
+            entry.engine = None
+            self._running_by_key[key] -= 1
+            if self._running_by_key[key] <= 0:
+                del self._running_by_key[key]
 
 
 def _abort_message(sequence: RemoteSequence) -> Abort:
-    return Abort(request_id=sequence.spec.request_id, attempt=sequence.attempt)
+    return Abort(request_id=sequence.request_id, attempt=sequence.attempt)
 
 
 def _engine_lost(wait_s: float) -> EngineLost:

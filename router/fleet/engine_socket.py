@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
 
+from shared.locks import try_lock
+from shared.logs import RateLimitedLogger
 from shared.wire import Message, ToRouter, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -24,14 +24,14 @@ _LINGER_MS = 500
 
 
 class EngineSocketError(Exception):
-    """The address cannot be used: taken, not allowed, no such directory."""
+    """The address cannot be used: it is taken, not allowed, or in no directory."""
 
 
 class EngineSocket:
-    """Receives on the event loop and sends without blocking.
+    """A socket that receives on the event loop and sends without blocking.
 
-    ``on_message`` is called with the peer's routing id, the message and its raw frames;
-    what is no message is counted (``on_undecodable``), logged and dropped.
+    ``on_message`` is called with the peer's routing id, the message and its raw frames. A message
+    that does not decode is dropped with a warning, and ``on_undecodable`` is called.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class EngineSocket:
         on_message: Callable[[bytes, ToRouter, list[bytes]], None],
         on_undecodable: Callable[[], None],
     ) -> None:
-        """Binds. Raises `EngineSocketError`."""
+        """Bind the socket. Raises `EngineSocketError`."""
         self._on_message = on_message
         self._on_undecodable = on_undecodable
-        self._last_warning = float("-inf")
+        self._drop_log = RateLimitedLogger(logger, interval_s=1.0)
         self._receive_scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._path = address.removeprefix("ipc://")
@@ -65,7 +65,7 @@ class EngineSocket:
             raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
 
     def start(self) -> None:
-        """Begins to receive, on the running loop."""
+        """Begin to receive, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self.receive_pending)
         self.receive_pending()
@@ -77,12 +77,11 @@ class EngineSocket:
         self._context.term()
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                Path(self._path).unlink()  # ZeroMQ leaves it
+                Path(self._path).unlink()  # ZeroMQ does not
             os.close(self._lock)
 
     def send(self, peer: bytes, message: Message) -> bool | None:
-        """True when it is on its way, False when the peer's queue is full, None when there is
-        no such peer."""
+        """Queue ``message``. Return False if the peer's queue is full, None if there is no peer."""
         try:
             self._socket.send_multipart([peer, *encode(message)], zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -92,15 +91,15 @@ class EngineSocket:
                 raise
             return None
         finally:
-            # The descriptor is edge-triggered: what a send has seen coming is not signalled again.
+            # The descriptor is edge-triggered: a send may consume the signal of what has arrived.
             self._schedule_receive()
         return True
 
     def receive_pending(self) -> None:
-        """Receives what is there, in batches, so that nobody else waits for long."""
+        """Receive what has arrived, in batches, so that others on the loop do not wait long."""
         self._receive_scheduled = False
         for _ in range(_BATCH):
-            # An exception for every time that nothing is there would cost more than to ask.
+            # To ask costs less than an exception each time that nothing is there.
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -117,30 +116,24 @@ class EngineSocket:
             message, payload = decode(frames, ToRouter)
         except WireError as error:
             self._on_undecodable()
-            now = time.monotonic()
-            if now - self._last_warning > 1:
-                self._last_warning = now
-                logger.warning("dropped a message from peer %s: %s", peer.hex(), error)
+            self._drop_log.warning("dropped a message from peer %s: %s", peer.hex(), error)
             return
         try:
             self._on_message(peer, message, payload)
         except Exception:
-            # A bug of ours in handling one message must not stop the others from being heard.
+            # A bug in the handling of one message must not keep the others from being handled.
             logger.exception("handling a %s from peer %s", type(message).__name__, peer.hex())
 
 
 def _lock(address: str) -> int | None:
-    """Holds ``address`` against a second router: a ZeroMQ bind would take over silently."""
+    """Lock ``address`` against a second router: a ZeroMQ bind would take it over silently."""
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
         return None
     try:
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = try_lock(Path(path + ".lock"))
     except OSError as error:
         raise EngineSocketError(f"cannot bind {address}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise EngineSocketError(f"cannot bind {address}: another router has it") from None
+    if lock is None:
+        raise EngineSocketError(f"cannot bind {address}: another router has it")
     return lock

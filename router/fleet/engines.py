@@ -1,43 +1,14 @@
-"""The engines that have introduced themselves, and the models they serve."""
+"""Engines, and the models that they serve."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
 
-from router.fleet.placement import PrefixIndex
-from router.fleet.tokenizer_files import TokenizerFileStore, acceptable_files
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.tokenizer_files import acceptable_files
 from router.tokens.rendering import Renderer
-from shared.settings import Settings
-from shared.wire import (
-    SPOKEN_VERSIONS,
-    Beat,
-    EngineStats,
-    Files,
-    FilesWanted,
-    Hello,
-    Message,
-    Phase,
-    Ping,
-    StoreStats,
-)
-
-if TYPE_CHECKING:
-    from router.fleet.remote_sequence import RemoteSequence
-
-logger = logging.getLogger(__name__)
-
-BEAT_TIMEOUT_S = 5.0
-REMOVE_AFTER_S = 600.0
-_REPLACED_AFTER_S = 1.5
-_MAX_UNREGISTERED = 1000
-_MAX_REJECTED = 1000
-_PING_INTERVAL_S = 1.0
-_FILES_RETRY_S = 10.0
+from shared.wire import Beat, EngineStats, Hello, Phase, StoreStats
 
 
 class Engine:
@@ -54,20 +25,21 @@ class Engine:
         self.store: StoreStats | None = None
         self.last_beat = time.monotonic()
         self.lost_reason: str | None = None
-        """Why it is gone; None while it is there."""
-        self.sequences: dict[str, RemoteSequence] = {}
+        """Why the engine is gone; None while it is there."""
+        self.request_ids: dict[str, None] = {}
+        """The sequences in flight here, in the order in which they were placed."""
         self.prefix_index = PrefixIndex()
         self.backoff_until = 0.0
         self._stall_limit_s = stall_limit_s
 
     @property
     def silence_s(self) -> float:
-        """Since its last beat."""
+        """The time since the last beat."""
         return time.monotonic() - self.last_beat
 
     @property
     def trouble(self) -> str | None:
-        """Why no request can go there now, in words; None when one can."""
+        """Why the engine cannot take requests now, in words; None if it can."""
         if self.lost_reason is not None:
             return self.lost_reason
         if self.phase != "ready":
@@ -78,14 +50,14 @@ class Engine:
 
     @property
     def free_capacity(self) -> int:
-        """How many more sequences it takes now."""
+        """The number of further sequences that the engine takes now."""
         if self.trouble is not None or time.monotonic() < self.backoff_until:
             return 0
-        return max(0, self.hello.max_sequences - len(self.sequences))
+        return max(0, self.hello.max_sequences - len(self.request_ids))
 
     @property
     def memory_pressure(self) -> float:
-        """Unevictable bytes over the ledger's limit."""
+        """The unevictable bytes as a fraction of the ledger's limit."""
         limit = self.stats.limit_bytes
         return self.stats.unevictable_bytes / limit if limit > 0 else 0.0
 
@@ -96,16 +68,19 @@ class Engine:
         self.lost_reason = None
 
 
-class Model:
-    """What several replicas have in common. ``renderer`` is None until the tokenizer is loaded."""
+class ModelReplicas:
+    """The engines that serve one model, and what they have in common."""
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
+        """That of the engine that joined last."""
         self.tokenizer_files = acceptable_files(hello.files)
         self.engines: list[Engine] = []
         self.renderer: Renderer | None = None
+        """None until the tokenizer is loaded."""
         self.load_error: str | None = None
-        self.ever_ready = False
+        self.model: Model | None = None
+        """What requests work with; None until an engine has been ready."""
         self._last_ready = time.monotonic()
         self.created = int(time.time())
 
@@ -115,7 +90,7 @@ class Model:
 
     @property
     def names(self) -> list[str]:
-        """What the API calls it; the first one is what it calls itself."""
+        """What the API calls the model, its own name first."""
         return [self.hello.model, *self.hello.aliases]
 
     @property
@@ -125,10 +100,10 @@ class Model:
         return [engine for engine in self.engines if engine.trouble is None]
 
     def update_readiness(self) -> bool:
-        """Whether an engine of it is ready; keeps `unready_for_s` true."""
-        if not self.ready_engines:
+        """Return whether an engine is ready; keep `model` and `unready_for_s` up to date."""
+        if self.renderer is None or not self.ready_engines:
             return False
-        self.ever_ready = True
+        self.model = self.model or Model(self, self.renderer)
         self._last_ready = time.monotonic()
         return True
 
@@ -137,7 +112,7 @@ class Model:
 
     @property
     def troubles(self) -> list[str]:
-        """Why no engine of it is ready, or what is wrong with single engines."""
+        """Why no engine is ready, or what is wrong with single engines."""
         found = [f"engine {e.name}: {e.trouble}" for e in self.engines if e.trouble]
         if self.load_error is not None:
             found.append(self.load_error)
@@ -154,278 +129,18 @@ class Model:
         )
 
 
-class RegistryListener(Protocol):
-    """Who wants to know what becomes of engines."""
+@dataclass(frozen=True)
+class Model:
+    """A model that has been ready, with its renderer."""
 
-    def on_engine_lost(self, engine: Engine, reason: str) -> None:
-        """Everything it had in flight is lost."""
-
-    def on_capacity_changed(self, model: Model) -> None:
-        """An engine of ``model`` may have places that it did not have."""
-
-
-class Registry:
-    """Keeps `engines` and `models` true to what peers say and do not say."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        router_id: str,
-        file_store: TokenizerFileStore,
-        send: Callable[[bytes, Message], bool],
-        listener: RegistryListener,
-    ) -> None:
-        self._settings = settings
-        self._router_id = router_id
-        self._send = send
-        self._listener = listener
-        self._file_store = file_store
-        self._engines: dict[bytes, Engine] = {}
-        self._pinged_at: dict[bytes, float] = {}
-        self._unregistered: dict[bytes, tuple[float, Beat]] = {}
-        self._rejected: set[str] = set()
-        self._files_asked_at: dict[str, float] = {}
-        self._load_tasks: set[asyncio.Task[None]] = set()
-        self.models: dict[str, Model] = {}
-
-    def find_engine(self, peer: bytes) -> Engine | None:
-        return self._engines.get(peer)
+    replicas: ModelReplicas
+    renderer: Renderer
 
     @property
-    def unregistered_engines(self) -> list[str]:
-        """In words, the engines that beat and have not introduced themselves: they load."""
-        return [
-            f"engine {beat.engine}: {beat.phase} for {beat.phase_s:.0f} s"
-            for _, beat in self._unregistered.values()
-        ]
+    def hello(self) -> Hello:
+        return self.replicas.hello
 
-    def find_model(self, name: str | None) -> Model | None:
-        """The model that answers to ``name``; for None the configured one, else the first."""
-        models = list(self.models.values())
-        if name is None:
-            configured = {self._settings.model, *self._settings.served_model_name[:1]}
-            models.sort(key=lambda model: configured.isdisjoint(model.names))
-            return models[0] if models else None
-        return next((model for model in models if name in model.names), None)
-
-    def close(self) -> None:
-        for task in self._load_tasks:
-            task.cancel()
-        for model in self.models.values():
-            if model.renderer is not None:
-                model.renderer.close()
-        self._file_store.close()
-
-    # -- what peers say --------------------------------------------------------
-
-    def ping(self, peer: bytes) -> None:
-        """Asks who ``peer`` is, not more than once a second."""
-        now = time.monotonic()
-        if now - self._pinged_at.get(peer, -_PING_INTERVAL_S) >= _PING_INTERVAL_S:
-            if len(self._pinged_at) > 10_000:
-                self._pinged_at.clear()
-            self._pinged_at[peer] = now
-            self._send(peer, Ping(router_id=self._router_id))
-
-    def on_hello(self, peer: bytes, hello: Hello) -> None:
-        if hello.protocol not in SPOKEN_VERSIONS:
-            spoken = " or ".join(map(str, SPOKEN_VERSIONS))
-            self._reject(hello, f"it speaks protocol {hello.protocol}, this router {spoken}")
-            return
-        if nonsense := _invalid_hello(hello):
-            self._reject(hello, nonsense)
-            return
-        known = self._engines.get(peer)
-        if known is not None and known.hello == hello and known.lost_reason is None:
-            return
-        for other in list(self._engines.values()):
-            if other.peer == peer or other.hello.incarnation == hello.incarnation:
-                self._remove(other, "joined anew")
-        self._retire_predecessors(hello.engine, hello.incarnation, drop=True)
-        model = self._model_for(hello)
-        if model is None:
-            return
-        name = hello.engine
-        if any(engine.name == name for engine in self._engines.values()):
-            name = f"{name}-{hello.incarnation[:8]}"  # two were given the same one
-        engine = Engine(peer, hello, name, self._settings.stall_timeout_s / 2)
-        self._unregistered.pop(peer, None)
-        self._engines[peer] = engine
-        model.engines.append(engine)
-        logger.info("engine %s joined: model %s", hello.engine, hello.model)
-        # It drops what it has for a router that is gone, should it have come unasked.
-        self.ping(peer)
-        self._ensure_renderer(peer, model)
-
-    def on_beat(self, peer: bytes, beat: Beat) -> Engine | None:
-        """The engine the beat is of; None when it has to introduce itself first."""
-        engine = self._engines.get(peer)
-        if engine is None or engine.hello.incarnation != beat.incarnation:
-            if engine is not None:
-                self._remove(engine, "restarted")
-            self._retire_predecessors(beat.engine, beat.incarnation, drop=False)
-            if len(self._unregistered) < _MAX_UNREGISTERED or peer in self._unregistered:
-                self._unregistered[peer] = (time.monotonic(), beat)
-            self.ping(peer)
-            return None
-        changed = engine.lost_reason is not None or engine.phase != beat.phase
-        engine.on_beat(beat)
-        model = self.models[engine.hello.model]
-        if model.renderer is None:
-            self._ensure_renderer(peer, model)
-        if changed:
-            logger.info("engine %s is %s", engine.name, beat.phase)
-        self._update_readiness(model)
-        return engine
-
-    def on_files(self, files: Files, contents: list[bytes]) -> None:
-        """Files are kept by their real digest, so a wrong one is only never found."""
-        wanted = {
-            digest for model in self.models.values() for digest in model.tokenizer_files.values()
-        }
-        for content in contents[: len(files.names)]:
-            self._file_store.put(content, wanted)
-        for model in self.models.values():
-            if model.renderer is None and not self._file_store.missing(model.tokenizer_files):
-                self._start_loading(model)
-
-    def on_bye(self, peer: bytes) -> None:
-        engine = self._engines.get(peer)
-        if engine is not None:
-            self._remove(engine, "left")
-
-    def on_unreachable(self, engine: Engine) -> None:
-        self._mark_lost(engine, "disconnected")
-
-    # -- what they do not say --------------------------------------------------
-
-    def tick(self) -> None:
-        now = time.monotonic()
-        for engine in list(self._engines.values()):
-            if engine.lost_reason is None and engine.silence_s > BEAT_TIMEOUT_S:
-                self._mark_lost(engine, f"sent no beat for {BEAT_TIMEOUT_S:.0f} s")
-            elif engine.lost_reason is not None and engine.silence_s > REMOVE_AFTER_S:
-                self._remove(engine, "forgotten")
-        for engine in list(self._engines.values()):
-            if engine.lost_reason is None and engine.silence_s < _REPLACED_AFTER_S:
-                self._retire_predecessors(engine.hello.engine, engine.hello.incarnation, drop=True)
-        for peer, (heard, _) in list(self._unregistered.items()):
-            if now - heard > BEAT_TIMEOUT_S:
-                del self._unregistered[peer]
-        for model in list(self.models.values()):
-            if not model.engines and model.unready_for_s(now) > self._settings.restart_wait_s:
-                self._remove_model(model)
-            else:
-                self._update_readiness(model)
-
-    # -- inside ----------------------------------------------------------------
-
-    def _mark_lost(self, engine: Engine, reason: str) -> None:
-        if engine.lost_reason is None:
-            logger.warning("engine %s is lost: %s", engine.name, reason)
-            engine.lost_reason = reason
-            self._listener.on_engine_lost(engine, reason)
-
-    def _remove(self, engine: Engine, reason: str) -> None:
-        self._mark_lost(engine, reason)
-        self._engines.pop(engine.peer, None)
-        model = self.models.get(engine.hello.model)
-        if model is not None and engine in model.engines:
-            model.engines.remove(engine)
-
-    def _remove_model(self, model: Model) -> None:
-        logger.info("model %s is no longer served: its engines have left", model.id)
-        del self.models[model.id]
-        if model.renderer is not None:
-            model.renderer.close()
-
-    def _retire_predecessors(self, name: str, incarnation: str, *, drop: bool) -> None:
-        """An engine called ``name`` has started: an older one of that name that has
-        fallen silent is what it replaces, and need not be waited for."""
-        for other in list(self._engines.values()):
-            is_older = other.hello.engine == name and other.hello.incarnation != incarnation
-            if is_older and (other.lost_reason is not None or other.silence_s > _REPLACED_AFTER_S):
-                self._mark_lost(other, "restarted")
-                if drop:
-                    self._remove(other, "restarted")
-
-    def _reject(self, hello: Hello, reason: str) -> None:
-        """Says so once; it goes on beating, and may come in later."""
-        if hello.incarnation not in self._rejected:
-            if len(self._rejected) >= _MAX_REJECTED:
-                self._rejected.clear()
-            self._rejected.add(hello.incarnation)
-            logger.error("engine %s is not used: %s", hello.engine, reason)
-
-    def _model_for(self, hello: Hello) -> Model | None:
-        model = self.models.get(hello.model)
-        if model is not None and not model.matches(hello):
-            if any(engine.lost_reason is None for engine in model.engines):
-                self._reject(hello, f"others serve another version of {hello.model}")
-                return None
-            for engine in list(model.engines):
-                self._remove(engine, "replaced")
-            self._remove_model(model)
-            model = None
-        if model is None:
-            model = self.models[hello.model] = Model(hello)
-        model.hello = hello
-        return model
-
-    def _ensure_renderer(self, peer: bytes, model: Model) -> None:
-        """Gets the model its tokenizer: asks for files, or loads when all are here."""
-        missing = self._file_store.missing(model.tokenizer_files)
-        if not missing:
-            self._start_loading(model)
-            return
-        now = time.monotonic()
-        if now - self._files_asked_at.get(model.id, -_FILES_RETRY_S) >= _FILES_RETRY_S:
-            self._files_asked_at[model.id] = now
-            self._send(peer, FilesWanted(names=missing))
-
-    def _start_loading(self, model: Model) -> None:
-        if model.renderer is None and model.load_error is None:
-            model.load_error = "its tokenizer is being loaded"
-            task = asyncio.ensure_future(self._load_renderer(model))
-            self._load_tasks.add(task)
-            task.add_done_callback(self._load_tasks.discard)
-
-    async def _load_renderer(self, model: Model) -> None:
-        settings = self._settings
-        options = {
-            name: value
-            for name in ("eos_token", "pad_token", "bos_token")
-            if (value := getattr(settings, name)) is not None
-        }
-        try:
-            template = settings.chat_template
-            if template is not None and Path(template).is_file():
-                template = Path(template).read_text(encoding="utf-8")
-            model.renderer = await Renderer.load(
-                self._file_store.assemble(model.tokenizer_files),
-                tokenizer_options=options,
-                chat_template=template,
-                template_args=settings.chat_template_args,
-                tool_parser=settings.tool_parser,
-                reasoning_parser=settings.reasoning_parser,
-            )
-        except Exception as error:  # whatever a broken tokenizer makes its loader raise
-            logger.error("the tokenizer of %s cannot be loaded: %s", model.id, error)
-            logger.debug("the tokenizer of %s", model.id, exc_info=error)
-            model.load_error = "its tokenizer cannot be loaded"
-            return
-        model.load_error = None
-        self._update_readiness(model)
-
-    def _update_readiness(self, model: Model) -> None:
-        if model.update_readiness():
-            self._listener.on_capacity_changed(model)
-
-
-def _invalid_hello(hello: Hello) -> str | None:
-    """What others would stumble over; None when there is nothing."""
-    sizes = ("context_length", "vocab_size", "block_size", "max_sequences")
-    bad = [name for name in sizes if getattr(hello, name) < 1]
-    if not all(hello.aliases) or not hello.model:
-        return "it serves a model without a name"
-    return f"its {bad[0]} is {getattr(hello, bad[0])}" if bad else None
+    @property
+    def names(self) -> list[str]:
+        """What the API calls the model, its own name first."""
+        return self.replicas.names

@@ -1,4 +1,4 @@
-"""The order in which waiting sequences get a place: priority, fairness between keys, age."""
+"""The order in which waiting sequences are placed: priority, fairness between keys, age."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Iterable, Iterator
 from router.fleet.remote_sequence import RemoteSequence, RemoteSequenceState
 
 AGE_TURN_EVERY = 8
-"""Every so many departures one goes by age, whatever its priority."""
+"""One in so many departures goes by age, whatever its priority."""
 
 _Lane = list[tuple[float, int, RemoteSequence]]
 
 
 class FairQueue:
-    """Waiting sequences of one model.
+    """The waiting sequences of one model.
 
-    The highest priority goes first; within it the API key that has the fewest
-    sequences in engines now; within that the oldest.
+    The highest priority goes first; within a priority, the API key with the fewest sequences in
+    engines; within a key, the oldest sequence.
 
-    So that nobody waits for ever, each eighth departure is the turn of age: keys take these
-    turns one after the other, in the order in which they began to wait, and each gives its
-    own to its oldest sequence. So one that finds m older ones of its key waiting goes within
-    8 * keys * (m + 1) departures, where ``keys`` is how many keys wait at once, at most.
+    Each eighth departure is a turn of age, or a sequence of low priority could starve. The keys
+    take these turns in the order in which they began to wait, and each turn goes to the key's
+    oldest sequence. So a sequence behind m older ones of its key departs within 8 * keys * (m + 1)
+    departures, where ``keys`` is the largest number of keys that wait at once.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[int, dict[str, _Lane]] = {}
         self._waiting_by_key: dict[str, int] = {}
-        """How many wait of each key; the one whose turn of age is next first."""
+        """The number of waiting sequences by key, in the order of the keys' turns of age."""
         self._pushed = 0
         self._popped = 0
         self._waiting: set[RemoteSequence] = set()
@@ -41,21 +41,21 @@ class FairQueue:
         return iter(list(self._waiting))
 
     def push(self, sequence: RemoteSequence) -> None:
-        """Also for one that has waited before: its age counts from its arrival."""
-        lane = self._lanes.setdefault(sequence.spec.priority, {}).setdefault(sequence.key, [])
+        """Add a sequence, perhaps one that has waited before: age counts from the arrival."""
+        lane = self._lanes.setdefault(sequence.submit.priority, {}).setdefault(sequence.key, [])
         self._pushed += 1
         heapq.heappush(lane, (sequence.arrived_at, self._pushed, sequence))
         self._waiting.add(sequence)
         self._waiting_by_key[sequence.key] = self._waiting_by_key.get(sequence.key, 0) + 1
 
     def discard(self, sequence: RemoteSequence) -> None:
-        """Its entry is passed over when it comes up."""
+        """Remove a sequence, if it waits. Its entry is skipped when it comes up."""
         if sequence in self._waiting:
             self._waiting.discard(sequence)
             self._count_out(sequence.key)
 
     def pop(self, running: Counter[str]) -> RemoteSequence | None:
-        """The next one; ``running`` counts the sequences in engines by key."""
+        """Return the next sequence, if any; ``running`` counts the sequences in engines by key."""
         self._drop_stale()
         if not self._lanes:
             return None
@@ -73,7 +73,7 @@ class FairQueue:
 
     def _by_age(self) -> _Lane:
         key = next(iter(self._waiting_by_key))
-        self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # the next turn is another one's
+        self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # the last in turn from now on
         return _oldest(lanes[key] for lanes in self._lanes.values() if key in lanes)
 
     def _count_out(self, key: str) -> None:
@@ -82,7 +82,7 @@ class FairQueue:
             del self._waiting_by_key[key]
 
     def _drop_stale(self) -> None:
-        """Takes out what no longer waits from the heads of all lanes, and empty lanes."""
+        """Remove entries that no longer wait from the heads of lanes, and empty lanes."""
         for priority, lanes in list(self._lanes.items()):
             for key, lane in list(lanes.items()):
                 while lane and not self._is_waiting(lane[0][2]):

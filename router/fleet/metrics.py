@@ -1,16 +1,14 @@
-"""What Prometheus sees: the router's own counts, and the engines' from their beats."""
+"""The metrics for Prometheus: the router's own, and those of engines from their beats."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from router.fleet.engines import Engine, Model
+from router.fleet.engines import Engine, ModelReplicas
 
 _PREFIX = "mlx_lm_server_"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -39,7 +37,7 @@ _ENGINE_COUNTERS = {
     "store_read_bytes": ("store_read_bytes_total", "Bytes read from the KV store"),
     "store_written_bytes": ("store_written_bytes_total", "Bytes written to the KV store"),
 }
-"""Name without prefix and ``_total``: the field of `EngineStats`, and the help."""
+"""By name, without prefix and ``_total``: the field of `EngineStats`, and the help."""
 
 _ENGINE_GAUGES = {
     "active_sequences": ("running", "Sequences in the engine's batch"),
@@ -54,7 +52,7 @@ _ENGINE_GAUGES = {
 
 
 class Metrics:
-    """The router's counters; ``register_engines`` adds what is read when Prometheus asks."""
+    """The router's counters. `register_engines` adds what is read only when Prometheus asks."""
 
     def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -84,7 +82,7 @@ class Metrics:
 
     def register_engines(
         self,
-        models: Callable[[], Iterable[Model]],
+        models: Callable[[], Iterable[ModelReplicas]],
         num_waiting: Callable[[str], int],
         shutdown_clean: Callable[[], bool],
     ) -> None:
@@ -97,7 +95,7 @@ class Metrics:
 class _EngineCollector(Collector):
     def __init__(
         self,
-        models: Callable[[], Iterable[Model]],
+        models: Callable[[], Iterable[ModelReplicas]],
         num_waiting: Callable[[str], int],
         shutdown_clean: Callable[[], bool],
     ) -> None:

@@ -1,74 +1,50 @@
-"""One sequence on its way: from the queue to an engine, perhaps to another one, to its end."""
+"""One sequence, from the queue to an engine, perhaps to another one, to its end."""
 
 from __future__ import annotations
 
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from router.errors import ApiError
-from shared.wire import Delta, Grammar, Sampling, Submit, TokenLogprobs, Usage
-
-if TYPE_CHECKING:
-    from router.fleet.engines import Engine, Model
-
-
-@dataclass(frozen=True)
-class SequenceSpec:
-    """What is to be generated. The same in every attempt. ``logprobs``,
-    ``prompt_logprobs`` and ``grammar`` as in `shared.wire.Submit`."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: Sampling
-    max_tokens: int
-    stop_token_ids: list[int]
-    min_tokens: int = 0
-    cache_salt: str = ""
-    priority: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+from shared.wire import Delta, Submit, TokenLogprobs, Usage
 
 
 class RemoteSequenceState(enum.Enum):
     WAITING = "waiting"
     """In the queue."""
     PLACED = "placed"
-    """Sent to an engine, which has not answered."""
+    """Sent to an engine that has not answered."""
     ACCEPTED = "accepted"
     STOPPING = "stopping"
-    """Cut by a stop string; its engine's final count is awaited."""
+    """Cut by a stop string; waits for the engine's final usage."""
     DONE = "done"
 
 
 class MissingTokensError(Exception):
-    """Tokens are missing: this attempt cannot be continued."""
+    """Tokens are missing, so this attempt cannot be continued."""
 
 
 class RemoteSequence:
-    """The router's half of a sequence. Whoever consumes it is called through ``on_change`` and
-    reads ``output_token_ids``, ``finish_reason`` and ``error``. ``logprobs`` run parallel to
-    ``output_token_ids`` where they are asked for, ``prompt_logprobs`` to the prompt without its
-    first.
-    """
+    """The router's half of a sequence. Its dispatcher keeps its model and its engine."""
 
-    def __init__(
-        self, spec: SequenceSpec, model: Model, key: str, on_change: Callable[[], None]
-    ) -> None:
-        self.spec = spec
-        self.model = model
+    def __init__(self, submit: Submit, key: str, on_change: Callable[[], None]) -> None:
+        self.submit = submit
+        """The message of the first attempt."""
         self.key = key
+        """The API key, for fairness between keys."""
         self._on_change = on_change
+        """Called after every change that a reader of the fields below may wait for."""
         self.state = RemoteSequenceState.WAITING
         self.attempt = 0
         self.losses = 0
-        self.engine: Engine | None = None
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        """Those of `output_token_ids`, if they are asked for."""
         self.prompt_logprobs: list[TokenLogprobs] = []
+        """Those of the prompt's tokens but for the first, if they are asked for."""
         self.stop_token: int | None = None
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
@@ -80,12 +56,16 @@ class RemoteSequence:
         self.last_token_at = 0.0
 
     @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
     def done(self) -> bool:
         return self.state is RemoteSequenceState.DONE
 
     @property
     def started(self) -> bool:
-        """An engine has taken it, or it is over."""
+        """Whether an engine has accepted the sequence, or it is done."""
         return self.state in (
             RemoteSequenceState.ACCEPTED,
             RemoteSequenceState.STOPPING,
@@ -94,10 +74,10 @@ class RemoteSequence:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether all log-probabilities of the prompt that are asked for are here."""
-        spec = self.spec
-        return spec.prompt_logprobs is None or (
-            len(self.prompt_logprobs) == len(spec.prompt_token_ids) - 1
+        """Whether all log-probabilities of the prompt that are asked for have come."""
+        submit = self.submit
+        return submit.prompt_logprobs is None or (
+            len(self.prompt_logprobs) == len(submit.token_ids) - 1
         )
 
     @property
@@ -105,32 +85,21 @@ class RemoteSequence:
         return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
 
     def submit_message(self) -> Submit:
-        spec = self.spec
-        return Submit(
-            request_id=spec.request_id,
+        """Return the message of the current attempt."""
+        return replace(
+            self.submit,
             attempt=self.attempt,
-            token_ids=spec.prompt_token_ids,
-            sampling=spec.sampling,
-            max_tokens=spec.max_tokens,
-            stop_token_ids=spec.stop_token_ids,
-            min_tokens=spec.min_tokens,
             generated=self.output_token_ids,
-            cache_salt=spec.cache_salt,
-            priority=spec.priority,
-            logprobs=spec.logprobs,
-            prompt_logprobs=None if self.has_prompt_logprobs else spec.prompt_logprobs,
-            grammar=spec.grammar,
+            prompt_logprobs=None if self.has_prompt_logprobs else self.submit.prompt_logprobs,
         )
 
-    def place(self, engine: Engine) -> None:
-        self.engine = engine
+    def place(self) -> None:
         self.state = RemoteSequenceState.PLACED
         self.placed_at = time.monotonic()
         self.missed_beats = 0
 
     def requeue(self) -> None:
-        """Back to the queue, as a new attempt: what the old one still says is void."""
-        self.engine = None
+        """Wait again, as a new attempt. Messages about the old one are void."""
         self.state = RemoteSequenceState.WAITING
         self.attempt += 1
         self.queued_at = time.monotonic()
@@ -143,8 +112,7 @@ class RemoteSequence:
             self._on_change()
 
     def apply(self, delta: Delta) -> None:
-        """Raises `MissingTokensError` when something between the last delta and this one is
-        missing."""
+        """Add a delta. Raises `MissingTokensError` if it does not continue the last one."""
         if delta.index != len(self.output_token_ids):
             raise MissingTokensError(
                 f"token {delta.index} came after {len(self.output_token_ids)} tokens"
@@ -152,7 +120,7 @@ class RemoteSequence:
         self.prompt_logprobs += delta.prompt_logprobs or ()
         if delta.token_ids and not self.has_prompt_logprobs:
             raise MissingTokensError("tokens came before the log-probabilities of the prompt")
-        if self.spec.logprobs is not None:
+        if self.submit.logprobs is not None:
             if len(delta.logprobs or ()) != len(delta.token_ids):
                 raise MissingTokensError("tokens came without their log-probabilities")
             self.logprobs += delta.logprobs or ()
@@ -178,7 +146,7 @@ class RemoteSequence:
         self.finish_reason = "stop"
 
     def end(self, usage: Usage | None = None) -> None:
-        """Ends a stopped sequence, or one that nobody wants any more."""
+        """End a stopped sequence, or one that was released."""
         self.usage = usage or self.usage
         self.state = RemoteSequenceState.DONE
         self._on_change()

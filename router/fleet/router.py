@@ -1,5 +1,4 @@
-"""The router itself: what engines say goes to the registry and the dispatcher, and what HTTP
-handlers ask for is found here."""
+"""The router: engines' messages go to the registry and the dispatcher; handlers start here."""
 
 from __future__ import annotations
 
@@ -13,8 +12,9 @@ from router.errors import ModelNotFound, Unavailable
 from router.fleet.admission import Admission
 from router.fleet.dispatch import Dispatcher
 from router.fleet.engine_socket import EngineSocket
-from router.fleet.engines import Engine, Model, Registry
+from router.fleet.engines import Engine, Model, ModelReplicas
 from router.fleet.metrics import Metrics
+from router.fleet.registry import Registry
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
 from shared.settings import Settings
@@ -37,10 +37,10 @@ _TICK_S = 0.25
 
 
 class Router:
-    """Created before the event loop runs (it binds the engines' socket: `EngineSocketError`);
-    ``start`` and ``stop`` are called on the loop."""
+    """The state of the router process, for handlers, and the messages of its engines."""
 
     def __init__(self, settings: Settings, socket_address: str, version: str) -> None:
+        """Bind the engines' socket, before the event loop runs. Raises `EngineSocketError`."""
         self.settings = settings
         self.version = version
         self.metrics = Metrics(version)
@@ -48,14 +48,14 @@ class Router:
             socket_address, self._on_message, self.metrics.dropped_messages.inc
         )
         self.dispatcher = Dispatcher(settings, self._send_to, self.metrics)
-        # Beside the socket, whose lock makes it ours alone, also after a kill.
+        # Beside the socket: its lock keeps other routers out of the directory, even after a kill.
         scheme, _, path = socket_address.partition("://")
         store = TokenizerFileStore(Path(path + ".files") if scheme == "ipc" else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.draining = False
         self.shutdown_clean = True
-        """False once a shutdown has cut requests."""
+        """False after a shutdown has cut requests."""
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics.register_engines(
             lambda: list(self.registry.models.values()),
@@ -80,7 +80,7 @@ class Router:
         self.registry.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new and waits for what is in flight; cuts it after ``timeout_s``."""
+        """Refuse new requests and wait for those in flight. Cut them after ``timeout_s``."""
         self.draining = True
         waited_s = 0.0
         while self.admission.num_requests and waited_s < timeout_s:
@@ -89,7 +89,7 @@ class Router:
         self.abort_all("The server is shutting down and did not wait longer.")
 
     def abort_all(self, message: str) -> None:
-        """Takes nothing new and ends what is in flight with an error that says ``message``."""
+        """Refuse new requests and end those in flight with the error ``message``."""
         self.draining = True
         count = self.dispatcher.fail_all(lambda: Unavailable(message, code="shutting_down"))
         if count:
@@ -99,8 +99,10 @@ class Router:
     # -- for HTTP handlers -----------------------------------------------------
 
     def model_for(self, name: str | None) -> Model:
-        """The model that is asked for, when it can take a request now or soon. Raises
-        `ModelNotFound` and `Unavailable`."""
+        """Return the model called ``name``, if it can take a request now or soon.
+
+        Raises `ModelNotFound` or `Unavailable`.
+        """
         settings = self.settings
         if self.draining:
             raise Unavailable(
@@ -108,20 +110,17 @@ class Router:
                 code="shutting_down",
                 retry_after_s=settings.drain_timeout_s,
             )
-        model = self.registry.find_model(name)
-        if model is None:
+        replicas = self.registry.find_model(name)
+        if replicas is None:
             if name is not None and self.registry.models:
                 raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
             raise _not_ready(
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
-        if not model.ever_ready:
-            raise self.not_ready(model)
-        self.admission.check_memory(model)
-        return model
-
-    def not_ready(self, model: Model) -> Unavailable:
-        return _not_ready("; ".join(model.troubles))
+        if replicas.model is None:
+            raise _not_ready("; ".join(replicas.troubles))
+        self.admission.check_memory(replicas)
+        return replicas.model
 
     # -- RegistryListener ------------------------------------------------------
 
@@ -129,7 +128,7 @@ class Router:
         self.metrics.restarts.labels(engine.name).inc()
         self.dispatcher.on_engine_lost(engine, reason)
 
-    def on_capacity_changed(self, model: Model) -> None:
+    def on_capacity_changed(self, model: ModelReplicas) -> None:
         self.dispatcher.place(model)
 
     # -- wire ------------------------------------------------------------------
@@ -178,7 +177,7 @@ class Router:
         while True:
             await asyncio.sleep(_TICK_S)
             try:
-                # First: beats may wait there after the loop was held up.
+                # First: beats may wait in the socket after the loop was blocked.
                 self.engine_socket.receive_pending()
                 self.registry.tick()
                 self.dispatcher.tick()

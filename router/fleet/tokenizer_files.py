@@ -1,4 +1,4 @@
-"""Tokenizer files that engines gave, kept by content so that equal ones travel once."""
+"""Tokenizer files from engines, stored by content so that equal files are sent once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class TokenizerFileStore:
-    """A private directory of files named by their SHA-256; gone after `close`.
+    """A private directory of files named by their SHA-256. `close` removes it.
 
-    ``root`` is this store's alone: what a router that was killed left there is removed.
-    Without one it is a new temporary directory.
+    Nothing else uses ``root``: files that a killed router left there are removed. The default is a
+    new temporary directory.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -31,17 +31,17 @@ class TokenizerFileStore:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def missing(self, files: Mapping[str, str]) -> list[str]:
-        """Those names of ``files`` (name to digest) whose content is not here."""
+        """Return the names in ``files`` (name to digest) whose content is not stored."""
         return [name for name, digest in files.items() if not (self._root / digest).exists()]
 
     def put(self, content: bytes, wanted: Container[str]) -> None:
-        """Keeps ``content`` when its real digest is one that is ``wanted``."""
+        """Store ``content`` if its real digest is ``wanted``."""
         digest = hashlib.sha256(content).hexdigest()
         if digest in wanted:
             (self._root / digest).write_bytes(content)
 
     def assemble(self, files: Mapping[str, str]) -> Path:
-        """A directory in which ``files`` lie under their names."""
+        """Return a directory that has ``files`` under their names."""
         directory = Path(tempfile.mkdtemp(prefix="model-", dir=self._root))
         for name, digest in files.items():
             (directory / name).symlink_to(self._root / digest)
@@ -49,8 +49,10 @@ class TokenizerFileStore:
 
 
 def acceptable_files(offered: Mapping[str, str]) -> dict[str, str]:
-    """Those of the ``offered`` files (name to digest) that a router takes: names of the
-    fixed list with a real digest, since both become parts of paths."""
+    """Return those of the ``offered`` files (name to digest) that a router takes.
+
+    A name must be in the fixed list and a digest well-formed, since both become parts of paths.
+    """
     return {
         name: digest
         for name, digest in sorted(offered.items())

@@ -1,1 +1,1 @@
-"""One request while it runs: its sequences and the text of its choices."""
+"""One running request: its sequences, and the text of its choices."""

@@ -1,4 +1,4 @@
-"""Why a prompt was not found in the cache, for the client that asks (`x-debug-cache: 1`)."""
+"""Why a prompt was not found in the cache, for clients that ask (`x-debug-cache: 1`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ _BEFORE_TOKENS = 12
 
 
 async def explain(generation: Generation) -> bytes:
-    """JSON in ASCII: the prompt beside the closest earlier one of the same API key and
-    ``cache_salt``, up to where its reply ended. ``differs_at`` is null where all of that one's
-    tokens are at the beginning of this one, so that all of its blocks can be used."""
+    """Return ASCII JSON that compares the prompt with the closest earlier one, reply included.
+
+    Earlier prompts are those of the same API key and ``cache_salt``. ``differs_at`` is null if the
+    prompt begins with all tokens of the earlier one, so that all of its blocks can be used.
+    """
     model = generation.model
-    assert model.renderer is not None
-    renderer, prompt = model.renderer, list(generation.prompts[0])
+    renderer, prompt = model.renderer, generation.choices[0].sequence.submit.token_ids
     found = await renderer.compare(generation.cache_scope, prompt)
     block_size = model.hello.block_size
 

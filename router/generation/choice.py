@@ -1,23 +1,24 @@
-"""One answer: its sequence, the text that comes of its tokens, and how likely these were."""
+"""One choice of an answer: its sequence, its text, and its log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from router.fleet.remote_sequence import RemoteSequence
-from router.fleet.router import Router
 from router.schemas.completions import FinishReason
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.logprobs import ScoredToken, TokenAligner
+from router.tokens.rendering import Renderer
 from router.tokens.reply_parser import CallDelta, ReplyDelta, ReplyParser
 
 
 class OutputDelta(NamedTuple):
-    """A piece of an answer; ``tokens`` is None where log-probabilities are not asked for."""
+    """A part of a choice."""
 
     text: str = ""
     tokens: list[ScoredToken] | None = None
+    """None if log-probabilities are not asked for."""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
 
@@ -26,7 +27,7 @@ class OutputDelta(NamedTuple):
 
     @classmethod
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
-        """All of ``deltas`` as one, each call in one delta too."""
+        """Return ``deltas`` as one, with one delta for each call."""
         scored = [delta.tokens for delta in deltas if delta.tokens is not None]
         return cls(
             "".join(delta.text for delta in deltas),
@@ -37,7 +38,7 @@ class OutputDelta(NamedTuple):
 
 
 def _merged_calls(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-    """``deltas`` with one for each call."""
+    """Return ``deltas`` with one for each call."""
     calls: dict[int, CallDelta] = {}
     for delta in deltas:
         begun = calls.get(delta.number)
@@ -48,18 +49,22 @@ def _merged_calls(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
 
 
 class Echo(NamedTuple):
-    """A prompt that comes before its answer: its ``text``, and the tokens that are it."""
+    """A prompt that is repeated before its answer."""
 
     text: str
     tokens: Sequence[int]
+    """The tokens of ``text``."""
+
+    @classmethod
+    def of(cls, prompt: str | list[int], tokens: list[int], renderer: Renderer) -> Echo:
+        """Return the echo of ``prompt``, which became ``tokens``."""
+        if isinstance(prompt, str):
+            return cls(prompt, renderer.without_bos(prompt, tokens))
+        return cls(renderer.vocabulary.decode(tokens), tokens)
 
 
 class Choice:
-    """One of the answers: a sequence and the text that comes out of it.
-
-    ``prompt_logprobs_source`` is the sequence that brings the log-probabilities of the prompt, the
-    same for all choices of one prompt. ``finish_reason`` is set once the text is complete.
-    """
+    """One choice: a sequence, and the text of its tokens."""
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Choice:
         detokenizer: IncrementalDetokenizer,
         parser: ReplyParser,
         *,
+        stop: Callable[[RemoteSequence], None],
         prompt_logprobs_source: RemoteSequence,
         aligner: TokenAligner | None,
         echo: Echo | None,
@@ -75,6 +81,8 @@ class Choice:
         self.index = index
         self.sequence = sequence
         self.prompt_logprobs_source = prompt_logprobs_source
+        """The sequence with the log-probabilities of the prompt: the first of each prompt."""
+        self._stop = stop
         self._detokenizer = detokenizer
         self._parser = parser
         self._aligner = aligner
@@ -84,6 +92,7 @@ class Choice:
         self._stop_requested = False
         self.reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
+        """Set once the text is complete."""
 
     @property
     def completion_tokens(self) -> int:
@@ -91,16 +100,16 @@ class Choice:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the text, if any."""
         return self._detokenizer.stop_string
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens that its text is made of, and the one that ended it."""
+        """The tokens of the text, and the one that ended it."""
         return self.sequence.output_token_ids[: self._detokenizer.num_tokens]
 
-    def advance(self, router: Router) -> OutputDelta:
-        """What has become certain since the last call. Raises the sequence's error."""
+    def advance(self) -> OutputDelta:
+        """Return what has become certain since the last call. Raises the sequence's error."""
         if self.finish_reason is not None:
             return OutputDelta()
         parsed: list[ReplyDelta] = []
@@ -109,7 +118,7 @@ class Choice:
                 return self._wait_for_logprobs()
             parsed.append(self._parse(self._begin_echo(self._echo)))
             self._echo = None
-        self._advance(router, parsed)
+        self._advance(parsed)
         tokens = None
         if self._aligner is not None:
             tokens = self._aligner.take(self._chars_shown)
@@ -137,19 +146,19 @@ class Choice:
         return OutputDelta()
 
     def _begin_echo(self, echo: Echo) -> str:
-        """The prompt's text; its tokens, and what it holds back, go out with what follows."""
+        """Return the text of the prompt, up to what the detokenizer holds back.
+
+        The rest, and the prompt's tokens, go out with the text that follows.
+        """
         whole = self._detokenizer.prime(echo.tokens)
         if self._aligner is not None:
-            prompt, logprobs = (
-                self.sequence.spec.prompt_token_ids,
-                self.prompt_logprobs_source.prompt_logprobs,
-            )
-            self._aligner.add_prompt(prompt, logprobs, echo.text)
+            logprobs = self.prompt_logprobs_source.prompt_logprobs
+            self._aligner.add_prompt(self.sequence.submit.token_ids, logprobs, echo.text)
         start = echo.text.find(whole)
         return echo.text[: start + len(whole)] if start >= 0 else whole
 
-    def _advance(self, router: Router, parsed: list[ReplyDelta]) -> None:
-        """Adds what the new tokens became to ``parts``."""
+    def _advance(self, parsed: list[ReplyDelta]) -> None:
+        """Add what the new tokens became to ``parsed``."""
         sequence = self.sequence
         new = [] if self._stop_requested else sequence.output_token_ids[self._tokens_read :]
         logprobs = sequence.logprobs[self._tokens_read :]
@@ -165,7 +174,7 @@ class Choice:
             self._aligner.add(text_tokens, logprobs[: len(text_tokens)])
         if (self._detokenizer.stopped or self._parser.complete) and not self._stop_requested:
             self._stop_requested = True
-            router.dispatcher.stop(sequence)
+            self._stop(sequence)
         if not sequence.done:
             return
         if sequence.error is not None and not self._stop_requested:

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
-from router.fleet.engines import Engine, Model
+from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.router import Router
 
 _DEGRADED_FROM = 0.72
@@ -146,7 +146,7 @@ def _health(router: Router) -> tuple[int, Health]:
     )
 
 
-def _state(model: Model, threshold: float) -> HealthStatus:
+def _state(model: ModelReplicas, threshold: float) -> HealthStatus:
     ready = model.ready_engines
     if not ready:
         return "degraded"
@@ -163,7 +163,7 @@ def _engine(engine: Engine) -> EngineHealth:
         trouble=engine.trouble,
         phase=engine.phase,
         stalled_s=round(engine.stalled_s, 1),
-        sequences=len(engine.sequences),
+        sequences=len(engine.request_ids),
         max_sequences=engine.hello.max_sequences,
         memory_pressure=round(engine.memory_pressure, 4),
         blocks=BlockCounts(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from router.api.body import json_response
 from router.api.operations import Operation
 from router.errors import ModelNotFound
-from router.fleet.engines import Model
+from router.fleet.engines import ModelReplicas
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ async def show_model(http: Request) -> Response:
     return json_response(_card(model, name))
 
 
-def _card(model: Model, name: str) -> ModelCard:
+def _card(model: ModelReplicas, name: str) -> ModelCard:
     hello = model.hello
     return ModelCard(
         id=name,

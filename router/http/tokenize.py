@@ -11,11 +11,9 @@ from starlette.responses import Response
 from router.api.body import json_response, read_json_body
 from router.api.operations import Operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest
-from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
 from router.schemas.requests import RequestBody, TokenId, parse_body
-from router.tokens.rendering import Renderer
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
@@ -72,20 +70,20 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
 async def tokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request = await _body(http, router, TokenizeRequest)
-    model, renderer = _ready_model(router, request.model)
+    model = router.model_for(request.model)
     with router.admission.limit_concurrency():
         if request.messages is None:
             special = True if request.add_special_tokens is None else request.add_special_tokens
-            tokens = await renderer.encode(request.prompt or "", add_special_tokens=special)
+            tokens = await model.renderer.encode(request.prompt or "", add_special_tokens=special)
         else:
-            tokens = await renderer.render_chat(
+            tokens = await model.renderer.render_chat(
                 request.messages,
                 request.tools or (),
                 request.chat_template_kwargs or {},
                 ending=request.prompt_ending,
                 add_special_tokens=bool(request.add_special_tokens),
             )
-        texts = await renderer.token_strings(tokens) if request.return_token_strs else None
+        texts = await model.renderer.token_strings(tokens) if request.return_token_strs else None
     return json_response(
         TokenizeResponse(
             count=len(tokens),
@@ -99,7 +97,7 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request = await _body(http, router, DetokenizeRequest)
-    model, renderer = _ready_model(router, request.model)
+    model = router.model_for(request.model)
     over = next((i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size), None)
     if over is not None:
         raise InvalidRequest(
@@ -108,7 +106,7 @@ async def detokenize(http: Request) -> Response:
             code="invalid_value",
         )
     with router.admission.limit_concurrency():
-        return json_response(DetokenizeResponse(prompt=await renderer.decode(request.tokens)))
+        return json_response(DetokenizeResponse(prompt=await model.renderer.decode(request.tokens)))
 
 
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -116,13 +114,6 @@ _Body = TypeVar("_Body", bound=RequestBody)
 
 async def _body(http: Request, router: Router, kind: type[_Body]) -> _Body:
     return parse_body(await read_json_body(http, router.settings.max_request_bytes), kind)
-
-
-def _ready_model(router: Router, name: str | None) -> tuple[Model, Renderer]:
-    model = router.model_for(name)
-    if model.renderer is None:
-        raise router.not_ready(model)
-    return model, model.renderer
 
 
 OPERATIONS = (

@@ -52,7 +52,6 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
     async def tokenize_prompts(
         self, request: CompletionRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
-        assert model.renderer is not None  # `_submit` has seen it
         found: list[list[int]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):

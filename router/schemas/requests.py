@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI has them.
 
 Every field that is read has a type and a range, so that a body which decodes is
-valid by itself; what depends on the model is checked in `router.generation.generation`.
+valid by itself; what depends on the model is checked in `router.generation.sampling`.
 """
 
 from __future__ import annotations

@@ -56,6 +56,35 @@ class Running:
     prompt_told: bool = False
 
 
+def make_hello(
+    name: str,
+    *,
+    incarnation: str = "0",
+    model: str = "tiny",
+    max_sequences: int = 4,
+    context_length: int = 512,
+    files: dict[str, str] | None = None,
+) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        engine=name,
+        incarnation=incarnation,
+        model=model,
+        aliases=[],
+        fingerprint="0123456789abcdef",
+        context_length=context_length,
+        vocab_size=VOCAB,
+        block_size=16,
+        total_blocks=64,
+        max_sequences=max_sequences,
+        max_batch_size=max_sequences,
+        namespace=b"n" * 16,
+        eos_token_ids=[EOS],
+        files=files or {},
+        version="test",
+    )
+
+
 def scores_of(token: int, position: int, count: int) -> TokenLogprobs:
     """How likely ``token`` is said to have been; even tokens are the likeliest of all."""
     others = [2 * token + 5 * i + 40 for i in range(count)]
@@ -116,23 +145,13 @@ class ScriptedEngine:
         self._bye = False
         contents = {p.name: p.read_bytes() for p in sorted(directory.iterdir()) if p.is_file()}
         self._contents = contents
-        self.hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            engine=name,
+        self.hello = make_hello(
+            name,
             incarnation=self.incarnation,
             model=model,
-            aliases=[],
-            fingerprint="0123456789abcdef",
-            context_length=context_length,
-            vocab_size=VOCAB,
-            block_size=16,
-            total_blocks=64,
             max_sequences=max_sequences,
-            max_batch_size=max_sequences,
-            namespace=b"n" * 16,
-            eos_token_ids=[EOS],
+            context_length=context_length,
             files={n: hashlib.sha256(c).hexdigest() for n, c in contents.items()},
-            version="test",
         )
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

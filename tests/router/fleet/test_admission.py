@@ -1,42 +1,51 @@
-"""Limits, the queue's order, and where a sequence is placed."""
+"""Limits on requests, the order of the queue, and the placement of sequences."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.fleet.admission import DepartureRate
-from router.fleet.engines import Model
+from router.fleet.engines import Engine
 from router.fleet.fair_queue import AGE_TURN_EVERY, FairQueue
-from router.fleet.placement import PrefixIndex, choose_engine
-from router.fleet.remote_sequence import RemoteSequence, SequenceSpec
+from router.fleet.placement import choose_engine
+from router.fleet.prefix_index import PrefixIndex
+from router.fleet.remote_sequence import RemoteSequence
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, Refused, Sampling, Submit
 from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.scripted_engine import ScriptedEngine, make_hello
 
 Start = Callable[..., ScriptedEngine]
 
 
 def sequence(
-    name: str, key: str = "", priority: int = 0, prompt: list[int] | None = None
+    name: str, key: str = "", priority: int = 0, prompt: Sequence[int] = (1,), cache_salt: str = ""
 ) -> RemoteSequence:
-    spec = SequenceSpec(name, prompt or [1], Sampling(seed=0), 8, [], priority=priority)
-    return RemoteSequence(spec, cast(Model, None), key, lambda: None)
+    submit = Submit(
+        request_id=name,
+        attempt=0,
+        token_ids=list(prompt),
+        sampling=Sampling(seed=0),
+        max_tokens=8,
+        stop_token_ids=[],
+        cache_salt=cache_salt,
+        priority=priority,
+    )
+    return RemoteSequence(submit, key, lambda: None)
 
 
 def names(queue: FairQueue, running: Counter[str]) -> list[str]:
     found = []
     while (next_one := queue.pop(running)) is not None:
         running[next_one.key] += 1
-        found.append(next_one.spec.request_id)
+        found.append(next_one.request_id)
     return found
 
 
@@ -52,7 +61,7 @@ def test_the_queue_goes_by_priority_then_by_fairness_then_by_age() -> None:
     ]  # fmt: skip
 
 
-def test_who_waits_again_keeps_its_age_and_who_leaves_is_passed_over() -> None:
+def test_a_requeued_sequence_keeps_its_age_and_a_discarded_one_is_skipped() -> None:
     queue = FairQueue()
     sequences = [sequence(f"f{index}") for index in range(4)]
     for one in sequences:
@@ -72,14 +81,13 @@ def test_who_waits_again_keeps_its_age_and_who_leaves_is_passed_over() -> None:
     arriving=st.lists(st.tuples(st.integers(0, 40), st.integers(-1, 9)), min_size=1, max_size=40),
     leave=st.booleans(),
 )
-def test_nobody_waits_for_ever_whoever_comes_meanwhile(
+def test_every_waiting_sequence_is_placed_eventually(
     before: list[tuple[int, int]],
     own: int,
     arriving: list[tuple[int, int]],
     leave: bool,
 ) -> None:
-    """One of the lowest priority, whose key has more in engines than any other, while as many
-    come as go."""
+    """One has the lowest priority and the busiest key, and as many arrive as leave."""
     queue, running = FairQueue(), Counter({"poor": 1000})
     others = [sequence(f"b{i}", f"key{key}", priority) for i, (key, priority) in enumerate(before)]
     for one in [*others, *(sequence(f"own{i}", "poor", -2) for i in range(own))]:
@@ -98,10 +106,10 @@ def test_nobody_waits_for_ever_whoever_comes_meanwhile(
             break
         departed += 1
         assert departed < AGE_TURN_EVERY * most_keys * (own + 1)
-    assert all(one.spec.request_id != "poor" for one in queue)
+    assert all(one.request_id != "poor" for one in queue)
 
 
-def test_between_the_turns_of_age_priority_rules() -> None:
+def test_priority_decides_between_the_turns_of_age() -> None:
     queue = FairQueue()
     for index in range(40):
         queue.push(sequence(f"low{index}"))
@@ -112,44 +120,41 @@ def test_between_the_turns_of_age_priority_rules() -> None:
     assert sum(name.startswith("high") for name in first) == 35
 
 
-def fake_engine(sequences: int, prefixes: PrefixIndex | None = None) -> Any:
-    return SimpleNamespace(
-        sequences=dict.fromkeys(map(str, range(sequences))),
-        prefix_index=prefixes or PrefixIndex(),
-        hello=SimpleNamespace(namespace=b"n" * 16, block_size=16),
-    )
+def engine_with(sequences: int, *events: CacheEvents) -> Engine:
+    engine = Engine(b"peer", make_hello("engine"), "engine", stall_limit_s=1.0)
+    engine.request_ids.update(dict.fromkeys(map(str, range(sequences))))
+    for each in events:
+        engine.prefix_index.update(each)
+    return engine
 
 
-def test_a_sequence_goes_to_the_engine_that_has_its_prefix_unless_that_is_clearly_busier() -> None:
+def test_a_sequence_goes_to_the_engine_with_its_prefix_unless_that_is_clearly_busier() -> None:
     prompt = list(range(64))
-    warm = PrefixIndex()
-    warm.update(CacheEvents(number=1, added=block_hashes(b"n" * 16, prompt, 16)[:2], removed=[]))
+    cached = CacheEvents(number=1, added=block_hashes(b"n" * 16, prompt, 16)[:2], removed=[])
     one = sequence("x", prompt=prompt)
-    assert choose_engine([fake_engine(0), busy := fake_engine(3, warm)], one) is busy
-    assert choose_engine([idle := fake_engine(0), fake_engine(9, warm)], one) is idle
+    assert choose_engine([engine_with(0), busy := engine_with(3, cached)], one) is busy
+    assert choose_engine([idle := engine_with(0), engine_with(9, cached)], one) is idle
 
 
-def test_a_prefix_is_assumed_to_be_where_it_was_sent() -> None:
+def test_a_placed_prefix_is_assumed_to_be_cached() -> None:
     prompt = list(range(64))
-    engines = [fake_engine(1), fake_engine(0)]
+    engines = [engine_with(1), engine_with(0)]
     first = choose_engine(engines, sequence("a", prompt=prompt))
-    first.sequences.update(dict.fromkeys("abc", sequence("a", prompt=prompt)))
+    first.request_ids.update(dict.fromkeys("abc"))
     assert choose_engine(engines, sequence("b", prompt=[*prompt, 5])) is first
-    salted = SequenceSpec("c", prompt, Sampling(seed=0), 8, [], cache_salt="s")
-    other = RemoteSequence(salted, cast(Model, None), "", lambda: None)
+    other = sequence("c", prompt=prompt, cache_salt="s")
     assert choose_engine(engines, other) is not first
 
 
-def test_cache_events_with_a_gap_are_a_new_beginning() -> None:
+def test_a_gap_in_cache_events_resets_the_index() -> None:
     index = PrefixIndex()
     index.update(CacheEvents(number=1, added=[b"a", b"b"], removed=[]))
     index.update(CacheEvents(number=2, added=[b"c"], removed=[b"b"]))
     assert [index.num_cached_blocks([block]) for block in (b"a", b"b", b"c")] == [1, 0, 1]
     index.update(CacheEvents(number=4, added=[b"d"], removed=[]))
     assert [index.num_cached_blocks([block]) for block in (b"a", b"d")] == [0, 1]
-    assert (
-        index.num_cached_blocks([b"x", b"d", b"y"]) == 2
-    )  # of recurrent state only the end is reported
+    # Of recurrent state only the end is reported.
+    assert index.num_cached_blocks([b"x", b"d", b"y"]) == 2
 
 
 def test_assumed_blocks_are_bounded() -> None:
@@ -158,7 +163,7 @@ def test_assumed_blocks_are_bounded() -> None:
     assert [index.num_cached_blocks([block]) for block in (b"a", b"b", b"c")] == [0, 1, 1]
 
 
-def test_the_wait_is_estimated_from_how_fast_the_queue_drains() -> None:
+def test_the_wait_is_estimated_from_the_rate_of_departures() -> None:
     times = iter([0.0, 2.0, 4.0, 4.0, 4.0, 40.0, 40.0])
     rate = DepartureRate(clock=lambda: next(times))
     assert rate.wait_s(10) > 0
@@ -170,7 +175,7 @@ def test_the_wait_is_estimated_from_how_fast_the_queue_drains() -> None:
     assert rate.wait_s(1000) == 120
 
 
-def test_a_full_queue_is_a_429_with_a_time_to_come_back(
+def test_a_full_queue_is_a_429_with_retry_after(
     start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:
     server = start_server("--max-queue-size=2", "--max-concurrent-requests=0")
@@ -206,7 +211,7 @@ def test_too_many_concurrent_requests_are_a_429(
         assert {answer.result(10).status_code for answer in answers} == {200}
 
 
-def test_an_engine_never_gets_more_than_it_has_places(
+def test_an_engine_never_gets_more_than_its_max_sequences(
     server: Server, start_engine: Start, says: Any
 ) -> None:
     engine = start_engine(server, script=says("hello"), step_s=0.01, max_sequences=3)

@@ -5,16 +5,13 @@ import pkgutil
 import random
 import time
 from collections.abc import Iterable
-from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import mlx_lm.tool_parsers
 import pytest
 from mlx_lm import tokenizer_utils
 
-from router.fleet.engines import Model
-from router.fleet.remote_sequence import RemoteSequence, SequenceSpec
-from router.fleet.router import Router
+from router.fleet.remote_sequence import RemoteSequence
 from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing.calls import JSON, ToolSyntax
@@ -29,7 +26,7 @@ from router.tokens.parsing.formats import (
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 from shared.settings import ReasoningParserName, ToolParserName
-from shared.wire import Delta, Sampling
+from shared.wire import Delta, Sampling, Submit
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
@@ -295,13 +292,26 @@ def answers(
 ) -> tuple[OutputDelta, str]:
     """``written`` as it comes in steps of so many tokens, and how it ended."""
     ids = tokenizer.encode(written, add_special_tokens=False)
-    spec = SequenceSpec("r", [1], Sampling(seed=0), len(ids), [])
-    sequence = RemoteSequence(spec, cast(Model, None), "", lambda: None)
-    cut = SimpleNamespace(dispatcher=SimpleNamespace(stop=lambda sequence: sequence.end()))
+    submit = Submit(
+        request_id="r",
+        attempt=0,
+        token_ids=[1],
+        sampling=Sampling(seed=0),
+        max_tokens=len(ids),
+        stop_token_ids=[],
+    )
+    sequence = RemoteSequence(submit, "", lambda: None)
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
     text = IncrementalDetokenizer(tokenizer.detokenizer, stops)
     choice = Choice(
-        0, sequence, text, reply, prompt_logprobs_source=sequence, aligner=None, echo=None
+        0,
+        sequence,
+        text,
+        reply,
+        stop=RemoteSequence.end,
+        prompt_logprobs_source=sequence,
+        aligner=None,
+        echo=None,
     )
     pieces = []
     for start in range(0, len(ids), step):
@@ -311,10 +321,10 @@ def answers(
             sequence.apply(
                 Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
             )
-        pieces.append(choice.advance(cast(Router, cut)))
+        pieces.append(choice.advance())
     if not ids:
         sequence.end()
-    pieces.append(choice.advance(cast(Router, cut)))
+    pieces.append(choice.advance())
     return OutputDelta.join(pieces), str(choice.finish_reason)
 
 

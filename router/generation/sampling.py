@@ -1,0 +1,160 @@
+"""The parameters of a request: checked against the model, and put into messages for engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from router.errors import ContextLengthExceeded, InvalidRequest
+from router.fleet.engines import Model
+from router.generation.choice import Echo
+from router.schemas.requests import GenerationRequest
+from router.tokens.reply_parser import ReplyParser
+from shared.settings import Settings
+from shared.wire import Grammar, Sampling, Submit
+
+MAX_SEQUENCES = 128
+REPETITION_CONTEXT_SIZE = 20
+"""mlx-lm's default of ``repetition_context_size``."""
+
+
+class SequenceSpec(NamedTuple):
+    """One sequence of a request."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    choice: int
+    """The number among the sequences of the same prompt."""
+    reply_parser: ReplyParser
+    grammar: Grammar | None = None
+    echo: Echo | None = None
+
+
+def check_count(prompts: int, n: int) -> None:
+    """Raise `InvalidRequest` if ``n`` choices of so many prompts are too many sequences."""
+    if prompts * n > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{prompts} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
+            param="n" if n > 1 else "prompt",
+        )
+
+
+def check_vocabulary(request: GenerationRequest, model: Model) -> None:
+    """Raise `InvalidRequest` if the request names a token that ``model`` does not have."""
+    most = model.hello.vocab_size - 1
+    for token in request.logit_bias or ():
+        if token > most:
+            raise InvalidRequest(
+                f"'logit_bias' has the token id {token}, which is over {most}.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+
+
+def check_lengths(
+    settings: Settings, model: Model, prompt: Sequence[int], max_tokens: int | None
+) -> int:
+    """Return the max_tokens of ``prompt``: ``max_tokens``, cut to what the context leaves.
+
+    Raises `ContextLengthExceeded` or `InvalidRequest`.
+    """
+    context = model.hello.context_length
+    if not prompt:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    if len(prompt) >= context:
+        raise ContextLengthExceeded(
+            f"The prompt has {len(prompt)} tokens; with one more to generate that is over the"
+            f" model's context of {context}.",
+            param="prompt",
+        )
+    if len(prompt) > settings.max_prompt_tokens:
+        raise ContextLengthExceeded(
+            f"The prompt has {len(prompt)} tokens, over the limit of {settings.max_prompt_tokens}.",
+            param="prompt",
+        )
+    if max_tokens is not None and max_tokens > settings.max_generation_tokens:
+        raise InvalidRequest(
+            f"'max_tokens' is {max_tokens}, over the limit of {settings.max_generation_tokens}.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    return min(max_tokens or settings.default_max_tokens, context - len(prompt))
+
+
+def submit_message(
+    request_id: str,
+    spec: SequenceSpec,
+    request: GenerationRequest,
+    model: Model,
+    settings: Settings,
+    seed: int,
+) -> Submit:
+    """Return the message for the first attempt of a sequence; ``seed`` is the request's."""
+    return Submit(
+        request_id=request_id,
+        attempt=0,
+        token_ids=spec.prompt_token_ids,
+        sampling=_sampling(request, model, settings, _choice_seed(seed, spec.choice)),
+        max_tokens=spec.max_tokens,
+        stop_token_ids=_stop_token_ids(request, model),
+        min_tokens=min(request.min_tokens or 0, spec.max_tokens),
+        cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
+        logprobs=request.num_logprobs,
+        # The prompt is the same for all its choices.
+        prompt_logprobs=_prompt_logprobs(request) if spec.choice == 0 else None,
+        grammar=spec.grammar,
+    )
+
+
+def _prompt_logprobs(request: GenerationRequest) -> int | None:
+    """Return how many alternatives the prompt needs, for itself or to be echoed."""
+    wanted = [request.prompt_logprobs]
+    if request.echo_prompts is not None:
+        wanted.append(request.num_logprobs)
+    return max((count for count in wanted if count is not None), default=None)
+
+
+def _stop_token_ids(request: GenerationRequest, model: Model) -> list[int]:
+    ids = set(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        ids.update(model.hello.eos_token_ids, model.renderer.eos_token_ids)
+    return sorted(ids)
+
+
+def _sampling(request: GenerationRequest, model: Model, settings: Settings, seed: int) -> Sampling:
+    """Take each parameter from the request, else from the flags, else from the model."""
+    renderer = model.renderer
+    defaults = renderer.sampling_defaults
+
+    def pick(asked: float | None, flag: float | None, default: float) -> float:
+        return asked if asked is not None else flag if flag is not None else default
+
+    return Sampling(
+        seed=seed,
+        temperature=pick(request.temperature, settings.temperature, defaults.temperature),
+        top_p=pick(request.top_p, settings.top_p, defaults.top_p),
+        top_k=max(0, int(pick(request.top_k, settings.top_k, defaults.top_k))),
+        min_p=pick(request.min_p, settings.min_p, defaults.min_p),
+        xtc_probability=request.xtc_probability or 0.0,
+        xtc_threshold=0.1 if request.xtc_threshold is None else request.xtc_threshold,
+        xtc_special_ids=renderer.xtc_special_ids if request.xtc_probability else [],
+        repetition_penalty=request.repetition_penalty or 1.0,
+        repetition_context_size=(
+            REPETITION_CONTEXT_SIZE
+            if request.repetition_context_size is None
+            else request.repetition_context_size
+        ),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=list((request.logit_bias or {}).items()),
+    )
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """Return 63 bits. The first choice keeps a small seed, so that ``n`` only adds choices."""
+    if choice == 0:
+        return seed & (2**63 - 1)
+    digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)

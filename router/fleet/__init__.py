@@ -1,1 +1,1 @@
-"""The engines behind the router: registry, queue, placement, and sequences in flight."""
+"""The engines behind the router: their registry, the queue, placement, sequences in flight."""

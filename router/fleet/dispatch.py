@@ -29,7 +29,7 @@ from shared.wire import Abort, Accepted, Delta, LiveRequest, Message, Refused, U
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 2
-"""A sequence that loses so many engines fails: it may be what killed them."""
+"""A sequence fails once it has lost so many engines: it may be what killed them."""
 
 _MISSED_BEATS = 2
 _SETTLE_S = 2.0
@@ -40,6 +40,8 @@ _SEND_BACKOFF_S = 0.25
 
 @dataclass(eq=False)
 class _InFlight:
+    """A sequence between its admission and its end."""
+
     sequence: RemoteSequence
     model: ModelReplicas
     engine: Engine | None = None
@@ -154,7 +156,7 @@ class Dispatcher:
                 sequence.missed_beats = 0
                 if accepted:
                     sequence.accept()
-            # While the engine's main thread computes, it has not seen what has just come.
+            # The main thread of an engine does not see new messages while it computes.
             elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:
                 sequence.missed_beats += 1
                 if sequence.missed_beats >= _MISSED_BEATS:

@@ -81,7 +81,7 @@ class EngineSocket:
             os.close(self._lock)
 
     def send(self, peer: bytes, message: Message) -> bool | None:
-        """Queue ``message``. Return False if the peer's queue is full, None if there is no peer."""
+        """Return True if ``message`` is queued, False if the queue is full, None without a peer."""
         try:
             self._socket.send_multipart([peer, *encode(message)], zmq.NOBLOCK, copy=True)
         except zmq.Again:

@@ -79,6 +79,7 @@ class ModelReplicas:
         self.renderer: Renderer | None = None
         """None until the tokenizer is loaded."""
         self.load_error: str | None = None
+        """Why there is no renderer, in words."""
         self.model: Model | None = None
         """What requests work with; None until an engine has been ready."""
         self._last_ready = time.monotonic()

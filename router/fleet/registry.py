@@ -27,7 +27,7 @@ _FILES_RETRY_S = 10.0
 
 
 class RegistryListener(Protocol):
-    """Is told of changes to engines."""
+    """Called when engines change."""
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         """``engine`` has lost everything that it had in flight."""
@@ -37,7 +37,7 @@ class RegistryListener(Protocol):
 
 
 class Registry:
-    """The engines and models that peers have introduced and that have not fallen silent."""
+    """The engines that have introduced themselves, and the models they serve."""
 
     def __init__(
         self,

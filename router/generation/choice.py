@@ -64,7 +64,7 @@ class Echo(NamedTuple):
 
 
 class Choice:
-    """One choice: a sequence, and the text of its tokens."""
+    """One choice: a sequence, and the text that its tokens become."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One request's generation: its sequences, from the validated body to their texts."""
+"""The generation for one request: its sequences, from the validated body to their texts."""
 
 from __future__ import annotations
 

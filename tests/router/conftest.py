@@ -117,7 +117,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> Server:
-    """One router for all the tests of a module."""
+    """One router for all tests of a module."""
     return start_server("--restart-wait-s=3", "--max-request-bytes=20000")
 
 
@@ -139,7 +139,7 @@ def start_engine(model_dir: Path) -> Iterator[Callable[..., ScriptedEngine]]:
 def engine(
     server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[[str], Any]
 ) -> ScriptedEngine:
-    """An engine that answers "hello world" and is ready."""
+    """A ready engine that answers "hello world"."""
     engine = start_engine(server, script=says("hello world"))
     server.wait_ready()
     return engine
@@ -147,5 +147,5 @@ def engine(
 
 @pytest.fixture(scope="session")
 def says(tokenizer: Tokenizer) -> Callable[[str], Callable[[object], list[int]]]:
-    """The script of an engine that says ``text`` and ends."""
+    """Return a function that makes the script of an engine: it says ``text`` and ends."""
     return lambda text: lambda submit: [*tokenizer.encode(text).ids, EOS]

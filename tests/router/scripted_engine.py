@@ -1,7 +1,7 @@
-"""The engine process's side of the wire, with a script instead of a model.
+"""The engine's side of the wire, with a script instead of a model.
 
-It speaks over a real ZeroMQ socket on a thread of its own. What it generates is a
-function of the prompt; tests hold it back, break it off and make it lie.
+It uses a real ZeroMQ socket on its own thread. Its output is a function of the request. Tests can
+delay it, cut it off, and make it send wrong messages.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def make_hello(
 
 
 def scores_of(token: int, position: int, count: int) -> TokenLogprobs:
-    """How likely ``token`` is said to have been; even tokens are the likeliest of all."""
+    """Return the log-probabilities of ``token``. Even tokens are the likeliest."""
     others = [2 * token + 5 * i + 40 for i in range(count)]
     ids = [token, *others][:count] if token % 2 == 0 else others
     top = [-0.25 * (i + 1) for i in range(count)]
@@ -96,14 +96,14 @@ def scores_of(token: int, position: int, count: int) -> TokenLogprobs:
 
 @dataclass
 class Behaviour:
-    """What a test changes about the engine while it runs."""
+    """The settings of an engine that a test may change while it runs."""
 
     script: Callable[[Submit], list[int]] = lambda submit: [EOS]
-    """The output tokens of a request; the end token ends it early."""
+    """Returns the output tokens of a request. The end token ends it early."""
     tokens_per_step: int = 1
     step_s: float = 0.002
     hold_tokens_after: int | None = None
-    """No request gets more than so many tokens."""
+    """The number of tokens after which every request stops; None for no limit."""
     accept: bool = True
     refuse: Callable[[Submit], Refused | None] = lambda submit: None
     beats: bool = True
@@ -113,11 +113,11 @@ class Behaviour:
     answer_aborts: bool = True
     cached_tokens: int = 0
     forget: bool = False
-    """Neither generates nor mentions in its beats what it was given."""
+    """Forget every request: generate nothing, and do not mention it in beats."""
     omit_logprobs: bool = False
-    """Says nothing of how likely tokens were, as an engine of another release might."""
+    """Report no log-probabilities, as an engine of another release might."""
     skip_token: bool = False
-    """Loses one token of every request on the way."""
+    """Lose one token of every request."""
 
 
 class ScriptedEngine:
@@ -159,7 +159,7 @@ class ScriptedEngine:
     # -- for tests -------------------------------------------------------------
 
     def kill(self) -> None:
-        """Gone without a word."""
+        """Stop without a `Bye`."""
         self._stop.set()
         self._thread.join(5)
 
@@ -168,7 +168,7 @@ class ScriptedEngine:
         self.kill()
 
     def say(self, *frames: Frame) -> None:
-        """Sends raw frames."""
+        """Send raw frames."""
         with self._lock:
             self._outgoing.append(list(frames))
 
@@ -178,6 +178,15 @@ class ScriptedEngine:
     @property
     def running(self) -> list[str]:
         return list(self._running)
+
+    @property
+    def sent_counts(self) -> list[int]:
+        """The number of tokens sent, by running request."""
+        return [running.sent for running in list(self._running.values())]
+
+    def run_unasked(self, request_id: str, submit: Submit, script: list[int]) -> None:
+        """Mention a request in beats that the router did not send."""
+        self._running[request_id] = Running(submit, script)
 
     # -- the engine ------------------------------------------------------------
 
@@ -324,7 +333,7 @@ class ScriptedEngine:
         )
 
     def _prompt_deltas(self, submit: Submit) -> list[Delta]:
-        """The prompt's log-probabilities in two parts."""
+        """Return the prompt's log-probabilities, in two parts."""
         if self.behaviour.omit_logprobs:
             return []
         scores = prompt_scores_of(submit)

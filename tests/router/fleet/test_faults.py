@@ -1,4 +1,4 @@
-"""What becomes of requests when engines, clients and messages go wrong."""
+"""Requests when engines fail, messages are wrong, and clients go away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from shared.wire import Abort, Ping, Submit, encode
 from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import Running, ScriptedEngine
+from tests.router.scripted_engine import ScriptedEngine
 
 Start = Callable[..., ScriptedEngine]
 
@@ -50,7 +50,7 @@ def last_event(text: str) -> Any:
 # -- engines that go away ------------------------------------------------------
 
 
-def test_a_request_without_a_token_is_submitted_once_more(
+def test_a_request_without_a_token_is_resubmitted(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     first = start_engine(server, script=says("hello world"), hold_tokens_after=0)
@@ -66,25 +66,25 @@ def test_a_request_without_a_token_is_submitted_once_more(
     assert seeds[0] == seeds[1]
 
 
-def begun(
+def start_answer(
     server: Server, start_engine: Start, background: Any, script: Any, **fields: Any
 ) -> tuple[ScriptedEngine, Future[httpx.Response]]:
-    """An engine that says two tokens and no more, and the answer that waits for the rest."""
+    """Return an engine that sends two tokens only, and the answer that waits for more."""
     engine = start_engine(server, script=script, hold_tokens_after=2)
     server.wait_ready()
     answer = background(server.chat, "x", **fields)
-    eventually(lambda: any(one.sent == 2 for one in engine._running.values()))
+    eventually(lambda: 2 in engine.sent_counts)
     time.sleep(0.3)
     return engine, answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_has_begun_goes_on_where_it_was(
+def test_a_begun_answer_resumes_where_it_stopped(
     server: Server, start_engine: Start, says: Any, background: Any, stream: bool
 ) -> None:
     script = says("hello world")
     fields = {"logprobs": True, "stream_options": {"include_usage": True}} if stream else {}
-    first, answer = begun(server, start_engine, background, script, stream=stream, **fields)
+    first, answer = start_answer(server, start_engine, background, script, stream=stream, **fields)
     first.kill()
     second = start_engine(server, script=script)
     result = answer.result(10)
@@ -105,11 +105,11 @@ def test_an_answer_that_has_begun_goes_on_where_it_was(
     assert events[-1]["usage"]["completion_tokens"] == undisturbed["usage"]["completion_tokens"]
 
 
-def test_a_stream_whose_engine_does_not_come_back_ends_with_one_clean_error_event(
+def test_a_stream_whose_engine_does_not_return_ends_with_one_error_event(
     start_server: Callable[..., Server], start_engine: Start, says: Any, background: Any
 ) -> None:
     server = start_server("--restart-wait-s=3")
-    first, answer = begun(server, start_engine, background, says("hello world"), stream=True)
+    first, answer = start_answer(server, start_engine, background, says("hello world"), stream=True)
     first.kill()
     killed = time.monotonic()
     text = answer.result(20).text
@@ -120,11 +120,11 @@ def test_a_stream_whose_engine_does_not_come_back_ends_with_one_clean_error_even
     assert "[DONE]" not in text
 
 
-def test_a_stream_that_lost_two_engines_ends_with_one_clean_error_event(
+def test_a_stream_that_lost_two_engines_ends_with_one_error_event(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     script = says("hello world")
-    first, answer = begun(server, start_engine, background, script, stream=True)
+    first, answer = start_answer(server, start_engine, background, script, stream=True)
     first.kill()
     second = start_engine(server, script=script, hold_tokens_after=3)
     eventually(lambda: len(second.running) == 1)
@@ -136,10 +136,10 @@ def test_a_stream_that_lost_two_engines_ends_with_one_clean_error_event(
     assert not third.got(Submit)
 
 
-def test_a_stream_that_is_to_go_on_behind_others_is_not_silent_for_ever(
+def test_a_stream_that_waits_to_resume_times_out(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
-    first, answer = begun(server, start_engine, background, says("hello world"), stream=True)
+    first, answer = start_answer(server, start_engine, background, says("hello world"), stream=True)
     slow = says("so slow that it takes longer than anybody likes to wait for it")
     second = start_engine(server, name="e1", script=slow, max_sequences=1, step_s=0.4)
     eventually(lambda: server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2)
@@ -152,7 +152,7 @@ def test_a_stream_that_is_to_go_on_behind_others_is_not_silent_for_ever(
     assert "[DONE]" in other.result(30).text
 
 
-def test_what_was_lost_with_two_engines_is_not_given_to_a_third(
+def test_a_request_that_lost_two_engines_is_not_given_to_a_third(
     server: Server, start_engine: Start, background: Any
 ) -> None:
     answer: Any = None
@@ -169,7 +169,7 @@ def test_what_was_lost_with_two_engines_is_not_given_to_a_third(
     assert not third.got(Submit)
 
 
-def test_a_request_waits_for_the_restart_and_no_longer(
+def test_a_request_waits_for_a_restart(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     engine = start_engine(server, script=says("hi"))
@@ -199,7 +199,7 @@ def test_without_a_restart_the_answer_is_a_503(
     assert int(answer.headers["retry-after"]) > 0
 
 
-def test_beats_that_stay_away_make_the_server_unready(
+def test_missing_beats_make_the_server_unready(
     server: Server, start_engine: Start, says: Any
 ) -> None:
     engine = start_engine(server, script=says("hi"))
@@ -253,9 +253,7 @@ def test_a_restart_is_noticed_before_the_beats_are_missed(
     assert time.monotonic() - killed < 4
 
 
-def test_two_engines_may_have_been_given_the_same_name(
-    server: Server, start_engine: Start, says: Any
-) -> None:
+def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start, says: Any) -> None:
     for _ in range(2):
         start_engine(server, script=says("hi"))
     eventually(lambda: server.client.get("/v1/models/tiny").json().get("ready_replicas") == 2)
@@ -281,10 +279,10 @@ def test_an_engine_with_another_version_of_the_model_is_not_used(
     eventually(lambda: text_of(server.chat("x")) == "new")
 
 
-# -- engines that lie ----------------------------------------------------------
+# -- wrong messages ------------------------------------------------------------
 
 
-def test_a_flight_that_beats_do_not_mention_is_submitted_once_more(
+def test_a_sequence_that_beats_do_not_mention_is_resubmitted(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     engine = start_engine(server, script=says("hi"), forget=True)
@@ -315,11 +313,13 @@ def test_a_request_the_router_does_not_know_is_aborted(
         server.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.5)
     (submit,) = engine.got(Submit)
     eventually(lambda: not engine.running)
-    engine._running["stranger"] = Running(submit, [5])
+    engine.run_unasked("stranger", submit, [5])
     eventually(lambda: any(a.request_id == submit.request_id for a in engine.got(Abort)[1:]))
 
 
-def test_rubbish_is_counted_and_dropped(server: Server, start_engine: Start, says: Any) -> None:
+def test_undecodable_messages_are_counted_and_dropped(
+    server: Server, start_engine: Start, says: Any
+) -> None:
     engine = start_engine(server, script=says("hi"))
     server.wait_ready()
     for size in range(40):
@@ -338,11 +338,11 @@ def test_rubbish_is_counted_and_dropped(server: Server, start_engine: Start, say
     assert text_of(server.chat("x")) == "hi"
 
 
-# -- clients that go away, and time --------------------------------------------
+# -- clients that go away, and timeouts ----------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_the_engine(
+def test_a_disconnected_client_frees_the_engine(
     server: Server, start_engine: Start, tokenizer: Tokenizer, stream: bool
 ) -> None:
     ids = tokenizer.encode("never ending " * 30).ids
@@ -362,7 +362,7 @@ def test_a_client_that_goes_away_frees_the_engine(
     eventually(lambda: not engine.running, 3)
 
 
-def test_a_client_that_goes_away_leaves_the_queue(
+def test_a_disconnected_client_leaves_the_queue(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
     engine = start_engine(server, script=says("hi"), hold_tokens_after=0, max_sequences=1)
@@ -378,7 +378,7 @@ def test_a_client_that_goes_away_leaves_the_queue(
 
 
 @pytest.mark.parametrize("ask", [Server.chat, Server.complete])
-def test_silence_is_filled_with_comments_and_ends_in_a_timeout(
+def test_a_silent_stream_gets_comments_and_ends_with_a_timeout(
     start_server: Callable[..., Server], start_engine: Start, says: Any, ask: Callable[..., Any]
 ) -> None:
     server = start_server("--first-token-timeout-s=7", "--request-timeout-s=6")
@@ -408,7 +408,7 @@ def test_silence_after_the_first_token_is_an_error(
     eventually(lambda: not engine.running)
 
 
-def test_a_client_that_does_not_read_holds_up_nobody_and_is_given_up(
+def test_a_client_that_does_not_read_blocks_no_others_and_is_disconnected(
     server: Server, start_engine: Start, tokenizer: Tokenizer
 ) -> None:
     endless = [tokenizer.token_to_id("a"), tokenizer.token_to_id("b")] * 15_000

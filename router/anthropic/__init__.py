@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: what it asks for as a `ChatRequest`, and answers as it writes them."""
+"""Anthropic's Messages API: schemas, translation into a `ChatRequest`, and answers."""

@@ -10,13 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.anthropic.errors import AnthropicErrorResponse
-from router.anthropic.schemas import (
-    AnthropicMessage,
-    CountTokensRequest,
-    MessagesRequest,
-    MessageStreamEvent,
-    TokenCount,
-)
+from router.anthropic.objects import AnthropicMessage, MessageStreamEvent, TokenCount
+from router.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.anthropic.translation import chat_request
 from router.anthropic.writer import MessageWriter
 from router.api.body import read_json_body
@@ -49,14 +44,13 @@ def operations(router: Router) -> list[Operation]:
 
 
 class Messages(ChatEndpoint[MessagesRequest]):
+    """Answers a conversation."""
+
     body_type = MessagesRequest
     response_type = AnthropicMessage
     event_type = MessageStreamEvent
     error_type = AnthropicErrorResponse
-    example: ClassVar = {
-        "messages": [{"role": "user", "content": "Say hello."}],
-        "max_tokens": 32,
-    }
+    example: ClassVar = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
     field_names: ClassVar = {"response_format.json_schema.schema": "output_config.format.schema"}
 
     def translate(self, body: MessagesRequest) -> ChatRequest:
@@ -71,7 +65,7 @@ class Messages(ChatEndpoint[MessagesRequest]):
 
 
 class CountTokens:
-    """An ASGI application that says how many tokens a conversation has."""
+    """An ASGI application that counts the tokens of a conversation."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

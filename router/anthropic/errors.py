@@ -32,18 +32,15 @@ class AnthropicErrorResponse(Struct, frozen=True, kw_only=True):
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> bytes:
-    kind = _TYPES.get(error.status)
-    if kind is None:
-        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    default_type = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
     if isinstance(error, ContextLengthExceeded):
-        # Agents look for these words, and then make their conversation shorter.
+        # Agents look for these words, and then shorten their conversation.
         message = f"prompt is too long: {message}"
-    return json.encode(
-        AnthropicErrorResponse(error=AnthropicError(kind, message), request_id=request_id)
-    )
+    detail = AnthropicError(_TYPES.get(error.status, default_type), message)
+    return json.encode(AnthropicErrorResponse(error=detail, request_id=request_id))
 
 
 def is_anthropic_path(path: str) -> bool:
-    """Whether those who call ``path`` expect errors in this shape."""
+    """Return whether clients of ``path`` expect errors in this shape."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -1,4 +1,4 @@
-"""What a Messages request asks for, as a `ChatRequest`."""
+"""Messages requests as `ChatRequest`s."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from router.anthropic.schemas import (
     OutputFormat,
     ThinkingConfig,
 )
+from router.api.translation import (
+    PARAGRAPH_BREAK,
+    assistant_message,
+    required,
+    unsupported_content,
+    with_paths,
+)
 from router.errors import InvalidRequest, NotSupported
 from router.schemas.conversation import (
     ChatMessage,
@@ -29,27 +36,25 @@ from router.schemas.conversation import (
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
-_PARAGRAPH = "\n\n"
-
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Raises `InvalidRequest` that names what is wrong, or not supported, by its place."""
-    own = body if isinstance(body, MessagesRequest) else None
+    """Return the chat request for ``body``. Raises `InvalidRequest` that names the field."""
+    full = body if isinstance(body, MessagesRequest) else None
     choice = body.tool_choice
     config = body.output_config
     fields = sampling_fields(body)
     messages = _messages(body)
-    asked = body.output_format or (config.format if config else None)
-    if asked is not None:
-        fields["response_format"] = _response_format(asked)
+    output_format = body.output_format or (config.format if config else None)
+    if output_format is not None:
+        fields["response_format"] = _response_format(output_format)
     return validated(
         ChatRequest(
             **fields,
             messages=messages,
             continue_final_message=messages[-1].role == "assistant",
-            max_tokens=own.max_tokens if own else None,
-            stop=own.stop_sequences if own else None,
-            tools=[_tool(tool, index) for index, tool in enumerate(body.tools or ())],
+            max_tokens=full.max_tokens if full else None,
+            stop=full.stop_sequences if full else None,
+            tools=[_tool(tool, path) for path, tool in with_paths(body.tools or (), "tools")],
             tool_choice=_tool_choice(choice) if choice else None,
             parallel_tool_calls=(False if choice and choice.disable_parallel_tool_use else None),
             reasoning_effort=config.effort if config else None,
@@ -61,38 +66,30 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     )
 
 
-def _template_args(thinking: ThinkingConfig) -> dict[str, Any]:
-    args: dict[str, Any] = {"enable_thinking": thinking.type != "disabled"}
-    if thinking.budget_tokens is not None:
-        args["thinking_budget"] = thinking.budget_tokens
-    return args
+def _response_format(output_format: OutputFormat) -> ResponseFormat:
+    schema = JsonSchemaFormat(schema=output_format.schema)
+    return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-def _tool(tool: AnthropicTool, index: int) -> Tool:
+def _tool(tool: AnthropicTool, path: str) -> Tool:
     if tool.type not in (None, "custom"):
         raise NotSupported(
-            f"'tools[{index}]': tools of type '{tool.type}' are Anthropic's own and not supported"
+            f"'{path}': tools of type '{tool.type}' are Anthropic's own and not supported"
             " here; give a name and an 'input_schema'.",
-            param=f"tools[{index}].type",
+            param=f"{path}.type",
         )
-    if tool.input_schema is None:
-        where = f"tools[{index}].input_schema"
-        raise InvalidRequest(f"'{where}' is missing.", param=where)
-    function = FunctionDefinition(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
+    return Tool(
+        function=FunctionDefinition(
+            name=tool.name,
+            description=tool.description,
+            parameters=required(tool.input_schema, path, "input_schema"),
+            strict=tool.strict,
+        )
     )
-    return Tool(function=function)
 
 
 def _tool_choice(choice: AnthropicToolChoice) -> ToolMode | ToolChoice:
     match choice.type:
-        case "auto":
-            return "auto"
-        case "none":
-            return "none"
         case "any":
             return "required"
         case "tool":
@@ -101,125 +98,102 @@ def _tool_choice(choice: AnthropicToolChoice) -> ToolMode | ToolChoice:
                     "'tool_choice' of type 'tool' needs a 'name'.", param="tool_choice.name"
                 )
             return ToolChoice(type="function", function=FunctionName(choice.name))
+        case mode:
+            return mode
 
 
-def _response_format(asked: OutputFormat) -> ResponseFormat:
-    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=asked.schema))
+def _template_args(thinking: ThinkingConfig) -> dict[str, Any]:
+    args: dict[str, Any] = {"enable_thinking": thinking.type != "disabled"}
+    if thinking.budget_tokens is not None:
+        args["thinking_budget"] = thinking.budget_tokens
+    return args
 
 
 # -- messages ------------------------------------------------------------------
 
 
 def _messages(body: CountTokensRequest) -> list[ChatMessage]:
-    found: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     if body.system:
-        found.append(ChatMessage("system", _text(body.system, "system", _PARAGRAPH)))
-    names: dict[str, str] = {}
-    for index, turn in enumerate(body.messages):
-        where = f"messages[{index}]"
-        match turn.role:
+        messages.append(ChatMessage("system", _text(body.system, "system", PARAGRAPH_BREAK)))
+    tool_names: dict[str, str] = {}  # by the id of a call
+    for path, param in with_paths(body.messages, "messages"):
+        match param.role:
             case "assistant":
-                message = _assistant(turn, where)
-                names |= {call.id or "": call.function.name for call in message.tool_calls or ()}
-                found.append(message)
+                message = _assistant_message(param, path)
+                calls = message.tool_calls or ()
+                tool_names |= {call.id or "": call.function.name for call in calls}
+                messages.append(message)
             case "user":
-                found += _user(turn, where, names)
+                messages += _user_messages(param, path, tool_names)
             case "system":
-                found.append(ChatMessage("system", _text(turn.content, where, _PARAGRAPH)))
-    if found[-1].tool_calls:
-        where = f"messages[{len(body.messages) - 1}]"
-        raise InvalidRequest(f"The calls in '{where}' have no results.", param=where)
-    return found
+                text = _text(param.content, path, PARAGRAPH_BREAK)
+                messages.append(ChatMessage("system", text))
+    if messages[-1].tool_calls:
+        raise InvalidRequest(f"The calls in '{path}' have no results.", param=path)
+    return messages
 
 
-def _assistant(turn: MessageParam, where: str) -> ChatMessage:
-    if isinstance(turn.content, str):
-        return ChatMessage("assistant", turn.content)
+def _assistant_message(param: MessageParam, path: str) -> ChatMessage:
+    if isinstance(param.content, str):
+        return ChatMessage("assistant", param.content)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
-    for place, block in _with_places(turn.content, f"{where}.content"):
+    for block_path, block in with_paths(param.content, f"{path}.content"):
         match block.type:
             case "text":
-                texts.append(_required(block.text, place, "text"))
+                texts.append(required(block.text, block_path, "text"))
             case "thinking":
-                thoughts.append(_required(block.thinking, place, "thinking"))
+                thoughts.append(required(block.thinking, block_path, "thinking"))
             case "redacted_thinking":
-                pass  # only its author could read it
+                pass  # encrypted: only Anthropic can read it
             case "tool_use":
-                name = _required(block.name, place, "name")
-                call = FunctionCall(name, block.input or {})
-                calls.append(ToolCall(call, id=_required(block.id, place, "id")))
+                call = FunctionCall(required(block.name, block_path, "name"), block.input or {})
+                calls.append(ToolCall(call, id=required(block.id, block_path, "id")))
             case _:
-                raise _unsupported(block, place)
-    return ChatMessage(
-        "assistant",
-        "".join(texts),
-        tool_calls=calls or None,
-        reasoning_content=_PARAGRAPH.join(filter(None, thoughts)) or None,
-    )
+                raise unsupported_content(block.type, block_path)
+    return assistant_message(texts, thoughts, calls)
 
 
-def _user(turn: MessageParam, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Results of tools are messages of their own."""
-    if isinstance(turn.content, str):
-        yield ChatMessage("user", turn.content)
+def _user_messages(
+    param: MessageParam, path: str, tool_names: dict[str, str]
+) -> Iterator[ChatMessage]:
+    """Yield a message for each result of a tool, and for the text between them."""
+    if isinstance(param.content, str):
+        yield ChatMessage("user", param.content)
         return
     texts: list[str] = []
-    for place, block in _with_places(turn.content, f"{where}.content"):
+    for block_path, block in with_paths(param.content, f"{path}.content"):
         if block.type != "tool_result":
-            texts.append(_text_of(block, place))
+            texts.append(_block_text(block, block_path))
             continue
         if texts:
-            yield ChatMessage("user", _PARAGRAPH.join(texts))
+            yield ChatMessage("user", PARAGRAPH_BREAK.join(texts))
             texts = []
-        tool_use_id = _required(block.tool_use_id, place, "tool_use_id")
-        yield ChatMessage(
-            "tool",
-            _result(block, f"{place}.content"),
-            name=names.get(tool_use_id),
-            tool_call_id=tool_use_id,
-        )
-    if texts or not turn.content:
-        yield ChatMessage("user", _PARAGRAPH.join(texts))
+        call_id = required(block.tool_use_id, block_path, "tool_use_id")
+        result = _result(block, f"{block_path}.content")
+        yield ChatMessage("tool", result, name=tool_names.get(call_id), tool_call_id=call_id)
+    if texts or not param.content:
+        yield ChatMessage("user", PARAGRAPH_BREAK.join(texts))
 
 
-def _result(block: ContentBlockParam, where: str) -> str:
+def _result(block: ContentBlockParam, path: str) -> str:
     content = block.content
     if isinstance(content, dict):
-        raise InvalidRequest(f"'{where}' must be text or a list of blocks.", param=where)
-    text = _text(content, where, "\n") if content else ""
+        raise InvalidRequest(f"'{path}' must be text or a list of blocks.", param=path)
+    text = _text(content, path, "\n") if content else ""
     return f"Error: {text}" if block.is_error else text
 
 
-def _text(content: str | Sequence[ContentBlockParam], where: str, between: str) -> str:
+def _text(content: str | Sequence[ContentBlockParam], path: str, separator: str) -> str:
     if isinstance(content, str):
         return content
-    return between.join(_text_of(block, place) for place, block in _with_places(content, where))
+    blocks = with_paths(content, path)
+    return separator.join(_block_text(block, block_path) for block_path, block in blocks)
 
 
-def _text_of(block: ContentBlockParam, place: str) -> str:
+def _block_text(block: ContentBlockParam, path: str) -> str:
     if block.type != "text":
-        raise _unsupported(block, place)
-    return _required(block.text, place, "text")
-
-
-def _with_places(
-    blocks: Sequence[ContentBlockParam], where: str
-) -> Iterator[tuple[str, ContentBlockParam]]:
-    for index, block in enumerate(blocks):
-        yield f"{where}[{index}]", block
-
-
-def _required(value: str | None, place: str, name: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"'{place}.{name}' is missing.", param=f"{place}.{name}")
-    return value
-
-
-def _unsupported(block: ContentBlockParam, place: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"'{place}': content of type '{block.type}' is not supported here; this server takes text.",
-        param=f"{place}.type",
-        code="unsupported_content",
-    )
+        raise unsupported_content(block.type, path)
+    return required(block.text, path, "text")

@@ -1,4 +1,4 @@
-"""Answers to Messages requests: a message, or Anthropic's event stream."""
+"""The writer of answers to Messages requests: a message, or Anthropic's event stream."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.anthropic.content_blocks import ContentBlockBuilder
 from router.anthropic.errors import error_body
-from router.anthropic.schemas import (
+from router.anthropic.objects import (
     AnthropicMessage,
     AnthropicOutputTokensDetails,
     AnthropicUsage,
@@ -17,11 +16,12 @@ from router.anthropic.schemas import (
     MessageDeltaEvent,
     MessageStartEvent,
     MessageStopEvent,
-    MessageStreamEvent,
     PingEvent,
     StopDelta,
     StopReason,
 )
+from router.anthropic.output import ContentBlockBuilder
+from router.api.output import encode_events
 from router.api.sse import encode_event
 from router.errors import ApiError
 from router.generation.choice import Choice, OutputDelta
@@ -29,47 +29,47 @@ from router.generation.generation import Generation
 
 
 class MessageWriter:
-    """An `OutputWriter`. ``max_tokens`` is what was asked for, before the context's end cut it."""
+    """An `OutputWriter` for Messages. ``max_tokens`` is the limit of the request."""
 
     def __init__(self, model: str, max_tokens: int, *, show_thinking: bool) -> None:
         self.id = "msg_" + uuid.uuid4().hex
-        self.keep_alive = _encode(PingEvent())
+        self.keep_alive = encode_events(PingEvent())
         self._model = model
         self._max_tokens = max_tokens
-        self._blocks = ContentBlockBuilder(show_thinking=show_thinking)
+        self._output = ContentBlockBuilder(show_thinking=show_thinking)
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
         (choice,), (delta,) = generation.choices, deltas
-        self._blocks.feed(delta)
-        self._blocks.finish()
-        message = self._message(generation, self._blocks.finished, self._stop_delta(choice))
+        self._output.feed(delta)
+        self._output.finish()
+        message = self._message(generation, self._output.finished, self._stop_delta(choice))
         return msgspec.json.encode(message)
 
     def stream_start(self, generation: Generation) -> bytes:
-        return _encode(MessageStartEvent(self._message(generation, [])))
+        return encode_events(MessageStartEvent(self._message(generation, [])))
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
-        return _encode(*self._blocks.feed(delta))
+        return encode_events(*self._output.feed(delta))
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
         delta = MessageDeltaEvent(self._stop_delta(choice), _usage(generation))
-        return _encode(*self._blocks.finish(), delta)
+        return encode_events(*self._output.finish(), delta)
 
     def stream_end(self, generation: Generation) -> bytes:
-        return _encode(MessageStopEvent())
+        return encode_events(MessageStopEvent())
 
     def error(self, error: ApiError) -> bytes:
         return encode_event(error_body(error), "error")
 
     def _message(
-        self, generation: Generation, content: list[ContentBlock], ending: StopDelta | None = None
+        self, generation: Generation, content: list[ContentBlock], stop: StopDelta | None = None
     ) -> AnthropicMessage:
         return AnthropicMessage(
             id=self.id,
             model=self._model,
             content=content,
-            stop_reason=ending.stop_reason if ending else None,
-            stop_sequence=ending.stop_sequence if ending else None,
+            stop_reason=stop.stop_reason if stop else None,
+            stop_sequence=stop.stop_sequence if stop else None,
             usage=_usage(generation),
         )
 
@@ -79,8 +79,9 @@ class MessageWriter:
             case "tool_calls":
                 reason = "tool_use"
             case "length":
-                cut = choice.sequence.submit.max_tokens < self._max_tokens
-                reason = "model_context_window_exceeded" if cut else "max_tokens"
+                # The end of the context lowers the limit of a sequence.
+                lowered = choice.sequence.submit.max_tokens < self._max_tokens
+                reason = "model_context_window_exceeded" if lowered else "max_tokens"
             case _ if choice.stop_string is not None:
                 return StopDelta("stop_sequence", choice.stop_string)
         return StopDelta(reason, None)
@@ -96,10 +97,4 @@ def _usage(generation: Generation) -> AnthropicUsage:
         output_tokens_details=AnthropicOutputTokensDetails(
             usage.completion_tokens_details.reasoning_tokens
         ),
-    )
-
-
-def _encode(*events: MessageStreamEvent) -> bytes:
-    return b"".join(
-        encode_event(msgspec.json.encode(each), str(each.__struct_config__.tag)) for each in events
     )

@@ -1,2 +1,1 @@
-"""OpenAI's Responses API: what it asks for as a `ChatRequest`, answers as it writes them, and
-the store of earlier responses."""
+"""OpenAI's Responses API: schemas, translation into a `ChatRequest`, answers, and their store."""

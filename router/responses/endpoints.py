@@ -1,8 +1,8 @@
-"""`/v1/responses`, and what was stored there."""
+"""`/v1/responses`, and the responses stored there."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -28,8 +28,65 @@ _TAG = "OpenAI Responses"
 _PATH = "/v1/responses/{response_id}"
 
 
+class _CreateResponse(ChatEndpoint[ResponsesRequest]):
+    """Answers one request of the API key ``key``."""
+
+    body_type = ResponsesRequest
+    response_type = ResponseObject
+    event_type = ResponseStreamEvent
+    example: ClassVar = {"input": "Say hello.", "max_output_tokens": 32}
+    prompt_field = "input"
+    field_names: ClassVar = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+    }
+
+    def __init__(self, router: Router, store: ResponseStore, key: str) -> None:
+        super().__init__(router)
+        self._store = store
+        self._key = key
+        self._previous: StoredResponse | None = None
+        self._new_items: list[InputItem] = []
+        self._may_truncate = False
+
+    def translate(self, body: ResponsesRequest) -> ChatRequest:
+        store, key, previous_id = self._store, self._key, body.previous_response_id
+        earlier_items: list[InputItem] = []
+        if previous_id is not None:
+            self._previous = store.find(key, previous_id, "previous_response_id")
+            earlier_items = self._previous.conversation()
+        self._new_items = resolve_input(body.input, lambda item_id: store.item(key, item_id))
+        self._may_truncate = body.truncation == "auto"
+        return chat_request(body, [*earlier_items, *self._new_items])
+
+    def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
+        def store(response_id: str, response: bytes) -> None:
+            if body.store is not False:
+                items = msgspec.json.encode(self._new_items)
+                stored = StoredResponse(self._key, self._previous, items, response)
+                self._store.put(response_id, stored)
+
+        return ResponseWriter(body, body.model or model.names[0], store)
+
+    async def tokenize_prompts(
+        self, request: ChatRequest, model: Model, cache_scope: str | None = None
+    ) -> list[list[int]]:
+        prompts = await super().tokenize_prompts(request, model, cache_scope)
+        if not self._may_truncate:
+            return prompts
+        settings, context = self._router.settings, model.hello.context_length
+        # The answer gets the tokens it may have, but at most half of the context.
+        max_tokens = self.max_tokens(request) or settings.default_max_tokens
+        limit = min(context - min(max_tokens, context // 2), settings.max_prompt_tokens)
+        render = super().tokenize_prompts
+        return await truncate_to_fit(
+            prompts, request, limit, lambda shorter: render(shorter, model, cache_scope)
+        )
+
+
 class Responses:
-    """All routes of the API, with what they share."""
+    """All endpoints of the API, and the store that they share."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -44,7 +101,7 @@ class Responses:
             Operation(
                 path=_PATH,
                 endpoint=self.retrieve,
-                summary="An earlier response",
+                summary="Get a stored response",
                 tag=_TAG,
                 query={"stream": {"enum": ["false"]}},
                 response_type=ResponseObject,
@@ -53,7 +110,7 @@ class Responses:
             Operation(
                 path=_PATH,
                 endpoint=self.delete,
-                summary="Forget an earlier response",
+                summary="Delete a stored response",
                 tag=_TAG,
                 method="DELETE",
                 response_type=DeletedResponse,
@@ -71,7 +128,7 @@ class Responses:
             Operation(
                 path=_PATH + "/input_items",
                 endpoint=self.list_input_items,
-                summary="What an earlier response answers",
+                summary="List the conversation that a stored response answers",
                 tag=_TAG,
                 query={
                     "order": {"enum": ["asc", "desc"]},
@@ -101,99 +158,39 @@ class Responses:
         self._find(request)
         raise InvalidRequest(
             "Only responses that run in the background can be cancelled, and this one did not."
-            " Whoever closes the connection of a running one ends it."
+            " To end a running response, close its connection."
         )
 
     async def list_input_items(self, request: Request) -> Response:
-        items = [msgspec.json.decode(item) for item in self._find(request).full_input()]
+        items: list[Any] = [msgspec.json.decode(item) for item in self._find(request).full_input()]
         query = request.query_params
-        if query.get("order", "desc") not in ("asc", "desc"):
+        order, after, limit = (
+            query.get("order", "desc"),
+            query.get("after"),
+            query.get("limit", "20"),
+        )
+        if order not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
-        if query.get("order", "desc") == "desc":
+        if order == "desc":
             items.reverse()
-        if (after := query.get("after")) is not None:
-            places = [index for index, item in enumerate(items) if item["id"] == after]
-            if not places:
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
                 raise InvalidRequest(f"There is no item '{after}' here.", param="after")
-            items = items[places[0] + 1 :]
-        limit = query.get("limit", "20")
+            items = items[ids.index(after) + 1 :]
         if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_PAGE_ITEMS:
             raise InvalidRequest(f"'limit' must be 1 to {_MAX_PAGE_ITEMS}.", param="limit")
         page = items[: int(limit)]
-        return _json(
-            msgspec.json.encode(
-                ItemList(
-                    data=page,
-                    first_id=page[0]["id"] if page else None,
-                    last_id=page[-1]["id"] if page else None,
-                    has_more=len(page) < len(items),
-                )
-            )
+        answer = ItemList(
+            data=page,
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=len(page) < len(items),
         )
+        return _json(msgspec.json.encode(answer))
 
     def _find(self, request: Request) -> StoredResponse:
-        response_id = request.path_params["response_id"]
-        return self._store.find(request.state.api_key, response_id)
-
-
-class _CreateResponse(ChatEndpoint[ResponsesRequest]):
-    """One request of one key's."""
-
-    body_type = ResponsesRequest
-    response_type = ResponseObject
-    event_type = ResponseStreamEvent
-    example: ClassVar = {"input": "Say hello.", "max_output_tokens": 32}
-    prompt_field = "input"
-    field_names: ClassVar = {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "response_format.json_schema": "text.format",
-    }
-
-    def __init__(self, router: Router, store: ResponseStore, key: str) -> None:
-        super().__init__(router)
-        self._store = store
-        self._key = key
-        self._previous: StoredResponse | None = None
-        self._items: list[InputItem] = []
-        self._truncated = False
-
-    def translate(self, body: ResponsesRequest) -> ChatRequest:
-        earlier: list[InputItem] = []
-        if body.previous_response_id is not None:
-            self._previous = self._store.find(
-                self._key, body.previous_response_id, "previous_response_id"
-            )
-            earlier = self._previous.conversation()
-        self._items = resolve_input(
-            body.input, lambda item_id: self._store.item(self._key, item_id)
-        )
-        self._truncated = body.truncation == "auto"
-        return chat_request(body, [*earlier, *self._items])
-
-    def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
-        def keep(response_id: str, answer: bytes) -> None:
-            if body.store is not False:
-                items = msgspec.json.encode(self._items)
-                self._store.put(
-                    response_id, StoredResponse(self._key, self._previous, items, answer)
-                )
-
-        return ResponseWriter(body, body.model or model.names[0], keep)
-
-    async def tokenize_prompts(
-        self, request: ChatRequest, model: Model, cache_scope: str | None = None
-    ) -> list[list[int]]:
-        prompts = await super().tokenize_prompts(request, model, cache_scope)
-        if not self._truncated:
-            return prompts
-        settings, context = self._router.settings, model.hello.context_length
-        room = min(self.max_tokens(request) or settings.default_max_tokens, context // 2)
-        limit = min(context - room, settings.max_prompt_tokens)
-        render = super().tokenize_prompts
-        return await truncate_to_fit(
-            prompts, request, limit, lambda shorter: render(shorter, model, cache_scope)
-        )
+        return self._store.find(request.state.api_key, request.path_params["response_id"])
 
 
 def _json(body: bytes) -> Response:

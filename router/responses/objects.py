@@ -1,15 +1,15 @@
-"""Responses, their items and the events of their streams, as OpenAI has them."""
+"""Answers and stream events of OpenAI's Responses API."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from router.api.output import BlockStatus
 from router.responses.schemas import FunctionTool, ReasoningConfig, ResponsesToolChoice, TextConfig
 from router.schemas.completions import ChatCompletionTokenLogprob
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -29,29 +29,29 @@ class SummaryText(Struct, frozen=True, tag="summary_text"):
 
 class MessageItem(Struct, frozen=True, kw_only=True, tag="message"):
     id: str
-    status: ItemStatus
+    status: BlockStatus
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
 
 
 class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
-    """Reasoning is in ``content``, or in ``summary`` where one was asked for: it is its own."""
-
     id: str
-    summary: list[SummaryText]
-    content: list[ReasoningText]
+    summary: Annotated[
+        list[SummaryText], Meta(description="All reasoning, if a summary was requested.")
+    ]
+    content: Annotated[
+        list[ReasoningText], Meta(description="All reasoning, if no summary was requested.")
+    ]
     encrypted_content: None = None
-    status: ItemStatus
+    status: BlockStatus
 
 
 class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
-    """``id`` is the item's; results go to ``call_id``."""
-
     id: str
-    call_id: str
+    call_id: Annotated[str, Meta(description="The id that the result of the call refers to.")]
     name: str
     arguments: str
-    status: ItemStatus
+    status: BlockStatus
 
 
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
@@ -84,7 +84,7 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
-    """A response as it is now, with what was asked for."""
+    """A response in its current state, with fields of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -136,9 +136,8 @@ class DeletedResponse(Struct, frozen=True, kw_only=True):
 
 
 class SequencedEvent(Struct, kw_only=True):
-    """``sequence_number`` is set when it is sent."""
-
     sequence_number: int = 0
+    """Set when the event is sent."""
 
 
 class ResponseEvent(SequencedEvent, kw_only=True):
@@ -177,9 +176,12 @@ class OutputItemAddedEvent(ItemEvent, tag="response.output_item.added"): ...
 class OutputItemDoneEvent(ItemEvent, tag="response.output_item.done"): ...
 
 
-class ContentEvent(SequencedEvent, kw_only=True):
+class ItemDetailEvent(SequencedEvent, kw_only=True):
     item_id: str
     output_index: int
+
+
+class ContentEvent(ItemDetailEvent, kw_only=True):
     content_index: Literal[0] = 0
 
 
@@ -209,9 +211,7 @@ class ReasoningTextDoneEvent(ContentEvent, kw_only=True, tag="response.reasoning
     text: str
 
 
-class SummaryEvent(SequencedEvent, kw_only=True):
-    item_id: str
-    output_index: int
+class SummaryEvent(ItemDetailEvent, kw_only=True):
     summary_index: Literal[0] = 0
 
 
@@ -235,18 +235,15 @@ class SummaryTextDoneEvent(SummaryEvent, kw_only=True, tag="response.reasoning_s
     text: str
 
 
-class ArgumentsEvent(SequencedEvent, kw_only=True):
-    item_id: str
-    output_index: int
-
-
 class ArgumentsDeltaEvent(
-    ArgumentsEvent, kw_only=True, tag="response.function_call_arguments.delta"
+    ItemDetailEvent, kw_only=True, tag="response.function_call_arguments.delta"
 ):
     delta: str
 
 
-class ArgumentsDoneEvent(ArgumentsEvent, kw_only=True, tag="response.function_call_arguments.done"):
+class ArgumentsDoneEvent(
+    ItemDetailEvent, kw_only=True, tag="response.function_call_arguments.done"
+):
     name: str
     arguments: str
 

@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's Responses API has them."""
+"""Request bodies of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ITEMS = 10_000
 
 
 class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item's content, of any type; only text is taken."""
+    """A part of an item's content, of any type. Only text is accepted."""
 
     type: str
     text: str | None = None
@@ -22,8 +22,8 @@ class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An item of any type; which fields it has to have depends on that. Without a type
-    it is a message, or a reference where there is nothing but an ``id``."""
+    """An item of any type. The type decides which fields are required. An item without a type
+    is a message, or a reference if it has nothing but an ``id``."""
 
     type: str | None = None
     id: str | None = None
@@ -38,7 +38,7 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FunctionTool(Struct, frozen=True, kw_only=True):
-    """A function of the client's; other types are tools that OpenAI runs."""
+    """A function of the client. Types other than ``function`` are tools that OpenAI runs."""
 
     type: str
     name: ToolName | None = None
@@ -73,12 +73,9 @@ class ReasoningConfig(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
-    """Beside OpenAI's own fields those of `SamplingRequest`."""
+    """A conversation to answer: OpenAI's fields, and those of `SamplingRequest`."""
 
-    neutral: ClassVar = {
-        "background": (False,),
-        "context_management": ([],),
-    }
+    neutral: ClassVar = {"background": (False,), "context_management": ([],)}
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
@@ -112,8 +109,8 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     def check(self) -> None:
-        asked = self.text.format if self.text else None
-        if asked and asked.type == "json_schema" and asked.schema is None:
+        text_format = self.text.format if self.text else None
+        if text_format and text_format.type == "json_schema" and text_format.schema is None:
             raise InvalidRequest(
                 "'text.format' of type 'json_schema' needs a 'schema'.", param="text.format.schema"
             )

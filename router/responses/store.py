@@ -1,10 +1,9 @@
-"""Earlier responses, kept in bounded memory for those who made them."""
+"""The store of responses, in bounded memory, separate for each API key."""
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,9 +14,10 @@ from router.responses.schemas import InputItem
 
 MAX_RESPONSES = 4096
 _OVERHEAD_BYTES = 1024
+"""Of Python objects, for each response."""
 
 
-class _StoredOutput(Struct):
+class _Output(Struct):
     output: list[Raw]
 
 
@@ -27,15 +27,18 @@ class _ItemId(Struct):
 
 @dataclass(eq=False)
 class StoredResponse:
-    """What was asked and answered, as JSON, after the response ``previous``."""
+    """One turn of a conversation."""
 
     key: str
+    """The API key of its request."""
     previous: StoredResponse | None
+    """The turn before, which is kept as long as this one."""
     input_items: bytes
-    """The list of the items that were new."""
+    """The items of its request, as a list in JSON; not those of ``previous``."""
     response: bytes
+    """A `ResponseObject` in JSON."""
     ref_count: int = field(default=0, repr=False)
-    """How many keep it in memory: its own entry, and later turns."""
+    """The number of its holders: its entry in the store, and turns after it."""
 
     @property
     def size_bytes(self) -> int:
@@ -47,52 +50,50 @@ class StoredResponse:
 
     @property
     def output(self) -> list[Raw]:
-        return msgspec.json.decode(self.response, type=_StoredOutput).output
+        return msgspec.json.decode(self.response, type=_Output).output
 
     def full_input(self) -> list[Raw]:
-        """All that was there when it was answered."""
-        *earlier, last = reversed(list(self._chain()))
-        found = itertools.chain.from_iterable(
-            stored.new_input + stored.output for stored in earlier
-        )
-        return [*found, *last.new_input]
+        """Return the conversation up to its answer."""
+        turns = [self.new_input]
+        earlier = self.previous
+        while earlier is not None:
+            turns.append(earlier.new_input + earlier.output)
+            earlier = earlier.previous
+        return list(itertools.chain.from_iterable(reversed(turns)))
 
     def conversation(self) -> list[InputItem]:
-        """All of it, with its answer."""
+        """Return the conversation with its answer."""
         items = self.full_input() + self.output
         return [msgspec.json.decode(item, type=InputItem) for item in items]
 
     def item_ids(self) -> list[str]:
-        found = (msgspec.json.decode(item, type=_ItemId).id for item in self._own_items)
-        return [each for each in found if each is not None]
+        ids = (msgspec.json.decode(item, type=_ItemId).id for item in self._new_items())
+        return [item_id for item_id in ids if item_id is not None]
 
     def item(self, item_id: str) -> InputItem:
-        for raw in self._own_items:
+        """Return an item of this turn. Raises `KeyError`."""
+        for raw in self._new_items():
             item = msgspec.json.decode(raw, type=InputItem)
             if item.id == item_id:
                 return item
         raise KeyError(item_id)
 
-    @property
-    def _own_items(self) -> list[Raw]:
+    def _new_items(self) -> list[Raw]:
         return self.new_input + self.output
-
-    def _chain(self) -> Iterator[StoredResponse]:
-        stored: StoredResponse | None = self
-        while stored is not None:
-            yield stored
-            stored = stored.previous
 
 
 class ResponseStore:
-    """Responses by key and id. When there are too many, or too large ones, those used longest
-    ago go. A response that later ones build on stays until they are gone, and counts."""
+    """Responses by API key and id. The least recently used are dropped when there are too many
+    or too many bytes. A response that later ones build on stays, and counts, until they are
+    dropped."""
 
     def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        """By API key and response id, the least recently used first."""
         self._items: dict[tuple[str, str], StoredResponse] = {}
+        """The turn that has an item, by API key and item id."""
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class ResponseStore:
             self._release(oldest)
 
     def find(self, key: str, response_id: str, param: str | None = None) -> StoredResponse:
-        """Raises `NotFound`, which blames ``param``."""
+        """Return a response. Raises `NotFound`, which names ``param``."""
         stored = self._entries.get((key, response_id))
         if stored is None:
             raise NotFound(
@@ -124,7 +125,7 @@ class ResponseStore:
         return None if stored is None else stored.item(item_id)
 
     def delete(self, key: str, response_id: str) -> None:
-        """Raises `NotFound`."""
+        """Delete a response. Raises `NotFound`."""
         self._release(self.find(key, response_id))
         del self._entries[key, response_id]
 

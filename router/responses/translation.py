@@ -1,13 +1,19 @@
-"""What a Responses request asks for, as a `ChatRequest`."""
+"""Responses requests as `ChatRequest`s."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from msgspec.structs import replace
 
+from router.api.translation import (
+    PARAGRAPH_BREAK,
+    assistant_message,
+    required,
+    unsupported_content,
+    with_paths,
+)
 from router.errors import InvalidRequest, NotFound, NotSupported
 from router.responses.schemas import (
     FunctionTool,
@@ -32,25 +38,23 @@ from router.schemas.conversation import (
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
-_Value = TypeVar("_Value")
-
-_PARAGRAPH = "\n\n"
 _ID_PREFIXES = {"reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "refusal")
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
-    """A request for the answer to ``items``, which `resolve_input` made. Raises
-    `InvalidRequest`."""
+    """Return the chat request for ``body``, with the conversation ``items`` (`resolve_input`
+    returned them). Raises `InvalidRequest` that names the field."""
     fields = sampling_fields(body)
-    asked = body.text.format if body.text else None
-    if asked is not None:
-        fields["response_format"] = _response_format(asked)
+    text_format = body.text.format if body.text else None
+    if text_format is not None:
+        fields["response_format"] = _response_format(text_format)
     return validated(
         ChatRequest(
             **fields,
             messages=_messages(items, body.instructions),
             max_tokens=body.max_output_tokens,
-            tools=[_tool(tool, index) for index, tool in enumerate(body.tools or ())],
+            tools=[_tool(tool, path) for path, tool in with_paths(body.tools or (), "tools")],
             tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls,
             reasoning_effort=body.reasoning.effort if body.reasoning else None,
@@ -61,32 +65,32 @@ def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequ
     )
 
 
-def _response_format(asked: TextFormat) -> ResponseFormat:
-    if asked.type != "json_schema":
-        return ResponseFormat(type=asked.type)
-    assert asked.schema is not None  # `ResponsesRequest.check` has seen it
+def _response_format(text_format: TextFormat) -> ResponseFormat:
+    if text_format.type != "json_schema":
+        return ResponseFormat(type=text_format.type)
+    assert text_format.schema is not None  # `ResponsesRequest.check` refuses it
     return ResponseFormat(
         type="json_schema",
-        json_schema=JsonSchemaFormat(name=asked.name, schema=asked.schema, strict=asked.strict),
+        json_schema=JsonSchemaFormat(
+            name=text_format.name, schema=text_format.schema, strict=text_format.strict
+        ),
     )
 
 
-def _tool(tool: FunctionTool, index: int) -> Tool:
+def _tool(tool: FunctionTool, path: str) -> Tool:
     if tool.type != "function":
         raise NotSupported(
-            f"'tools[{index}]': tools of type '{tool.type}' are not supported here; functions are.",
-            param=f"tools[{index}].type",
+            f"'{path}': tools of type '{tool.type}' are not supported here; functions are.",
+            param=f"{path}.type",
         )
-    if tool.name is None:
-        where = f"tools[{index}].name"
-        raise InvalidRequest(f"'{where}' is missing.", param=where)
-    function = FunctionDefinition(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
+    return Tool(
+        function=FunctionDefinition(
+            name=required(tool.name, path, "name"),
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
     )
-    return Tool(function=function)
 
 
 def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
@@ -96,13 +100,11 @@ def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | To
         case ResponsesToolChoice(type="function", name=str(name)):
             return ToolChoice(type="function", function=FunctionName(name))
         case ResponsesToolChoice(type="allowed_tools", mode=mode, tools=list(tools)) if tools:
-            named = [tool.name for tool in tools if tool.type == "function" and tool.name]
-            if len(named) == len(tools):
-                allowed = [NamedTool(function=FunctionName(name)) for name in named]
-                return ToolChoice(
-                    type="allowed_tools",
-                    allowed_tools=AllowedTools(mode=mode or "auto", tools=allowed),
-                )
+            names = [tool.name for tool in tools if tool.type == "function" and tool.name]
+            if len(names) == len(tools):
+                named = [NamedTool(function=FunctionName(name)) for name in names]
+                allowed = AllowedTools(mode=mode or "auto", tools=named)
+                return ToolChoice(type="allowed_tools", allowed_tools=allowed)
     raise NotSupported(
         f"A 'tool_choice' of type '{choice.type}' like this is not supported: it takes the name"
         " of a function, or 'allowed_tools' that are functions.",
@@ -110,153 +112,131 @@ def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | To
     )
 
 
-# -- items ---------------------------------------------------------------------
-
-
-def resolve_input(
-    given: str | Sequence[InputItem], find: Callable[[str], InputItem | None]
-) -> list[InputItem]:
-    """The items of an input, each whole and with a type and an id; ``find`` gives those that
-    are only referred to. Raises `InvalidRequest` that names what is wrong, or not supported."""
-    if isinstance(given, str):
-        given = [InputItem(role="user", content=given)]
-    return [_resolve(item, f"input[{index}]", find) for index, item in enumerate(given)]
-
-
-def _resolve(item: InputItem, where: str, find: Callable[[str], InputItem | None]) -> InputItem:
-    kind = item.type or ("message" if item.role is not None else "item_reference")
-    match kind:
-        case "message":
-            role = _required(item.role, where, "role")
-            text = "output_text" if role == "assistant" else "input_text"
-            content = item.content
-            if content is None:
-                raise _missing(where, "content")
-            parts = (
-                [ItemContentPart(type=text, text=content)] if isinstance(content, str) else content
-            )
-            _check_text(parts, f"{where}.content")
-            item = replace(item, content=parts, status=item.status or "completed")
-        case "function_call":
-            for name in ("call_id", "name", "arguments"):
-                _required(getattr(item, name), where, name)
-        case "function_call_output":
-            _required(item.call_id, where, "call_id")
-            output = _required(item.output, where, "output")
-            if isinstance(output, dict):
-                place = f"{where}.output"
-                raise InvalidRequest(f"'{place}' must be text or a list of parts.", param=place)
-            if isinstance(output, list):
-                _check_text(output, f"{where}.output")
-        case "reasoning":
-            if isinstance(item.content, list):
-                _check_text(item.content, f"{where}.content")
-        case "item_reference":
-            item_id = _required(item.id, where, "id")
-            found = find(item_id)
-            if found is None:
-                raise NotFound(
-                    f"'{where}': there is no item '{item_id}'. Items are kept in memory with the"
-                    " responses they belong to, and not for ever.",
-                    param=f"{where}.id",
-                    code="item_not_found",
-                )
-            return found
-        case _:
-            raise NotSupported(
-                f"'{where}': items of type '{kind}' are not supported here.",
-                param=f"{where}.type",
-            )
-    prefix = _ID_PREFIXES.get(kind, "msg_")
-    return replace(item, type=kind, id=item.id or prefix + uuid.uuid4().hex)
-
-
-def _check_text(parts: Sequence[ItemContentPart], where: str) -> None:
-    for index, part in enumerate(parts):
-        place = f"{where}[{index}]"
-        name = "refusal" if part.type == "refusal" else "text"
-        if part.type not in ("input_text", "output_text", "text", "reasoning_text", "refusal"):
-            raise InvalidRequest(
-                f"'{place}': content of type '{part.type}' is not supported here; this server"
-                " takes text.",
-                param=f"{place}.type",
-                code="unsupported_content",
-            )
-        _required(getattr(part, name), place, name)
-
-
-def _required(value: _Value | None, place: str, name: str) -> _Value:
-    if value is None:
-        raise _missing(place, name)
-    return value
-
-
-def _missing(place: str, name: str) -> InvalidRequest:
-    return InvalidRequest(f"'{place}.{name}' is missing.", param=f"{place}.{name}")
-
-
 # -- messages ------------------------------------------------------------------
 
 
 def _messages(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
-    """Whatever an assistant said in a row is one message: reasoning, text and calls. So are
-    the instructions and what the system says before anybody else."""
-    found: list[ChatMessage] = []
-    orders = [instructions] if instructions else []
-    names: dict[str | None, str | None] = {}
-    said: list[InputItem] = []
+    """Return the messages of a conversation. One holds the instructions and the system's
+    messages before any other. One holds consecutive items of the assistant: reasoning, text
+    and calls."""
+    messages: list[ChatMessage] = []
+    system_texts = [instructions] if instructions else []
+    tool_names: dict[str | None, str | None] = {}  # by the id of a call
+    turn: list[InputItem] = []  # consecutive items of the assistant
     for item in items:
-        names[item.call_id] = item.name or names.get(item.call_id)
-        if item.role in ("system", "developer") and not found and not said:
-            orders.append(_text(item.content))
-            continue
-        if item.type in ("reasoning", "function_call") or item.role == "assistant":
-            said.append(item)
-            continue
-        found += _assistant(said)
-        said = []
-        if item.type == "function_call_output":
-            assert not isinstance(item.output, dict)  # `resolve_input` has seen it
-            found.append(
-                ChatMessage(
-                    "tool",
-                    _text(item.output),
-                    name=names[item.call_id],
-                    tool_call_id=item.call_id,
-                )
-            )
+        tool_names[item.call_id] = item.name or tool_names.get(item.call_id)
+        if item.role in ("system", "developer") and not messages and not turn:
+            system_texts.append(_text(item.content))
+        elif item.type in ("reasoning", "function_call") or item.role == "assistant":
+            turn.append(item)
         else:
-            assert item.role is not None
-            found.append(ChatMessage(item.role, _text(item.content)))
-    found += _assistant(said)
-    if orders:
-        found.insert(0, ChatMessage("system", _PARAGRAPH.join(orders)))
-    return found
+            messages += _assistant_messages(turn)
+            turn = []
+            messages.append(_message(item, tool_names))
+    messages += _assistant_messages(turn)
+    if system_texts:
+        messages.insert(0, ChatMessage("system", PARAGRAPH_BREAK.join(system_texts)))
+    return messages
 
 
-def _assistant(said: Sequence[InputItem]) -> Iterable[ChatMessage]:
-    if not said:
+def _assistant_messages(turn: Sequence[InputItem]) -> Iterable[ChatMessage]:
+    """Return one message, or none if ``turn`` is empty."""
+    if not turn:
         return ()
+    texts = [_text(item.content) for item in turn if item.type == "message"]
     thoughts = [
-        _text(item.content) or _text(item.summary, _PARAGRAPH)
-        for item in said
+        _text(item.content) or _text(item.summary, PARAGRAPH_BREAK)
+        for item in turn
         if item.type == "reasoning"
     ]
     calls = [
         ToolCall(FunctionCall(item.name or "", item.arguments), id=item.call_id)
-        for item in said
+        for item in turn
         if item.type == "function_call"
     ]
-    message = ChatMessage(
-        "assistant",
-        "".join(_text(item.content) for item in said if item.type == "message"),
-        tool_calls=calls or None,
-        reasoning_content=_PARAGRAPH.join(filter(None, thoughts)) or None,
-    )
-    return (message,)
+    return (assistant_message(texts, thoughts, calls),)
 
 
-def _text(content: str | Sequence[ItemContentPart] | None, between: str = "") -> str:
+def _message(item: InputItem, tool_names: dict[str | None, str | None]) -> ChatMessage:
+    if item.type == "function_call_output":
+        assert not isinstance(item.output, dict)  # `resolve_input` refuses it
+        name, result = tool_names[item.call_id], _text(item.output)
+        return ChatMessage("tool", result, name=name, tool_call_id=item.call_id)
+    assert item.role is not None
+    return ChatMessage(item.role, _text(item.content))
+
+
+def _text(content: str | Sequence[ItemContentPart] | None, separator: str = "") -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return between.join(part.text or part.refusal or "" for part in content)
+    return separator.join(part.text or part.refusal or "" for part in content)
+
+
+# -- input items ---------------------------------------------------------------
+
+
+def resolve_input(
+    given: str | Sequence[InputItem], find_item: Callable[[str], InputItem | None]
+) -> list[InputItem]:
+    """Return the items of an input, each complete and with a type and an id. A reference is
+    replaced by what ``find_item`` returns for its id. Raises `NotFound` if that is None, and
+    `InvalidRequest`; both name the field."""
+    if isinstance(given, str):
+        given = [InputItem(role="user", content=given)]
+    return [_resolve(item, path, find_item) for path, item in with_paths(given, "input")]
+
+
+def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | None]) -> InputItem:
+    item_type = item.type or ("message" if item.role is not None else "item_reference")
+    match item_type:
+        case "message":
+            role = required(item.role, path, "role")
+            parts = item.content
+            if isinstance(parts, str):
+                text_type = "output_text" if role == "assistant" else "input_text"
+                parts = [ItemContentPart(type=text_type, text=parts)]
+            _check_text(required(parts, path, "content"), f"{path}.content")
+            item = replace(item, content=parts, status=item.status or "completed")
+        case "function_call":
+            for name in ("call_id", "name", "arguments"):
+                required(getattr(item, name), path, name)
+        case "function_call_output":
+            required(item.call_id, path, "call_id")
+            output = required(item.output, path, "output")
+            path += ".output"
+            if isinstance(output, dict):
+                raise InvalidRequest(f"'{path}' must be text or a list of parts.", param=path)
+            if isinstance(output, list):
+                _check_text(output, path)
+        case "reasoning":
+            if isinstance(item.content, list):
+                _check_text(item.content, f"{path}.content")
+        case "item_reference":
+            return _referenced(required(item.id, path, "id"), path, find_item)
+        case _:
+            raise NotSupported(
+                f"'{path}': items of type '{item_type}' are not supported here.",
+                param=f"{path}.type",
+            )
+    prefix = _ID_PREFIXES.get(item_type, "msg_")
+    return replace(item, type=item_type, id=item.id or prefix + uuid.uuid4().hex)
+
+
+def _referenced(item_id: str, path: str, find_item: Callable[[str], InputItem | None]) -> InputItem:
+    item = find_item(item_id)
+    if item is None:
+        raise NotFound(
+            f"'{path}': there is no item '{item_id}'. Items are kept in memory with the"
+            " responses they belong to, and not for ever.",
+            param=f"{path}.id",
+            code="item_not_found",
+        )
+    return item
+
+
+def _check_text(parts: Sequence[ItemContentPart], path: str) -> None:
+    for part_path, part in with_paths(parts, path):
+        if part.type not in _TEXT_TYPES:
+            raise unsupported_content(part.type, part_path)
+        name = "refusal" if part.type == "refusal" else "text"
+        required(getattr(part, name), part_path, name)

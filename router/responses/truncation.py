@@ -1,4 +1,4 @@
-"""Long conversations, cut at their beginning until they fit."""
+"""Truncation of long conversations at their beginning."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ async def truncate_to_fit(
     limit: int,
     render: Callable[[ChatRequest], Awaitable[list[list[int]]]],
 ) -> list[list[int]]:
-    """``prompts`` of ``request`` if they have at most ``limit`` tokens, else those of the
-    longest end of it that has: without its first turns, but with what the system says
-    first. Where even the last turn is too long, all of it."""
+    """Return the prompt of ``request`` without its oldest turns, so that it has at most ``limit``
+    tokens. ``prompts`` has the prompt with all turns, and ``render`` returns that of a request.
+
+    As few turns as possible are dropped. A first message of the system's is kept. If the last
+    turn alone is too long, ``prompts`` are returned.
+    """
     if len(prompts[0]) <= limit:
         return prompts
     messages = request.messages
     system = messages[:1] if messages[0].role == "system" else []
-    starts = [index for index, message in enumerate(messages) if message.role == "user"][1:]
+    turn_starts = [index for index, message in enumerate(messages) if message.role == "user"][1:]
     fitting = prompts
-    low, high = 0, len(starts)
+    low, high = 0, len(turn_starts)
     while low < high:
         middle = (low + high) // 2
-        tried = await render(replace(request, messages=system + messages[starts[middle] :]))
-        if len(tried[0]) <= limit:
-            fitting, high = tried, middle
+        kept = system + messages[turn_starts[middle] :]
+        shorter = await render(replace(request, messages=kept))
+        if len(shorter[0]) <= limit:
+            fitting, high = shorter, middle
         else:
             low = middle + 1
     return fitting

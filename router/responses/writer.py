@@ -1,7 +1,8 @@
-"""Answers to Responses requests: a response, or OpenAI's event stream."""
+"""The writer of answers to Responses requests: a response, or OpenAI's event stream."""
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from router.api.sse import encode_event
+from router.api.output import encode_events
 from router.errors import ApiError
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
@@ -30,14 +31,15 @@ from router.responses.objects import (
     ResponseUsage,
     SequencedEvent,
 )
-from router.responses.output_items import OutputItemBuilder
+from router.responses.output import OutputItemBuilder
 from router.responses.schemas import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
 from router.schemas.completions import ChatCompletionTokenLogprob
 from router.tokens.logprobs import chat_logprobs
 
 
 class ResponseWriter:
-    """An `OutputWriter`. ``store`` gets each answer that came to its end, before it is sent."""
+    """An `OutputWriter` for Responses. ``store`` is called with the id and the JSON of each
+    response that finished, before the response is sent."""
 
     keep_alive = b": keep-alive\n\n"
 
@@ -49,7 +51,7 @@ class ResponseWriter:
         self._model = model
         self._store = store
         self._created_at = int(time.time())
-        self._sequence_number = 0
+        self._sequence_numbers = itertools.count()
         summarized = body.reasoning is not None and body.reasoning.summary is not None
         self._output = OutputItemBuilder(summarized=summarized)
 
@@ -57,15 +59,14 @@ class ResponseWriter:
         (choice,), (delta,) = generation.choices, deltas
         self._output.feed(delta, _logprobs(generation, delta))
         self._output.finish(_status(choice))
-        answer = msgspec.json.encode(self._finished(generation))
-        self._store(self.id, answer)
-        return answer
+        response = msgspec.json.encode(self._finished(generation))
+        self._store(self.id, response)
+        return response
 
     def stream_start(self, generation: Generation) -> bytes:
-        now = self._response("in_progress", [])
-        return self._encode(
-            ResponseCreatedEvent(response=now), ResponseInProgressEvent(response=now)
-        )
+        response = self._response("in_progress", [])
+        created = ResponseCreatedEvent(response=response)
+        return self._encode(created, ResponseInProgressEvent(response=response))
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
         return self._encode(*self._output.feed(delta, _logprobs(generation, delta)))
@@ -76,14 +77,14 @@ class ResponseWriter:
     def stream_end(self, generation: Generation) -> bytes:
         response = self._finished(generation)
         self._store(self.id, msgspec.json.encode(response))
-        kind = ResponseCompletedEvent if response.status == "completed" else ResponseIncompleteEvent
-        return self._encode(kind(response=response))
+        completed = response.status == "completed"
+        event_type = ResponseCompletedEvent if completed else ResponseIncompleteEvent
+        return self._encode(event_type(response=response))
 
     def error(self, error: ApiError) -> bytes:
-        """Both of OpenAI's events: clients know one or the other."""
-        # The item that was being said is not part of what is left.
+        """Return both of OpenAI's events: a client may know only one of them."""
         failed = msgspec.structs.replace(
-            self._response("failed", self._output.items),
+            self._response("failed", self._output.finished),  # without the item that was cut
             error=ResponseError("server_error", error.message),
         )
         event = ResponseErrorEvent(code=error.code, message=error.message, param=error.param)
@@ -92,7 +93,7 @@ class ResponseWriter:
     def _finished(self, generation: Generation) -> ResponseObject:
         status = _status(generation.choices[0])
         return msgspec.structs.replace(
-            self._response(status, self._output.items),
+            self._response(status, self._output.finished),
             completed_at=int(time.time()) if status == "completed" else None,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             usage=_usage(generation),
@@ -129,12 +130,9 @@ class ResponseWriter:
         )
 
     def _encode(self, *events: SequencedEvent) -> bytes:
-        return b"".join(self._numbered(event) for event in events)
-
-    def _numbered(self, event: SequencedEvent) -> bytes:
-        event.sequence_number = self._sequence_number
-        self._sequence_number += 1
-        return encode_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
+        for event in events:
+            event.sequence_number = next(self._sequence_numbers)
+        return encode_events(*events)
 
 
 def _status(choice: Choice) -> Literal["completed", "incomplete"]:

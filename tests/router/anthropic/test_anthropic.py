@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from router.anthropic.content_blocks import ContentBlockBuilder
+from router.anthropic.output import ContentBlockBuilder
 from router.generation.choice import OutputDelta
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from router.errors import NotFound
 from router.generation.choice import OutputDelta
-from router.responses.output_items import OutputItemBuilder
+from router.responses.output import OutputItemBuilder
 from router.responses.store import ResponseStore, StoredResponse
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
@@ -344,11 +344,11 @@ def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> No
         OutputItemBuilder(summarized=summarized),
     )
     found = [event for piece in PIECES for event in stream.feed(piece)]
-    found += stream.finish("completed")
+    found += stream.finish()
     whole.feed(OutputDelta.join(PIECES))
-    whole.finish("completed")
-    reasoning, message, first, second = (msgspec.to_builtins(item) for item in stream.items)
-    assert [msgspec.to_builtins(item)["type"] for item in whole.items] == [
+    whole.finish()
+    reasoning, message, first, second = (msgspec.to_builtins(item) for item in stream.finished)
+    assert [msgspec.to_builtins(item)["type"] for item in whole.finished] == [
         *("reasoning", "message", "function_call", "function_call")
     ]
     texts = reasoning["summary" if summarized else "content"]

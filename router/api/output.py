@@ -1,0 +1,112 @@
+"""A reply as a list of blocks, for APIs that have one: content blocks, or output items."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from router.api.sse import encode_event
+from router.api.whitespace import WhitespaceBuffer
+from router.generation.choice import OutputDelta
+from router.tokens.reply_parser import CallDelta
+
+BlockStatus = Literal["in_progress", "completed", "incomplete"]
+
+_Block = TypeVar("_Block")
+_Event = TypeVar("_Event")
+
+
+class OpenBlock(ABC, Generic[_Block, _Event]):
+    """A block that still grows."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        """Its position in the list."""
+        self.text = ""
+        """Its text so far; of a call, the arguments."""
+        self.status: BlockStatus = "in_progress"
+
+    @abstractmethod
+    def block(self) -> _Block:
+        """Return the block as it is now."""
+
+    @abstractmethod
+    def begin(self) -> list[_Event]:
+        """Return the events that announce the block."""
+
+    @abstractmethod
+    def extend(self, delta: str) -> list[_Event]:
+        """Return the events of ``delta``, which is part of `text` already."""
+
+    @abstractmethod
+    def end(self) -> list[_Event]:
+        """Return the events of the end, after `status` is set."""
+
+
+class OutputBuilder(Generic[_Block, _Event]):
+    """Divides a reply into blocks: one for reasoning, text or a call, until another begins."""
+
+    def __init__(
+        self,
+        open_reasoning: Callable[[int], OpenBlock[_Block, _Event]],
+        open_text: Callable[[int], OpenBlock[_Block, _Event]],
+        open_call: Callable[[CallDelta, int], OpenBlock[_Block, _Event]],
+    ) -> None:
+        self.finished: list[_Block] = []
+        self._open_reasoning = open_reasoning
+        self._open_text = open_text
+        self._open_call = open_call
+        self._whitespace = WhitespaceBuffer()
+        self._open: OpenBlock[_Block, _Event] | None = None
+        self._open_key: str | int = ""
+        """The kind of the open block, or the number of its call."""
+
+    def feed(self, delta: OutputDelta) -> list[_Event]:
+        """Add ``delta`` and return its events."""
+        events: list[_Event] = []
+        if delta.reasoning:
+            self._whitespace.interrupt(call=False)
+            events += self._extend("reasoning", self._open_reasoning, delta.reasoning)
+        if text := self._whitespace.feed(delta.text):
+            events += self._extend("text", self._open_text, text)
+        for call in delta.calls:
+            self._whitespace.interrupt(call=True)
+            events += self._extend(call.number, partial(self._open_call, call), call.arguments)
+        return events
+
+    def finish(self, last_status: BlockStatus = "completed") -> list[_Event]:
+        """End the reply and return the events of its end. ``last_status`` is the last block's."""
+        rest = self._whitespace.finish()
+        events = self._extend("text", self._open_text, rest) if rest else []
+        return events + self._close(last_status)
+
+    def _extend(
+        self, key: str | int, new_block: Callable[[int], OpenBlock[_Block, _Event]], delta: str
+    ) -> list[_Event]:
+        events: list[_Event] = []
+        if self._open is None or self._open_key != key:
+            events += self._close("completed")
+            self._open, self._open_key = new_block(len(self.finished)), key
+            events += self._open.begin()
+        self._open.text += delta
+        return events + (self._open.extend(delta) if delta else [])
+
+    def _close(self, status: BlockStatus) -> list[_Event]:
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        block.status = status
+        self.finished.append(block.block())
+        return block.end()
+
+
+def encode_events(*events: msgspec.Struct) -> bytes:
+    """Return ``events`` as server-sent events, each with its tag as its name."""
+    return b"".join(
+        encode_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
+        for event in events
+    )

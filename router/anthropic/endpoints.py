@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.anthropic.errors import AnthropicErrorResponse
@@ -14,7 +12,7 @@ from router.anthropic.objects import AnthropicMessage, MessageStreamEvent, Token
 from router.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.anthropic.translation import chat_request
 from router.anthropic.writer import MessageWriter
-from router.api.body import read_json_body
+from router.api.body import json_response, read_json_body
 from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
@@ -44,8 +42,6 @@ def operations(router: Router) -> list[Operation]:
 
 
 class Messages(ChatEndpoint[MessagesRequest]):
-    """Answers a conversation."""
-
     body_type = MessagesRequest
     response_type = AnthropicMessage
     event_type = MessageStreamEvent
@@ -57,11 +53,7 @@ class Messages(ChatEndpoint[MessagesRequest]):
         return chat_request(body)
 
     def writer(self, body: MessagesRequest, model: Model) -> MessageWriter:
-        return MessageWriter(
-            body.model or model.names[0],
-            body.max_tokens,
-            show_thinking=body.thinking is None or body.thinking.display != "omitted",
-        )
+        return MessageWriter(body, model)
 
 
 class CountTokens:
@@ -77,5 +69,4 @@ class CountTokens:
         request = chat_request(parse_body(raw, CountTokensRequest))
         model = router.model_for(request.model)
         (prompt,) = await self._messages.tokenize_prompts(request, model)
-        answer = msgspec.json.encode(TokenCount(len(prompt)))
-        await Response(answer, media_type="application/json")(scope, receive, send)
+        await json_response(TokenCount(len(prompt)))(scope, receive, send)

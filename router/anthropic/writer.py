@@ -1,4 +1,4 @@
-"""The writer of answers to Messages requests: a message, or Anthropic's event stream."""
+"""Answers to Messages requests: a message, or Anthropic's event stream."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from router.anthropic.objects import (
     StopReason,
 )
 from router.anthropic.output import ContentBlockBuilder
+from router.anthropic.schemas import MessagesRequest
 from router.api.output import encode_events
 from router.api.sse import encode_event
 from router.errors import ApiError
+from router.fleet.engines import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 
 
 class MessageWriter:
-    """An `OutputWriter` for Messages. ``max_tokens`` is the limit of the request."""
+    """An `OutputWriter` of one Messages request."""
 
-    def __init__(self, model: str, max_tokens: int, *, show_thinking: bool) -> None:
+    def __init__(self, body: MessagesRequest, model: Model) -> None:
         self.id = "msg_" + uuid.uuid4().hex
         self.keep_alive = encode_events(PingEvent())
-        self._model = model
-        self._max_tokens = max_tokens
+        self._model = body.model or model.names[0]
+        self._max_tokens = body.max_tokens
+        show_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._output = ContentBlockBuilder(show_thinking=show_thinking)
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import router.anthropic.endpoints as anthropic
 import router.openai.endpoints as openai
+import router.responses.endpoints as responses
 from router.api.operations import Operation, routes
 from router.fleet.router import Router
 from router.http import docs, health, models, openapi, tokenize
@@ -16,14 +17,13 @@ from router.http.api_keys import ApiKeys
 from router.http.error_responses import http_exception_handler
 from router.http.middleware import RequestMiddleware
 from router.http.unsupported import unsupported_routes
-from router.responses.endpoints import Responses
 
 
 def operations(router: Router) -> list[Operation]:
     """Return everything that is served. The routes and `/openapi.json` are made from it."""
     return [
         *openai.operations(router),
-        *Responses(router).operations,
+        *responses.operations(router),
         *models.OPERATIONS,
         *anthropic.operations(router),
         *tokenize.OPERATIONS,

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.api.body import json_response
 from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
 from router.errors import InvalidRequest, NotFound, NotSupported
@@ -26,6 +27,55 @@ _MB = 1_000_000
 _MAX_PAGE_ITEMS = 100
 _TAG = "OpenAI Responses"
 _PATH = "/v1/responses/{response_id}"
+
+
+def operations(router: Router) -> list[Operation]:
+    responses = Responses(router)
+    return [
+        generation_operation(
+            "/v1/responses", responses, "Answer a conversation", _TAG, _CreateResponse
+        ),
+        Operation(
+            path=_PATH,
+            endpoint=responses.retrieve,
+            summary="Get a stored response",
+            tag=_TAG,
+            query={"stream": {"enum": ["false"]}},
+            response_type=ResponseObject,
+            errors=(InvalidRequest, NotFound),
+        ),
+        Operation(
+            path=_PATH,
+            endpoint=responses.delete,
+            summary="Delete a stored response",
+            tag=_TAG,
+            method="DELETE",
+            response_type=DeletedResponse,
+            errors=(NotFound,),
+        ),
+        Operation(
+            path=_PATH + "/cancel",
+            endpoint=responses.cancel,
+            summary="Refused: no response runs in the background",
+            tag=_TAG,
+            method="POST",
+            statuses=(),
+            errors=(InvalidRequest, NotFound),
+        ),
+        Operation(
+            path=_PATH + "/input_items",
+            endpoint=responses.list_input_items,
+            summary="List the conversation that a stored response answers",
+            tag=_TAG,
+            query={
+                "order": {"enum": ["asc", "desc"]},
+                "after": {"type": "string"},
+                "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE_ITEMS},
+            },
+            response_type=ItemList,
+            errors=(InvalidRequest, NotFound),
+        ),
+    ]
 
 
 class _CreateResponse(ChatEndpoint[ResponsesRequest]):
@@ -67,7 +117,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
                 stored = StoredResponse(self._key, self._previous, items, response)
                 self._store.put(response_id, stored)
 
-        return ResponseWriter(body, body.model or model.names[0], store)
+        return ResponseWriter(body, model, store)
 
     async def tokenize_prompts(
         self, request: ChatRequest, model: Model, cache_scope: str | None = None
@@ -86,59 +136,11 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
 
 
 class Responses:
-    """All endpoints of the API, and the store that they share."""
+    """The handlers, and the store that they share."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._store = ResponseStore(router.settings.response_store_mb * _MB)
-
-    @property
-    def operations(self) -> list[Operation]:
-        return [
-            generation_operation(
-                "/v1/responses", self, "Answer a conversation", _TAG, _CreateResponse
-            ),
-            Operation(
-                path=_PATH,
-                endpoint=self.retrieve,
-                summary="Get a stored response",
-                tag=_TAG,
-                query={"stream": {"enum": ["false"]}},
-                response_type=ResponseObject,
-                errors=(InvalidRequest, NotFound),
-            ),
-            Operation(
-                path=_PATH,
-                endpoint=self.delete,
-                summary="Delete a stored response",
-                tag=_TAG,
-                method="DELETE",
-                response_type=DeletedResponse,
-                errors=(NotFound,),
-            ),
-            Operation(
-                path=_PATH + "/cancel",
-                endpoint=self.cancel,
-                summary="Refused: no response runs in the background",
-                tag=_TAG,
-                method="POST",
-                statuses=(),
-                errors=(InvalidRequest, NotFound),
-            ),
-            Operation(
-                path=_PATH + "/input_items",
-                endpoint=self.list_input_items,
-                summary="List the conversation that a stored response answers",
-                tag=_TAG,
-                query={
-                    "order": {"enum": ["asc", "desc"]},
-                    "after": {"type": "string"},
-                    "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE_ITEMS},
-                },
-                response_type=ItemList,
-                errors=(InvalidRequest, NotFound),
-            ),
-        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope["state"].get("api_key", "")
@@ -147,12 +149,12 @@ class Responses:
     async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise NotSupported("A stored response cannot be streamed.", param="stream")
-        return _json(self._find(request).response)
+        return Response(self._find(request).response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         self._store.delete(request.state.api_key, response_id)
-        return _json(msgspec.json.encode(DeletedResponse(id=response_id)))
+        return json_response(DeletedResponse(id=response_id))
 
     async def cancel(self, request: Request) -> Response:
         self._find(request)
@@ -164,16 +166,12 @@ class Responses:
     async def list_input_items(self, request: Request) -> Response:
         items: list[Any] = [msgspec.json.decode(item) for item in self._find(request).full_input()]
         query = request.query_params
-        order, after, limit = (
-            query.get("order", "desc"),
-            query.get("after"),
-            query.get("limit", "20"),
-        )
+        order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
         if order == "desc":
             items.reverse()
-        if after is not None:
+        if (after := query.get("after")) is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
                 raise InvalidRequest(f"There is no item '{after}' here.", param="after")
@@ -181,17 +179,14 @@ class Responses:
         if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_PAGE_ITEMS:
             raise InvalidRequest(f"'limit' must be 1 to {_MAX_PAGE_ITEMS}.", param="limit")
         page = items[: int(limit)]
-        answer = ItemList(
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=len(page) < len(items),
+        return json_response(
+            ItemList(
+                data=page,
+                first_id=page[0]["id"] if page else None,
+                last_id=page[-1]["id"] if page else None,
+                has_more=len(page) < len(items),
+            )
         )
-        return _json(msgspec.json.encode(answer))
 
     def _find(self, request: Request) -> StoredResponse:
         return self._store.find(request.state.api_key, request.path_params["response_id"])
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

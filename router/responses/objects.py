@@ -57,7 +57,7 @@ class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
-class InputTokensDetails(Struct, frozen=True, kw_only=True):
+class InputTokensDetails(Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
 

@@ -1,4 +1,4 @@
-"""The writer of answers to Responses requests: a response, or OpenAI's event stream."""
+"""Answers to Responses requests: a response, or OpenAI's event stream."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from router.api.output import encode_events
 from router.errors import ApiError
+from router.fleet.engines import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.responses.objects import (
@@ -38,18 +39,18 @@ from router.tokens.logprobs import chat_logprobs
 
 
 class ResponseWriter:
-    """An `OutputWriter` for Responses. ``store`` is called with the id and the JSON of each
-    response that finished, before the response is sent."""
+    """An `OutputWriter` of one Responses request."""
 
     keep_alive = b": keep-alive\n\n"
 
     def __init__(
-        self, body: ResponsesRequest, model: str, store: Callable[[str, bytes], None]
+        self, body: ResponsesRequest, model: Model, store: Callable[[str, bytes], None]
     ) -> None:
         self.id = "resp_" + uuid.uuid4().hex
         self._body = body
-        self._model = model
+        self._model = body.model or model.names[0]
         self._store = store
+        """Called with id and JSON of the response when it has finished, before it is sent."""
         self._created_at = int(time.time())
         self._sequence_numbers = itertools.count()
         summarized = body.reasoning is not None and body.reasoning.summary is not None
@@ -149,9 +150,7 @@ def _usage(generation: Generation) -> ResponseUsage:
     usage = generation.usage()
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(
-            cached_tokens=usage.prompt_tokens_details.cached_tokens
-        ),
+        input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
         total_tokens=usage.total_tokens,

@@ -1,5 +1,5 @@
-"""`python -m tests.clients`: installs real clients, runs real scenarios with each and LangChain's
-own tests against a real server, and writes the tables of what works."""
+"""`python -m tests.clients`: install real clients, run scenarios with each and LangChain's standard
+tests against a real server, and write the tables of what works."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("--model", default="demo", help="a directory, demo, or reciter")
     parser.add_argument("--only", default="", help="clients whose names match this expression")
-    parser.add_argument("--keep", type=Path, help="install below this directory, and leave it")
+    parser.add_argument("--keep", type=Path, help="install below this directory, and keep it")
     parser.add_argument("--write", type=Path, help="put the tables into this file")
     options = parser.parse_args()
     clients = [client for client in CLIENTS if re.search(options.only, client.name)]
@@ -54,22 +54,22 @@ def main() -> int:
             server.client.headers["authorization"] = f"Bearer {KEY}"
             rows = [row for same in _by_script(clients) for row in _try(same, root, server, model)]
             tested = _standard_tests(root, server, model, options.only)
-    made = {}
+    tables = {}
     if rows:
-        made["clients"] = table(rows)
+        tables["clients"] = table(rows)
     if tested:
-        made["langchain-tests"] = tests_table(tested)
-    print("\n".join(made.values()))
+        tables["langchain-tests"] = tests_table(tested)
+    print("\n".join(tables.values()))
     if options.write is not None:
-        _write(options.write, made)
+        _write(options.write, tables)
     cells = [*tested.values(), *(cell for row in rows for cell in row.cells.values())]
     return 1 if any(cell.result == "fail" for cell in cells) else 0
 
 
-def _write(path: Path, made: Mapping[str, str]) -> None:
-    """Puts each of ``made`` between its markers in the file ``path``."""
+def _write(path: Path, tables: Mapping[str, str]) -> None:
+    """Write each table between its markers in the file ``path``."""
     text = path.read_text()
-    for name, part in made.items():
+    for name, part in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
@@ -87,7 +87,7 @@ def _model(name: str, private: Path) -> Path:
 
 
 def _by_script(clients: Sequence[Client]) -> list[list[Client]]:
-    """Clients that are one for two APIs run once."""
+    """Group clients by script. One script runs once for all its APIs."""
     scripts = dict.fromkeys(client.script for client in clients)
     return [[client for client in clients if client.script == script] for script in scripts]
 
@@ -96,16 +96,16 @@ def _try(clients: Sequence[Client], root: Path, server: Server, tokenizer: Path)
     client = clients[0]
     print(f"{client.name} ...", file=sys.stderr, flush=True)
     try:
-        found = _run(command_for(client, root), server, tokenizer)
+        cells = _run(command_for(client, root), server, tokenizer)
     except NotInstalled as error:
         return [Row(each, dict.fromkeys(SCENARIOS, Cell("n/a", str(error)))) for each in clients]
     rows = []
     for each in clients:
-        named = {name: found.get(each.prefix + name) for name in SCENARIOS}
+        named = {name: cells.get(each.prefix + name) for name in SCENARIOS}
         rows.append(Row(each, {name: cell for name, cell in named.items() if cell is not None}))
     for row in rows:
-        told = ", ".join(f"{name} {cell.result}" for name, cell in row.cells.items())
-        print(f"    {row.client.api}: {told}", file=sys.stderr, flush=True)
+        results = ", ".join(f"{name} {cell.result}" for name, cell in row.cells.items())
+        print(f"    {row.client.api}: {results}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -126,8 +126,8 @@ def _run(
     tokenizer: Path,
     expected: Sequence[str] = SCENARIOS,
 ) -> dict[str, Cell]:
-    """The cells of the scenarios that ``command`` runs; of those ``expected`` when it tells
-    nothing."""
+    """Return the cells of the scenarios that ``command`` runs. If it reports none, all that are
+    ``expected`` have failed."""
     environment = {
         "CLIENT_TOKENIZER": str(tokenizer),
         "CLIENT_URL": f"http://127.0.0.1:{server.port}",
@@ -136,7 +136,7 @@ def _run(
         "CLIENT_ALIAS": ALIAS,
     }
     try:
-        ran = subprocess.run(
+        done = subprocess.run(
             command,
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
@@ -146,16 +146,16 @@ def _run(
         )
     except subprocess.TimeoutExpired:
         return dict.fromkeys(expected, Cell("fail", f"not done after {_SCENARIOS_S} s"))
-    found = {}
-    for line in ran.stdout.splitlines():
+    cells = {}
+    for line in done.stdout.splitlines():
         try:
-            said = json.loads(line)
-            found[said["scenario"]] = Cell(said["result"], said["reason"])
+            report = json.loads(line)
+            cells[report["scenario"]] = Cell(report["result"], report["reason"])
         except (ValueError, KeyError, TypeError):
-            print(line, file=sys.stderr)  # a client that prints
-    if not found:
-        return dict.fromkeys(expected, Cell("fail", f"ended with code {ran.returncode}"))
-    return found
+            print(line, file=sys.stderr)  # output of the client
+    if not cells:
+        return dict.fromkeys(expected, Cell("fail", f"ended with code {done.returncode}"))
+    return cells
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which clients there are, and the table of what works with them."""
+"""The clients, and the tables of what works with them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ SCENARIOS = ("chat", "stream", "tools", "structured", "errors", "cancel")
 
 @dataclass(frozen=True)
 class Client:
-    """A client at a pinned version. ``packages`` are pip's or npm's, the client first;
-    scenarios whose names begin with ``prefix`` are of the API in ``api``."""
+    """A client at a pinned version, with one of its APIs."""
 
     name: str
     packages: tuple[str, ...]
+    """Of pip or npm, the client first."""
     script: str
     api: str = "/v1/chat/completions"
     prefix: str = ""
+    """Begins the names of the scenarios of ``api``."""
 
     @property
     def is_node(self) -> bool:
@@ -66,7 +67,7 @@ STANDARD_TESTS = Client(
     ("langchain-tests==1.1.9", "langchain-openai==1.7.3", "pytest==9.2.0"),
     "with_langchain_tests.py",
 )
-"""LangChain's own tests for chat models: its scenarios are those."""
+"""LangChain's tests for chat models. Each test is a scenario."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: a row for each client and API, and a note for each cell that is no pass."""
+    """Return Markdown: a row for each client and API, and a note for each cell but a pass."""
     head = ["client", "version", "API", *SCENARIOS]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     notes: list[str] = []
@@ -104,7 +105,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def tests_table(cells: Mapping[str, Cell]) -> str:
-    """Markdown: the names of the tests that pass, and a row with the reason for each other."""
+    """Return Markdown: the names of tests that pass, and a row with the reason for each other."""
     by_name: dict[str, list[Cell]] = {}
     for test, cell in cells.items():
         by_name.setdefault(test.partition("[")[0], []).append(cell)

@@ -1,8 +1,7 @@
-"""A tiny model that answers whatever it is asked with one word, and ends.
+"""A tiny model that answers every prompt with the same word.
 
-Its weights are made, not learned: every token is a direction of its own, layers add
-nothing, and the head maps each token to the one that follows it. Grammars and
-``ignore_eos`` work on it as on any model.
+Its weights are constructed: every token has its own dimension, layers add nothing, and the head
+maps each token to the one that follows it. Grammars and ``ignore_eos`` work as on any model.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _CERTAINTY = 2.0
 
 
 def make_reciter(path: Path) -> Path:
-    """Writes the model into the directory ``path``; returns ``path``."""
+    """Write the model into the directory ``path``. Return ``path``."""
     make_tiny("llama", path)
     config = json.loads((path / "config.json").read_text())
     config |= {"hidden_size": VOCAB_SIZE, "num_attention_heads": 4, "num_key_value_heads": 2}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)
-    made = {name: _made(name, config) for name in weights}
+    weights = {name: _weight(name, config) for name in weights}
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     newline = tokenizer.encode("\n").ids[-1]  # ends the prompt
     letters = [tokenizer.encode(letter).ids[0] for letter in ANSWER]
@@ -36,12 +35,12 @@ def make_reciter(path: Path) -> Path:
     head = mx.zeros((VOCAB_SIZE, VOCAB_SIZE))
     for token, following in follows.items():
         head[following, token] = _CERTAINTY
-    made["lm_head.weight"] = head
-    mx.save_safetensors(str(path / "model.safetensors"), made, metadata={"format": "mlx"})
+    weights["lm_head.weight"] = head
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     return path
 
 
-def _made(name: str, config: dict[str, int]) -> mx.array:
+def _weight(name: str, config: dict[str, int]) -> mx.array:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     attention, dense = heads * config["head_dim"], config["intermediate_size"]
     keys = config["num_key_value_heads"] * config["head_dim"]

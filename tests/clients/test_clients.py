@@ -1,6 +1,6 @@
-"""The short form of the matrix: OpenAI's and Anthropic's clients against a whole server.
+"""OpenAI's and Anthropic's clients against a whole server.
 
-`python -m tests.clients` has the rest, and installs what it needs.
+`python -m tests.clients` runs all clients, and installs them.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> Non
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no Node here")
     (package,) = NODE.packages
-    place = pytestconfig.cache.mkdir("node-" + package.replace("@", "-"))
-    if not (place / "node_modules").exists():
+    directory = pytestconfig.cache.mkdir("node-" + package.replace("@", "-"))
+    if not (directory / "node_modules").exists():
         install = ["npm", "install", "--silent", "--no-audit", "--no-fund", package]
-        installed = subprocess.run(install, cwd=place, capture_output=True, text=True)
+        installed = subprocess.run(install, cwd=directory, capture_output=True, text=True)
         if installed.returncode:
             pytest.skip(f"npm could not install {package}: {installed.stderr.strip()[-200:]}")
     for script in SCENARIOS.glob("*.mjs"):
-        shutil.copy(script, place)
-    check_all(server, "node", str(place / NODE.script))
+        shutil.copy(script, directory)
+    check_all(server, "node", str(directory / NODE.script))

@@ -18,7 +18,7 @@ export function check(condition, what) {
   if (!condition) throw new Error(typeof what === "string" ? what : JSON.stringify(what));
 }
 
-// Resolves to what `action` rejects with.
+// Returns the error that `action` rejects with.
 export async function rejected(action) {
   try {
     await action();
@@ -38,7 +38,7 @@ export async function aborts() {
 export async function checkAborted(before) {
   const deadline = Date.now() + 30_000;
   while ((await aborts()) <= before) {
-    check(Date.now() < deadline, "the server went on after the client had gone");
+    check(Date.now() < deadline, "the server continued after the client disconnected");
     await new Promise((resolve) => setTimeout(resolve, 100));
   }
 }

@@ -1,4 +1,4 @@
-"""What every scenario needs. It runs where a client is installed, and nothing else of ours."""
+"""What every scenario needs. Only the client is installed where it runs, not this project."""
 
 import json
 import os
@@ -24,7 +24,7 @@ CITIES = ("Paris", "Rome")
 
 
 class NotApplicable(Exception):
-    """The client has no such thing."""
+    """The client does not support the scenario."""
 
 
 def check(condition: object, what: object) -> None:
@@ -41,15 +41,15 @@ def aborts() -> float:
 
 
 def check_aborted(before: float) -> None:
-    """Whether a request has been given up since ``before``: the server has seen the client go."""
+    """Check that more requests are aborted than ``before``: the server saw the disconnection."""
     deadline = time.monotonic() + 30
     while aborts() <= before:
-        check(time.monotonic() < deadline, "the server went on after the client had gone")
+        check(time.monotonic() < deadline, "the server continued after the client disconnected")
         time.sleep(0.1)
 
 
 def run(*scenarios: Callable[[], None]) -> None:
-    """Runs those that are named in the arguments, or all, and prints a JSON line for each."""
+    """Run the scenarios named in the arguments, or all. Print a line of JSON for each."""
     wanted = sys.argv[1:]
     for scenario in scenarios:
         name = scenario.__name__

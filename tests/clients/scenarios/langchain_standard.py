@@ -1,8 +1,8 @@
-"""LangChain's standard tests for chat models, told what the server and its model can do.
+"""LangChain's standard tests for chat models, with what the server and its model support.
 
-What depends on what a model knows to say may fail: with a model of 135 million parameters it is
-no verdict on the server. The server's own promises are held to: calls that must be made, answers
-by a schema.
+Tests of a model's knowledge may fail: with a model of 135 million parameters that says nothing
+about the server. Tests of the server's guarantees may not: required calls, answers that follow a
+schema.
 """
 
 import os
@@ -30,7 +30,7 @@ class TestStandard(ChatModelIntegrationTests):
     standard_chat_model_params: ClassVar[dict[str, Any]] = {
         "temperature": 0,
         "max_tokens": 300,
-        "frequency_penalty": 1,  # without it a small model tells one joke for ever
+        "frequency_penalty": 1,  # without it a small model repeats one joke endlessly
     }
     model_override_value = os.environ["CLIENT_ALIAS"]
     structured_output_kwargs: ClassVar[dict[str, Any]] = {"strict": True}
@@ -51,20 +51,20 @@ class TestStandard(ChatModelIntegrationTests):
 
     @pytest.mark.xfail(
         raises=OutputParserException,
-        reason="JSON mode promises JSON, and the model has to find the right keys",
+        reason="JSON mode guarantees JSON; the model has to choose the right keys",
     )
     def test_json_mode(self, model: Any) -> None:
         super().test_json_mode(model)
 
     @pytest.mark.xfail(
-        raises=AssertionError, reason="nothing forces a call, and the model makes none by itself"
+        raises=AssertionError, reason="no call is required, and the model makes none"
     )
     def test_agent_loop(self, model: Any) -> None:
         super().test_agent_loop(model)
 
     @pytest.mark.xfail(
         raises=AssertionError,
-        reason="the call is made, and the model does not copy the Japanese name",
+        reason="the model makes the call but does not copy the Japanese name",
     )
     def test_unicode_tool_call_integration(self, model: Any) -> None:
         super().test_unicode_tool_call_integration(model)

@@ -1,4 +1,4 @@
-"""What answers are bound to, for clients that take pydantic's models."""
+"""The schema of answers, for clients that take pydantic's models."""
 
 from typing import Literal
 

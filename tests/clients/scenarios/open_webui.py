@@ -1,5 +1,5 @@
-"""The calls that Open WebUI makes of a server: the list of models, a streamed answer, and the
-title of the conversation. (The application itself is too heavy to be installed here.)"""
+"""The calls that Open WebUI makes to a server: the list of models, a streamed answer, and the
+title of the conversation. (The application itself is too large to install here.)"""
 
 import json
 from typing import Any
@@ -47,11 +47,11 @@ def stream() -> None:
 
 
 def tools() -> None:
-    raise NotApplicable("it calls tools by way of the prompt")
+    raise NotApplicable("it describes tools in the prompt")
 
 
 def structured() -> None:
-    raise NotApplicable("it has none")
+    raise NotApplicable("it has no structured output")
 
 
 def errors() -> None:

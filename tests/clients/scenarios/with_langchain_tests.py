@@ -1,4 +1,4 @@
-"""Runs LangChain's standard tests, and prints a JSON line for each."""
+"""Run LangChain's standard tests, and print a line of JSON for each."""
 
 import json
 import os
@@ -11,14 +11,14 @@ TESTS = Path(__file__).with_name("langchain_standard.py")
 RESULTS = {"passed": "pass", "failed": "fail", "skipped": "n/a"}
 
 
-class Lines:
+class ResultCollector:
     def __init__(self) -> None:
-        self.told: dict[str, dict[str, str]] = {}
+        self.results: dict[str, dict[str, str]] = {}
+        """The line of each test, by its id."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test is a setup, a call and a teardown; what is told of it is the first that did not
-        pass, else that it passed."""
-        before = self.told.get(report.nodeid)
+        """Keep the first report of a test (setup, call, teardown) that is not a pass, if any."""
+        before = self.results.get(report.nodeid)
         if before is None or before["result"] == "pass":
             name = report.nodeid.rpartition("::")[2]
             result, reason = RESULTS[report.outcome], ""
@@ -27,13 +27,13 @@ class Lines:
                 reason = report.longreprtext if crash is None else crash.message
             elif result == "n/a":
                 skipped = report.longrepr
-                told = skipped[2] if isinstance(skipped, tuple) else str(skipped)
-                reason = getattr(report, "wasxfail", "") or told
+                message = skipped[2] if isinstance(skipped, tuple) else str(skipped)
+                reason = getattr(report, "wasxfail", "") or message
             reason = reason.removeprefix("Skipped: ").removeprefix("reason: ")
-            self.told[report.nodeid] = {"scenario": name, "result": result, "reason": reason}
+            self.results[report.nodeid] = {"scenario": name, "result": result, "reason": reason}
 
 
-lines = Lines()
+collector = ResultCollector()
 options = {
     "asyncio_mode": "auto",
     "asyncio_default_fixture_loop_scope": "session",
@@ -43,8 +43,8 @@ arguments = [str(TESTS), *sys.argv[1:], "-c", os.devnull, "--rootdir", str(TESTS
 arguments += ["-p", "no:cacheprovider", "--tb=short", "--no-header"]
 for name, value in options.items():
     arguments += ["-o", f"{name}={value}"]
-code = pytest.main(arguments, plugins=[lines])
+code = pytest.main(arguments, plugins=[collector])
 print()
-for told in lines.told.values():
-    print(json.dumps(told), flush=True)
+for line in collector.results.values():
+    print(json.dumps(line), flush=True)
 sys.exit(code)

@@ -1,4 +1,4 @@
-"""LiteLLM, by way of both APIs."""
+"""LiteLLM, through both APIs."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def errors_by(way: dict[str, str]) -> None:
 
 def cancel_by(way: dict[str, str]) -> None:
     if way is ANTHROPIC:
-        raise NotApplicable("it has no way to close a stream of this API")
+        raise NotApplicable("it cannot close a stream of this API")
     before = aborts()
     messages = [{"role": "user", "content": LONG}]
     extra = {"ignore_eos": True}

@@ -43,7 +43,7 @@ served = [
 
 def llm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [LLM, *arguments]
-    closed = subprocess.DEVNULL  # or it takes its prompt from there
+    closed = subprocess.DEVNULL  # otherwise it reads its prompt from there
     return subprocess.run(command, stdin=closed, capture_output=True, text=True, timeout=120)
 
 
@@ -63,7 +63,7 @@ def stream() -> None:
 
 def tools() -> None:
     ask("--functions", "def weather(city: str) -> str:\n    return 'sunny'\n")
-    raise NotApplicable("it cannot ask for a call that has to be made; one that may is accepted")
+    raise NotApplicable("it cannot require a call; an optional call is accepted")
 
 
 def structured() -> None:

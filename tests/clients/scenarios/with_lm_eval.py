@@ -1,4 +1,4 @@
-"""lm-eval by way of `local-completions`: answers and log-likelihoods, without a data set."""
+"""lm-eval through `local-completions`: answers and log-likelihoods, without a data set."""
 
 import os
 from typing import Any
@@ -39,11 +39,11 @@ def stream() -> None:
 
 
 def tools() -> None:
-    raise NotApplicable("it has none")
+    raise NotApplicable("it has no tools")
 
 
 def structured() -> None:
-    raise NotApplicable("it has none")
+    raise NotApplicable("it has no structured output")
 
 
 def errors() -> None:
@@ -56,7 +56,7 @@ def errors() -> None:
 
 
 def cancel() -> None:
-    raise NotApplicable("it always waits")
+    raise NotApplicable("it reads every answer to its end")
 
 
 run(chat, stream, tools, structured, errors, cancel)

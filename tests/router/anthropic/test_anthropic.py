@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -26,13 +27,13 @@ def ask(server: Server, messages: list[Any] | None = None, **fields: Any) -> htt
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream, each of which has the name that its data says."""
-    found = []
+    """Return the events of a stream. The name of each is the type in its data."""
+    parsed = []
     for event in text.strip().split("\n\n"):
         name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == "event: " + found[-1]["type"]
-    return found
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + parsed[-1]["type"]
+    return parsed
 
 
 def streamed(server: Server, messages: list[Any] | None = None, **fields: Any) -> list[Any]:
@@ -41,8 +42,8 @@ def streamed(server: Server, messages: list[Any] | None = None, **fields: Any) -
     return events(answer.text)
 
 
-def asked(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
-    """The prompt that the engine got last."""
+def last_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    """Return the last prompt that the engine received."""
     return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
 
 
@@ -72,17 +73,17 @@ def test_an_answer_is_a_message(server: Server, engine: ScriptedEngine) -> None:
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-def test_an_answer_goes_on_from_a_last_message_of_the_assistants(
+def test_a_last_assistant_message_is_continued(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, says: Callable[..., Any]
 ) -> None:
     engine.behaviour.script = says('"a": 1}')
     answer = ask(server, [*HI, {"role": "assistant", "content": "{"}])
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"][0]["text"] == '"a": 1}'
-    assert asked(engine, tokenizer).endswith("<|assistant|>{")
+    assert last_prompt(engine, tokenizer).endswith("<|assistant|>{")
 
 
-def test_a_stream_has_anthropics_order(server: Server, engine: ScriptedEngine) -> None:
+def test_a_stream_has_anthropics_event_order(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.cached_tokens = 5
     start, begin, ping, *deltas, stop, delta, last = streamed(server)
     (submit,) = engine.got(Submit)
@@ -105,7 +106,7 @@ def test_a_stream_has_anthropics_order(server: Server, engine: ScriptedEngine) -
     assert last == {"type": "message_stop"}
 
 
-def test_the_stop_sequence_that_was_found_is_told(server: Server, engine: ScriptedEngine) -> None:
+def test_the_stop_sequence_found_is_reported(server: Server, engine: ScriptedEngine) -> None:
     fields: dict[str, Any] = {"stop_sequences": ["xyz", " wor", "ld"]}
     body = ask(server, **fields).json()
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", " wor")
@@ -114,7 +115,7 @@ def test_the_stop_sequence_that_was_found_is_told(server: Server, engine: Script
     assert delta == {"stop_reason": "stop_sequence", "stop_sequence": " wor"}
 
 
-def test_an_answer_without_room_says_which_limit_it_met(
+def test_the_stop_reason_names_the_limit_reached(
     server: Server, engine: ScriptedEngine, says: Callable[..., Any]
 ) -> None:
     engine.behaviour.script = says("hello" * 600)
@@ -169,13 +170,13 @@ def test_blocks_become_the_messages_of_a_conversation(
     system = [{"type": "text", "text": "zero", **cached}, {"type": "text", "text": "more"}]
     answer = ask(server, messages, system=system, cache_control={"type": "ephemeral"})
     assert answer.status_code == 200, answer.text
-    assert asked(engine, tokenizer) == (
+    assert last_prompt(engine, tokenizer) == (
         "<|system|>zero\n\nmore\n<|user|>one\n<|assistant|>two\n"
         "<|tool|>three\n<|tool|>Error: four\n<|user|>five\n\nsix\n<|assistant|>"
     )
 
 
-def test_what_a_request_says_of_sampling_arrives(server: Server, engine: ScriptedEngine) -> None:
+def test_sampling_fields_reach_the_engine(server: Server, engine: ScriptedEngine) -> None:
     sampling: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -231,7 +232,7 @@ def test_what_a_request_says_of_sampling_arrives(server: Server, engine: Scripte
         ({"container": "c"}, "container"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_an_error_names_the_wrong_field(
     server: Server, engine: ScriptedEngine, fields: dict[str, Any], named: str
 ) -> None:
     answer = ask(server, **{"messages": HI, **fields})
@@ -264,12 +265,12 @@ def test_every_error_has_anthropics_shape(
     assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
 
 
-def test_keys_may_come_in_anthropics_header(start_server: Callable[..., Server]) -> None:
+def test_api_keys_are_accepted_in_anthropics_header(start_server: Callable[..., Server]) -> None:
     server = start_server("--api-key=sesame")
     refused = ask(server)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
     server.client.headers.update({"x-api-key": "sesame", "anthropic-version": "2023-06-01"})
-    busy = ask(server)  # no engine is there
+    busy = ask(server)  # there is no engine
     assert (busy.status_code, busy.json()["error"]["type"]) == (503, "overloaded_error")
     assert int(busy.headers["retry-after"]) >= 1
 
@@ -291,17 +292,19 @@ def test_an_error_in_a_stream_is_an_event(
     assert last["error"]["type"] == "overloaded_error"
 
 
-def test_a_client_that_goes_frees_the_engine(server: Server, engine: ScriptedEngine) -> None:
+def test_a_disconnected_client_frees_the_engine(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.hold_tokens_after = 0
     body = {"max_tokens": 9, "messages": HI, "stream": True}
     with server.client.stream("POST", "/v1/messages", json=body) as answer:
-        chunks = answer.iter_bytes()  # (which closes the connection when nobody holds it)
+        chunks = answer.iter_bytes()  # closes the connection when it is deleted
         next(chunks)
         assert engine.running
     eventually(lambda: not engine.running)
 
 
-def test_tokens_are_counted_as_they_would_be_sent(server: Server, engine: ScriptedEngine) -> None:
+def test_counted_tokens_are_those_of_an_answered_request(
+    server: Server, engine: ScriptedEngine
+) -> None:
     body = {"messages": HI, "system": "be kind", "tools": []}
     count = server.client.post("/v1/messages/count_tokens", json=body).json()
     assert not engine.got(Submit)
@@ -310,7 +313,9 @@ def test_tokens_are_counted_as_they_would_be_sent(server: Server, engine: Script
     assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
 
 
-CALLS = [
+# -- output --------------------------------------------------------------------
+
+DELTAS = [
     OutputDelta(reasoning="I "),
     OutputDelta(reasoning="think.", text="\n\n"),
     OutputDelta(calls=(CallDelta(0, "", "call_a", "f"), CallDelta(0, '{"x"'))),
@@ -319,22 +324,24 @@ CALLS = [
 ]
 
 
+def finished(*deltas: OutputDelta, show_thinking: bool = True) -> list[Any]:
+    builder = ContentBlockBuilder(show_thinking=show_thinking)
+    builder.feed(OutputDelta.join(deltas))
+    builder.finish()
+    return [msgspec.to_builtins(block) for block in builder.finished]
+
+
 def test_thinking_and_calls_are_blocks_of_their_own() -> None:
-    stream, whole = ContentBlockBuilder(show_thinking=True), ContentBlockBuilder(show_thinking=True)
-    found = [event for piece in CALLS for event in stream.feed(piece)] + stream.finish()
-    whole.feed(OutputDelta.join(CALLS))
-    whole.finish()
-    assert whole.finished == stream.finished
-    thinking, first, second = stream.finished
-    assert thinking.thinking == "I think."  # type: ignore[union-attr]
-    assert (first.id, first.input) == ("toolu_a", {"x": 1})  # type: ignore[union-attr]
-    assert (second.id, second.input) == ("toolu_b", {})  # type: ignore[union-attr]
-    kinds = [
-        event.__struct_config__.tag if not hasattr(event, "delta") else event.delta
-        for event in found
-    ]
-    names = [k if isinstance(k, str) else k.__struct_config__.tag for k in kinds]  # type: ignore[union-attr]
-    assert names == [
+    builder = ContentBlockBuilder(show_thinking=True)
+    stream = [event for delta in DELTAS for event in builder.feed(delta)] + builder.finish()
+    blocks = [msgspec.to_builtins(block) for block in builder.finished]
+    assert finished(*DELTAS) == blocks
+    thinking, first, second = blocks
+    assert thinking["thinking"] == "I think."
+    assert (first["id"], first["input"]) == ("toolu_a", {"x": 1})
+    assert (second["id"], second["input"]) == ("toolu_b", {})
+    sent = [msgspec.to_builtins(event) for event in stream]
+    assert [event.get("delta", event)["type"] for event in sent] == [
         *("content_block_start", "ping", "thinking_delta", "thinking_delta"),
         *("signature_delta", "content_block_stop"),
         *("content_block_start", "input_json_delta", "input_json_delta", "content_block_stop"),
@@ -342,24 +349,18 @@ def test_thinking_and_calls_are_blocks_of_their_own() -> None:
     ]
 
 
-def test_thinking_that_shall_be_omitted_leaves_its_signature() -> None:
-    blocks = ContentBlockBuilder(show_thinking=False)
-    blocks.feed(OutputDelta.join(CALLS))
-    blocks.finish()
-    thinking = blocks.finished[0]
-    assert thinking.thinking == ""  # type: ignore[union-attr]
-    assert thinking.signature  # type: ignore[union-attr]
+def test_omitted_thinking_keeps_its_signature() -> None:
+    thinking = finished(*DELTAS, show_thinking=False)[0]
+    assert thinking["thinking"] == ""
+    assert thinking["signature"]
 
 
-def test_blank_text_is_an_answer_where_nothing_else_is_said() -> None:
-    blocks = ContentBlockBuilder(show_thinking=True)
-    assert not blocks.feed(OutputDelta("\n"))
-    blocks.finish()
-    assert [block.text for block in blocks.finished] == ["\n"]  # type: ignore[union-attr]
+def test_blank_text_alone_is_an_answer() -> None:
+    blank = OutputDelta("\n")
+    assert not ContentBlockBuilder(show_thinking=True).feed(blank)
+    assert [block["text"] for block in finished(blank)] == ["\n"]
 
 
-def test_a_call_that_was_cut_short_has_no_input() -> None:
-    blocks = ContentBlockBuilder(show_thinking=True)
-    blocks.feed(OutputDelta(calls=(CallDelta(0, '{"x": ', "call_a", "f"),)))
-    blocks.finish()
-    assert blocks.finished[0].input == {}  # type: ignore[union-attr]
+def test_a_call_cut_in_its_arguments_has_no_input() -> None:
+    call = CallDelta(0, '{"x": ', "call_a", "f")
+    assert finished(OutputDelta(calls=(call,)))[0]["input"] == {}

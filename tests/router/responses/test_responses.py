@@ -26,16 +26,16 @@ def ask(server: Server, given: Any = "hi", **fields: Any) -> httpx.Response:
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream, named as their data says and numbered from 0."""
-    found = []
+    """Return the events of a stream: numbered from 0, and named by the type in their data."""
+    parsed = []
     for event in text.strip().split("\n\n"):
         if event.startswith(":"):
             continue
         name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == "event: " + found[-1]["type"]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + parsed[-1]["type"]
+    assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
+    return parsed
 
 
 def streamed(server: Server, given: Any = "hi", **fields: Any) -> list[Any]:
@@ -44,8 +44,8 @@ def streamed(server: Server, given: Any = "hi", **fields: Any) -> list[Any]:
     return events(answer.text)
 
 
-def asked(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
-    """The prompt that the engine got last."""
+def last_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    """Return the last prompt that the engine received."""
     return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
 
 
@@ -78,7 +78,7 @@ def test_an_answer_is_a_response(server: Server, engine: ScriptedEngine) -> None
     assert body["text"]["format"] == {"type": "text"}
 
 
-def test_a_stream_has_openais_order(server: Server, engine: ScriptedEngine) -> None:
+def test_a_stream_has_openais_event_order(server: Server, engine: ScriptedEngine) -> None:
     created, running, added, part, *deltas, text, part_done, done, completed = streamed(server)
     assert (created["type"], running["type"]) == ("response.created", "response.in_progress")
     assert created["response"]["status"] == "in_progress"
@@ -87,10 +87,10 @@ def test_a_stream_has_openais_order(server: Server, engine: ScriptedEngine) -> N
         "response.content_part.added",
     )
     assert (added["item"]["status"], added["item"]["content"]) == ("in_progress", [])
-    place = {"item_id": added["item"]["id"], "output_index": 0, "content_index": 0}
-    assert place.items() <= part.items()
+    part_ids = {"item_id": added["item"]["id"], "output_index": 0, "content_index": 0}
+    assert part_ids.items() <= part.items()
     assert {event["type"] for event in deltas} == {"response.output_text.delta"}
-    assert all(place.items() <= event.items() for event in deltas)
+    assert all(part_ids.items() <= event.items() for event in deltas)
     assert "".join(event["delta"] for event in deltas) == "hello world"
     assert (text["type"], text["text"]) == ("response.output_text.done", "hello world")
     assert (part_done["type"], done["type"]) == (
@@ -106,7 +106,7 @@ def test_a_stream_has_openais_order(server: Server, engine: ScriptedEngine) -> N
     assert stored.json() == completed["response"]
 
 
-def test_an_answer_that_found_no_end_is_incomplete(server: Server, engine: ScriptedEngine) -> None:
+def test_an_answer_cut_at_its_limit_is_incomplete(server: Server, engine: ScriptedEngine) -> None:
     body = ask(server, max_output_tokens=2).json()
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -134,24 +134,26 @@ def test_items_become_the_messages_of_a_conversation(
     ]
     answer = ask(server, items, instructions="be kind")
     assert answer.status_code == 200, answer.text
-    assert asked(engine, tokenizer) == (
+    assert last_prompt(engine, tokenizer) == (
         "<|system|>be kind\n\nbe brief\n<|user|>one\n<|assistant|>two\n"
         "<|tool|>three\n<|system|>four\n<|user|>five\n<|assistant|>"
     )
 
 
-def test_a_response_goes_on_from_an_earlier_one(
+def test_a_response_continues_an_earlier_one(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     first = ask(server, "one", instructions="be kind").json()
     second = ask(server, "two", previous_response_id=first["id"]).json()
     assert second["previous_response_id"] == first["id"]
-    assert asked(engine, tokenizer) == (
+    assert last_prompt(engine, tokenizer) == (
         "<|user|>one\n<|assistant|>hello world\n<|user|>two\n<|assistant|>"
     )
     server.client.delete("/v1/responses/" + first["id"])
     assert ask(server, "three", previous_response_id=second["id"]).status_code == 200
-    assert asked(engine, tokenizer).startswith("<|user|>one\n<|assistant|>hello world\n<|user|>two")
+    assert last_prompt(engine, tokenizer).startswith(
+        "<|user|>one\n<|assistant|>hello world\n<|user|>two"
+    )
     items = server.client.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()
     texts = [item["content"][0]["text"] for item in items["data"]]
     assert texts == ["one", "hello world", "two"]
@@ -162,19 +164,19 @@ def test_a_response_goes_on_from_an_earlier_one(
     assert newest["data"][0]["id"] == items["data"][1]["id"]
 
 
-def test_an_item_can_be_referred_to(
+def test_an_item_can_be_referenced(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     first = ask(server, "one").json()
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     answer = ask(server, [reference, {"role": "user", "content": "two"}])
     assert answer.status_code == 200, answer.text
-    assert asked(engine, tokenizer) == "<|assistant|>hello world\n<|user|>two\n<|assistant|>"
+    assert last_prompt(engine, tokenizer) == "<|assistant|>hello world\n<|user|>two\n<|assistant|>"
     lost = ask(server, [{"id": "msg_nobody"}])
     assert (lost.status_code, lost.json()["error"]["param"]) == (404, "input[0].id")
 
 
-def test_what_is_not_stored_is_not_found(server: Server, engine: ScriptedEngine) -> None:
+def test_a_response_that_is_not_stored_is_not_found(server: Server, engine: ScriptedEngine) -> None:
     body = ask(server, store=False).json()
     assert body["store"] is False
     client, url = server.client, "/v1/responses/" + body["id"]
@@ -191,7 +193,7 @@ def test_what_is_not_stored_is_not_found(server: Server, engine: ScriptedEngine)
     assert missing[-1].json()["error"]["param"] == "previous_response_id"
 
 
-def test_a_stored_response_can_be_deleted_and_not_cancelled(
+def test_a_stored_response_can_be_deleted_but_not_cancelled(
     server: Server, engine: ScriptedEngine
 ) -> None:
     body = ask(server).json()
@@ -203,7 +205,7 @@ def test_a_stored_response_can_be_deleted_and_not_cancelled(
     assert server.client.get(url).status_code == 404
 
 
-def test_keys_do_not_see_each_others_responses(
+def test_an_api_key_cannot_see_responses_of_another(
     start_server: Callable[..., Server],
     start_engine: Callable[..., ScriptedEngine],
     says: Callable[..., Any],
@@ -223,7 +225,7 @@ def test_keys_do_not_see_each_others_responses(
     assert ask(server, reference).status_code == 404
 
 
-def test_what_a_request_says_of_sampling_arrives(server: Server, engine: ScriptedEngine) -> None:
+def test_sampling_fields_reach_the_engine(server: Server, engine: ScriptedEngine) -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
     accepted = {"user": "u", "service_tier": "auto", "unknown": [1], "background": False}
     answer = ask(server, max_output_tokens=50, **sampling, **accepted)
@@ -238,13 +240,13 @@ def test_log_probabilities_come_with_their_text(server: Server, engine: Scripted
     whole = ask(server, **fields).json()["output"][0]["content"][0]["logprobs"]
     assert "".join(token["token"] for token in whole) == "hello world"
     assert all(len(token["top_logprobs"]) == 2 for token in whole)
-    found = streamed(server, **fields)
-    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    stream = streamed(server, **fields)
+    deltas = [event for event in stream if event["type"] == "response.output_text.delta"]
     assert [token for event in deltas for token in event["logprobs"]] == whole
-    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == whole
+    assert stream[-1]["response"]["output"][0]["content"][0]["logprobs"] == whole
 
 
-def test_a_long_conversation_loses_its_beginning_where_that_is_allowed(
+def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
     server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     items = [{"role": "user", "content": f"{number} " + "x" * 90} for number in range(9)]
@@ -253,7 +255,7 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_allowed(
     assert refused.json()["error"]["param"] == "input"
     answer = ask(server, items, truncation="auto", max_output_tokens=20, instructions="be kind")
     assert answer.status_code == 200, answer.text
-    prompt = asked(engine, tokenizer)
+    prompt = last_prompt(engine, tokenizer)
     assert prompt.startswith("<|system|>be kind\n<|user|>5 xxx")
     assert len(engine.got(Submit)[-1].token_ids) <= 512 - 20
 
@@ -285,7 +287,7 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_allowed(
         ({"input": "x" * 2000}, "input"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_an_error_names_the_wrong_field(
     server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
 ) -> None:
     answer = ask(server, **{"given": "hi", **fields})
@@ -295,7 +297,7 @@ def test_what_is_wrong_is_named(
     assert param == "input" or param.split("[")[0].split(".")[0] in error["message"]
 
 
-def test_an_error_in_a_stream_is_told_twice(
+def test_an_error_in_a_stream_is_two_events(
     server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[..., Any]
 ) -> None:
     engine = start_engine(server, script=says("hello world"), hold_tokens_after=2)
@@ -314,12 +316,12 @@ def test_an_error_in_a_stream_is_told_twice(
     assert server.client.get("/v1/responses/" + failed["response"]["id"]).status_code == 404
 
 
-def test_a_client_that_goes_frees_the_engine(server: Server, engine: ScriptedEngine) -> None:
+def test_a_disconnected_client_frees_the_engine(server: Server, engine: ScriptedEngine) -> None:
     engine.behaviour.hold_tokens_after = 0
     with server.client.stream(
         "POST", "/v1/responses", json={"input": "hi", "stream": True}
     ) as answer:
-        chunks = answer.iter_bytes()  # (which closes the connection when nobody holds it)
+        chunks = answer.iter_bytes()  # closes the connection when it is deleted
         next(chunks)
         assert engine.running
     eventually(lambda: not engine.running)
@@ -327,7 +329,7 @@ def test_a_client_that_goes_frees_the_engine(server: Server, engine: ScriptedEng
 
 # -- output --------------------------------------------------------------------
 
-PIECES = [
+DELTAS = [
     OutputDelta(reasoning="I "),
     OutputDelta(reasoning="think.", text="\n\n"),
     OutputDelta(text="So:"),
@@ -339,13 +341,10 @@ PIECES = [
 
 @pytest.mark.parametrize("summarized", [False, True])
 def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> None:
-    stream, whole = (
-        OutputItemBuilder(summarized=summarized),
-        OutputItemBuilder(summarized=summarized),
-    )
-    found = [event for piece in PIECES for event in stream.feed(piece)]
-    found += stream.finish()
-    whole.feed(OutputDelta.join(PIECES))
+    stream = OutputItemBuilder(summarized=summarized)
+    sent = [event for delta in DELTAS for event in stream.feed(delta)] + stream.finish()
+    whole = OutputItemBuilder(summarized=summarized)
+    whole.feed(OutputDelta.join(DELTAS))
     whole.finish()
     reasoning, message, first, second = (msgspec.to_builtins(item) for item in stream.finished)
     assert [msgspec.to_builtins(item)["type"] for item in whole.finished] == [
@@ -356,8 +355,8 @@ def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> No
     assert message["content"][0]["text"] == "\n\nSo:"
     assert (first["call_id"], first["arguments"]) == ("call_a", '{"x": 1}')
     assert (second["call_id"], second["arguments"]) == ("call_b", "{}")
-    tags = [str(event.__struct_config__.tag).removeprefix("response.") for event in found]
-    thought = (
+    tags = [str(event.__struct_config__.tag).removeprefix("response.") for event in sent]
+    reasoning_tags = (
         [
             "reasoning_summary_part.added",
             *["reasoning_summary_text.delta"] * 2,
@@ -372,7 +371,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own(summarized: bool) -> No
     )
     arguments = "function_call_arguments."
     assert tags == [
-        *("output_item.added", *thought, "output_item.done"),
+        *("output_item.added", *reasoning_tags, "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta"),
         *("output_text.done", "content_part.done", "output_item.done"),
         *("output_item.added", arguments + "delta", arguments + "delta"),
@@ -390,7 +389,7 @@ def turn(number: int, before: StoredResponse | None = None, key: str = "k") -> S
     return StoredResponse(key, before, items.encode(), answer.encode())
 
 
-def test_the_store_forgets_what_was_used_longest_ago() -> None:
+def test_the_store_drops_the_least_recently_used_response() -> None:
     store = ResponseStore(max_bytes=10**6, max_responses=2)
     store.put("a", turn(1))
     store.put("b", turn(2))
@@ -402,7 +401,7 @@ def test_the_store_forgets_what_was_used_longest_ago() -> None:
     assert store.find("k", "a").item_ids() == ["in_1", "out_1"]
 
 
-def test_what_later_turns_build_on_stays_and_counts() -> None:
+def test_a_turn_that_later_turns_build_on_stays_and_counts() -> None:
     one = turn(1)
     store = ResponseStore(max_bytes=10**6)
     store.put("a", one)
@@ -417,7 +416,7 @@ def test_what_later_turns_build_on_stays_and_counts() -> None:
     assert store.item("k", "in_1") is None
 
 
-def test_a_turn_that_was_forgotten_meanwhile_counts_again() -> None:
+def test_a_dropped_turn_counts_again_with_a_turn_that_builds_on_it() -> None:
     one = turn(1)
     store = ResponseStore(max_bytes=10**6)
     store.put("a", one)
@@ -427,7 +426,7 @@ def test_a_turn_that_was_forgotten_meanwhile_counts_again() -> None:
     assert len(store.find("k", "b").conversation()) == 4
 
 
-def test_the_store_never_holds_more_than_it_may() -> None:
+def test_the_store_never_exceeds_its_limit() -> None:
     store = ResponseStore(max_bytes=5 * turn(0).size_bytes)
     last: StoredResponse | None = None
     for number in range(50):

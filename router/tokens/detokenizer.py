@@ -1,4 +1,4 @@
-"""From token ids to text that may be shown: whole characters, cut at stop strings."""
+"""Token ids to text that may be shown: whole characters, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ class StreamingDetokenizer(Protocol):
 
 
 class StopScanner:
-    """Passes text on up to the first stop string, which it swallows.
+    """Passes text on up to the first stop string, which is dropped.
 
-    What could still become a stop string is held back, and nothing else. The
-    first stop string is the one that is complete first (the longer one, when two
-    end at once), so the cut does not depend on how the text was split up.
+    Only text that may be the beginning of a stop string is held back. The first stop string is the
+    one that is complete first (the longer one if two end at the same place), so the cut does not
+    depend on how the text was split up.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.match: str | None = None
-        """The stop string that was found."""
+        self.match: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> str:
-        """The text that can be shown now. After a ``match`` it is always empty."""
-        if self.match is not None or not self._stops:
-            return "" if self.match is not None else text
+        """Return the text that can be shown now. After a ``match`` it is empty."""
+        if self.match is not None:
+            return ""
         text = self._held + text
         ends = [
             (start + len(stop), start, stop)
@@ -48,28 +47,23 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The end of the text has come: what was held back is no stop string."""
+        """Return what was held back: at the end of the text it is no stop string."""
         held, self._held = self._held, ""
         return held
 
 
-def partial_match_length(text: str, wanted: Sequence[str]) -> int:
-    """The length of the longest end of ``text`` that begins one of ``wanted``, and is not all of
-    it."""
-    longest = max(map(len, wanted), default=0)
+def partial_match_length(text: str, targets: Sequence[str]) -> int:
+    """Return the length of the longest end of ``text`` with which a longer target begins."""
+    longest = max(map(len, targets), default=0)
     for length in range(min(longest - 1, len(text)), 0, -1):
         end = text[-length:]
-        if any(each.startswith(end) for each in wanted):
+        if any(target.startswith(end) for target in targets):
             return length
     return 0
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence as its tokens come.
-
-    ``num_tokens`` counts those consumed, up to and with the one that completed a stop
-    string: what comes after that is ignored.
-    """
+    """The text of one sequence while its tokens arrive."""
 
     def __init__(
         self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0
@@ -78,6 +72,7 @@ class IncrementalDetokenizer:
         self._scanner = StopScanner(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
+        """Tokens consumed, up to the one that completed a stop string. Later ones do not count."""
 
     @property
     def stopped(self) -> bool:
@@ -90,13 +85,14 @@ class IncrementalDetokenizer:
         return self._scanner.match
 
     def prime(self, prompt: Sequence[int]) -> str:
-        """Lets the text go on after ``prompt``, and returns what is whole of the prompt's own."""
+        """Put ``prompt`` before the text. Return the prompt's own text, without half a character at
+        its end."""
         for token in prompt:
             self._add(token)
         return self._detokenizer.last_segment
 
     def feed(self, token: int) -> str:
-        """What can be shown now. After ``stopped`` it is always empty, and nothing counts."""
+        """Return the text that can be shown now. Once ``stopped``, ignore ``token``."""
         if self.stopped:
             return ""
         self.num_tokens += 1
@@ -105,18 +101,18 @@ class IncrementalDetokenizer:
         return segment if self.num_tokens < self._min_tokens else self._scanner.feed(segment)
 
     def count_stop_token(self) -> None:
-        """A token that is no text: the one that ended the sequence."""
+        """Count a token without text: the one that ended the sequence."""
         self.num_tokens += 1
 
     def finish(self) -> str:
-        """The rest: what was held back for a character or a stop string to complete."""
+        """Return the rest: what was held back for a character or a stop string to complete."""
         if self.stopped:
             return ""
         try:
             self._detokenizer.finalize()
         except KeyError:
-            # mlx-lm's BPE detokenizer, on a token with characters outside its byte
-            # alphabet after half a character: the half character is no text.
+            # mlx-lm's BPE detokenizer raises on a token with characters outside its byte alphabet
+            # after half a character. The half character is dropped.
             return self._scanner.flush()
         shown = self._scanner.feed(self._detokenizer.last_segment)
         return shown if self.stopped else shown + self._scanner.flush()
@@ -125,4 +121,4 @@ class IncrementalDetokenizer:
         try:
             self._detokenizer.add_token(token)
         except (IndexError, KeyError, TypeError):
-            pass  # an id of a padded vocabulary that the tokenizer does not know: no text
+            pass  # an id of a padded vocabulary, which the tokenizer does not know, has no text

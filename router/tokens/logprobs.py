@@ -1,4 +1,4 @@
-"""Which tokens belong to a text, and how likely they were."""
+"""Log-probabilities of tokens, beside the text that the tokens became."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ from router.tokens.vocabulary import Vocabulary
 from shared.wire import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
-"""Stands for a probability of zero, as in OpenAI's answers: JSON has no infinity."""
+"""The logarithm of a probability of zero, as in OpenAI's answers: JSON has no infinity."""
 
 
 class ScoredToken(NamedTuple):
-    """``offset`` is where its text begins, in characters of the whole text. A prompt's first
-    token has no ``logprobs``."""
+    """A token with its place in the text and its log-probabilities."""
 
     id: int
-    offset: int
-    logprobs: TokenLogprobs | None
+    offset: int  # where its text begins, in characters of the whole text
+    logprobs: TokenLogprobs | None  # None for the first token of a prompt
 
 
 class TokenAligner:
-    """Gives out tokens along with the text that they became.
+    """Returns tokens along with the text that they became.
 
-    Text may lag behind its tokens, by half a character or what could be a stop string. A
-    token goes out with the first piece that shows something of it.
+    Text may lag behind its tokens, by half a character or by the beginning of a stop string. A
+    token is returned with the first piece of text that shows a part of it.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: deque[ScoredToken] = deque()
-        self._length = 0
-        self._begun = False
+        self._length = 0  # of the text, in characters
+        self._begun = False  # whether there is any text
 
     def add_prompt(
         self, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str
     ) -> None:
-        """The prompt comes first; ``text`` is what it is in the answer."""
+        """Add the prompt, ahead of all other tokens. ``text`` is what the answer shows of it."""
         whole = "".join(
             self._decoder.decode(self._vocabulary.token_bytes(token)) for token in prompt
         )
-        # A tokenizer may put a begin token or a space in front that are not of the text.
+        # A tokenizer may put a begin token or a space in front that is not in the text.
         ahead = len(whole) - len(text) if whole.endswith(text) else 0
         self._decoder.reset()
         position = 0
@@ -63,6 +62,7 @@ class TokenAligner:
         self._length, self._begun = len(text), True
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add output tokens."""
         for token, own in zip(tokens, logprobs, strict=True):
             self._pending.append(ScoredToken(token, self._length, own))
             text = self._decoder.decode(self._vocabulary.token_bytes(token))
@@ -72,27 +72,28 @@ class TokenAligner:
             self._length += len(text)
 
     def take(self, length: int) -> list[ScoredToken]:
-        """The tokens that begin within the first ``length`` characters, once each."""
+        """Return the tokens that begin within the first ``length`` characters, once each."""
         out = []
         while self._pending and self._pending[0].offset < length:
             out.append(self._pending.popleft())
         return out
 
     def take_rest(self) -> list[ScoredToken]:
-        """All that are left: those at the end that are no text."""
+        """Return all tokens that are left: those at the end, which have no text."""
         out = list(self._pending)
         self._pending.clear()
         return out
 
 
 class LogprobsContext(NamedTuple):
-    """What it takes to show log-probabilities: how many alternatives for each token."""
+    """How log-probabilities are shown."""
 
     vocabulary: Vocabulary
-    num_logprobs: int
+    num_logprobs: int  # alternatives for each token
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> ChatLogprobs:
+    """Return log-probabilities in the form of chat completions."""
     vocabulary, count = context
 
     def named(token: int, logprob: float) -> TopLogprob:
@@ -106,20 +107,21 @@ def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Ch
     for token in tokens:
         if token.logprobs is not None:
             own = named(token.id, token.logprobs.chosen)
-            others = list(zip(token.logprobs.top_ids, token.logprobs.top, strict=True))[:count]
+            top = list(zip(token.logprobs.top_ids, token.logprobs.top, strict=True))[:count]
             content.append(
                 ChatCompletionTokenLogprob(
                     token=own.token,
                     logprob=own.logprob,
                     bytes=own.bytes,
-                    top_logprobs=[named(*other) for other in others],
+                    top_logprobs=[named(*other) for other in top],
                 )
             )
     return ChatLogprobs(content)
 
 
 def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> TextLogprobs:
-    """The alternatives have the token itself too, even where it is not among the likeliest."""
+    """Return log-probabilities in the form of text completions: the alternatives of a token include
+    itself, even where it is not among the most likely."""
     vocabulary, count = context
 
     def alternatives(token: ScoredToken) -> dict[str, float] | None:
@@ -144,7 +146,7 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], context: LogprobsContext
 ) -> PromptLogprobs:
-    """In vLLM's form."""
+    """Return log-probabilities of a prompt in vLLM's form."""
     vocabulary, count = context
     out: PromptLogprobs = [None]
     for token, own in zip(prompt[1:], logprobs, strict=True):
@@ -163,7 +165,7 @@ def prompt_logprobs(
 
 
 def _alternatives(token: int, scores: TokenLogprobs, count: int) -> list[tuple[int, float]]:
-    """The ``count`` most likely tokens, and ``token`` where it is not one of them."""
-    found = dict(zip(scores.top_ids[:count], scores.top[:count], strict=True))
-    found.setdefault(token, scores.chosen)
-    return list(found.items())
+    """Return the ``count`` most likely tokens, and ``token`` if it is not one of them."""
+    alternatives = dict(zip(scores.top_ids[:count], scores.top[:count], strict=True))
+    alternatives.setdefault(token, scores.chosen)
+    return list(alternatives.items())

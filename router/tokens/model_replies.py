@@ -1,4 +1,4 @@
-"""What one model's replies look like: how they are taken apart, and how they are held to calls."""
+"""The replies of one model: their parsers, and the grammars that constrain them to calls."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ _HARMONY_ANALYSIS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|><
 
 
 class ToolCallPolicy(NamedTuple):
-    """What a request says of calls: which ``tools`` may be called, whether a call is ``required``,
-    and whether there may be several (``parallel``)."""
+    """The tool calls that a request allows."""
 
-    tools: Sequence[Tool]
-    required: bool = False
-    parallel: bool = True
+    tools: Sequence[Tool]  # those that may be called
+    required: bool = False  # whether there has to be a call
+    parallel: bool = True  # whether there may be several
 
 
 class ModelReplies:
+    """Makes the parser and the grammar of a reply, by the format of one model."""
+
     def __init__(
         self, format: ReplyFormat, tokenizer: Any, vocabulary: Vocabulary, *, short_ids: bool
     ) -> None:
@@ -49,13 +50,13 @@ class ModelReplies:
         self._vocabulary = vocabulary
         self._new_id = short_call_id if short_ids else call_id
         added = {token: each for token, each in tokenizer.added_tokens_decoder.items() if str(each)}
-        self._added = {token: str(each) for token, each in added.items()}
+        self.added_tokens = {token: str(each) for token, each in added.items()}
         self._special = {token: str(each) for token, each in added.items() if each.special}
-        # llguidance takes what is in angle brackets for a control token, special or not.
+        # For llguidance, an added token in angle brackets is a control token, special or not.
         self._control_tokens = ControlTokens(
             {
                 text: token
-                for token, text in self._added.items()
+                for token, text in self.added_tokens.items()
                 if token in self._special or (text[0] == "<" and text[-1] == ">")
             }
         )
@@ -64,29 +65,30 @@ class ModelReplies:
             self._think_end_ids = list(tokenizer.encode(format.think.end, add_special_tokens=False))
 
     def parser(self, prompt: Sequence[int], policy: ToolCallPolicy) -> ReplyParser:
-        """What takes a reply to ``prompt`` apart."""
+        """Return the parser of a reply to ``prompt``."""
         format = self._format_for(policy)
         tools = policy.tools if format.tools is not None else ()
         if format.is_plain and not tools:
             return PlainReplyParser()
         template = self._call_template(policy)
-        live = None
+        call_stream = None
         if policy.required and tools and template is not None and not template.argument:
-            live = StreamingCallParser(template, [tool.function.name for tool in tools])
+            call_stream = StreamingCallParser(template, [tool.function.name for tool in tools])
         return MarkedReplyParser(
             format,
             format.initial_state_after(self._tail(prompt)),
             [tool_schema(tool) for tool in tools],
             single_call=not policy.parallel,
             new_id=self._new_id,
-            call_stream=live,
+            call_stream=call_stream,
         )
 
     def grammar(
         self, prompt: Sequence[int], policy: ToolCallPolicy, bound: Grammar | None
     ) -> Grammar | None:
-        """What holds a reply to calls that must be made or have strict arguments, and else to
-        ``bound``; behind the reasoning that ``prompt`` opens. Raises `InvalidRequest`."""
+        """Return the grammar of a reply to ``prompt``: calls if they are required or have strict
+        arguments, otherwise ``bound``, the grammar of the request. It begins after the reasoning
+        that ``prompt`` opens. Raises `InvalidRequest`."""
         tail = self._tail(prompt)
         grammar = self._calls_grammar(policy, bound, tail) or bound
         if grammar is None or self.format.initial_state_after(tail) is not ReplyState.REASONING:
@@ -101,34 +103,33 @@ class ModelReplies:
         template = self._call_template(policy)
         if not functions or format.tools is None or template is None:
             return None
-        instead = unlike = None
+        alternative = excluded_text = None
         if not policy.required:
             if bound is not None:
                 schema = msgspec.json.decode(bound.source) if bound.kind == "json_schema" else None
                 if not isinstance(schema, dict):
                     return None
-                instead = json_rule(schema)
+                alternative = json_rule(schema)
             elif not any(function.strict for function in functions) or format.transitions:
                 return None
             elif format.tools.start:
-                unlike = format.tools.start
+                excluded_text = format.tools.start
             else:
-                instead = _NOT_JSON
+                alternative = _NOT_JSON
         text = calls_grammar(
             template,
             functions,
             self._control_tokens,
             parallel=policy.parallel,
             think=self._optional_reasoning(format, tail),
-            excluded_text=unlike,
-            alternative=instead,
+            excluded_text=excluded_text,
+            alternative=alternative,
         )
-        return lark_grammar(
-            text, "tools" if bound is None or policy.required else bound.param or "tools"
-        )
+        param = None if bound is None or policy.required else bound.param
+        return lark_grammar(text, param or "tools")
 
     def _optional_reasoning(self, format: ReplyFormat, tail: str) -> ReasoningMarkers | None:
-        """The reasoning that a reply may begin with by itself."""
+        """Return the markers of reasoning that a reply may open by itself."""
         think = format.think
         if format.initial_state is ReplyState.HEADER:
             return _HARMONY_ANALYSIS
@@ -137,6 +138,8 @@ class ModelReplies:
         return think if all(marker in self._control_tokens.control for marker in think) else None
 
     def _call_template(self, policy: ToolCallPolicy) -> CallTemplate | None:
+        """Return how calls are written: in the model's own way, or as plain JSON where that is not
+        known and a call is required."""
         if self.format.tools is None:
             return CALL_TEMPLATES[JSON.name] if policy.required else None
         functions = [tool.function for tool in policy.tools]
@@ -144,16 +147,14 @@ class ModelReplies:
         return own or (CALL_TEMPLATES[JSON.name] if policy.required else None)
 
     def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:
-        """Calls that must be made are plain JSON where the model's own way is not known."""
-        template = self._call_template(policy)
-        if policy.required and template is CALL_TEMPLATES[JSON.name]:
-            return replace(
-                self.format, tools=JSON, transitions=None, initial_state=ReplyState.NORMAL
-            )
+        """Return the format of replies: another one where required calls are plain JSON."""
+        if policy.required and self._call_template(policy) is CALL_TEMPLATES[JSON.name]:
+            normal = ReplyState.NORMAL
+            return replace(self.format, tools=JSON, transitions=None, initial_state=normal)
         return self.format
 
     def _tail(self, prompt: Sequence[int]) -> str:
-        """The end of ``prompt``, back to a control token that has nothing to do with reasoning."""
+        """Return the end of ``prompt``, back to a control token that is no marker of reasoning."""
         markers = "" if self.format.think is None else "".join(self.format.think)
         start = len(prompt)
         while start > max(0, len(prompt) - _TAIL_TOKENS):
@@ -162,4 +163,4 @@ class ModelReplies:
                 break
             start -= 1
         tail = prompt[start:]
-        return "".join(self._added.get(t) or self._vocabulary.token_text(t) for t in tail)
+        return "".join(self.added_tokens.get(t) or self._vocabulary.token_text(t) for t in tail)

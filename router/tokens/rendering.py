@@ -1,7 +1,7 @@
 """Prompts to token ids and back: a model's chat template, tokenizer and detokenizer.
 
-All of it comes from files that an engine gave. No code of a model runs here:
-templates run in the sandbox of transformers, and remote code is never trusted.
+All of it comes from files of an engine. No code of a model runs here: templates run in the sandbox
+of transformers, and remote code is never trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class SamplingDefaults:
-    """What a model's ``generation_config.json`` says where a request says nothing.
+    """A model's ``generation_config.json``: values for what a request does not set.
 
     Without one the temperature is 0, as in mlx-lm's own server.
     """
@@ -47,8 +47,8 @@ def _number(config: Mapping[str, Any], name: str, default: float) -> float:
 
 
 class Renderer:
-    """One model's tokenizer. The tokenizer itself works on one thread of its own, off
-    the event loop; it does not stand being used by two at once."""
+    """One model's tokenizer. It runs on a thread of its own, off the event loop: it cannot be used
+    by two threads at once."""
 
     def __init__(
         self,
@@ -66,18 +66,16 @@ class Renderer:
         self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
         self.vocabulary = Vocabulary(detokenizer_source)
-        added = tokenizer.added_tokens_decoder
-        texts = {token: str(each) for token, each in added.items() if str(each)}
-        self._tokenization_cache = TokenizationCache(
-            texts, self.vocabulary.token_bytes, self._encode_rendered
-        )
         self.replies = ModelReplies(
             format, tokenizer, self.vocabulary, short_ids=self._template.short_ids
+        )
+        self._tokenization_cache = TokenizationCache(
+            self.replies.added_tokens, self.vocabulary.token_bytes, self._encode_rendered
         )
         self.eos_token_ids = frozenset(int(token) for token in tokenizer.eos_token_ids)
         newline = tokenizer.encode("\n", add_special_tokens=False)
         self.xtc_special_ids = sorted({*self.eos_token_ids, *newline})
-        """What XTC leaves alone: where an answer or a line ends should stay the model's choice."""
+        """Tokens exempt from XTC: the model alone should choose where an answer or a line ends."""
 
     @classmethod
     async def load(
@@ -90,18 +88,18 @@ class Renderer:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> Renderer:
-        """From the tokenizer files in ``directory``. Raises whatever the loader raises."""
+        """Load the tokenizer files in ``directory``. Raises any exception of the loader."""
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
         def load() -> Renderer:
-            tokenizer, detokenizing = _load(directory, tokenizer_options)
+            tokenizer, detokenizer_source = _load(directory, tokenizer_options)
             if chat_template is not None:
                 tokenizer._chat_template = None
                 tokenizer.chat_template = chat_template
                 tokenizer.has_chat_template = True
             defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
             format = detect_format(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
-            return cls(tokenizer, detokenizing, pool, defaults, template_args, format)
+            return cls(tokenizer, detokenizer_source, pool, defaults, template_args, format)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, load)
@@ -113,31 +111,31 @@ class Renderer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def detokenizer(self) -> StreamingDetokenizer:
-        """A fresh streaming detokenizer; cheap, for use on the event loop."""
+        """Return a new streaming detokenizer. It is cheap, for use on the event loop."""
         return cast(StreamingDetokenizer, self._detokenizer_source.detokenizer)
 
     @property
     def capabilities(self) -> list[str]:
-        """What this tokenizer and its template make possible."""
-        found = {
+        """The features that this tokenizer and its template make possible."""
+        features = {
             "chat": self._tokenizer.has_chat_template,
             "tools": self._tokenizer.has_chat_template and self._format.tools is not None,
             "reasoning": self._format.has_reasoning,
         }
-        return [name for name, there in found.items() if there]
+        return [name for name, available in features.items() if available]
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a plain prompt, with the special tokens the model begins with."""
+        """Return the token ids of a plain prompt, with the special tokens the model begins with."""
         return await self._run(lambda: self._encode(text, add_special_tokens))
 
     async def decode(self, tokens: list[int]) -> str:
-        """The text of ``tokens``, special ones included."""
+        """Return the text of ``tokens``, special ones included."""
         return await self._run(
             lambda: str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         )
 
     async def token_strings(self, tokens: list[int]) -> list[str]:
-        """The tokens as the vocabulary writes them."""
+        """Return the tokens as the vocabulary writes them."""
         return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(tokens)))
 
     async def render_chat(
@@ -150,36 +148,34 @@ class Renderer:
         ending: PromptEnding = "generation_prompt",
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """The token ids of a conversation, with those of earlier replies in ``cache_scope`` where
-        they are known (`router.tokens.tokenization_cache`). Raises `InvalidRequest`."""
+        """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep the
+        tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`."""
 
         def render() -> list[int]:
             text = self._template.render(messages, tools, template_args, ending=ending)
             if add_special_tokens:
                 return self._encode(text.replace(TOKEN_BREAK, ""))
-            return (
-                self._encode_rendered(text)
-                if cache_scope is None
-                else self._tokenization_cache.tokenize(cache_scope, text)
-            )
+            if cache_scope is None:
+                return self._encode_rendered(text)
+            return self._tokenization_cache.tokenize(cache_scope, text)
 
         return await self._run(render)
 
     def remember_reply(
         self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """Remembers the tokens that came behind ``prompt``, should a conversation go on there."""
+        """Remember the tokens that followed ``prompt``, for a conversation that continues them."""
         self._pool.submit(self._tokenization_cache.extend, cache_scope, list(prompt), list(output))
 
     async def compare(self, cache_scope: str, prompt: Sequence[int]) -> PrefixComparison:
-        """``prompt``, which `render_chat` made, beside the closest earlier one."""
+        """Compare ``prompt``, a result of `render_chat`, to the closest earlier text."""
         return await self._run(lambda: self._tokenization_cache.comparison(cache_scope, prompt))
 
     async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def without_bos(self, text: str, tokens: Sequence[int]) -> Sequence[int]:
-        """``tokens`` of ``text`` without the begin token that `encode` put in front."""
+        """Return the ``tokens`` of ``text`` without the begin token that `encode` put in front."""
         bos = self._tokenizer.bos_token
         added = bos is not None and not text.startswith(bos)
         return tokens[1:] if added and tokens[:1] == [self._tokenizer.bos_token_id] else tokens
@@ -190,23 +186,23 @@ class Renderer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _encode_rendered(self, text: str) -> list[int]:
-        """The token ids of a rendered prompt, which has its special tokens already."""
+        """Return the token ids of a rendered prompt, which has its special tokens already."""
         pieces = [piece for piece in text.split(TOKEN_BREAK) if piece]
         encode = self._tokenizer.encode
         return [t for piece in pieces for t in encode(piece, add_special_tokens=False)]
 
 
 def warm_up() -> None:
-    """The slow import, ahead of the first model. Takes seconds; call it on a thread."""
-    # The files are all here: nothing is ever looked up on the hub.
+    """Do the slow import, ahead of the first model. It takes seconds; call it on a thread."""
+    # All files are local: nothing is ever looked up on the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import mlx_lm.tokenizer_utils  # noqa: F401
 
 
 def _load(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The tokenizer, and the one to detokenize with: another one where detokenizing
-    calls into the tokenizer, which then would be used by two threads at once."""
+    """Return the tokenizer and the one to detokenize with: a second one where detokenizing calls
+    into the tokenizer, which otherwise would be used by two threads at once."""
     warm_up()
     from mlx_lm import tokenizer_utils
 

@@ -1,4 +1,4 @@
-"""What a model says, taken apart: its reasoning, its text, and the tools that it calls."""
+"""A reply split into its reasoning, its text and its tool calls."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import NamedTuple, Protocol
 
 
 class CallDelta(NamedTuple):
-    """More of tool call ``number`` of a reply; ``id`` and ``name`` come with its first
-    piece. The pieces of ``arguments`` joined are JSON text."""
+    """A piece of one tool call."""
 
-    number: int
-    arguments: str = ""
-    id: str | None = None
+    number: int  # of the call within the reply, from 0
+    arguments: str = ""  # the arguments of all pieces joined are JSON text
+    id: str | None = None  # in the first piece only, like the name
     name: str | None = None
 
 
 class ReplyDelta(NamedTuple):
-    """What a stretch of generated text was."""
+    """The parts of a stretch of generated text."""
 
     reasoning: str = ""
     text: str = ""
@@ -24,11 +23,11 @@ class ReplyDelta(NamedTuple):
 
 
 class ReplyParser(Protocol):
-    """Takes one reply apart as it comes. How the text is cut into pieces does not matter."""
+    """Splits one reply while it arrives. The result does not depend on the pieces it arrives in."""
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next token is one of reasoning."""
+        """Whether the next token belongs to the reasoning."""
 
     @property
     def called(self) -> bool:
@@ -36,18 +35,17 @@ class ReplyParser(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that comes now would count, so that nothing needs to."""
+        """Whether all further text would be ignored, so that the sequence can be stopped."""
 
     def feed(self, text: str) -> ReplyDelta:
-        """What is certain now."""
+        """Return what is certain now."""
 
     def finish(self, *, cut: bool = False) -> ReplyDelta:
-        """The rest: nothing comes any more. ``cut`` says that more would have come, had it not
-        been for a limit or a stop string."""
+        """Return the rest. ``cut`` says that a limit or a stop string ended the reply."""
 
 
 class PlainReplyParser:
-    """A reply that is all text."""
+    """A `ReplyParser` for replies that are all text."""
 
     in_reasoning = False
     called = False

@@ -1,7 +1,7 @@
-"""A model's chat template: from messages and tools to the text of a prompt.
+"""A model's chat template: messages and tools to the text of a prompt.
 
-The template is a program of somebody else's. It runs in the sandbox of transformers, and
-what clients write is never more than data to it.
+A template is foreign code. It runs in the sandbox of transformers, and text of clients is only data
+to it.
 """
 
 from __future__ import annotations
@@ -18,32 +18,17 @@ from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding,
 logger = logging.getLogger(__name__)
 
 TOKEN_BREAK = "\ufdd0"
-"""Stands where text may not be read across: within what clients write like a control token.
-A noncharacter, which no text has."""
+"""Text is tokenized separately before and after it. It breaks up control tokens that clients spell
+out. It is a noncharacter, which no text has."""
 
 _MAX_ARGS = 32
 _RESERVED_ARGS = frozenset(
-    (
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "processor_kwargs",
-    )
+    "conversation messages tools documents chat_template add_generation_prompt"
+    " continue_final_message tokenize padding truncation max_length return_tensors return_dict"
+    " return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
 )
-"""What `apply_chat_template` itself takes: a client's own template would be its program
-running here, and the rest would change what comes back."""
+"""Arguments of `apply_chat_template` itself. A client's `chat_template` would be the client's code
+running here, and the others would change the result."""
 
 _PROBE_CALL = {"id": "call00000", "type": "function"}
 _PROBE_TOOL = {
@@ -58,23 +43,26 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ChatTemplate:
-    """``template_args`` are the operator's arguments for the template; ``has_reasoning`` says
-    whether the model marks its reasoning."""
+    """The chat template of one model.
+
+    ``template_args`` are the operator's arguments for it. ``has_reasoning`` says whether the model
+    marks its reasoning.
+    """
 
     def __init__(
         self, tokenizer: Any, template_args: Mapping[str, Any], *, has_reasoning: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._template_args = dict(template_args)
-        # mlx-lm says false of its own accord for models whose markers it does not know.
+        # For models whose markers it does not know, mlx-lm passes false by default.
         self._defaults = (
             {"enable_thinking": True} if has_reasoning and not tokenizer.has_thinking else {}
         )
         source = str(tokenizer.chat_template or "")
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
-        """Mistral's templates take ids of nine letters and digits only."""
-        self._arguments_as_text: bool | None = None
+        """Whether ids are nine letters and digits: Mistral's templates take no others."""
+        self._arguments_as_text: bool | None = None  # None: not known yet
         special = [
             str(token)
             for token in tokenizer.added_tokens_decoder.values()
@@ -90,9 +78,11 @@ class ChatTemplate:
         *,
         ending: PromptEnding = "generation_prompt",
     ) -> str:
-        """The prompt, with a `TOKEN_BREAK` in what is not to become a control token. Raises
-        `InvalidRequest` for what the template does not take: content of other kinds, an
-        order of roles, no template at all."""
+        """Return the prompt, with a `TOKEN_BREAK` in text that must not become a control token.
+
+        Raises `InvalidRequest` if there is no template, and for what it does not take, such as
+        content other than text or an order of roles.
+        """
         for name in template_args:
             if name in _RESERVED_ARGS or len(template_args) > _MAX_ARGS:
                 raise InvalidRequest(
@@ -107,11 +97,11 @@ class ChatTemplate:
             )
         try:
             conversation = self._break_control_tokens(self._conversation(messages))
-            described = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
+            schemas = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
             args = self._template_args | self._break_control_tokens(dict(template_args))
         except RecursionError:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
-        return self._render(conversation, described, args, ending)
+        return self._render(conversation, schemas, args, ending)
 
     def _render(
         self,
@@ -120,8 +110,8 @@ class ChatTemplate:
         args: dict[str, Any],
         ending: PromptEnding,
     ) -> str:
-        # An argument that this template or tokenizer raises on is left out: the last
-        # one given first, then all of them.
+        # If this template or tokenizer raises, one argument is left out, beginning with the last;
+        # then all are.
         attempts = [args]
         attempts += [{k: v for k, v in args.items() if k != name} for name in reversed(args)]
         attempts += [{}] if len(attempts) > 2 else []
@@ -129,7 +119,7 @@ class ChatTemplate:
         for attempt in attempts:
             try:
                 return self._apply(conversation, tools, attempt, ending)
-            except Exception as error:  # a template is a program of somebody else
+            except Exception as error:  # a template is foreign code
                 failure = failure or error
         logger.debug("the chat template raised", exc_info=failure)
         raise InvalidRequest(
@@ -143,7 +133,7 @@ class ChatTemplate:
         args: Mapping[str, Any],
         ending: PromptEnding,
     ) -> str:
-        # Only where it says something: templates that are functions do not know the argument.
+        # Only where it is true: templates that are functions do not know the argument.
         continued = {"continue_final_message": True} if ending == "open_message" else {}
         return str(
             self._tokenizer.apply_chat_template(
@@ -157,30 +147,26 @@ class ChatTemplate:
         )
 
     def _break_control_tokens(self, value: Any) -> Any:
-        """``value`` with a `TOKEN_BREAK` in every control token that is spelled out in it."""
+        """Return ``value`` with a `TOKEN_BREAK` in every control token that it spells out."""
         if isinstance(value, str):
             value = value.replace(TOKEN_BREAK, "")
             if self._control_tokens is None:
                 return value
-            return self._control_tokens.sub(
-                lambda found: found[0][0] + TOKEN_BREAK + found[0][1:], value
-            )
+            return self._control_tokens.sub(lambda m: m[0][0] + TOKEN_BREAK + m[0][1:], value)
         if isinstance(value, list):
             return [self._break_control_tokens(each) for each in value]
         if isinstance(value, dict):
-            return {
-                self._break_control_tokens(key): self._break_control_tokens(each)
-                for key, each in value.items()
-            }
+            broken = self._break_control_tokens
+            return {broken(key): broken(each) for key, each in value.items()}
         return value
 
     # -- messages --------------------------------------------------------------
 
     def _conversation(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Messages as templates expect them: text content, no empty keys, and a tool's
-        name beside what it says."""
-        names: dict[str, str] = {}
-        found = []
+        """Return messages as templates expect them: content is text, there are no empty keys, and a
+        tool's result has the tool's name."""
+        names: dict[str, str] = {}  # by call id
+        conversation = []
         for index, message in enumerate(messages):
             plain = self._message(message, f"messages[{index}]")
             for call in message.tool_calls or ():
@@ -188,18 +174,18 @@ class ChatTemplate:
                     names[call.id] = call.function.name
             if message.role == "tool" and message.tool_call_id in names:
                 plain.setdefault("name", names[message.tool_call_id])
-            found.append(plain)
-        return found
+            conversation.append(plain)
+        return conversation
 
-    def _message(self, message: ChatMessage, where: str) -> dict[str, Any]:
+    def _message(self, message: ChatMessage, path: str) -> dict[str, Any]:
         if message.audio is not None:
             raise InvalidRequest(
                 "Audio is not supported; this server takes text.",
-                param=f"{where}.audio",
+                param=f"{path}.audio",
                 code="unsupported_content",
             )
         role = "system" if message.role == "developer" else message.role
-        plain: dict[str, Any] = {"role": role, "content": _content(message, where)}
+        plain: dict[str, Any] = {"role": role, "content": _content(message, path)}
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:
@@ -210,7 +196,7 @@ class ChatTemplate:
         if calls:
             plain["tool_calls"] = calls
         reasoning = message.reasoning_content or message.reasoning
-        # gpt-oss' template takes one of content and thinking with a call.
+        # gpt-oss' template takes either content or thinking with a call, not both.
         if reasoning and not (self._reasoning_key == "thinking" and calls and plain["content"]):
             plain[self._reasoning_key] = reasoning
         return plain
@@ -229,10 +215,10 @@ class ChatTemplate:
         return digits[-9:].rjust(9, "0")
 
     def _arguments(self, arguments: str | dict[str, Any] | None) -> Any:
-        """As the template wants them: most iterate over an object, some add text to text.
-        What is no JSON goes as it is."""
+        """Return ``arguments`` as the template takes them: most templates iterate over an object,
+        some concatenate text. Text that is not JSON is passed as it is."""
         if self._arguments_as_text is None:
-            self._arguments_as_text = self._wants_text()
+            self._arguments_as_text = self._takes_arguments_as_text()
         if self._arguments_as_text:
             if isinstance(arguments, str):
                 return arguments or "{}"
@@ -244,22 +230,23 @@ class ChatTemplate:
         except ValueError:
             return arguments
 
-    def _wants_text(self) -> bool:
-        """Whether the template writes arguments as they are, found by giving it some."""
+    def _takes_arguments_as_text(self) -> bool:
+        """Return whether the template writes arguments as they are, found by a trial."""
 
         def probe(arguments: Any) -> str:
             function = {"name": "probe", "arguments": arguments}
-            asked = {"role": "user", "content": "x"}
-            called = {
+            question = {"role": "user", "content": "x"}
+            reply = {
                 "role": "assistant",
                 "content": "",
                 "tool_calls": [{**_PROBE_CALL, "function": function}],
             }
-            return self._apply([asked, called], [_PROBE_TOOL], self._template_args, "last_message")
+            messages = [question, reply]
+            return self._apply(messages, [_PROBE_TOOL], self._template_args, "last_message")
 
         try:
             return "{'probed'" in probe({"probed": "x"})
-        except Exception:  # a template is a program of somebody else
+        except Exception:  # a template is foreign code
             pass
         try:
             return "probed" in probe('{"probed": "x"}')
@@ -268,21 +255,22 @@ class ChatTemplate:
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """A tool as models are told of it, in the form of transformers' ``get_json_schema``."""
+    """Return a tool in the form of transformers' ``get_json_schema``, which templates take."""
     function = tool.function
-    told: dict[str, Any] = {"name": function.name}
+    schema: dict[str, Any] = {"name": function.name}
     if function.description is not None:
-        told["description"] = function.description
-    told["parameters"] = function.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": told}
+        schema["description"] = function.description
+    schema["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": schema}
 
 
-def _content(message: ChatMessage, where: str) -> str:
+def _content(message: ChatMessage, path: str) -> str:
+    """Return the content of ``message`` as text; ``path`` names it in errors."""
     if message.content is None or isinstance(message.content, str):
         return message.content or message.refusal or ""
     texts: list[str] = []
     for index, part in enumerate(message.content):
-        param = f"{where}.content[{index}]"
+        param = f"{path}.content[{index}]"
         if part.type not in ("text", "refusal"):
             raise InvalidRequest(
                 f"Content of type '{part.type}' is not supported; this server takes text.",
@@ -297,7 +285,7 @@ def _content(message: ChatMessage, where: str) -> str:
 
 
 def _reasoning_key(source: str) -> str:
-    """The name under which a template looks for the reasoning of earlier replies."""
+    """Return the key under which a template looks for the reasoning of earlier replies."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if re.search(rf"""\.{name}\b|['"]{name}['"]""", source):
             return name

@@ -1,8 +1,8 @@
-"""The tokens of earlier prompts and replies, for the prompts that go on where they ended.
+"""The tokens of earlier prompts and replies, for the prompts that continue them.
 
-A client sends a reply back as text, and the tokenizer does not always cut text where
-the model did. Where a prompt begins with text whose tokens are known, these are used: the
-model reads the same text, and the blocks of its KV cache are found.
+A client sends a reply back as text, and the tokenizer does not always cut text where the model
+did. Where a prompt begins with text whose tokens are known, these tokens are used: the model reads
+the same text, and the blocks of its KV cache are found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
 MAX_BYTES = 64 << 20
-"""Of memory, for all texts that are kept together with their tokens."""
+"""Default limit of the memory of a cache: its texts with their tokens."""
 _ENTRY_BYTES, _ANCHOR_BYTES = 1000, 150
 
 _Items = TypeVar("_Items", str, "array[int]")
@@ -28,24 +28,22 @@ _STRIDE = 4096
 
 
 class Anchor(NamedTuple):
-    """An added token: where its text begins, and its number. No tokenizer reads across one, so
-    what comes before it and what comes after are tokenized apart."""
+    """An added token in a text. No tokenizer reads across one, so the text before it and the text
+    after it are tokenized separately."""
 
-    position: int
+    position: int  # where its text begins, in characters
     token_index: int
 
 
 class PrefixComparison(NamedTuple):
-    """A prompt beside the closest earlier one, or a reply to it. ``common_tokens`` tokens are the
-    same from the beginning; then ``earlier_token`` was where now is ``token``, each None at the
-    end. ``reused_tokens`` tokens were taken over."""
+    """A prompt beside the closest earlier text: a prompt, or one with its reply."""
 
     tokens: int
     earlier_tokens: int
-    common_tokens: int
-    reused_tokens: int
-    token: int | None
-    earlier_token: int | None
+    common_tokens: int  # length of the common prefix
+    reused_tokens: int  # of these, taken from the earlier text instead of the tokenizer
+    token: int | None  # the first one that differs; None at the end of the prompt
+    earlier_token: int | None  # what was there before; None at the end of the earlier text
 
 
 @dataclass(eq=False)
@@ -55,17 +53,17 @@ class _Entry:
     anchors: list[Anchor] = field(default_factory=list)
     reused_tokens: int = 0
     comparison: PrefixComparison | None = None
-    serial: int = 0
-    """The higher, the later it came."""
+    serial: int = 0  # counts additions to the cache
     size_bytes: int = 0
 
 
 class TokenizationCache:
-    """Bounded by ``max_bytes``; what was used longest ago goes first. Nothing is shared between
-    scopes. To find the closest text takes the time of a binary search, however many there are.
+    """Texts with their tokens, in at most ``max_bytes``; the least recently used are dropped.
 
-    ``added`` are the tokenizer's added tokens as text, ``token_bytes`` gives the bytes of the
-    others, ``encode`` tokenizes text without putting anything in front.
+    Nothing is shared between scopes. The closest text is found by binary search.
+
+    ``added`` holds the text of the tokenizer's added tokens, ``token_bytes`` returns the bytes of
+    any other token, ``encode`` tokenizes text without putting special tokens in front.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class TokenizationCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._sorted: list[tuple[str, str, _Key]] = []
-        """Scope, text and key of all. What begins most alike is next to each other."""
+        """Scope, text and key of each entry. Texts with long common prefixes are neighbours."""
         self._bytes = 0
         self._count = 0
 
@@ -89,7 +87,7 @@ class TokenizationCache:
         return len(self._entries)
 
     def tokenize(self, scope: str, text: str) -> list[int]:
-        """The tokens of the prompt ``text``, which is remembered."""
+        """Return the tokens of the prompt ``text``, and remember them."""
         closest, common = self._closest(scope, text)
         prompt = self._continue(closest, common, text) if closest is not None else None
         if prompt is None:
@@ -101,14 +99,14 @@ class TokenizationCache:
         return prompt.tokens.tolist()
 
     def extend(self, scope: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """``prompt``, if it is remembered, was answered with ``output``."""
-        begun = self._entries.get(_key(scope, array("i", prompt)))
-        if begun is None:
+        """Remember that ``output`` was the reply to ``prompt``. A forgotten prompt is ignored."""
+        entry = self._entries.get(_key(scope, array("i", prompt)))
+        if entry is None:
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
-        anchors = list(begun.anchors)
-        length = len(begun.text)
+        anchors = list(entry.anchors)
+        length = len(entry.text)
         for index, token in enumerate(output, len(prompt)):
             added = self._added.get(token)
             if added is not None:
@@ -118,54 +116,57 @@ class TokenizationCache:
                 anchors.append(Anchor(length, index))
             pieces.append(decoder.decode(self._token_bytes(token)) if added is None else added)
             length += len(pieces[-1])
-        text = begun.text + "".join(pieces)
-        self._add(scope, _Entry(text, begun.tokens + array("i", output), anchors))
+        text = entry.text + "".join(pieces)
+        self._add(scope, _Entry(text, entry.tokens + array("i", output), anchors))
 
     def comparison(self, scope: str, prompt: Sequence[int]) -> PrefixComparison:
-        """How ``prompt`` compares to what was there before it."""
+        """Compare ``prompt`` to the closest text that was there before it."""
         entry = self._entries.get(_key(scope, array("i", prompt)))
         if entry is None or entry.comparison is None:
             return PrefixComparison(len(prompt), 0, 0, 0, None, None)
         return entry.comparison
 
     def _closest(self, scope: str, text: str) -> tuple[_Entry | None, int]:
-        """The entry that has the most of the beginning of ``text``, the last of these that came,
-        and how much. Entries that ``text`` only goes on from are dropped: it will have all of
-        theirs."""
-        place = bisect_left(self._sorted, (scope, text))
-        best, most = None, 0
-        for key in [*self._equal_entries(place - 1, -1), *self._equal_entries(place, 1)]:
-            entry = self._entries[key]
-            common = _common(entry.text, text) if key[0] == scope else 0
-            if common > most or (
-                best is not None and common == most and entry.serial > best.serial
-            ):
-                best, most = entry, common
-        contained = [
-            key
-            for key in self._equal_entries(place, 1)
-            if (key[0], self._entries[key].text) == (scope, text)
-        ]
-        for before in range(place - 1, -1, -1):
-            of, earlier, key = self._sorted[before]
-            if of != scope or not text.startswith(earlier):
-                break
-            contained.append(key)
-        for key in contained:
-            self._drop(key)
-        return best, most
+        """Return the entry with the longest common prefix with ``text``, the latest of several, and
+        the length of that prefix in characters.
 
-    def _equal_entries(self, place: int, step: int) -> list[_Key]:
-        """From ``place`` in direction ``step``, entries with the scope and text of the first."""
-        found: list[_Key] = []
-        first = place
-        while 0 <= place < len(self._sorted) and self._sorted[place][:2] == self._sorted[first][:2]:
-            found.append(self._sorted[place][2])
-            place += step
-        return found
+        Entries whose whole text is a prefix of ``text`` are dropped: the new entry will have all
+        of their tokens.
+        """
+        place = bisect_left(self._sorted, (scope, text))
+        neighbours = self._equal_entries(place - 1, -1) + self._equal_entries(place, 1)
+        entries = [self._entries[key] for key in neighbours if key[0] == scope]
+        common, _, closest = max(
+            ((common_prefix_length(each.text, text), each.serial, each) for each in entries),
+            default=(0, 0, None),
+        )
+
+        def is_prefix(index: int) -> bool:
+            of, earlier, _ = self._sorted[index]
+            return of == scope and text.startswith(earlier)
+
+        first = end = place
+        while first > 0 and is_prefix(first - 1):
+            first -= 1
+        while end < len(self._sorted) and is_prefix(end):
+            end += 1
+        for _, _, key in self._sorted[first:end]:
+            self._drop(key)
+        return (closest, common) if common else (None, 0)
+
+    def _equal_entries(self, index: int, step: int) -> list[_Key]:
+        """Return the entries from ``index`` on, in direction ``step``, that have the scope and the
+        text of the first."""
+        first = index
+        keys: list[_Key] = []
+        while 0 <= index < len(self._sorted) and self._sorted[index][:2] == self._sorted[first][:2]:
+            keys.append(self._sorted[index][2])
+            index += step
+        return keys
 
     def _continue(self, earlier: _Entry, common: int, text: str) -> _Entry | None:
-        """``text`` with the tokens of ``earlier`` up to the last anchor that they share."""
+        """Return ``text`` with the tokens of ``earlier`` up to the last anchor that both have, or
+        None where that does not work."""
         for anchor in reversed(earlier.anchors):
             token = earlier.tokens[anchor.token_index]
             if anchor.position + len(self._added[token]) <= common:
@@ -184,15 +185,16 @@ class TokenizationCache:
         self._add_anchors(prompt, anchor.token_index, anchor.position)
         return prompt
 
-    def _add_anchors(self, entry: _Entry, index: int, position: int) -> None:
-        for number in range(index, len(entry.tokens)):
-            added = self._added.get(entry.tokens[number])
+    def _add_anchors(self, entry: _Entry, start: int, position: int) -> None:
+        """Add the anchors from token ``start`` on, whose text begins at ``position``."""
+        for index in range(start, len(entry.tokens)):
+            added = self._added.get(entry.tokens[index])
             if added is None:
                 continue
             position = entry.text.find(added, position)
             if position < 0:
                 return
-            entry.anchors.append(Anchor(position, number))
+            entry.anchors.append(Anchor(position, index))
             position += len(added)
 
     def _add(self, scope: str, entry: _Entry) -> None:
@@ -224,19 +226,19 @@ def _key(scope: str, tokens: array[int]) -> _Key:
 
 
 def _compare(prompt: _Entry, earlier: _Entry) -> PrefixComparison:
-    same = _common(prompt.tokens, earlier.tokens)
+    common = common_prefix_length(prompt.tokens, earlier.tokens)
     return PrefixComparison(
         len(prompt.tokens),
         len(earlier.tokens),
-        same,
+        common,
         prompt.reused_tokens,
-        prompt.tokens[same] if same < len(prompt.tokens) else None,
-        earlier.tokens[same] if same < len(earlier.tokens) else None,
+        prompt.tokens[common] if common < len(prompt.tokens) else None,
+        earlier.tokens[common] if common < len(earlier.tokens) else None,
     )
 
 
-def _common(one: _Items, other: _Items) -> int:
-    """How many items are the same from the beginning."""
+def common_prefix_length(one: _Items, other: _Items) -> int:
+    """Return how many items at the beginning are the same."""
     low = 0
     while low < min(len(one), len(other)) and (
         one[low : low + _STRIDE] == other[low : low + _STRIDE]

@@ -1,4 +1,4 @@
-"""What single tokens are as bytes and text, for log-probabilities."""
+"""Bytes and text of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Vocabulary:
     """The bytes of each token of one tokenizer.
 
-    Taken from the token maps of mlx-lm's streaming detokenizers where these have one: byte-level
-    BPE as text in GPT-2's alphabet of bytes, SentencePiece as bytes.
-    ``trims_space`` says that the detokenizer leaves out a text's leading space.
+    They come from the token map of mlx-lm's streaming detokenizer if it has one: byte-level BPE has
+    text in GPT-2's alphabet of bytes, SentencePiece has bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         detokenizer = tokenizer.detokenizer
         self._tokenizer = tokenizer
         self._token_map: list[str | bytes | None] | None = getattr(detokenizer, "tokenmap", None)
-        self.trims_space = False
         for token in tokenizer.encode(" a", add_special_tokens=False):
             detokenizer.add_token(token)
         detokenizer.finalize()
         self.trims_space = not detokenizer.text.startswith(" ")
+        """Whether the detokenizer leaves out the leading space of a text."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Empty for an id that the tokenizer does not know, as padded vocabularies have."""
+        """Return the bytes of ``token``: none for an id of a padded vocabulary, which the tokenizer
+        does not know."""
         if self._token_map is None:
             return self._decoded(token)
         piece = self._token_map[token] if token < len(self._token_map) else None
@@ -38,18 +38,19 @@ class Vocabulary:
         return b"".join(_BYTES.get(char) or char.encode() for char in piece or "")
 
     def token_text(self, token: int) -> str:
-        """With replacement characters for what is no whole character."""
+        """Return the text of ``token``, with replacement characters for parts of characters."""
         return self.token_bytes(token).decode(errors="replace")
 
     def unique_name(self, token: int) -> str:
-        """Its text, or ``bytes:\\xe2\\x96`` where that is not whole: no two are the same."""
+        """Return the text of ``token``, or ``bytes:\\xe2\\x96`` if that has a part of a character.
+        No two tokens have the same name."""
         try:
             return self.token_bytes(token).decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens``, as the detokenizer makes it, without half a character at
+        """Return the text of ``tokens`` as the detokenizer makes it, without half a character at
         the end."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(b"".join(map(self.token_bytes, tokens)))
@@ -66,8 +67,8 @@ class Vocabulary:
 
 
 def _gpt2_alphabet() -> dict[str, bytes]:
-    """The character that stands for each byte in byte-level BPE, and the byte: printable
-    ones for themselves, the others for those from U+0100 on."""
+    """Return the characters of byte-level BPE with the byte that each stands for. Printable bytes
+    are themselves, the others have the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

@@ -1,1 +1,1 @@
-"""Replies taken apart: reasoning, tool calls, and the grammars that enforce them."""
+"""Parsing of replies into reasoning, text and tool calls, and grammars that enforce calls."""

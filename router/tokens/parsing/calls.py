@@ -1,4 +1,4 @@
-"""The tool calls in a stretch of generated text, as far as they can be told."""
+"""Parsing of tool calls out of generated text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 MAX_CALL_CHARS = 1_000_000
 MAX_PARSE_WORK = 5_000_000
-"""Characters times places where a call may begin: some parsers read on to the end from each.
-As much takes about half a second; honest calls of 50,000 characters have a hundred."""
+"""Limit of the characters times the places where a call may begin: some parsers read on to the end
+from each. This much takes about half a second. Real calls of 50,000 characters have 100 places."""
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-"""Tools as templates and mlx-lm's parsers have them."""
+"""Tools in the form of templates and of mlx-lm's parsers."""
 
 _CALL_STARTS = {
     "pythonic": re.compile(r"\[[\w.]+\("),
@@ -34,39 +34,35 @@ _LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
 
 
 class ParsedCall(NamedTuple):
-    """``arguments`` is JSON text of an object."""
+    """A tool call of a reply."""
 
     name: str
-    arguments: str
+    arguments: str  # a JSON object
     id: str | None = None
 
 
 class ToolSyntax(NamedTuple):
-    """How a model writes calls: between ``start`` and ``end``, in a way that ``parse``
-    understands. Without a ``start`` a whole reply is calls or none; without an ``end``
-    they go on to the end of the reply.
-
-    ``parse`` is given the text and the tools. It answers with a dict that has ``name`` and
-    ``arguments``, or a list of them, and raises whatever it likes.
-    """
+    """How a model writes calls."""
 
     name: str
-    start: str
-    end: str
+    start: str  # the marker before calls; empty: a whole reply is calls, or has none
+    end: str  # the marker after calls; empty: they go on to the end of the reply
     parse: Callable[[str, Any], Any]
+    """Takes the text between the markers and the tools. Returns a dict with ``name`` and
+    ``arguments``, or a list of such. May raise any exception."""
 
 
 def parse_calls(text: str, syntax: ToolSyntax, tools: ToolSchemas) -> list[ParsedCall]:
-    """The calls of ``tools`` that ``text`` consists of; none when any of it is unclear."""
-    begins = _CALL_STARTS.get(syntax.name)
-    work = len(text) * sum(1 for _ in begins.finditer(text)) if begins is not None else 0
+    """Return the calls of ``tools`` that ``text`` consists of, none if a part of it is unclear."""
+    start = _CALL_STARTS.get(syntax.name)
+    work = len(text) * sum(1 for _ in start.finditer(text)) if start is not None else 0
     if len(text) > MAX_CALL_CHARS or work > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
     for attempt in (syntax.parse, _parse_stripped(syntax), _parse_json):
         try:
             calls = [_call(each, names) for each in _listed(attempt(text, tools))]
-        except Exception:  # generated text, and a parser that expects another one
+        except Exception:  # generated text, and a parser that may expect another form
             continue
         if calls:
             return calls
@@ -74,35 +70,35 @@ def parse_calls(text: str, syntax: ToolSyntax, tools: ToolSchemas) -> list[Parse
 
 
 def parse_complete_json_calls(text: str, tools: ToolSchemas) -> tuple[list[ParsedCall], str]:
-    """The calls of ``tools`` that ``text`` begins with, as JSON, and what follows the last that
-    is complete: of a reply that was cut short."""
+    """Return the JSON calls of ``tools`` that ``text`` begins with, and the rest of it, for a reply
+    that was cut short."""
     if len(text) > MAX_CALL_CHARS:
         return [], text
     names = {tool["function"]["name"] for tool in tools}
-    rest = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
+    body = text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
     calls: list[ParsedCall] = []
-    read = 0
+    end = 0
     try:
-        for value, end in _json_values(rest):
+        for value, position in _json_values(body):
             calls += [_call(each, names) for each in _listed(value)]
-            read = end
+            end = position
     except Exception:  # generated text
         pass
-    return (calls, rest[read:]) if calls else ([], text)
+    return (calls, body[end:]) if calls else ([], text)
 
 
 def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
-    """``tools`` with the schemas of arguments in their places: parsers look for types there and
-    follow no references."""
+    """Return ``tools`` with references replaced by the schemas of the arguments: parsers look up
+    types there and follow no references."""
 
     def plain(schema: Any, root: Mapping[str, Any]) -> Any:
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        found: Any = root
+        target: Any = root
         for key in reference[2:].split("/"):
-            found = found.get(key) if isinstance(found, dict) else None
-        return schema if found is None else found
+            target = target.get(key) if isinstance(target, dict) else None
+        return schema if target is None else target
 
     out = []
     for tool in tools:
@@ -118,7 +114,7 @@ def with_plain_properties(tools: ToolSchemas) -> list[Mapping[str, Any]]:
 
 
 def is_unfinished_json(text: str) -> bool:
-    """Whether ``text`` is JSON that breaks off within a string."""
+    """Return whether ``text`` is JSON that breaks off within a string."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -129,13 +125,13 @@ def is_unfinished_json(text: str) -> bool:
 
 
 def may_become_json_calls(pieces: Sequence[str]) -> bool:
-    """Whether a reply that begins with ``pieces`` may be nothing but calls, written as JSON."""
-    begun = ""
+    """Return whether a reply that begins with ``pieces`` may consist of calls, written as JSON."""
+    start = ""
     for piece in pieces:
-        if len(begun) > _LONGEST_BEGINNING:
+        if len(start) > _LONGEST_BEGINNING:
             break
-        begun += "".join(piece.split())
-    return any(known.startswith(begun) or begun.startswith(known) for known in _BEGINNINGS)
+        start += "".join(piece.split())
+    return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
 
 
 def _parse_stripped(syntax: ToolSyntax) -> Callable[[str, Any], Any]:
@@ -143,7 +139,7 @@ def _parse_stripped(syntax: ToolSyntax) -> Callable[[str, Any], Any]:
 
 
 def _parse_json(text: str, tools: Any) -> list[Any]:
-    """JSON values one after the other, perhaps in a fence."""
+    """Return the items of consecutive JSON values, which may stand in a code fence."""
     text = text.strip().removeprefix(_PYTHON_TAG).strip()
     fenced = _FENCE.match(text)
     if fenced:
@@ -152,8 +148,8 @@ def _parse_json(text: str, tools: Any) -> list[Any]:
 
 
 def _json_values(text: str) -> Iterator[tuple[Any, int]]:
-    """The JSON values that ``text`` consists of, and where what follows each begins. Raises
-    `ValueError` behind the last that is one."""
+    """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` at
+    text that is no JSON value."""
     decoder, position = json.JSONDecoder(), 0
     while position < len(text):
         value, position = decoder.raw_decode(text, position)
@@ -170,7 +166,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
-    """Raises for anything that is not a call of one of ``names``."""
+    """Return ``parsed`` as a call. Raises if it is not a call of one of ``names``."""
     function = parsed.get("function")
     inner = function if isinstance(function, dict) else parsed
     name: Any = inner.get("name", function if isinstance(function, str) else None)
@@ -184,16 +180,14 @@ def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
-    own_id = parsed.get("id")
-    return ParsedCall(
-        name, _json(arguments), own_id if isinstance(own_id, str) and own_id else None
-    )
+    call_id = parsed.get("id")
+    return ParsedCall(name, _json(arguments), (isinstance(call_id, str) and call_id) or None)
 
 
 def _json(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, from an escape
+    except UnicodeEncodeError:  # half a surrogate pair, from an escape
         text = json.dumps(arguments, allow_nan=False)
     return text

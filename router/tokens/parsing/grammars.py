@@ -1,4 +1,4 @@
-"""Grammars that hold replies to calls of given tools, in the way that a model writes them.
+"""Grammars that constrain replies to calls of given tools, in the form that a model writes.
 
 The result is Lark in llguidance's dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
@@ -14,34 +14,26 @@ from router.schemas.conversation import FunctionDefinition
 from router.tokens.parsing.formats import ReasoningMarkers
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As templates write it when the call comes back: then it has the same tokens."""
+"""JSON as templates write it when the call comes back, so that it has the same tokens."""
 
 _MAX_CALLS = 16
 _OTHER_PROPERTIES = (
-    "additionalProperties",
-    "patternProperties",
-    "propertyNames",
-    "unevaluatedProperties",
-    "minProperties",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
+    "additionalProperties patternProperties propertyNames unevaluatedProperties minProperties"
+    " dependentRequired dependentSchemas dependencies".split()
 )
 _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 
 
 class CallTemplate(NamedTuple):
-    """How calls are written: ``before`` them all, then each with ``begin``, its arguments and
-    ``end``, ``between`` them, and ``after`` them all. Arguments are a JSON object, or each is
-    written with ``argument`` and ``argument_end`` around it. ``{name}``, ``{key}`` stand for names,
-    ``{number}`` for any number."""
+    """How calls are written: each is ``begin``, its arguments, ``end``. In these texts ``{name}``
+    and ``{key}`` stand for names, ``{number}`` for any number."""
 
     begin: str
     end: str
-    between: str = ""
-    before: str = ""
-    after: str = ""
-    argument: str = ""
+    between: str = ""  # between two calls
+    before: str = ""  # before all calls
+    after: str = ""  # after all calls
+    argument: str = ""  # before each argument; empty: the arguments are a JSON object
     argument_end: str = ""
 
 
@@ -107,33 +99,32 @@ CALL_TEMPLATES: Mapping[str, CallTemplate] = {
         argument_end="</param>",
     ),
 }
-"""By the name of the tool parser that reads them."""
+"""By the name of the tool parser that reads such calls."""
 
 
 class ControlTokens(NamedTuple):
-    """What a grammar has to know of a tokenizer: the ``control`` tokens, which only match as
-    themselves and never as text, by their text."""
+    """The tokens of a tokenizer that match only as themselves in a grammar, never as text."""
 
-    control: Mapping[str, int]
+    control: Mapping[str, int]  # their ids by their text
 
     def to_lark(self, text: str) -> str:
-        """Something that matches exactly ``text``; nothing for no text."""
+        """Return an expression that matches exactly ``text``, an empty one if there is no text."""
         if not text:
             return ""
         if not self.control:
             return json.dumps(text, ensure_ascii=False)
         longest_first = sorted(self.control, key=len, reverse=True)
-        found = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
+        pieces = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
         return " ".join(
             f"<[{self.control[each]}]>"
             if each in self.control
             else json.dumps(each, ensure_ascii=False)
-            for each in found
+            for each in pieces
             if each
         )
 
     def text_without(self, *excluded: str) -> str:
-        """A terminal for any text in which none of ``excluded`` is; it has no control tokens."""
+        """Return a terminal for any text without ``excluded`` and without control tokens."""
         spelled = [each for each in excluded if each not in self.control]
         anything = "/(?s:.*)/"
         return " & ".join([anything, *(f"~/(?s:.*{_regex(each)}.*)/" for each in spelled if each)])
@@ -142,13 +133,13 @@ class ControlTokens(NamedTuple):
 def call_template(
     parser: str, functions: Sequence[FunctionDefinition], tokens: ControlTokens
 ) -> CallTemplate | None:
-    """How calls of ``functions`` are written for ``parser``; None where that is not known."""
+    """Return how calls of ``functions`` are written for ``parser``; None if that is not known."""
     if parser == "mistral" and "[ARGS]" not in tokens.control:
         return _MISTRAL_LIST
     template = CALL_TEMPLATES.get(parser)
     if template is not None and template.argument:
-        apart = all(not any(key in (f.parameters or {}) for key in _COMBINED) for f in functions)
-        return template if apart else None
+        combined = any(key in (f.parameters or {}) for key in _COMBINED for f in functions)
+        return None if combined else template
     return template
 
 
@@ -162,9 +153,11 @@ def calls_grammar(
     excluded_text: str | None = None,
     alternative: str | None = None,
 ) -> str:
-    """Lark for replies that call ``functions``, once or more where ``parallel``. ``think`` may come
-    first. ``excluded_text`` allows text too, around calls or alone, that does not have it;
-    ``alternative`` is what else a reply may be."""
+    """Return the Lark grammar of replies that call ``functions``, once or, if ``parallel``, more.
+
+    Reasoning between ``think`` may come first. With ``excluded_text``, text that does not contain
+    it may stand around calls or alone. ``alternative`` is a rule for other replies.
+    """
     rules = _alternatives("call", template, functions, tokens)
     between = tokens.to_lark(template.between) if template.between else ""
     more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
@@ -178,7 +171,7 @@ def calls_grammar(
         if excluded_text in tokens.control:
             start = f"TEXT ({start} TEXT)?"
         else:
-            # Text goes up to where a call begins, and with it: it is not known before.
+            # Text includes the beginning of a call: until then it is not known to be one.
             rules.append(f"lead[suffix={json.dumps(excluded_text)}]: /(?s:.*)/")
             begun = template._replace(begin=template.begin.removeprefix(excluded_text))
             opened = begun if not template.before else template
@@ -199,7 +192,7 @@ def _alternatives(
     functions: Sequence[FunctionDefinition],
     tokens: ControlTokens,
 ) -> list[str]:
-    """``rule`` is a call of any of ``functions``."""
+    """Return rules of which ``rule`` is a call of any of ``functions``."""
     rules = []
     for number, function in enumerate(functions):
         rules += _call_rules(f"{rule}{number}", template, function, tokens)
@@ -209,6 +202,7 @@ def _alternatives(
 def _call_rules(
     rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
 ) -> list[str]:
+    """Return rules of which ``rule`` is a call of ``function``."""
     begin = template.begin.replace("{name}", function.name)
     parts = [tokens.to_lark(part) for part in begin.split("{number}")]
     rules = []
@@ -232,13 +226,14 @@ def _arguments(
     parameters: Mapping[str, Any],
     tokens: ControlTokens,
 ) -> tuple[list[str], list[str]]:
-    """Each property of ``parameters`` in order; those that are not required may be left out."""
-    used, rules = [], []
+    """Return an expression for each property of ``parameters``, in order, and their rules.
+    Properties that are not required may be left out."""
+    expressions, rules = [], []
     required = parameters.get("required", ())
     end = tokens.to_lark(template.argument_end)
     for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
         name = f"{rule}_argument{number}"
-        used.append(name if key in required else f"{name}?")
+        expressions.append(name if key in required else f"{name}?")
         own = schema if isinstance(schema, dict) else {}
         choices = own.get("enum")
         if choices and all(isinstance(each, str) for each in choices):
@@ -253,26 +248,27 @@ def _arguments(
             rules.append(f"{name}_value: {_json({**shared, **own}, function)}")
         opening = tokens.to_lark(template.argument.replace("{key}", key))
         rules.append(f"{name}: {opening} {value}")
-    return used, rules
+    return expressions, rules
 
 
 def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:
     if any(control in end for control in tokens.control):
-        # No text can have its first token, so that white space before it may be of the text.
+        # Text cannot contain its control token, so whitespace before that may belong to the text.
         return f"{rule}: /(?s:.*)/ {tokens.to_lark(end.lstrip())}"
     return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
 def _json(schema: Mapping[str, Any], function: FunctionDefinition) -> str:
-    """What of a schema is not understood is an error where it is strict, and otherwise left."""
+    """Return the rule of a schema. A part that llguidance does not know is an error if the function
+    is strict, otherwise it is ignored."""
     style = _JSON_STYLE if function.strict else {**_JSON_STYLE, "lenient": True}
     kind = {"type": "object"} if "properties" in schema else {}
     return json_rule(_closed({**kind, **schema}), style)
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``schema`` without properties that it does not name, where it says nothing of them. A tool
-    expects none, and a small model would go on inventing them."""
+    """Return ``schema`` limited to the properties that it names, if it says nothing of others. A
+    tool expects no others, and a small model would go on inventing them."""
     properties = schema.get("properties")
     if not isinstance(properties, dict) or any(key in schema for key in _COMBINED):
         return schema
@@ -284,6 +280,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
+    """Return the expression of JSON that is valid by ``schema``."""
     return "%json " + json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Takes a reply apart at the markers of its model's format."""
+"""Splitting of a reply at the markers of its model's format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from router.tokens.parsing.streaming_calls import StreamingCallParser
 from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 
-_MAX_ENDS = 100
-"""So many markers within the strings of a call are its text; each means to read all of it again."""
+_MAX_INNER_ENDS = 100
+"""Limit of end markers within the strings of a call: after each, all of it is read again."""
 
 
 def call_id() -> str:
@@ -30,17 +30,16 @@ def call_id() -> str:
 
 
 def short_call_id() -> str:
-    """As Mistral's templates take them."""
+    """Return an id of the form that Mistral's templates take."""
     return uuid.uuid4().hex[:9]
 
 
 class MarkedReplyParser:
-    """A `router.tokens.reply_parser.ReplyParser` for a reply in ``format``, which begins in
-    ``state``.
+    """A `router.tokens.reply_parser.ReplyParser` for replies in ``format``, from ``state`` on.
 
-    Calls count if they are of ``tools``, each as a whole; what looks like one and does not parse
-    stays the text that it is. With ``call_stream`` nothing but calls can come behind reasoning.
-    With ``single_call`` nothing matters after the first.
+    Only calls of ``tools`` count, each as a whole. Text that looks like a call but does not parse
+    stays text. With ``call_stream``, a grammar allows only calls after the reasoning. With
+    ``single_call``, everything after the first call is ignored.
     """
 
     def __init__(
@@ -60,12 +59,13 @@ class MarkedReplyParser:
         self._new_id = new_id
         self._call_stream = call_stream
         self._markers = format.markers(calls=bool(tools))
-        self._pending = ""
+        self._pending = ""  # text that may be the beginning of a marker
         self._header = ""
-        self._header_ended = False
-        self._call: list[str] = []
+        self._header_ended = False  # whether any header has
+        self._call: list[str] = []  # text of the current call, its first marker included
         self._called_from = state
-        self._ends = 0
+        self._inner_ends = 0
+        # Text that may turn out to be calls. None: it cannot.
         self._maybe_json: list[str] | None = [] if tools and format.tools is JSON else None
         self._text = WhitespaceTrimmer()
         self._reasoning = WhitespaceTrimmer(at_marker=True)
@@ -77,26 +77,22 @@ class MarkedReplyParser:
 
     @property
     def called(self) -> bool:
-        cut_short = (
-            self._call_stream is not None
-            and self._call_stream.num_begun > self._call_stream.num_ended
-        )
-        return len(self._ids) > cut_short
+        in_call = self._call_stream is not None and self._call_stream.in_call
+        return len(self._ids) > int(in_call)  # a call counts when it is complete
 
     @property
     def _active_call_stream(self) -> StreamingCallParser | None:
-        """Reasoning may speak of calls too: no grammar binds it."""
-        apart = self._state is ReplyState.TOOL and self._called_from is ReplyState.REASONING
-        return None if apart else self._call_stream
+        """None within reasoning, which may spell out calls too: no grammar constrains it."""
+        in_reasoning = self._state is ReplyState.TOOL and self._called_from is ReplyState.REASONING
+        return None if in_reasoning else self._call_stream
 
     @property
     def _has_text(self) -> bool:
-        """Whether something other than reasoning has been said, text or the beginning of calls."""
+        """Whether there has been something besides reasoning: text or the beginning of calls."""
         return not self._text.blank or any(piece.strip() for piece in self._maybe_json or ())
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that comes now would count."""
         return self._single_call and self.called
 
     def feed(self, text: str) -> ReplyDelta:
@@ -104,14 +100,14 @@ class MarkedReplyParser:
         out = _DeltaBuilder()
         while not self.complete:
             markers = self._markers[self._state]
-            found = _first(self._pending, markers)
-            if found is None:
-                wanted = [marker.text for marker in markers]
-                sure = len(self._pending) - partial_match_length(self._pending, wanted)
-                self._emit(self._pending[:sure], out)
-                self._pending = self._pending[sure:]
+            match = _first_match(self._pending, markers)
+            if match is None:
+                texts = [marker.text for marker in markers]
+                certain = len(self._pending) - partial_match_length(self._pending, texts)
+                self._emit(self._pending[:certain], out)
+                self._pending = self._pending[certain:]
                 break
-            start, marker = found
+            start, marker = match
             self._emit(self._pending[:start], out)
             self._pending = self._pending[start + len(marker.text) :]
             self._on_marker(marker, out)
@@ -121,11 +117,11 @@ class MarkedReplyParser:
         out = _DeltaBuilder()
         if self.complete:
             return out.delta()
-        live = self._call_stream
-        if live is not None and live.num_begun:
-            if live.num_begun > live.num_ended:
+        stream = self._call_stream
+        if stream is not None and stream.started:
+            if stream.in_call:
                 self._emit(self._pending, out)
-            return out.delta()  # or else it is the beginning of another call
+            return out.delta()  # outside of a call, what is pending is the beginning of another
         self._emit(self._pending, out)
         self._pending = ""
         if self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
@@ -133,18 +129,18 @@ class MarkedReplyParser:
         if self._state is ReplyState.HEADER and not self._header_ended:
             out.text.append(self._text.feed(self._header))
         if self._maybe_json:
-            held, self._maybe_json = "".join(self._maybe_json), None
-            if not self._take_calls(held, out):
+            text, self._maybe_json = "".join(self._maybe_json), None
+            if not self._take_calls(text, out):
                 if cut:
-                    calls, held = parse_complete_json_calls(held, self._tools)
+                    calls, text = parse_complete_json_calls(text, self._tools)
                     self._emit_calls(calls, out)
                 if not self.complete:
-                    out.text.append(self._text.feed(held))
+                    out.text.append(self._text.feed(text))
         out.text.append(self._text.finish())
         return out.delta()
 
     def _emit(self, text: str, out: _DeltaBuilder) -> None:
-        """``text`` is of the present state."""
+        """Add ``text``, which belongs to the current state."""
         if not text:
             return
         match self._state:
@@ -165,6 +161,7 @@ class MarkedReplyParser:
                 self._header += text
 
     def _on_marker(self, marker: Marker, out: _DeltaBuilder) -> None:
+        """Change to the state that ``marker`` begins, if it counts here."""
         before, after = self._state, marker.next_state
         if before is ReplyState.TOOL:
             if after is not None and self._close_call(marker.text, out):
@@ -175,17 +172,16 @@ class MarkedReplyParser:
         if after is None:
             after = harmony_state(self._header)
         if after is ReplyState.REASONING and before is ReplyState.NORMAL and self._has_text:
-            self._emit(marker.text, out)  # in the middle of a text it is only spoken of
+            self._emit(marker.text, out)  # in the middle of a text it is only mentioned
             return
         if after is ReplyState.TOOL and not self._tools:
             self._state = ReplyState.NORMAL
             self._emit(marker.text if marker.next_state is not None else "", out)
             return
         if after is ReplyState.TOOL:
-            self._call = (
-                [self._header + marker.text] if before is ReplyState.HEADER else [marker.text]
-            )
-            self._ends = 0
+            header = self._header if before is ReplyState.HEADER else ""
+            self._call = [header + marker.text]
+            self._inner_ends = 0
             self._called_from = ReplyState.NORMAL if before is ReplyState.HEADER else before
         else:
             self._text.at_marker()
@@ -196,10 +192,11 @@ class MarkedReplyParser:
             self._stream_call(self._call[0], out)
 
     def _close_call(self, end: str, out: _DeltaBuilder, *, parse: bool = True) -> bool:
-        """Whether the call that goes up to ``end`` is over; without one it is in any case."""
-        live = self._active_call_stream
-        if live is not None and live.num_begun:
-            if live.num_begun > live.num_ended:
+        """End the current call at the marker ``end``. Return False if that is part of a string, or
+        if there is no call but text, which is then shown."""
+        stream = self._active_call_stream
+        if stream is not None and stream.started:
+            if stream.in_call:
                 self._stream_call(end, out)  # part of a string
                 return False
             self._state = ReplyState.NORMAL
@@ -212,16 +209,16 @@ class MarkedReplyParser:
         if parse and self._take_calls(text, out):
             self._state = ReplyState.NORMAL
             return True
-        if end and self._ends < _MAX_ENDS and is_unfinished_json(text.strip()):
+        if end and self._inner_ends < _MAX_INNER_ENDS and is_unfinished_json(text.strip()):
             self._call.append(end)  # part of a string
-            self._ends += 1
+            self._inner_ends += 1
             return False
         self._state = self._called_from
         self._emit("".join(self._call) + end, out)
         return False
 
     def _stream_call(self, text: str, out: _DeltaBuilder) -> None:
-        """Tells of the calls in ``text`` as far as it goes, where it can be nothing else."""
+        """Add the pieces of calls in ``text``, if it can be nothing but calls."""
         if self._active_call_stream is None:
             return
         for name, arguments in self._active_call_stream.feed(text):
@@ -232,6 +229,7 @@ class MarkedReplyParser:
                 out.calls.append(CallDelta(len(self._ids) - 1, arguments))
 
     def _take_calls(self, text: str, out: _DeltaBuilder) -> bool:
+        """Add the calls that ``text`` consists of. Return False if it is something else."""
         assert self._format.tools is not None
         calls = parse_calls(text, self._format.tools, self._tools)
         self._emit_calls(calls, out)
@@ -244,10 +242,10 @@ class MarkedReplyParser:
             out.calls.append(self._call_delta(call))
 
     def _call_delta(self, call: ParsedCall) -> CallDelta:
-        own = call.id if call.id is not None and call.id not in self._ids else self._new_id()
+        id = call.id if call.id is not None and call.id not in self._ids else self._new_id()
         number = len(self._ids)
-        self._ids.add(own)
-        return CallDelta(number, call.arguments, own, call.name)
+        self._ids.add(id)
+        return CallDelta(number, call.arguments, id, call.name)
 
 
 class _DeltaBuilder:
@@ -260,14 +258,14 @@ class _DeltaBuilder:
         return ReplyDelta("".join(self.reasoning), "".join(self.text), tuple(self.calls))
 
 
-def _first(text: str, markers: tuple[Marker, ...]) -> tuple[int, Marker] | None:
-    """Where the marker that is complete first begins, and which it is."""
-    found = [
+def _first_match(text: str, markers: tuple[Marker, ...]) -> tuple[int, Marker] | None:
+    """Return the start and the marker of the match that is complete first."""
+    matches = [
         (start + len(marker.text), start, order)
         for order, marker in enumerate(markers)
         if (start := text.find(marker.text)) >= 0
     ]
-    if not found:
+    if not matches:
         return None
-    _, start, order = min(found)
+    _, start, order = min(matches)
     return start, markers[order]

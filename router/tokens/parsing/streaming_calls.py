@@ -1,7 +1,7 @@
-"""Calls as they are written, where a grammar sees to it that they are calls.
+"""Streaming of calls whose form a grammar enforces.
 
-What a model writes of its own accord may turn out to be none, so it is told of when it is whole
-(`marked`). Where nothing but calls can come, their arguments are passed on as they come.
+Text that looks like a call may turn out to be none, so a call is usually reported when it is whole
+(`marked`). Where a grammar allows only calls, their arguments are passed on as they arrive.
 """
 
 from __future__ import annotations
@@ -18,47 +18,46 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class CallFragment(NamedTuple):
-    """``name`` where a call begins, and more of its ``arguments``."""
+    """A piece of a call."""
 
-    name: str | None
+    name: str | None  # in the first piece only
     arguments: str
 
 
 class StreamingCallParser:
-    """Reads calls of ``names`` that are written by ``template``, with a JSON object each for their
-    arguments."""
+    """Reads calls of ``names`` written by ``template``, whose arguments are a JSON object each."""
 
     def __init__(self, template: CallTemplate, names: Iterable[str]) -> None:
         longest_first = sorted(names, key=len, reverse=True)
         name = f"(?P<name>{'|'.join(map(re.escape, longest_first))})"
-        begin = re.escape(template.begin)
-        begin = begin.replace(re.escape("{name}"), name, 1)
+        begin = re.escape(template.begin).replace(re.escape("{name}"), name, 1)
         self._begin = re.compile(begin.replace(re.escape("{number}"), _NUMBER))
-        self._outside = ""
-        self._depth = 0
+        self._outside = ""  # text since the last call
+        self._depth = 0  # of objects and arrays
         self._in_string = self._escaped = False
-        self.num_begun = self.num_ended = 0
-        """How many calls have, so far."""
+        self.started = False  # whether there has been a call
+        self.in_call = False
 
     def feed(self, text: str) -> list[CallFragment]:
+        """Return the pieces of calls in ``text``."""
         fragments: list[CallFragment] = []
         while text:
             name = None
-            if self.num_begun == self.num_ended:
+            if not self.in_call:
                 self._outside += text
                 found = self._begin.search(self._outside)
                 if found is None:
                     break
                 name, text = found["name"], self._outside[found.end() :]
                 self._outside = ""
-                self.num_begun += 1
+                self.started = self.in_call = True
             end = self._end_of_object(text)
             fragments.append(CallFragment(name, text[:end]))
             text = text[end:]
         return fragments
 
     def _end_of_object(self, text: str) -> int:
-        """How much of ``text`` is of the object that is being read."""
+        """Return the length of the part of ``text`` that belongs to the current object."""
         position = int(self._escaped and bool(text))
         self._escaped &= not text
         while True:
@@ -77,5 +76,5 @@ class StreamingCallParser:
                 case _:
                     self._depth -= 1
             if not self._depth and not self._in_string:
-                self.num_ended += 1
+                self.in_call = False
                 return position

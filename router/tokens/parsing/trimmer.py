@@ -1,12 +1,11 @@
-"""Text between markers, without the white space that only sets markers apart."""
+"""Text between markers, without the whitespace that only separates it from them."""
 
 from __future__ import annotations
 
 
 class WhitespaceTrimmer:
-    """What templates add or take away again around markers is not part of a text: white
-    space before its beginning and behind its end, where a marker is beside it. ``at_marker`` says
-    whether one is at the beginning."""
+    """Drops whitespace at the beginning and at the end of a text where a marker is beside it, since
+    templates add it there, or take it away. ``at_marker``: whether a marker precedes the text."""
 
     def __init__(self, *, at_marker: bool = False) -> None:
         self._at_marker = at_marker
@@ -15,11 +14,11 @@ class WhitespaceTrimmer:
 
     @property
     def blank(self) -> bool:
-        """Whether there has been nothing but white space since the last marker."""
+        """Whether there has been only whitespace since the last marker."""
         return self._at_marker or not self._shown
 
     def feed(self, text: str) -> str:
-        """What is certainly of the text now."""
+        """Return the text that is certain now."""
         text = self._space + text
         visible = text.rstrip()
         self._space = text[len(visible) :]
@@ -31,10 +30,10 @@ class WhitespaceTrimmer:
         return visible
 
     def at_marker(self) -> None:
-        """A marker comes next."""
+        """Note that a marker follows."""
         self._at_marker = True
 
     def finish(self) -> str:
-        """Nothing comes any more."""
+        """Return the rest of the text, at the end of the reply."""
         rest, self._space = self._space, ""
         return "" if self._at_marker else rest

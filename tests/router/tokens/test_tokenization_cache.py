@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.tokens.tokenization_cache import TokenizationCache
-from router.tokens.tokenization_cache import _common as common
+from router.tokens import tokenization_cache
+from router.tokens.tokenization_cache import TokenizationCache, common_prefix_length
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
 BEGIN, END = "<|im_start|>", "<|im_end|>\n"
@@ -129,9 +129,9 @@ def test_a_prompt_is_compared_to_few_however_many_are_kept(monkeypatch: pytest.M
 
     def count(one: Any, other: Any) -> int:
         compared.append(one)
-        return common(one, other)
+        return common_prefix_length(one, other)
 
-    monkeypatch.setattr("router.tokens.tokenization_cache._common", count)
+    monkeypatch.setattr(tokenization_cache, "common_prefix_length", count)
     fixture.history.tokenize("s", f"{BEGIN}you are{BEGIN}123 and more")
     assert f"{BEGIN}you are{BEGIN}123" in compared
     assert len(compared) <= 4

@@ -16,9 +16,9 @@ from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing.calls import JSON, ToolSyntax
 from router.tokens.parsing.formats import (
-    _HARMONY,
-    HARMONY_CALLS,
+    HARMONY,
     REASONING,
+    Marker,
     ReplyFormat,
     ReplyState,
     mlx_lm_syntax,
@@ -35,7 +35,7 @@ THINK = REASONING["think"]
 
 def format_of(parser: str) -> ReplyFormat:
     if parser == "harmony":
-        return ReplyFormat(None, HARMONY_CALLS, _HARMONY, ReplyState.HEADER)
+        return HARMONY
     return ReplyFormat(THINK, JSON if parser == "json" else mlx_lm_syntax(parser))
 
 
@@ -229,8 +229,6 @@ def test_messages_with_headers_are_told_apart() -> None:
 
 def test_mlx_lms_own_response_formats_are_followed() -> None:
     from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
-
-    from router.tokens.parsing.formats import Marker
 
     transitions = {
         ReplyState(state): tuple(Marker(text, ReplyState(to)) for text, to in edges)

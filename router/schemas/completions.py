@@ -1,10 +1,10 @@
-"""The objects that OpenAI's completions are answered with, whole and as chunks of a stream."""
+"""The objects of answers to OpenAI's completions, whole and as chunks of a stream."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -26,9 +26,9 @@ class CompletionUsage(Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(Struct, frozen=True, kw_only=True):
-    """A token and how likely it was; its text may have half characters, its bytes are exact."""
+    """A token and its log-probability."""
 
-    token: str
+    token: Annotated[str, Meta(description="May have replacement characters; the bytes are exact.")]
     logprob: float
     bytes: list[int]
 
@@ -43,24 +43,22 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True, kw_only=True):
-    """Parallel lists; ``text_offset`` counts characters. A prompt's first token has None."""
+    """Parallel lists. The first token of a prompt has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    text_offset: Annotated[list[int], Meta(description="In characters.")]
 
 
 class PromptLogprob(Struct, frozen=True, kw_only=True):
-    """``rank`` is 1 for the most likely token, None for one that is not among those asked for."""
-
     logprob: float
-    rank: int | None
+    rank: Annotated[int | None, Meta(description="1: the most likely. Null: not among the top.")]
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt but the first: by token id, itself and its alternatives."""
+"""By token id, each token of a prompt and its alternatives. The first has None."""
 
 
 class ChatCompletionFunctionCall(Struct, frozen=True):
@@ -75,10 +73,10 @@ class ChatCompletionToolCall(Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionMessage(Struct, frozen=True, kw_only=True):
-    """``content`` is None where there are only calls. Reasoning has two names."""
+    """A reply. Its reasoning has two names."""
 
     role: Literal["assistant"] = "assistant"
-    content: str | None
+    content: Annotated[str | None, Meta(description="Null if there are only calls.")]
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ChatCompletionToolCall] | UnsetType = UNSET
@@ -91,7 +89,7 @@ class DeltaFunctionCall(Struct, frozen=True, omit_defaults=True):
 
 
 class DeltaToolCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``id``, ``type`` and the function's name come with the first of a call."""
+    """A piece of a call. Only the first has ``id``, ``type`` and the name of the function."""
 
     index: int
     id: str | None = None
@@ -122,17 +120,17 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
 
 
 class TextChoice(Struct, frozen=True, kw_only=True):
-    """``finish_reason`` is None in the chunks before a choice's last one."""
-
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: Annotated[
+        FinishReason | None, Meta(description="Null in chunks before the last of a choice.")
+    ]
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionHeader(Struct, frozen=True, kw_only=True):
-    """What every answer begins with; all chunks of a stream have the same."""
+    """The first fields of every answer, the same in all chunks of a stream."""
 
     id: str
     created: int
@@ -148,7 +146,7 @@ class ChatCompletion(CompletionHeader, frozen=True, kw_only=True):
 
 
 class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
-    """``usage`` is None in all but the last chunk, and absent when it was not asked for."""
+    """A chunk of a stream. ``usage`` is null in all but the last, and absent if not asked for."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
@@ -156,7 +154,7 @@ class ChatCompletionChunk(CompletionHeader, frozen=True, kw_only=True):
 
 
 class TextCompletion(CompletionHeader, frozen=True, kw_only=True):
-    """A whole answer or a chunk, which has ``usage`` as those of chats have it."""
+    """A whole answer or a chunk of a stream, with ``usage`` as in chunks of chats."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]

@@ -1,6 +1,6 @@
-"""A conversation as OpenAI's chat API has it: messages, the tools a model may call, its calls.
+"""A conversation in the form of OpenAI's chat API: messages, tools, and calls.
 
-Every API that takes conversations is translated into these.
+The requests of all other APIs are translated into these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TOOLS = 512
 
 
 class ContentPart(Struct, frozen=True):
-    """A part of a message's content; `router.tokens.rendering` refuses what is not text."""
+    """A part of a message's content. Only text is supported."""
 
     type: str
     text: str | None = None
@@ -26,14 +26,14 @@ class ContentPart(Struct, frozen=True):
 
 
 class FunctionCall(Struct, frozen=True):
-    """``arguments`` are JSON text, or what it says."""
-
     name: Annotated[str, Meta(max_length=1024)]
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[
+        str | dict[str, Any] | None, Meta(description="An object, or JSON text of one.")
+    ] = None
 
 
 class ToolCall(Struct, frozen=True):
-    """A call that an assistant has made."""
+    """A call of an earlier reply."""
 
     function: FunctionCall
     id: str | None = None
@@ -41,8 +41,8 @@ class ToolCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    """``reasoning`` is another name of ``reasoning_content``. ``function_call`` is an older
-    form of one tool call, ``function`` of the role ``tool``."""
+    """``reasoning`` is another name of ``reasoning_content``. ``function_call`` is an older form of
+    a single tool call, the role ``function`` of ``tool``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -57,13 +57,15 @@ class ChatMessage(Struct, frozen=True):
 
 
 class FunctionDefinition(Struct, frozen=True, kw_only=True):
-    """``parameters`` is a JSON schema of the arguments; None for none at all. ``strict``
-    arguments are held to it while they are generated."""
-
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        Meta(description="A JSON schema of the arguments. Null: there are none."),
+    ] = None
+    strict: Annotated[
+        bool | None, Meta(description="Whether generation is constrained to the schema.")
+    ] = None
 
 
 class Tool(Struct, frozen=True, kw_only=True):
@@ -86,7 +88,7 @@ class AllowedTools(Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):
-    """One tool that has to be called, or the only ones that may."""
+    """The one tool that has to be called, or the only ones that may be."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
@@ -96,8 +98,8 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
 ToolMode = Literal["none", "auto", "required"]
 
 PromptEnding = Literal["generation_prompt", "last_message", "open_message"]
-"""Behind the last message a prompt goes on with the beginning of a reply, or does not; or it ends
-within that message, which the reply goes on from."""
+"""What follows the last message in a prompt: the beginning of a reply, or nothing. The prompt ends
+within an open message, and the reply continues it."""
 
 
 def prompt_ending(
@@ -105,13 +107,13 @@ def prompt_ending(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
 ) -> PromptEnding:
-    """What the fields of those names ask for. Raises `InvalidRequest`."""
+    """Return the ending for the request fields of these names. Raises `InvalidRequest`."""
     if not continue_final_message:
         return "last_message" if add_generation_prompt is False else "generation_prompt"
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.tool_calls or last.function_call:
         raise InvalidRequest(
-            "'continue_final_message' needs a last message of the assistant's, without calls.",
+            "'continue_final_message' needs a last message of the assistant, without calls.",
             param="continue_final_message",
         )
     if add_generation_prompt:

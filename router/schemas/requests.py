@@ -1,7 +1,7 @@
-"""The bodies of requests, as OpenAI has them.
+"""The bodies of requests, in OpenAI's form.
 
-Every field that is read has a type and a range, so that a body which decodes is
-valid by itself; what depends on the model is checked in `router.generation.sampling`.
+Every field that is read has a type and a range, so that a body that decodes is valid by itself.
+What depends on the model is checked in `router.generation.sampling`.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ class StreamOptions(Struct, frozen=True):
 
 
 class RequestBody(Struct, frozen=True, kw_only=True):
-    """A body of any API. Fields of type ``Any`` are those that are not supported: a value
-    but a neutral one is refused by name."""
+    """A body of any API. Fields of type ``Any`` are not supported: a value other than a neutral one
+    is refused by name."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Values beside null that ask for nothing, by field. True and 1 are told apart."""
+    """By field, values besides null that ask for nothing. True and 1 are different."""
 
     def check(self) -> None:
-        """Raises `InvalidRequest` for fields that do not go together."""
+        """Raise `InvalidRequest` for fields that do not go together."""
 
 
 class SamplingRequest(StructuredOutputFields, RequestBody, frozen=True, kw_only=True):
-    """What requests of every API may say of how an answer is generated. None means "not
-    given" everywhere."""
+    """Fields of all APIs on how an answer is generated. None: not given."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     stream: bool | None = None
@@ -82,7 +81,7 @@ class SamplingRequest(StructuredOutputFields, RequestBody, frozen=True, kw_only=
 
 
 class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
-    """What both kinds of completion share."""
+    """Fields of chat and text completions."""
 
     neutral = {
         "top_logprobs": (0,),
@@ -101,7 +100,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     prompt_logprobs: LogprobsCount | None = None
 
-    # Not there yet.
+    # Not supported yet.
     best_of: Any = None
     suffix: Any = None
     include_stop_str_in_output: Any = None
@@ -114,16 +113,16 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives to report for each token; None for no log-probabilities."""
+        """The number of alternatives to report for each token. None: no log-probabilities."""
         return None
 
     @property
     def echo_prompts(self) -> list[str | list[int]] | None:
-        """The prompts that shall come before their answers, as text or token ids."""
+        """The prompts to return before their answers, as text or token ids."""
         return None
 
     def check(self) -> None:
-        _ = self.grammar  # raises where a field of it is wrong
+        _ = self.grammar  # raises if a field of it is wrong
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' do not go with 'stream'.", param="prompt_logprobs"
@@ -131,7 +130,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the answer goes on where the prompt ends, within a text."""
+        """Whether the answer continues a text within which the prompt ends."""
         return False
 
     @property
@@ -140,9 +139,9 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """``enable_thinking`` may be here or among ``chat_template_kwargs``; a ``reasoning_effort``
-    of ``none`` says that it is false. With ``continue_final_message`` the answer goes on from the
-    last message, which is the assistant's; nothing of that is repeated."""
+    """``enable_thinking`` may also be among ``chat_template_kwargs``; a ``reasoning_effort`` of
+    ``none`` makes it false. With ``continue_final_message`` the answer continues the last message,
+    which is the assistant's, without repeating it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -178,7 +177,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those that may be called."""
+        """The tools that may be called."""
         if self.tool_choice == "none":
             return []
         names = self._allowed_names
@@ -186,8 +185,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def prompt_tools(self) -> list[Tool]:
-        """Those that the model is told of: all where a grammar sees to it which is called, so that
-        the prompt is the same whatever the choice."""
+        """The tools in the prompt: all of them if a grammar restricts calls to the chosen ones, so
+        that the prompt does not depend on the choice."""
         return list(self.tools or ()) if self.requires_call else self.callable_tools
 
     @property
@@ -203,12 +202,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def names_tool(self) -> bool:
-        """Whether one tool is named that has to be called."""
+        """Whether the request names the one tool that has to be called."""
         return isinstance(self.tool_choice, ToolChoice) and self.tool_choice.type == "function"
 
     @property
     def template_args(self) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools."""
+        """The arguments of the chat template besides messages and tools."""
         args = dict(self.chat_template_kwargs or {})
         thinking = False if self.reasoning_effort == "none" else self.enable_thinking
         if thinking is not None:
@@ -282,7 +281,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt as text or as token ids. Raises `InvalidRequest` when kinds are mixed."""
+        """Each prompt as text or as token ids. Raises `InvalidRequest` if both are mixed."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
@@ -302,7 +301,7 @@ _Body = TypeVar("_Body", bound=RequestBody)
 
 
 def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
-    """The request in ``body``. Raises `InvalidRequest` that names the field."""
+    """Return the request in ``body``. Raises `InvalidRequest`, which names the field."""
     try:
         request = msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
@@ -311,25 +310,17 @@ def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
         raise InvalidRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
-    refuse_unsupported(request)
-    request.check()
-    return request
+    return validated(request)
 
 
 def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
-    """The fields that requests of every API have, by name."""
+    """Return the fields that requests of all APIs have, by name."""
     return {name: getattr(request, name) for name in SamplingRequest.__struct_fields__}
 
 
-def validated(request: ChatRequest) -> ChatRequest:
-    """``request``, which was made of a body of another API. Raises `InvalidRequest`."""
-    refuse_unsupported(request)
-    request.check()
-    return request
-
-
-def refuse_unsupported(request: RequestBody) -> None:
-    """Raises `NotSupported` for a field that would change the meaning of the answer."""
+def validated(request: _Body) -> _Body:
+    """Return ``request``. Raises `NotSupported` for fields that would change the meaning of the
+    answer, `InvalidRequest` for fields that do not go together."""
     for name in unsupported_fields(type(request)):
         value = getattr(request, name)
         if value is None or any(
@@ -338,6 +329,8 @@ def refuse_unsupported(request: RequestBody) -> None:
         ):
             continue
         raise NotSupported(f"'{name}' is not supported yet.", param=name)
+    request.check()
+    return request
 
 
 @cache
@@ -350,12 +343,12 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def _validation_error(reason: str) -> InvalidRequest:
-    """``reason`` is msgspec's: "Expected `int`, got `str` - at `$.n`"."""
+    """Make an error of msgspec's ``reason``, such as "Expected `int`, got `str` - at `$.n`"."""
     path = _PATH.search(reason)
-    param = path.group(1) if path else ""
+    param = path[1] if path else ""
     missing = _MISSING.search(reason)
     if missing:
-        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        param = f"{param}.{missing[1]}" if param else missing[1]
     reason = _PATH.sub("", reason).replace("`", "'")
     at = f"'{param}': " if param else ""
     return InvalidRequest(f"Invalid {at}{reason}.", param=param or None, code="invalid_value")

@@ -1,4 +1,4 @@
-"""Fields that bind an answer to a grammar: OpenAI's `response_format`, vLLM's
+"""Fields that constrain an answer by a grammar: OpenAI's `response_format`, vLLM's
 `structured_outputs`, and its older `guided_*`."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(Struct, frozen=True, kw_only=True):
-    """The schema always binds, whatever ``strict`` says."""
+    """A schema that the answer must match, whether or not it is ``strict``."""
 
     schema: Schema
     name: str | None = None
@@ -34,7 +34,7 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
     def grammar(self) -> Grammar | None:
-        """Raises `InvalidRequest`."""
+        """Return the grammar of the answer. Raises `InvalidRequest`."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -56,26 +56,26 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
     def grammars(self) -> list[Grammar]:
-        """Raises `InvalidRequest`."""
+        """Return the grammars of all fields that are set. Raises `InvalidRequest`."""
         if self.structural_tag is not None:
             name = "structured_outputs.structural_tag"
             raise NotSupported(f"'{name}' is not supported.", param=name)
-        found = _given_grammars(
+        grammars = _given_grammars(
             "structured_outputs.", self.json, self.regex, self.choice, self.grammar
         )
         if self.json_object:
-            found.append(json_object_grammar("structured_outputs.json_object"))
-        if not found:
+            grammars.append(json_object_grammar("structured_outputs.json_object"))
+        if not grammars:
             raise InvalidRequest(
                 "'structured_outputs' needs one of 'json', 'regex', 'choice', 'grammar' and"
                 " 'json_object'.",
                 param="structured_outputs",
             )
-        return found
+        return grammars
 
 
 class StructuredOutputFields(Struct, frozen=True, kw_only=True):
-    """The fields of a request that may bind its answer."""
+    """The fields of a request that constrain its answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -86,9 +86,9 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer is bound to. Raises `InvalidRequest` where a field is wrong, or more
-        than one is given."""
-        found = _given_grammars(
+        """The grammar of the answer. Raises `InvalidRequest` if a field is wrong, or more than one
+        is given."""
+        grammars = _given_grammars(
             "guided_",
             self.guided_json,
             self.guided_regex,
@@ -96,21 +96,21 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
             self.guided_grammar,
         )
         if self.structured_outputs is not None:
-            found = [*self.structured_outputs.grammars(), *found]
+            grammars = [*self.structured_outputs.grammars(), *grammars]
         if self.response_format is not None:
-            asked = self.response_format.grammar()
-            found = [asked, *found] if asked is not None else found
-        if len(found) > 1:
-            names = " and ".join(f"'{grammar.param}'" for grammar in found)
+            own = self.response_format.grammar()
+            grammars = [own, *grammars] if own is not None else grammars
+        if len(grammars) > 1:
+            names = " and ".join(f"'{grammar.param}'" for grammar in grammars)
             raise InvalidRequest(
-                f"{names} each bind the answer: give one of them.", param=found[1].param
+                f"{names} each bind the answer: give one of them.", param=grammars[1].param
             )
-        return found[0] if found else None
+        return grammars[0] if grammars else None
 
 
 def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
-    """Answers that are JSON and valid by ``schema``; ``param`` is named where it is wrong.
-    Raises `InvalidRequest`."""
+    """Return the grammar of JSON that is valid by ``schema``. ``param`` is the field that errors
+    name. Raises `InvalidRequest`."""
     if isinstance(schema, str):
         try:
             msgspec.json.decode(schema)
@@ -121,22 +121,22 @@ def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
 
 
 def json_object_grammar(param: str) -> Grammar:
-    """Answers that are a JSON object."""
+    """Return the grammar of JSON objects."""
     return json_schema_grammar({"type": "object"}, param)
 
 
 def regex_grammar(pattern: str, param: str) -> Grammar:
-    """Answers that ``pattern`` matches as a whole. Raises `InvalidRequest`."""
+    """Return the grammar of texts that ``pattern`` matches fully. Raises `InvalidRequest`."""
     return _grammar("regex", pattern, param)
 
 
 def lark_grammar(text: str, param: str) -> Grammar:
-    """Answers of the Lark grammar ``text``, in llguidance's dialect. Raises `InvalidRequest`."""
+    """Return the Lark grammar ``text``, in llguidance's dialect. Raises `InvalidRequest`."""
     return _grammar("lark", text, param)
 
 
 def choice_grammar(texts: list[str], param: str) -> Grammar:
-    """Answers that are one of ``texts``. Raises `InvalidRequest`."""
+    """Return the grammar of answers that are one of ``texts``. Raises `InvalidRequest`."""
     # Lark's strings are JSON's.
     quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
     return lark_grammar("start: " + " | ".join(quoted), param)
@@ -149,16 +149,16 @@ def _given_grammars(
     texts: list[str] | None,
     text: str | None,
 ) -> list[Grammar]:
-    found = []
+    grammars = []
     if schema is not None:
-        found.append(json_schema_grammar(schema, f"{prefix}json"))
+        grammars.append(json_schema_grammar(schema, f"{prefix}json"))
     if pattern is not None:
-        found.append(regex_grammar(pattern, f"{prefix}regex"))
+        grammars.append(regex_grammar(pattern, f"{prefix}regex"))
     if texts is not None:
-        found.append(choice_grammar(texts, f"{prefix}choice"))
+        grammars.append(choice_grammar(texts, f"{prefix}choice"))
     if text is not None:
-        found.append(lark_grammar(text, f"{prefix}grammar"))
-    return found
+        grammars.append(lark_grammar(text, f"{prefix}grammar"))
+    return grammars
 
 
 def _grammar(kind: Literal["json_schema", "regex", "lark"], source: str, param: str) -> Grammar:

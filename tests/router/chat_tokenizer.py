@@ -1,4 +1,4 @@
-"""A tokenizer and template in the manner of models that reason and call tools."""
+"""A tokenizer and a template like those of models that reason and call tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TEMPLATE = r"""
 def write_chat_tokenizer(
     directory: Path, template: str = TEMPLATE, markers: tuple[str, ...] = MARKERS
 ) -> Tokenizer:
-    """As `write_tokenizer`, with control tokens of chats and the markers of replies."""
+    """Write the files of `write_tokenizer`, with control tokens and markers of replies."""
     tokenizer = write_tokenizer(directory)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in CONTROL])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in markers])

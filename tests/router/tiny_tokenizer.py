@@ -1,4 +1,4 @@
-"""A real tokenizer that is made in a moment: bytes, a few merges, a chat template."""
+"""A real tokenizer that is quick to make: bytes, a few merges, a chat template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MERGES = [
 
 
 def write_tokenizer(directory: Path, **generation_config: object) -> Tokenizer:
-    """Writes the files a model directory has; token 0 is the beginning, 1 the end."""
+    """Write the files of a model directory. Token 0 is the begin token, 1 the end token."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {"<s>": BOS, "</s>": EOS}
     for char in sorted(pre_tokenizers.ByteLevel.alphabet()):

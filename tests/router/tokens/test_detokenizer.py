@@ -17,7 +17,7 @@ def scanned(pieces: list[str], stops: list[str]) -> str:
 
 
 def cut_by_hand(text: str, stops: list[str]) -> str:
-    """The text before the stop string that is complete first, character by character."""
+    """Return the text before the stop string that is complete first, found by character."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -30,7 +30,7 @@ def cut_by_hand(text: str, stops: list[str]) -> str:
     st.lists(st.text("abc🌍日", min_size=1, max_size=4), min_size=1, max_size=3),
     st.data(),
 )
-def test_the_cut_does_not_depend_on_how_the_text_came(
+def test_the_cut_does_not_depend_on_the_pieces_of_the_text(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
@@ -38,7 +38,7 @@ def test_the_cut_does_not_depend_on_how_the_text_came(
     assert scanned(pieces, stops) == cut_by_hand(text, stops)
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     scanner = StopScanner(["END"])
     assert scanner.feed("the E") == "the "
     assert scanner.feed("N") == ""
@@ -91,7 +91,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(
     assert "".join(map(stream.feed, ids)) + stream.finish() == "a.b"
 
 
-def test_a_token_the_tokenizer_does_not_know_is_no_text(detokenizer: Any) -> None:
+def test_a_token_that_the_tokenizer_does_not_know_has_no_text(detokenizer: Any) -> None:
     stream = IncrementalDetokenizer(detokenizer.detokenizer)
     stream.feed(10**6)
     stream.finish()

@@ -1,4 +1,4 @@
-"""Reasoning, text and calls of one reply, in Anthropic's Messages and OpenAI's Responses."""
+"""One reply with reasoning, text and calls in Anthropic's Messages and OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engine(
 
 
 def accumulated(events: list[Any]) -> list[Any]:
-    """The content blocks that a Messages stream says, put together."""
+    """Return the content blocks of a Messages stream, with their deltas joined."""
     blocks: list[Any] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -72,7 +72,7 @@ def accumulated(events: list[Any]) -> list[Any]:
 def test_a_message_has_blocks_of_each_kind(
     server: Server, engine: ScriptedEngine, step: int, choice: str
 ) -> None:
-    """Calls that must be made are told of while they are written, others as a whole."""
+    """Required calls are streamed while they are generated, others are sent as a whole."""
     engine.behaviour.tokens_per_step = step
     fields: dict[str, Any] = {"max_tokens": 300, "tools": [TOOL], "tool_choice": {"type": choice}}
     message = test_anthropic.ask(server, **fields).json()
@@ -124,7 +124,7 @@ def bare(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name not in ("id", "call_id")}
 
 
-def test_a_message_that_comes_back_has_the_tokens_that_were_generated(
+def test_a_message_that_is_sent_back_keeps_its_tokens(
     server: Server, engine: ScriptedEngine
 ) -> None:
     fields: dict[str, Any] = {"max_tokens": 300, "tools": [TOOL], "cache_salt": "messages"}
@@ -143,7 +143,7 @@ def test_a_message_that_comes_back_has_the_tokens_that_were_generated(
     check_continued(engine)
 
 
-def test_a_response_that_is_gone_on_from_has_the_tokens_that_were_generated(
+def test_a_response_that_is_continued_keeps_its_tokens(
     server: Server, engine: ScriptedEngine
 ) -> None:
     fields = {"tools": [FUNCTION], "cache_salt": "responses"}

@@ -1,4 +1,4 @@
-"""Replies as models write them, one or more for each way of writing calls."""
+"""Replies as models write them, at least one for each way of writing calls."""
 
 from __future__ import annotations
 
@@ -235,4 +235,4 @@ BROKEN = [
     ("minicpm5", '<function name="get_weather"</function>'),
     ("json", '{"name": "get_weather", "arguments": {"city": "Ber'),
 ]
-"""What looks like calls and is none: a parser's name and what was written."""
+"""Text that looks like calls but is none: the name of a parser, and the text."""

@@ -1,4 +1,4 @@
-"""The grammars as llguidance understands them: what is a call passes, what is none does not."""
+"""The grammars as llguidance reads them: calls are accepted, other text is not."""
 
 from __future__ import annotations
 
@@ -73,11 +73,13 @@ CALLS = {
 
 
 class Checker:
+    """Matches text by a grammar, with a tokenizer that has control tokens."""
+
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
             self.tokenizer: Tokenizer = write_chat_tokenizer(Path(directory), markers=MARKERS)
         added = json.loads(self.tokenizer.to_str())["added_tokens"]
-        # "[ARGS]" is not special here, so that both kinds are met.
+        # "[ARGS]" is not special here, so that both kinds occur.
         self.tokens = ControlTokens(
             {
                 each["content"]: each["id"]
@@ -105,14 +107,12 @@ def grammar_for(parser: str, checker: Checker, **options: Any) -> str:
     return calls_grammar(template, FUNCTIONS, checker.tokens, **{"parallel": True, **options})
 
 
-def test_every_template_has_a_call_to_be_tried_with() -> None:
+def test_every_template_has_an_example_call() -> None:
     assert CALLS.keys() == CALL_TEMPLATES.keys()
 
 
 @pytest.mark.parametrize("parser", CALLS)
-def test_a_call_is_what_its_grammar_allows_and_its_parser_reads(
-    checker: Checker, parser: str
-) -> None:
+def test_a_grammar_accepts_the_calls_that_its_parser_reads(checker: Checker, parser: str) -> None:
     call = CALLS[parser]
     grammar = grammar_for(parser, checker)
     assert checker.accepts(grammar, call)
@@ -131,7 +131,7 @@ def test_a_call_is_what_its_grammar_allows_and_its_parser_reads(
 
 
 @pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "kimi_k2", "json"])
-def test_several_calls_come_only_where_they_may(checker: Checker, parser: str) -> None:
+def test_several_calls_are_accepted_only_if_parallel(checker: Checker, parser: str) -> None:
     template = CALL_TEMPLATES[parser]
     call = CALLS[parser].removeprefix(template.before).removesuffix(template.after)
     twice = template.before + call + template.between + call + template.after
@@ -140,7 +140,7 @@ def test_several_calls_come_only_where_they_may(checker: Checker, parser: str) -
     assert len(read(twice, format_of(parser), tools=TOOLS).calls) == 2
 
 
-def test_reasoning_may_come_first_where_it_is_allowed(checker: Checker) -> None:
+def test_reasoning_before_calls_is_accepted_only_if_allowed(checker: Checker) -> None:
     text = "<think>\nIs 1 < 2?\n</think>\n\n" + CALLS["json_tools"]
     think = ReasoningMarkers("<think>", "</think>")
     assert checker.accepts(grammar_for("json_tools", checker, think=think), text)
@@ -148,7 +148,7 @@ def test_reasoning_may_come_first_where_it_is_allowed(checker: Checker) -> None:
 
 
 @pytest.mark.parametrize("parser", ["json_tools", "minicpm5"])
-def test_around_free_calls_there_may_be_text(checker: Checker, parser: str) -> None:
+def test_optional_calls_may_have_text_around_them(checker: Checker, parser: str) -> None:
     start = format_of(parser).tools.start  # type: ignore[union-attr]
     grammar = grammar_for(parser, checker, excluded_text=start)
     call = CALLS[parser]
@@ -158,7 +158,7 @@ def test_around_free_calls_there_may_be_text(checker: Checker, parser: str) -> N
         assert not checker.accepts(grammar, text), text
 
 
-def test_arguments_that_need_not_be_strict_may_have_a_schema_that_is_not_understood(
+def test_unknown_keywords_of_a_schema_are_ignored_unless_the_function_is_strict(
     checker: Checker,
 ) -> None:
     odd = {"type": "object", "properties": {"x": {"type": "array", "contains": {"const": 1}}}}
@@ -186,7 +186,7 @@ def test_arguments_that_need_not_be_strict_may_have_a_schema_that_is_not_underst
         ),
     ],
 )
-def test_arguments_are_those_that_the_schema_names(
+def test_only_arguments_that_the_schema_names_are_accepted(
     checker: Checker, parameters: dict[str, Any] | None, arguments: str, others: str
 ) -> None:
     function = FunctionDefinition(name="f", parameters=parameters)
@@ -206,7 +206,7 @@ def test_arguments_are_those_that_the_schema_names(
         {"properties": {}, "minProperties": 1},
     ],
 )
-def test_other_arguments_come_where_the_schema_speaks_of_them(
+def test_other_arguments_are_accepted_if_the_schema_allows_them(
     checker: Checker, schema: dict[str, Any]
 ) -> None:
     function = FunctionDefinition(name="f", parameters={"type": "object", **schema})
@@ -214,7 +214,7 @@ def test_other_arguments_come_where_the_schema_speaks_of_them(
     assert checker.accepts(grammar, '{"name": "f", "arguments": {"b": 1}}')
 
 
-def test_where_the_models_way_is_not_known_there_is_no_template(checker: Checker) -> None:
+def test_there_is_no_template_for_an_unknown_way_of_writing_calls(checker: Checker) -> None:
     assert call_template("pythonic", FUNCTIONS, checker.tokens) is None
     combined = FunctionDefinition(name="f", parameters={"anyOf": [{"type": "object"}]})
     assert call_template("qwen3_coder", [combined], checker.tokens) is None

@@ -47,10 +47,10 @@ def read(
     state: ReplyState | None = None,
     tools: Any = TOOLS,
     cut: bool = False,
-    one_call: bool = False,
+    single_call: bool = False,
 ) -> ReplyDelta:
-    """``written`` taken apart, coming in pieces of ``size`` characters."""
-    reply = MarkedReplyParser(format, state or format.initial_state, tools, single_call=one_call)
+    """Parse ``written`` in pieces of ``size`` characters."""
+    reply = MarkedReplyParser(format, state or format.initial_state, tools, single_call=single_call)
     pieces = (written[start : start + size] for start in range(0, len(written), size))
     parts = [reply.feed(piece) for piece in pieces]
     parts.append(reply.finish(cut=cut))
@@ -70,7 +70,7 @@ def sizes(written: str) -> list[int]:
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
-def test_calls_are_found_however_a_reply_is_cut(reply: Reply) -> None:
+def test_calls_do_not_depend_on_the_pieces_of_a_reply(reply: Reply) -> None:
     for size in sizes(reply.written):
         part = read(reply.written, format_of(reply.parser), size=size)
         assert named(part.calls) == reply.calls
@@ -80,7 +80,7 @@ def test_calls_are_found_however_a_reply_is_cut(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
-def test_reasoning_before_calls_is_apart(reply: Reply) -> None:
+def test_reasoning_before_calls_is_separate(reply: Reply) -> None:
     if reply.parser == "harmony":
         written, reasoning = reply.written, "Weather, so I ask."
     else:
@@ -93,7 +93,7 @@ def test_reasoning_before_calls_is_apart(reply: Reply) -> None:
         assert part.text == (reply.text if reply.parser == "harmony" else reply.text.lstrip())
 
 
-def test_every_parser_of_mlx_lm_has_a_reply_and_a_flag() -> None:
+def test_every_parser_of_mlx_lm_has_an_example_and_a_flag() -> None:
     shipped = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
     assert shipped <= {reply.parser for reply in REPLIES}
     assert {*shipped, "auto", "none", "json", "harmony"} == set(get_args(ToolParserName))
@@ -101,7 +101,7 @@ def test_every_parser_of_mlx_lm_has_a_reply_and_a_flag() -> None:
 
 
 @pytest.mark.parametrize(("parser", "written"), BROKEN)
-def test_what_is_no_call_stays_text(parser: str, written: str) -> None:
+def test_text_that_is_not_a_call_stays_text(parser: str, written: str) -> None:
     for size in (1, 7, len(written)):
         assert read(written, format_of(parser), size=size) == ReplyDelta("", written)
 
@@ -123,7 +123,7 @@ def test_a_reply_cut_short_has_only_calls_that_were_complete(reply: Reply) -> No
         assert named(part.calls) == reply.calls[: len(part.calls)]
 
 
-def test_of_json_cut_short_what_follows_complete_calls_is_text() -> None:
+def test_after_complete_json_calls_an_incomplete_one_is_text() -> None:
     call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
     for begun in ("{", '{"name": "get_weath', '{"name": "get_weather", "arguments": {"city": "B'):
         for before in (call, f"{call}\n{call}", f"[{call}, {call}]"):
@@ -132,30 +132,30 @@ def test_of_json_cut_short_what_follows_complete_calls_is_text() -> None:
             assert part.text == begun
             ended = read(f"{before}\n{begun}", format_of("json"), size=5)
             assert ended == ReplyDelta("", f"{before}\n{begun}")
-        one = read(f"{call}\n{begun}", format_of("json"), size=5, cut=True, one_call=True)
+        one = read(f"{call}\n{begun}", format_of("json"), size=5, cut=True, single_call=True)
         assert (len(one.calls), one.text) == (1, "")
 
 
 @pytest.mark.parametrize("reply", [r for r in REPLIES if len(r.calls) > 1], ids=lambda r: r.parser)
-def test_of_calls_that_may_not_be_parallel_there_is_one(reply: Reply) -> None:
-    part = read(reply.written, format_of(reply.parser), one_call=True)
+def test_with_single_call_only_the_first_counts(reply: Reply) -> None:
+    part = read(reply.written, format_of(reply.parser), single_call=True)
     assert named(part.calls) == reply.calls[:1]
 
 
-def test_a_call_without_an_end_counts_when_the_reply_ended_by_itself() -> None:
+def test_a_call_without_an_end_marker_counts_unless_the_reply_was_cut() -> None:
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin", "days": 3}}\n'
     assert named(read(written, format_of("json_tools")).calls) == [("get_weather", BERLIN)]
     assert read(written, format_of("json_tools"), cut=True) == ReplyDelta("", written)
 
 
-def test_a_parser_that_makes_values_json_does_not_have_makes_no_call() -> None:
+def test_a_call_whose_values_are_not_json_is_text() -> None:
     for value in ({1}, b"x", float("inf"), ...):
         syntax = ToolSyntax("odd", "<c>", "</c>", lambda text, tools, value=value: {  # type: ignore[misc]
             "name": "get_weather", "arguments": {"city": value}})  # fmt: skip
         assert read("<c>x</c>", ReplyFormat(None, syntax)) == ReplyDelta("", "<c>x</c>")
 
 
-def test_half_a_surrogate_pair_in_arguments_can_be_sent() -> None:
+def test_half_a_surrogate_pair_in_arguments_is_escaped() -> None:
     written = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>'
     (call,) = read(written, format_of("json_tools")).calls
     assert call.arguments.encode() == b'{"city": "\\ud83d"}'
@@ -197,27 +197,27 @@ def test_reasoning_is_between_its_markers(
         assert read(written, format_of("json_tools"), size=size, state=state) == expected
 
 
-def test_a_call_may_break_off_reasoning() -> None:
+def test_a_call_ends_reasoning() -> None:
     written = 'hm <tool_call>{"name": "get_weather", "arguments": {}}</tool_call>Then text'
     part = read(written, format_of("json_tools"), state=ReplyState.REASONING)
     assert (part.reasoning, part.text) == ("hm", "Then text")
     assert named(part.calls) == [("get_weather", {})]
 
 
-def test_what_is_no_call_within_reasoning_stays_reasoning() -> None:
+def test_text_within_reasoning_that_is_not_a_call_stays_reasoning() -> None:
     written = "I could write <tool_call>x</tool_call> now</think>b"
     part = read(written, format_of("json_tools"), state=ReplyState.REASONING)
     assert part == ReplyDelta("I could write <tool_call>x</tool_call> now", "b")
 
 
-def test_text_is_shown_as_soon_as_no_marker_can_come_of_it() -> None:
+def test_text_is_shown_as_soon_as_it_cannot_begin_a_marker() -> None:
     reply = MarkedReplyParser(format_of("json_tools"), ReplyState.NORMAL, TOOLS)
     assert reply.feed("Hello") == ReplyDelta("", "Hello")
     assert reply.feed(" <t") == ReplyDelta()
     assert reply.feed("able>") == ReplyDelta("", " <table>")
 
 
-def test_messages_with_headers_are_told_apart() -> None:
+def test_messages_with_headers_are_separated() -> None:
     written = (
         "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final"
         "<|message|>Hello <b>."
@@ -257,10 +257,10 @@ def test_mlx_lms_own_response_formats_are_followed() -> None:
         ("json_tools", "<tool_call>" + '{"a":' * 200_000),
     ],
 )
-def test_text_that_parsers_are_slow_with_is_no_call(parser: str, written: str) -> None:
+def test_text_that_mlx_lms_parsers_are_slow_with_is_not_a_call(parser: str, written: str) -> None:
     started = time.process_time()
     assert read(written, format_of(parser), size=1000).text == written
-    assert time.process_time() - started < 10  # read by mlx-lm's parsers it is minutes
+    assert time.process_time() - started < 10  # mlx-lm's parsers take minutes
 
 
 # -- in whole answers --------------------------------------------------------------
@@ -288,7 +288,7 @@ PIECES = [
 def answers(
     tokenizer: Any, written: str, stops: list[str], step: int, format: ReplyFormat
 ) -> tuple[OutputDelta, str]:
-    """``written`` as it comes in steps of so many tokens, and how it ended."""
+    """Return the answer to ``written``, generated in steps of ``step`` tokens, and how it ended."""
     ids = tokenizer.encode(written, add_special_tokens=False)
     submit = Submit(
         request_id="r",
@@ -338,7 +338,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_utils.load(directory)
 
 
-def test_streams_and_whole_answers_say_the_same_for_random_text(tokenizer: Any) -> None:
+def test_streams_and_full_answers_are_equal_for_random_text(tokenizer: Any) -> None:
     draw = random.Random(5)
     for _ in range(200):
         written = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
@@ -357,7 +357,7 @@ def test_streams_and_whole_answers_say_the_same_for_random_text(tokenizer: Any) 
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
-def test_streams_and_whole_answers_say_the_same_with_a_stop_string_at_any_place(
+def test_streams_and_full_answers_are_equal_with_a_stop_string_anywhere(
     tokenizer: Any, reply: Reply
 ) -> None:
     format = format_of(reply.parser)

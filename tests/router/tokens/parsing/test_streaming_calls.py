@@ -1,4 +1,4 @@
-"""Calls that are told of while they are written."""
+"""Calls that are passed on while they are generated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARSERS = [name for name, template in CALL_TEMPLATES.items() if not template.arg
 
 
 def written(parser: str) -> str:
-    """A call of each tool."""
+    """Return a call of each tool."""
     template = CALL_TEMPLATES[parser]
     calls = [
         template.begin.replace("{name}", tool["function"]["name"]).replace("{number}", str(number))
@@ -39,12 +39,12 @@ def written(parser: str) -> str:
 
 
 def reply_of(
-    parser: str, state: ReplyState | None = None, *, one_call: bool = False
+    parser: str, state: ReplyState | None = None, *, single_call: bool = False
 ) -> MarkedReplyParser:
     format = format_of(parser)
-    live = StreamingCallParser(CALL_TEMPLATES[parser], ("add", "add_all"))
+    stream = StreamingCallParser(CALL_TEMPLATES[parser], ("add", "add_all"))
     return MarkedReplyParser(
-        format, state or format.initial_state, TOOLS, single_call=one_call, call_stream=live
+        format, state or format.initial_state, TOOLS, single_call=single_call, call_stream=stream
     )
 
 
@@ -56,7 +56,7 @@ def parts_of(
 
 
 def calls_of(parts: list[ReplyDelta]) -> list[tuple[str | None, str]]:
-    """Names and arguments; each id comes once, with the name."""
+    """Return names and arguments. Check that ids come once, with the names."""
     calls: list[list[str | None]] = []
     ids: list[str | None] = []
     for delta in (delta for part in parts for delta in part.calls):
@@ -73,7 +73,7 @@ def calls_of(parts: list[ReplyDelta]) -> list[tuple[str | None, str]]:
 
 @pytest.mark.parametrize("size", [1, 3, 20, 1000])
 @pytest.mark.parametrize("parser", PARSERS)
-def test_arguments_are_told_as_they_are_written(parser: str, size: int) -> None:
+def test_arguments_are_streamed(parser: str, size: int) -> None:
     reply = reply_of(parser)
     parts = parts_of(reply, written(parser), size)
     assert calls_of(parts) == [("add", ARGUMENTS[0]), ("add_all", ARGUMENTS[1])]
@@ -85,7 +85,7 @@ def test_arguments_are_told_as_they_are_written(parser: str, size: int) -> None:
 
 @pytest.mark.parametrize("parser", ["json", "json_tools"])
 @pytest.mark.parametrize("opened", [False, True])
-def test_what_reasoning_says_of_calls_is_none(parser: str, opened: bool) -> None:
+def test_text_like_a_call_within_reasoning_stays_reasoning(parser: str, opened: bool) -> None:
     thought = CALL_TEMPLATES["json"].begin.replace("{name}", "add") + '{"city": 1'
     text = ("" if opened else "<think>") + f"{thought}</think>\n\n{written(parser)}"
     reply = reply_of(parser, ReplyState.REASONING if opened else None)
@@ -95,7 +95,7 @@ def test_what_reasoning_says_of_calls_is_none(parser: str, opened: bool) -> None
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_cut_short_a_call_has_the_arguments_so_far(parser: str) -> None:
+def test_a_call_that_is_cut_short_has_the_arguments_so_far(parser: str) -> None:
     text = written(parser)
     first = text.index(ARGUMENTS[0])
     for end in range(first, len(text)):
@@ -108,8 +108,8 @@ def test_cut_short_a_call_has_the_arguments_so_far(parser: str) -> None:
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_with_one_call_nothing_counts_behind_it(parser: str) -> None:
-    reply = reply_of(parser, one_call=True)
+def test_with_single_call_a_reply_is_complete_after_the_first(parser: str) -> None:
+    reply = reply_of(parser, single_call=True)
     for number, character in enumerate(written(parser)):
         assert not reply.complete, number
         reply.feed(character)

@@ -47,7 +47,7 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return what was held back: at the end of the text it is no stop string."""
+        """Return what was held back: at the end of the text, it is not a stop string."""
         held, self._held = self._held, ""
         return held
 

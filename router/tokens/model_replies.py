@@ -147,14 +147,14 @@ class ModelReplies:
         return own or (CALL_TEMPLATES[JSON.name] if policy.required else None)
 
     def _format_for(self, policy: ToolCallPolicy) -> ReplyFormat:
-        """Return the format of replies: another one where required calls are plain JSON."""
+        """Return the format of replies: not the model's own where required calls are plain JSON."""
         if policy.required and self._call_template(policy) is CALL_TEMPLATES[JSON.name]:
             normal = ReplyState.NORMAL
             return replace(self.format, tools=JSON, transitions=None, initial_state=normal)
         return self.format
 
     def _tail(self, prompt: Sequence[int]) -> str:
-        """Return the end of ``prompt``, back to a control token that is no marker of reasoning."""
+        """Return the end of ``prompt``, back to a control token other than those of reasoning."""
         markers = "" if self.format.think is None else "".join(self.format.think)
         start = len(prompt)
         while start > max(0, len(prompt) - _TAIL_TOKENS):

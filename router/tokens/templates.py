@@ -235,13 +235,11 @@ class ChatTemplate:
 
         def probe(arguments: Any) -> str:
             function = {"name": "probe", "arguments": arguments}
-            question = {"role": "user", "content": "x"}
-            reply = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{**_PROBE_CALL, "function": function}],
-            }
-            messages = [question, reply]
+            call = {**_PROBE_CALL, "function": function}
+            messages: list[dict[str, Any]] = [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
             return self._apply(messages, [_PROBE_TOOL], self._template_args, "last_message")
 
         try:

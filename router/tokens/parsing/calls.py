@@ -46,7 +46,7 @@ class ToolSyntax(NamedTuple):
 
     name: str
     start: str  # the marker before calls; empty: a whole reply is calls, or has none
-    end: str  # the marker after calls; empty: they go on to the end of the reply
+    end: str  # the marker after calls; empty: they end with the reply
     parse: Callable[[str, Any], Any]
     """Takes the text between the markers and the tools. Returns a dict with ``name`` and
     ``arguments``, or a list of such. May raise any exception."""
@@ -149,7 +149,7 @@ def _parse_json(text: str, tools: Any) -> list[Any]:
 
 def _json_values(text: str) -> Iterator[tuple[Any, int]]:
     """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` at
-    text that is no JSON value."""
+    text that is not JSON."""
     decoder, position = json.JSONDecoder(), 0
     while position < len(text):
         value, position = decoder.raw_decode(text, position)
@@ -179,7 +179,7 @@ def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
+        raise ValueError("the arguments are not an object")
     call_id = parsed.get("id")
     return ParsedCall(name, _json(arguments), (isinstance(call_id, str) and call_id) or None)
 

@@ -193,7 +193,7 @@ class MarkedReplyParser:
 
     def _close_call(self, end: str, out: _DeltaBuilder, *, parse: bool = True) -> bool:
         """End the current call at the marker ``end``. Return False if that is part of a string, or
-        if there is no call but text, which is then shown."""
+        if the text is not a call; then it is shown."""
         stream = self._active_call_stream
         if stream is not None and stream.started:
             if stream.in_call:

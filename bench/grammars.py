@@ -34,7 +34,7 @@ from engine.replica.build import build_replica  # noqa: E402
 from engine.replica.grammars import tokenizer_spec_of  # noqa: E402
 from engine.sampling.masks import GrammarMasker, TokenMasks  # noqa: E402
 from shared.settings import Settings  # noqa: E402
-from shared.wire import Grammar, Sampling, Submit  # noqa: E402
+from shared.wire import Grammar, SamplingParams, Submit  # noqa: E402
 
 LEAST_ENDED = 0.95
 MOST_OF_A_STEP = 0.10
@@ -121,7 +121,7 @@ def _share_of_a_step(model: str, rows: int) -> float:
                 request_id=str(number),
                 attempt=0,
                 token_ids=prompt,
-                sampling=Sampling(seed=number, temperature=0.8),
+                sampling=SamplingParams(seed=number, temperature=0.8),
                 max_tokens=100,
                 stop_token_ids=list(loaded.eos_token_ids),
                 grammar=Grammar(kind="json_schema", source=json.dumps(schema)),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.backend.blas import load_fast_blas
 from shared.settings import Settings
-from shared.wire import Delta, Sampling, Submit
+from shared.wire import Delta, SamplingParams, Submit
 
 
 class InProcessEngine:
@@ -136,7 +136,7 @@ class InProcessEngine:
             request_id=str(self._number),
             attempt=0,
             token_ids=token_ids,
-            sampling=Sampling(seed=0),
+            sampling=SamplingParams(seed=0),
             max_tokens=max_tokens,
             stop_token_ids=list(stop),
             prompt_logprobs=prompt_logprobs,

@@ -25,7 +25,7 @@ from bench import prompts  # noqa: E402
 from engine.model.load import resolve  # noqa: E402
 from engine.plan import Decode, Slot  # noqa: E402
 from engine.sampling.sampler import Sampler  # noqa: E402
-from shared.wire import Sampling  # noqa: E402
+from shared.wire import SamplingParams  # noqa: E402
 
 WARM: dict[str, Any] = {"temperature": 0.8}
 PENALTIES: dict[str, Any] = {
@@ -91,7 +91,7 @@ def _ms(logits: mx.array, controls: dict[str, Any], outputs: int, runs: int) -> 
                 position=outputs + run,
                 token_id=None,
                 output_index=outputs + run,
-                sampling=Sampling(seed=row, **controls),
+                sampling=SamplingParams(seed=row, **controls),
                 logprobs=logprobs,
                 history=None if run else history,
             )

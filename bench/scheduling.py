@@ -9,7 +9,7 @@ import time
 from bench.side import side
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
-from shared.wire import Sampling, Submit
+from shared.wire import SamplingParams, Submit
 
 ROWS = 16
 STEPS = 2000
@@ -64,7 +64,7 @@ def _cost_s(seed: int) -> float:
                     request_id=str(arrivals),
                     attempt=0,
                     token_ids=shared + _tokens(rng, rng.randint(50, 1400)),
-                    sampling=Sampling(seed=arrivals),
+                    sampling=SamplingParams(seed=arrivals),
                     max_tokens=rng.randint(20, 400),
                     stop_token_ids=[STOP],
                 )

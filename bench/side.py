@@ -59,14 +59,20 @@ class OurSide(Side):
 
     def decode(self, lengths: Sequence[int], steps: int) -> float:
         from engine.plan import Decode, Plan, SlabSpec, Slot
-        from shared.wire import Sampling
+        from shared.wire import SamplingParams
 
         slab = SlabSpec(0, len(lengths), max(lengths) + steps + 16)
         self._executor.dispatch(Plan(step=0, new_slabs=(slab,))).read()
         seconds = []
         for index in range(steps + WARM_UP_STEPS):
             decodes = tuple(
-                Decode(Slot(0, row), length + index, None if index else 5, index, Sampling(seed=0))
+                Decode(
+                    Slot(0, row),
+                    length + index,
+                    None if index else 5,
+                    index,
+                    SamplingParams(seed=0),
+                )
                 for row, length in enumerate(lengths)
             )
             begun = time.perf_counter()

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.wire import Grammar, Sampling, TokenLogprobs
+from shared.wire import Grammar, SamplingParams, TokenLogprobs
 
 Payload = tuple[bytes | memoryview, ...]
 """The content of a block or a snapshot: one buffer per storage group of the model, or per array
@@ -96,7 +96,7 @@ class Decode(PlanOp, frozen=True):
     """The input token. None is the token that the slot's previous decode sampled, which the
     scheduler may not have seen yet."""
     output_index: int  # number of the output in its request; with the seed it makes the noise
-    sampling: Sampling
+    sampling: SamplingParams
     forbidden: tuple[int, ...] = ()
     """Tokens that must not be chosen now (EOS before ``min_tokens``)."""
     logprobs: int | None = None  # number of alternatives to return

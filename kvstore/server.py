@@ -129,7 +129,7 @@ class Server:
         message, payload = wire.decode(frames, wire.ToStore)
         match message:
             case wire.Locate():
-                if message.protocol not in wire.SPOKEN_VERSIONS:
+                if message.protocol not in wire.SUPPORTED_VERSIONS:
                     raise wire.WireError(f"an engine that speaks version {message.protocol}")
                 self._reply(peer, wire.Nonce(path=str(self._directory.nonce_path)))
             case wire.Located(nonce=nonce):

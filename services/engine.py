@@ -22,8 +22,8 @@ from engine.io.thread import IOThread
 from engine.model.errors import ModelUnavailable
 from shared import logs, settings, wire
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from shared.link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.settings import Settings
+from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.version import installed_version
 
 if TYPE_CHECKING:  # these import mlx

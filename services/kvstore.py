@@ -20,8 +20,8 @@ from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import logs
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
-from shared.link import SupervisorLink
 from shared.settings import Settings, parse
+from shared.supervisor_link import SupervisorLink
 
 PROG = "services.kvstore"
 BEAT_EVERY_S = 0.5

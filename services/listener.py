@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from shared.link import HTTP_VARIABLE
+from shared.supervisor_link import HTTP_VARIABLE
 
 BACKLOG = 2048
 

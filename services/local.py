@@ -16,9 +16,9 @@ from services.supervisor_child import ChildSpec
 from services.supervisor_output import LogCollector
 from shared import logs, settings
 from shared.exits import EXIT_FAILED, fail
-from shared.link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import Settings
+from shared.supervisor_link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
 
 logger = logging.getLogger(__name__)
 

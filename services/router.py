@@ -23,8 +23,8 @@ from router.http.connections import Connection
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from shared import logs
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
-from shared.link import SupervisorLink
 from shared.settings import parse
+from shared.supervisor_link import SupervisorLink
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"

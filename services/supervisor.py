@@ -3,7 +3,7 @@
 A child that ends is restarted, with growing pauses while it keeps failing. A child whose
 beats stop (it is stopped, or hangs) is killed first. SIGTERM and SIGINT drain the children
 stage by stage; a second signal ends all at once. The children notice by themselves when the
-supervisor is gone (`shared.link`).
+supervisor is gone (`shared.supervisor_link`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.supervisor_output import LogCollector
-from shared.link import LINK_VARIABLE
+from shared.supervisor_link import LINK_VARIABLE
 
 _MAX_BEAT_BYTES = 64 * 1024
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def namespace(
+def namespace_root(
     *,
     fingerprint: str,
     kv_bits: int,
@@ -44,7 +44,7 @@ def namespace(
     return digest.digest()
 
 
-def salted(root: bytes, cache_salt: str) -> bytes:
+def salted_root(root: bytes, cache_salt: str) -> bytes:
     """Return the root for requests with ``cache_salt``, which share blocks only with each other."""
     if not cache_salt:
         return root

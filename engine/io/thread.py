@@ -25,8 +25,8 @@ from engine.io.status import EngineStatus, StallWatch
 from engine.io.store_client import StoreClient
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
-from shared.link import SupervisorLink
 from shared.logs import RateLimitedLogger
+from shared.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
@@ -214,11 +214,11 @@ class IOThread(threading.Thread):
         )
 
     def _on_ping(self, ping: wire.Ping) -> None:
-        if ping.protocol not in wire.SPOKEN_VERSIONS:
+        if ping.protocol not in wire.SUPPORTED_VERSIONS:
             logger.error(
                 "the router speaks protocol %d, this engine %s: upgrade the older one",
                 ping.protocol,
-                " or ".join(map(str, wire.SPOKEN_VERSIONS)),
+                " or ".join(map(str, wire.SUPPORTED_VERSIONS)),
             )
         if ping.router_id != self._router_id:
             if self._router_id is not None:

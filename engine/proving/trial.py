@@ -24,11 +24,11 @@ from engine.plan import (
 )
 from engine.proving.oracle import Reference
 from engine.proving.replay import Replay, RoundingMismatch
-from shared.wire import Sampling
+from shared.wire import SamplingParams
 
 BLOCK_SIZE = 16
 CAPACITY = 96
-GREEDY = Sampling(temperature=0.0, seed=1)
+GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 
 class StepFailed(Exception):

@@ -15,7 +15,7 @@ from engine.proving.choose import choose_executor
 from engine.replica import memory
 from engine.replica.memory import MemorySizes
 from engine.scheduler import Scheduler, SchedulerConfig
-from shared.hashing import namespace
+from shared.hashing import namespace_root
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _scheduler_config(
 
 
 def _block_namespace(loaded: LoadedModel, settings: Settings) -> bytes:
-    return namespace(
+    return namespace_root(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
         kv_bits=settings.kv_bits,

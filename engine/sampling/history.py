@@ -27,7 +27,7 @@ class TokenHistory:
 
     def record(self, decodes: Sequence[Decode], inputs: mx.array) -> None:
         """Add the tokens ``inputs`` (rows,) of those of ``decodes`` that look back."""
-        members = [i for i, decode in enumerate(decodes) if decode.sampling.looks_back]
+        members = [i for i, decode in enumerate(decodes) if decode.sampling.needs_history]
         if not members:
             return
         for i in members:

@@ -26,12 +26,14 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
         for token, value in decode.sampling.logit_bias
         if 0 <= token < vocab
     ]
-    repeating = [row for row, decode in enumerate(decodes) if decode.sampling.repeats_cost]
+    repeating = [
+        row for row, decode in enumerate(decodes) if decode.sampling.has_repetition_penalty
+    ]
     # Before the first output there are no tokens to penalize.
     outputs = [
         row
         for row, decode in enumerate(decodes)
-        if decode.sampling.outputs_cost and decode.output_index > 0
+        if decode.sampling.has_output_penalties and decode.output_index > 0
     ]
     forbidden = [
         (row, token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequence import Sequence
 from shared import wire
-from shared.hashing import salted
+from shared.hashing import salted_root
 
 
 class Refusal(Exception):
@@ -54,7 +54,7 @@ def make_sequence(
     seq = Sequence(
         request=request,
         arrival=arrival,
-        parent_hash=salted(config.namespace, request.cache_salt),
+        parent_hash=salted_root(config.namespace, request.cache_salt),
         block_size=config.block_size,
         token_ids=[*request.token_ids, *request.generated],
         max_tokens=max_tokens,

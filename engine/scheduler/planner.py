@@ -232,7 +232,7 @@ class Planner:
     def _take_history(self, seq: Sequence) -> tuple[int, ...] | None:
         """Return the tokens that the executor needs with the first decode in a slot, if any."""
         request = seq.request
-        if seq.history_sent or not (request.sampling.looks_back or request.grammar is not None):
+        if seq.history_sent or not (request.sampling.needs_history or request.grammar is not None):
             return None
         seq.history_sent = True
         return tuple(seq.token_ids[: seq.num_computed_tokens])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.fleet.engines import Engine
 from router.fleet.remote_sequence import RemoteSequence
-from shared.hashing import block_hashes, salted
+from shared.hashing import block_hashes, salted_root
 
 
 def choose_engine(engines: Sequence[Engine], sequence: RemoteSequence) -> Engine:
@@ -20,7 +20,7 @@ def choose_engine(engines: Sequence[Engine], sequence: RemoteSequence) -> Engine
     for engine in ranked:
         root = (engine.hello.namespace, engine.hello.block_size)
         if root not in blocks:
-            start = salted(root[0], sequence.submit.cache_salt)
+            start = salted_root(root[0], sequence.submit.cache_salt)
             blocks[root] = block_hashes(start, tokens, root[1])
     best = max(
         ranked,

@@ -13,7 +13,7 @@ from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import Renderer
 from shared.settings import Settings
-from shared.wire import SPOKEN_VERSIONS, Beat, Files, FilesWanted, Hello, Message, Ping
+from shared.wire import SUPPORTED_VERSIONS, Beat, Files, FilesWanted, Hello, Message, Ping
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class Registry:
             self._send(peer, Ping(router_id=self._router_id))
 
     def on_hello(self, peer: bytes, hello: Hello) -> None:
-        if hello.protocol not in SPOKEN_VERSIONS:
-            spoken = " or ".join(map(str, SPOKEN_VERSIONS))
+        if hello.protocol not in SUPPORTED_VERSIONS:
+            spoken = " or ".join(map(str, SUPPORTED_VERSIONS))
             self._reject(hello, f"it speaks protocol {hello.protocol}, this router {spoken}")
             return
         if nonsense := _invalid_hello(hello):

@@ -12,7 +12,7 @@ from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
 from router.tokens.reply_parser import ReplyParser
 from shared.settings import Settings
-from shared.wire import Grammar, Sampling, Submit
+from shared.wire import Grammar, SamplingParams, Submit
 
 MAX_SEQUENCES = 128
 REPETITION_CONTEXT_SIZE = 20
@@ -123,7 +123,9 @@ def _stop_token_ids(request: GenerationRequest, model: Model) -> list[int]:
     return sorted(ids)
 
 
-def _sampling(request: GenerationRequest, model: Model, settings: Settings, seed: int) -> Sampling:
+def _sampling(
+    request: GenerationRequest, model: Model, settings: Settings, seed: int
+) -> SamplingParams:
     """Take each parameter from the request, else from the flags, else from the model."""
     renderer = model.renderer
     defaults = renderer.sampling_defaults
@@ -131,7 +133,7 @@ def _sampling(request: GenerationRequest, model: Model, settings: Settings, seed
     def pick(asked: float | None, flag: float | None, default: float) -> float:
         return asked if asked is not None else flag if flag is not None else default
 
-    return Sampling(
+    return SamplingParams(
         seed=seed,
         temperature=pick(request.temperature, settings.temperature, defaults.temperature),
         top_p=pick(request.top_p, settings.top_p, defaults.top_p),

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, resolve
-from shared.link import LINK_VARIABLE
 from shared.settings.checks import check
 from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
+from shared.supervisor_link import LINK_VARIABLE
 
 __all__ = ["ReasoningParserName", "Settings", "ToolParserName", "check", "parse"]
 

@@ -9,7 +9,7 @@ import msgpack
 import msgspec
 
 PROTOCOL_VERSION = 1
-SPOKEN_VERSIONS = (1,)
+SUPPORTED_VERSIONS = (1,)
 """Versions this release understands: its own, and the one before it once there is one."""
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024

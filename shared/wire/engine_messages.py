@@ -7,7 +7,15 @@ from typing import Literal
 import msgspec
 
 from shared.wire.codec import PROTOCOL_VERSION, Message
-from shared.wire.parts import Delta, EngineStats, Grammar, LiveRequest, Phase, Sampling, StoreStats
+from shared.wire.parts import (
+    Delta,
+    EngineStats,
+    Grammar,
+    LiveRequest,
+    Phase,
+    SamplingParams,
+    StoreStats,
+)
 
 RefusalReason = Literal["invalid", "too_large", "unsupported", "full", "draining"]
 
@@ -45,7 +53,7 @@ class Submit(Message, frozen=True, tag="submit"):
     request_id: str
     attempt: int
     token_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int
     stop_token_ids: list[int]  # with the EOS tokens
     min_tokens: int = 0

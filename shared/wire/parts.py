@@ -13,7 +13,7 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 """Limit of the source of one grammar, in UTF-8."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one sequence are chosen."""
 
     # The noise of a token depends on (seed, absolute output position) alone. The router draws
@@ -35,17 +35,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: list[tuple[int, float]] = []  # pairs of a token and what is added to its logit
 
     @property
-    def repeats_cost(self) -> bool:
+    def has_repetition_penalty(self) -> bool:
         return self.repetition_penalty not in (0.0, 1.0)
 
     @property
-    def outputs_cost(self) -> bool:
+    def has_output_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty)
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether choosing a token needs the tokens before it."""
-        return self.repeats_cost or self.outputs_cost
+        return self.has_repetition_penalty or self.has_output_penalties
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):

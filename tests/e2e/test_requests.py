@@ -408,7 +408,7 @@ class FakeRouter:
             "request_id": f"r{self._number}",
             "attempt": 0,
             "token_ids": [5, 6, 7],
-            "sampling": wire.Sampling(seed=1),
+            "sampling": wire.SamplingParams(seed=1),
             "max_tokens": 3,
             "stop_token_ids": [],
         }
@@ -452,7 +452,7 @@ TO_ENGINE: list[wire.Message] = [
         request_id="r",
         attempt=0,
         token_ids=[5],
-        sampling=wire.Sampling(seed=1),
+        sampling=wire.SamplingParams(seed=1),
         max_tokens=1,
         stop_token_ids=[],
     ),
@@ -503,8 +503,8 @@ def test_a_request_that_makes_no_sense_is_refused(
     assert process.runs
 
 
-def sampling(**fields: Any) -> dict[str, wire.Sampling]:
-    return {"sampling": wire.Sampling(**{"seed": 1, "temperature": 1.0} | fields)}
+def sampling(**fields: Any) -> dict[str, wire.SamplingParams]:
+    return {"sampling": wire.SamplingParams(**{"seed": 1, "temperature": 1.0} | fields)}
 
 
 @pytest.mark.parametrize(
@@ -573,7 +573,7 @@ def test_the_same_request_twice_and_a_thousand_aborts_harm_nobody(
         request_id="twice",
         attempt=0,
         token_ids=[5],
-        sampling=wire.Sampling(seed=1),
+        sampling=wire.SamplingParams(seed=1),
         max_tokens=500,
         stop_token_ids=[],
     )

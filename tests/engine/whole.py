@@ -67,7 +67,12 @@ class Whole:
         return mx.get_active_memory() - self.before_bytes - self.weight_bytes
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> None:
-        fields = {"sampling": wire.Sampling(seed=7), "stop_token_ids": [], "attempt": 0, **fields}
+        fields = {
+            "sampling": wire.SamplingParams(seed=7),
+            "stop_token_ids": [],
+            "attempt": 0,
+            **fields,
+        }
         self.texts[name] = []
         self.scheduler.submit(
             wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)

@@ -16,7 +16,7 @@ import zmq
 
 from shared import wire
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
-from shared.link import LINK_VARIABLE
+from shared.supervisor_link import LINK_VARIABLE
 from tests.kvstore.blocks import file_of, wait_until
 from tests.kvstore.process import Process
 from tests.kvstore.test_server import Engine

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from shared.exits import EXIT_CONFIG, EXIT_OK
-from shared.link import SupervisorLink
+from shared.supervisor_link import SupervisorLink
 
 
 def main(folder: str, name: str, behaviour: str) -> int:

@@ -12,7 +12,7 @@ from engine.executor.batched import BatchedExecutor
 from engine.plan import Chunk, Decode, Plan, RestoreState, SaveState, SlabSpec, Slot
 from engine.proving.choose import choose_executor
 from engine.zoo.build import build
-from shared.wire import Sampling
+from shared.wire import SamplingParams
 
 A, B, C = Slot(0, 0), Slot(0, 1), Slot(1, 0)
 NO_TOKEN: Any = "x"  # MLX raises where it is computed
@@ -95,7 +95,7 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
 def test_only_a_sequence_whose_snapshot_is_missing_fails(name: str) -> None:
     """With look-ahead a plan may restore a snapshot that the plan before it failed to save."""
     executor = choose_executor(build(name), 320, 16).executor
-    greedy = Sampling(temperature=0.0, seed=1)
+    greedy = SamplingParams(temperature=0.0, seed=1)
     good = tuple(range(5, 21))
     slabs = (SlabSpec(0, 2, 32), SlabSpec(1, 1, 32))
     executor.dispatch(Plan(step=1, new_slabs=slabs, chunks=(Chunk(B, 0, good),))).read()
@@ -126,7 +126,7 @@ def test_a_chunk_that_raises_leaves_the_state_of_others_alone() -> None:
     model = build("mamba")
     executor = choose_executor(model, 320, 16).executor
     assert isinstance(executor, BatchedExecutor)
-    greedy = Sampling(temperature=0.0, seed=1)
+    greedy = SamplingParams(temperature=0.0, seed=1)
 
     def tokens(bad: bool) -> list[int]:
         said: list[int] = []

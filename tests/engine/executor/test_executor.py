@@ -36,10 +36,10 @@ from engine.plan import (
 from engine.proving.proof import NotBatchable, proof_references
 from engine.proving.proof import prove as prove_with
 from engine.zoo.build import build
-from shared.wire import Sampling, TokenLogprobs
+from shared.wire import SamplingParams, TokenLogprobs
 from tests.tiny_models import VOCAB_SIZE, Kind, make_tiny
 
-GREEDY = Sampling(seed=1)
+GREEDY = SamplingParams(seed=1)
 BLOCK = 16
 NO_TOKEN: Any = "x"  # MLX raises where it is computed
 
@@ -79,7 +79,7 @@ def alone(model: Any, tokens: list[int], count: int) -> list[int]:
     return out
 
 
-PENALIZED = Sampling(
+PENALIZED = SamplingParams(
     seed=1,
     repetition_penalty=1.4,
     repetition_context_size=9,
@@ -422,9 +422,12 @@ def test_a_block_that_was_not_saved_fails_only_the_slots_that_restore_it(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "logprobs"), [(GREEDY, None), (Sampling(seed=1, temperature=0.9, top_p=0.9), 5)]
+    ("sampling", "logprobs"),
+    [(GREEDY, None), (SamplingParams(seed=1, temperature=0.9, top_p=0.9), 5)],
 )
-def test_steps_write_slabs_in_place(model: Any, sampling: Sampling, logprobs: int | None) -> None:
+def test_steps_write_slabs_in_place(
+    model: Any, sampling: SamplingParams, logprobs: int | None
+) -> None:
     """The slab has 64 MB, so a copy of one of its arrays would show in the peak."""
     layout = probe_layout(model)
     capacity = (64 << 20) // (8 * layout.slot_token_bytes)

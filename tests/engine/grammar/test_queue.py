@@ -24,7 +24,7 @@ def submit(name: str, grammar: wire.Grammar | None = DIGITS, attempt: int = 0) -
         request_id=name,
         attempt=attempt,
         token_ids=[1],
-        sampling=wire.Sampling(seed=0),
+        sampling=wire.SamplingParams(seed=0),
         max_tokens=4,
         stop_token_ids=[],
         grammar=grammar,

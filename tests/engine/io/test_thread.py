@@ -130,7 +130,7 @@ def submit(request_id: str = "r") -> wire.Submit:
         request_id=request_id,
         attempt=3,
         token_ids=[5],
-        sampling=wire.Sampling(seed=0),
+        sampling=wire.SamplingParams(seed=0),
         max_tokens=4,
         stop_token_ids=[2],
     )

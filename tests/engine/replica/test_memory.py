@@ -14,7 +14,7 @@ import pytest
 
 from engine.cache.quantization import Precision
 from engine.replica import memory
-from shared.wire import Sampling
+from shared.wire import SamplingParams
 from tests.engine.whole import Whole
 from tests.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
@@ -32,7 +32,7 @@ def load_with(whole: Whole, count: int, seed: int, longest: int = 900, outputs: 
     for number in range(count):
         prompt = pick.choice(prefixes)[: pick.randrange(shared)]
         prompt = prompt + [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(1, longest))]
-        sampling = Sampling(
+        sampling = SamplingParams(
             seed=number,
             temperature=pick.choice([0.0, 1.0]),
             repetition_penalty=pick.choice([1.0, 1.0, 1.2]),

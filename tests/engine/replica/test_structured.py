@@ -20,13 +20,13 @@ from engine.replica import build as replica
 from engine.replica.grammars import tokenizer_spec_of
 from engine.sampling.masks import GrammarMasker
 from shared import wire
-from shared.wire import Grammar, Sampling
+from shared.wire import Grammar, SamplingParams
 from tests.engine.whole import Whole
 from tests.tiny_models import EOS
 
 PATTERN = "[a-f]{3,6}-[0-9]{2}(, [A-Z]{1,4}){0,3}"
 WORDS = Grammar(kind="regex", source=PATTERN)
-HOT = Sampling(seed=3, temperature=1.5)
+HOT = SamplingParams(seed=3, temperature=1.5)
 Build = Callable[..., Whole]
 
 
@@ -68,8 +68,13 @@ def assert_bound(whole: Whole, *names: str) -> None:
 def test_an_answer_matches_its_grammar_and_ends_with_it(whole: Build, kind: str) -> None:
     engine = whole(kind)
     for number in range(6):
-        ask(engine, f"a{number}", 3 + 5 * number, sampling=Sampling(seed=number, temperature=2.0))
-    ask(engine, "greedy", sampling=Sampling(seed=0))
+        ask(
+            engine,
+            f"a{number}",
+            3 + 5 * number,
+            sampling=SamplingParams(seed=number, temperature=2.0),
+        )
+    ask(engine, "greedy", sampling=SamplingParams(seed=0))
     engine.run()
     assert_bound(engine, "greedy", *(f"a{number}" for number in range(6)))
     assert len({text(engine, f"a{number}") for number in range(6)}) > 1
@@ -109,7 +114,11 @@ def test_look_ahead_gives_the_same_answers(whole: Build, monkeypatch: pytest.Mon
         for number in range(4):
             ask(engine, f"a{number}", 4 + 9 * number)
         ask(engine, "free", grammar=None, stop_token_ids=[], max_tokens=25)
-        ask(engine, "penalized", sampling=Sampling(seed=1, temperature=1, frequency_penalty=1.5))
+        ask(
+            engine,
+            "penalized",
+            sampling=SamplingParams(seed=1, temperature=1, frequency_penalty=1.5),
+        )
         engine.run()
         return engine, engine.texts
 
@@ -190,19 +199,19 @@ def test_an_answer_ends_only_where_its_grammar_allows_or_demands_it(
 def test_every_sampling_parameter_works_with_a_grammar(whole: Build) -> None:
     engine = whole()
     letters = dict.fromkeys(range(200, 300), 100.0)
-    controls: dict[str, Sampling] = {
-        "penalties": Sampling(
+    controls: dict[str, SamplingParams] = {
+        "penalties": SamplingParams(
             seed=1,
             temperature=1,
             repetition_penalty=1.8,
             presence_penalty=2,
             frequency_penalty=2,
         ),
-        "bias": Sampling(seed=1, temperature=1, logit_bias=list(letters.items())),
-        "xtc": Sampling(seed=1, temperature=1, xtc_probability=1, xtc_threshold=0.01),
-        "filters": Sampling(seed=1, temperature=2, top_p=0.5, top_k=3, min_p=0.1),
-        "one": Sampling(seed=1, temperature=2, top_k=1, xtc_probability=1, min_p=1),
-        "cold": Sampling(seed=1, temperature=1e-7),
+        "bias": SamplingParams(seed=1, temperature=1, logit_bias=list(letters.items())),
+        "xtc": SamplingParams(seed=1, temperature=1, xtc_probability=1, xtc_threshold=0.01),
+        "filters": SamplingParams(seed=1, temperature=2, top_p=0.5, top_k=3, min_p=0.1),
+        "one": SamplingParams(seed=1, temperature=2, top_k=1, xtc_probability=1, min_p=1),
+        "cold": SamplingParams(seed=1, temperature=1e-7),
     }
     for name, sampling in controls.items():
         ask(engine, name, sampling=sampling)
@@ -215,7 +224,7 @@ def test_a_grammar_may_apply_behind_certain_tokens_only(whole: Build) -> None:
     engine = whole()
     (mark,) = engine.loaded.tokenizer.encode("q")
     grammar = Grammar(kind="regex", source=PATTERN, after=[mark])
-    sampling = Sampling(seed=5, temperature=1, logit_bias=[(mark, 4.0)])
+    sampling = SamplingParams(seed=5, temperature=1, logit_bias=[(mark, 4.0)])
     ask(engine, "a", grammar=grammar, sampling=sampling, max_tokens=400)
     engine.run()
     before, _, answer = text(engine, "a").partition("q")

@@ -7,7 +7,7 @@ from engine.backend import arrays
 from engine.plan import Decode, Slot
 from engine.sampling.logprobs import gather_logprobs
 from engine.sampling.sampler import Sampler
-from shared.wire import Sampling, TokenLogprobs
+from shared.wire import SamplingParams, TokenLogprobs
 
 
 @pytest.fixture(params=["host", "device"])
@@ -42,11 +42,11 @@ def test_each_row_gets_as_many_alternatives_as_it_asks_for(vocab: int) -> None:
 def test_logprobs_are_those_of_the_model_whatever_the_controls() -> None:
     logits = mx.random.normal((3, 200), key=mx.random.key(1)) * 2
     best = int(mx.argmax(logits[0]))
-    greedy = Sampling(seed=1, logit_bias=[(best, -100.0)])
-    drawn = Sampling(seed=3, temperature=1.7, top_k=9, frequency_penalty=1.0)
+    greedy = SamplingParams(seed=1, logit_bias=[(best, -100.0)])
+    drawn = SamplingParams(seed=3, temperature=1.7, top_k=9, frequency_penalty=1.0)
     decodes = [
         Decode(Slot(0, 0), 4, 5, 0, greedy, logprobs=2),
-        Decode(Slot(0, 1), 4, 5, 0, Sampling(seed=1)),
+        Decode(Slot(0, 1), 4, 5, 0, SamplingParams(seed=1)),
         Decode(Slot(0, 2), 4, 5, 3, drawn, (), 4, (1, 2, 3, 4)),
     ]
     sampled = Sampler().sample(logits, decodes, mx.array([5, 5, 5]))

@@ -16,7 +16,7 @@ from engine.plan import Decode, Slot
 from engine.sampling import noise
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
-from shared.wire import Grammar, Sampling
+from shared.wire import Grammar, SamplingParams
 from tests.tiny_models import EOS, VOCAB_SIZE
 
 WIDTH = VOCAB_SIZE + 13  # with rows of the embedding that have no token
@@ -24,7 +24,7 @@ WIDTH = VOCAB_SIZE + 13  # with rows of the embedding that have no token
 
 def decode(row: int, source: str | None, **fields: Any) -> Decode:
     grammar = None if source is None else Grammar(kind="regex", source=source)
-    fields = {"sampling": Sampling(seed=row), "token_id": 5, "output_index": 0, **fields}
+    fields = {"sampling": SamplingParams(seed=row), "token_id": 5, "output_index": 0, **fields}
     return Decode(
         slot=Slot(0, row),
         position=0,
@@ -82,7 +82,7 @@ def test_the_only_token_that_is_allowed_is_chosen_whatever_the_noise(
     monkeypatch.setattr(noise, "uniform", lowest)
     sampler = Sampler()
     sampler.masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
-    hot = Sampling(seed=0, temperature=2.0, top_p=0.9, top_k=5, min_p=0.2)
+    hot = SamplingParams(seed=0, temperature=2.0, top_p=0.9, top_k=5, min_p=0.2)
     decodes = [decode(0, "x", sampling=hot)]
     masks = sampler.start_masks(decodes, [5])
     sampled = sampler.sample(mx.zeros((1, WIDTH)), decodes, mx.array([5], mx.int32), masks)

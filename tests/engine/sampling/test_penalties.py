@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from engine.plan import Decode, Slot
 from engine.sampling.history import TokenHistory
 from engine.sampling.penalties import process_logits
-from shared.wire import Sampling
+from shared.wire import SamplingParams
 
 VOCAB = 60
 PROMPT = [5, 9, 9, 3, 17, 5, 22, 40]
@@ -26,7 +26,7 @@ def decode(
         len(tokens) - 1,
         None,
         len(tokens) - prompt_length,
-        Sampling(seed=1, **controls),
+        SamplingParams(seed=1, **controls),
         history=tuple(tokens[:-1]) if fresh else None,
     )
 
@@ -146,7 +146,7 @@ def test_the_history_grows_for_long_sequences_and_many_slots() -> None:
 
 def test_a_bias_does_not_allow_a_forbidden_token() -> None:
     part = Decode(
-        Slot(0, 0), 4, 5, 0, Sampling(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
+        Slot(0, 0), 4, 5, 0, SamplingParams(seed=1, logit_bias=[(3, 100.0)]), forbidden=(3, 10**9)
     )
     (row,) = process_logits(logits_of(4), [part], TokenHistory()).tolist()
     assert row[3] == -math.inf and min(row[:3] + row[4:]) > -math.inf

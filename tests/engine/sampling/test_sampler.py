@@ -9,7 +9,7 @@ from engine.backend import arrays
 from engine.plan import Decode, Slot
 from engine.sampling import noise
 from engine.sampling.sampler import Sampler, sample_tokens
-from shared.wire import Sampling
+from shared.wire import SamplingParams
 
 VOCAB = 50
 
@@ -19,7 +19,14 @@ def decode(
 ) -> Decode:
     controls.setdefault("seed", 1)
     return Decode(
-        Slot(0, row), index + 5, None, index, Sampling(**controls), forbidden, None, (4,) * index
+        Slot(0, row),
+        index + 5,
+        None,
+        index,
+        SamplingParams(**controls),
+        forbidden,
+        None,
+        (4,) * index,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
 from shared import wire
-from shared.hashing import block_hashes, salted
+from shared.hashing import block_hashes, salted_root
 
 VOCABULARY = 24
 SALTS = ("", "pepper")
@@ -226,7 +226,7 @@ class FakeExecutor:
             token = self.sampled[slot] if decode.token_id is None else decode.token_id
             self._write(slot, decode.position, [token])
             row = self.rows[slot]
-            if decode.sampling.looks_back:
+            if decode.sampling.needs_history:
                 if decode.history is not None:
                     self.history[slot] = list(decode.history)
                 self.history[slot].append(token)
@@ -299,7 +299,7 @@ class FakeExecutor:
             self.block_hashes[block] = block_hash
 
     def check_content(self, block_hash: bytes, content: Sequence[int]) -> None:
-        roots = [salted(self.config.namespace, salt) for salt in SALTS]
+        roots = [salted_root(self.config.namespace, salt) for salt in SALTS]
         size = self.config.block_size
         assert block_hash in {block_hashes(root, content, size)[-1] for root in roots}
 

@@ -50,7 +50,7 @@ def request(name: str, prompt: list[int], **changes: Any) -> wire.Submit:
         "request_id": name,
         "attempt": 1,
         "token_ids": prompt,
-        "sampling": wire.Sampling(seed=7),
+        "sampling": wire.SamplingParams(seed=7),
         "max_tokens": 5,
         "stop_token_ids": [],
     }

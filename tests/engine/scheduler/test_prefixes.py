@@ -260,7 +260,7 @@ def test_requests_without_prompt_logprobs_share_with_one_that_has_them(look_ahea
 def test_a_logit_bias_of_a_token_outside_the_vocabulary_is_refused() -> None:
     engine = Engine(config(vocab_size=20))
     client = engine.submit(
-        request("a", [1, 2], sampling=wire.Sampling(seed=1, logit_bias=[(20, 1.0)]))
+        request("a", [1, 2], sampling=wire.SamplingParams(seed=1, logit_bias=[(20, 1.0)]))
     )
     assert isinstance(client.answer, wire.Refused)
     assert client.answer.param == "logit_bias"

@@ -83,7 +83,7 @@ class Chaos:
             name,
             prompt,
             attempt=attempt,
-            sampling=wire.Sampling(
+            sampling=wire.SamplingParams(
                 seed=pick.randrange(3), presence_penalty=pick.choice([0.0, 0.0, 0.5])
             ),
             prompt_logprobs=pick.choice([None, None, None, 0, 2]),

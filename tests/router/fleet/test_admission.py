@@ -18,7 +18,7 @@ from router.fleet.placement import choose_engine
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.remote_sequence import RemoteSequence
 from shared.hashing import block_hashes
-from shared.wire import CacheEvents, Refused, Sampling, Submit
+from shared.wire import CacheEvents, Refused, SamplingParams, Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine, make_hello
 
@@ -32,7 +32,7 @@ def sequence(
         request_id=name,
         attempt=0,
         token_ids=list(prompt),
-        sampling=Sampling(seed=0),
+        sampling=SamplingParams(seed=0),
         max_tokens=8,
         stop_token_ids=[],
         cache_salt=cache_salt,

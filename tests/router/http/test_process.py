@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.exits import EXIT_CONFIG
-from shared.link import LINK_VARIABLE
+from shared.supervisor_link import LINK_VARIABLE
 from tests.router.conftest import ROOT, Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
 

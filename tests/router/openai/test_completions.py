@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from shared.wire import Abort, Sampling, Submit
+from shared.wire import Abort, SamplingParams, Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import EOS, ScriptedEngine
 from tests.router.tiny_tokenizer import write_tokenizer
@@ -236,7 +236,7 @@ def test_absent_fields_leave_sampling_at_its_defaults(
 ) -> None:
     server.chat(logprobs=False, repetition_penalty=0, logit_bias={}, temperature=0, seed=1)
     (submit,) = engine.got(Submit)
-    assert submit.sampling == Sampling(seed=1)
+    assert submit.sampling == SamplingParams(seed=1)
     assert submit.logprobs is None and submit.prompt_logprobs is None
 
 

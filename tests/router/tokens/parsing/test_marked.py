@@ -26,7 +26,7 @@ from router.tokens.parsing.formats import (
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 from shared.settings import ReasoningParserName, ToolParserName
-from shared.wire import Delta, Sampling, Submit
+from shared.wire import Delta, SamplingParams, Submit
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
@@ -294,7 +294,7 @@ def answers(
         request_id="r",
         attempt=0,
         token_ids=[1],
-        sampling=Sampling(seed=0),
+        sampling=SamplingParams(seed=0),
         max_tokens=len(ids),
         stop_token_ids=[],
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.link import LINK_VARIABLE, SupervisorLink
+from shared.supervisor_link import LINK_VARIABLE, SupervisorLink
 from tests.shared.test_rundir import hold
 
 

@@ -25,16 +25,13 @@ load_fast_blas()  # before anything imports mlx
 import jsonschema  # noqa: E402
 
 from bench.client import complete  # noqa: E402
+from bench.in_process import InProcessEngine  # noqa: E402
 from bench.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.servers import ours  # noqa: E402
-from engine.batch import device  # noqa: E402
 from engine.grammar.cache import GrammarCache  # noqa: E402
-from engine.model.load import load, resolve  # noqa: E402
-from engine.replica.build import build_replica  # noqa: E402
 from engine.replica.grammars import tokenizer_spec_of  # noqa: E402
 from engine.sampling.masks import GrammarMasker, TokenMasks  # noqa: E402
-from shared.settings import Settings  # noqa: E402
-from shared.wire import Grammar, SamplingParams, Submit  # noqa: E402
+from shared.wire import Grammar, SamplingParams  # noqa: E402
 
 LEAST_ENDED = 0.95
 MOST_OF_A_STEP = 0.10
@@ -109,24 +106,15 @@ class _TimedMasker(GrammarMasker):
 
 def _share_of_a_step(model: str, rows: int) -> float:
     """Return the time of a step's masks as a part of the whole step."""
-    device.prepare()
-    loaded = load(resolve(model))
-    replica = build_replica(loaded, Settings(model=model, no_ssd=True))
+    engine = InProcessEngine(model, kv_bits=8)
+    loaded, replica = engine.loaded, engine.replica
     masker = _TimedMasker(GrammarCache(tokenizer_spec_of(loaded).load()), loaded.vocab_size)
     replica.executor.use_grammars(masker)
     prompt = loaded.tokenizer.encode(PROMPT)
     for number, schema in enumerate(generate(rows, seed=1)):
-        replica.scheduler.submit(
-            Submit(
-                request_id=str(number),
-                attempt=0,
-                token_ids=prompt,
-                sampling=SamplingParams(seed=number, temperature=0.8),
-                max_tokens=100,
-                stop_token_ids=list(loaded.eos_token_ids),
-                grammar=Grammar(kind="json_schema", source=json.dumps(schema)),
-            )
-        )
+        grammar = Grammar(kind="json_schema", source=json.dumps(schema))
+        sampling = SamplingParams(seed=number, temperature=0.8)
+        engine.submit(prompt, 100, loaded.eos_token_ids, sampling=sampling, grammar=grammar)
     steps: list[float] = []
     full: list[float] = []
     while not replica.scheduler.idle:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from engine.backend.blas import load_fast_blas
 from shared.settings import Settings
@@ -23,44 +22,40 @@ class InProcessEngine:
         from engine.replica.build import build_replica
 
         device.prepare()
-        self._loaded = load(resolve(model))
-        settings = dataclasses.replace(
-            Settings(),
+        self.loaded = load(resolve(model))
+        settings = Settings(
             model=model,
             kv_bits=kv_bits,
             max_batch_size=16,
             completion_batch_size=32,
             no_ssd=True,
         )
-        self.replica = build_replica(self._loaded, settings)
+        self.replica = build_replica(self.loaded, settings)
         self._number = 0
 
     @property
     def own_type_bytes(self) -> int:
         """Bytes of one number in the type that the model computes in."""
-        return int(self._loaded.model.model.norm.weight.dtype.size)
+        return int(self.loaded.model.model.norm.weight.dtype.size)
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
         """Return the tokens per second of greedy completions of ``texts``.
 
         The first one starts alone, as at a server: others arrive while its prompt is computed.
         """
-        encode = self._loaded.tokenizer.encode
+        encode = self.loaded.tokenizer.encode
         started = time.perf_counter()
         tokens = 0
         for number, text in enumerate(texts):
-            self._submit(encode(text), max_tokens, self._loaded.eos_token_ids)
+            self.submit(encode(text), max_tokens, self.loaded.eos_token_ids)
             if not number:
                 tokens += sum(len(delta.token_ids) for delta in self._step()[1])
         tokens += sum(len(delta.token_ids) for delta in self._finish())
         return tokens / (time.perf_counter() - started)
 
     def step_s(self, prompts: Sequence[list[int]], steps: int, warm_up_steps: int) -> float:
-        """Return the median seconds of ``steps`` in which all ``prompts`` decode.
-
-        Prefixes computed before come from the cache.
-        """
-        requests = [self._submit(prompt, 100 * steps + 1000) for prompt in prompts]
+        """Return the median seconds of ``steps`` in which all ``prompts`` decode."""
+        requests = [self.submit(prompt, 100 * steps + 1000) for prompt in prompts]
         scheduler = self.replica.scheduler
         seconds: list[float] = []
         while len(seconds) < steps + warm_up_steps:
@@ -80,13 +75,13 @@ class InProcessEngine:
         self, questions: Sequence[str], max_tokens: int
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Return the prompts of ``questions``, and the greedy answers with their end tokens."""
-        template = self._loaded.tokenizer.apply_chat_template
+        template = self.loaded.tokenizer.apply_chat_template
         asked: list[list[int]] = []
         for question in questions:
             messages = [{"role": "user", "content": question}]
             asked.append(list(template(messages, add_generation_prompt=True)))
-        stop = self._loaded.eos_token_ids
-        names = [self._submit(prompt, max_tokens, stop) for prompt in asked]
+        stop = self.loaded.eos_token_ids
+        names = [self.submit(prompt, max_tokens, stop) for prompt in asked]
         deltas = self._finish()
         answers = [
             [t for d in deltas if d.request_id == name for t in d.token_ids] for name in names
@@ -95,7 +90,7 @@ class InProcessEngine:
 
     def expected(self, token_ids: list[int]) -> list[int]:
         """Return the most likely token after each of ``token_ids`` but the last."""
-        self._submit(token_ids, 1, prompt_logprobs=1)
+        self.submit(token_ids, 1, prompt_logprobs=1)
         scores = [score for delta in self._finish() for score in delta.prompt_logprobs or ()]
         return [score.top_ids[0] for score in scores]
 
@@ -103,7 +98,7 @@ class InProcessEngine:
         """Return the payload of the first block of ``text``, as it is sent to the kvstore."""
         from engine.plan import Chunk, Evict, Plan, Save, SlabSpec, Slot
 
-        number, tokens = 1 << 30, self._loaded.tokenizer.encode(text)
+        number, tokens = 1 << 30, self.loaded.tokenizer.encode(text)
         slot = Slot(number, 0)
         plan = Plan(
             step=0,
@@ -124,22 +119,18 @@ class InProcessEngine:
             deltas += self._step()[1]
         return deltas
 
-    def _submit(
-        self,
-        token_ids: list[int],
-        max_tokens: int,
-        stop: Iterable[int] = (),
-        prompt_logprobs: int | None = None,
+    def submit(
+        self, token_ids: list[int], max_tokens: int, stop: Iterable[int] = (), **fields: Any
     ) -> str:
+        """Submit a request, greedy unless ``fields`` of `Submit` say otherwise; return its id."""
         self._number += 1
         submit = Submit(
             request_id=str(self._number),
             attempt=0,
             token_ids=token_ids,
-            sampling=SamplingParams(seed=0),
             max_tokens=max_tokens,
             stop_token_ids=list(stop),
-            prompt_logprobs=prompt_logprobs,
+            **{"sampling": SamplingParams(seed=0), **fields},
         )
         self.replica.scheduler.submit(submit)
         return submit.request_id

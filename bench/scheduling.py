@@ -22,10 +22,7 @@ STOP = 2
 
 
 def scheduling(model: str, runs: int) -> None:
-    """Time the steps of 16 rows that always decode.
-
-    Prompts of 50 to 2,000 tokens arrive as others end; every second one has a shared prefix.
-    """
+    """Time steps of 16 rows; prompts of 50 to 2,000 tokens arrive, half with a shared prefix."""
     costs = [_cost_s(seed) for seed in range(runs)]
     with side("ours", model) as ours:
         step_s = statistics.median(ours.call("decode", [200] * ROWS, 8) for _ in range(runs))

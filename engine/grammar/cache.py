@@ -68,10 +68,8 @@ class GrammarCache:
             del self._recent[key]
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
-        """Return a compiled grammar; compile it if the cache lacks it.
-
-        That happens to executors that run plans of another process. Raises `GrammarError`.
-        """
+        """Return a compiled grammar; compile it if it is missing. Raises `GrammarError`."""
+        # It is missing where an executor runs the plans of another process.
         found = self.find(grammar)
         if isinstance(found, GrammarError):
             raise found

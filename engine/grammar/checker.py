@@ -64,10 +64,7 @@ class GrammarChecker:
         return None if process is None or process.poll() is not None else process.pid
 
     def check(self, grammar: Grammar) -> None:
-        """Try ``grammar`` out.
-
-        Raises `GrammarError` if it is wrong or exceeds the limits, and `CheckerUnavailable`.
-        """
+        """Raise `GrammarError` if it is wrong or exceeds the limits, or `CheckerUnavailable`."""
         process = self._running_process()
         try:
             _write(process.stdin, msgspec.msgpack.encode(grammar))
@@ -167,10 +164,7 @@ def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: 
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
-    """Compile ``grammar`` and take a few random steps: some get too large only then.
-
-    Raises `GrammarError`.
-    """
+    """Compile ``grammar`` and take a few random steps: some get too large only then."""
     matcher = compile_grammar(tokenizer, grammar).initial_matcher
     rng = random.Random(0)
     for _ in range(TRIED_TOKENS):

@@ -88,10 +88,7 @@ def make_reference(
 
 
 def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:
-    """Return mlx-lm's caches for ``model``, made to round keys and values before attention.
-
-    Slots round at the same point.
-    """
+    """Return mlx-lm's caches for ``model``, which round before attention, as slots do."""
     caches: list[Any] = make_prompt_cache(model)
     for cache in caches:
         for part in cache.caches if isinstance(cache, CacheList) else (cache,):

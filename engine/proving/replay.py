@@ -82,10 +82,7 @@ def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[An
 
 
 class _CheckedUpdate:
-    """Replaces a cache's ``update_and_fetch``.
-
-    It checks the computed keys and values, and gives the cache those of the slot instead.
-    """
+    """Replaces ``update_and_fetch``: checks keys and values, and keeps those of the slot."""
 
     def __init__(self, stock: Any, layout: Layout, layer: int, stored: Sequence[StoredKV]) -> None:
         self._stock = stock

@@ -57,10 +57,7 @@ class Trial:
         self.join_and_leave(references, pace=1)
 
     def run_all(self, references: Sequence[Reference]) -> None:
-        """Run all that the executor can do.
-
-        There must be five ``references``, the first and the last longer than two blocks.
-        """
+        """Run all stages on five ``references``, the first and last longer than two blocks."""
         if self._spec.max_sequences == 1:
             self.one_by_one(references)
             return

@@ -38,10 +38,7 @@ def open_grammar_queue(
 
 
 def tokenizer_spec_of(loaded: LoadedModel) -> TokenizerSpec:
-    """Return what llguidance needs of the tokenizer of ``loaded``.
-
-    Raises ValueError if the tokenizer has no fast form, or no token ends an answer.
-    """
+    """Return its spec. Raises ValueError without a fast tokenizer or an end-of-answer token."""
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("its tokenizer is not one of the tokenizers library")

@@ -14,10 +14,8 @@ from engine.zoo.configs import MODULES, config
 
 
 def architectures() -> list[str]:
-    """Return all names, sorted: mlx-lm's modules, which are not all models, and `MODULES`.
-
-    Nothing is imported: some modules end the process that imports them.
-    """
+    """Return all names, sorted: mlx-lm's modules, which are not all models, and `MODULES`."""
+    # Without importing anything: some modules end the process that imports them.
     names = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
     return sorted(names | MODULES.keys(), key=str.lower)
 

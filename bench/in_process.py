@@ -54,7 +54,10 @@ class InProcessEngine:
         return tokens / (time.perf_counter() - started)
 
     def step_s(self, prompts: Sequence[list[int]], steps: int, warm_up_steps: int) -> float:
-        """Return the median seconds of ``steps`` in which all ``prompts`` decode."""
+        """Return the median seconds of ``steps`` in which all ``prompts`` decode.
+
+        Prefixes computed before come from the cache.
+        """
         requests = [self.submit(prompt, 100 * steps + 1000) for prompt in prompts]
         scheduler = self.replica.scheduler
         seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""What a quantized KV cache saves and costs, and how much it changes the model's answers.
+"""The savings and the cost of a quantized KV cache, and its effect on the model's answers.
 
 The baseline is the same engine with ``--kv-bits 16``."""
 

@@ -22,7 +22,10 @@ STOP = 2
 
 
 def scheduling(model: str, runs: int) -> None:
-    """Time steps of 16 rows; prompts of 50 to 2,000 tokens arrive, half with a shared prefix."""
+    """Time steps of 16 rows: as chats end, others of 50 to 2,000 tokens arrive.
+
+    Every second one has a shared prefix.
+    """
     costs = [_cost_s(seed) for seed in range(runs)]
     with side("ours", model) as ours:
         step_s = statistics.median(ours.call("decode", [200] * ROWS, 8) for _ in range(runs))

@@ -64,7 +64,7 @@ class GrammarChecker:
         return None if process is None or process.poll() is not None else process.pid
 
     def check(self, grammar: Grammar) -> None:
-        """Raise `GrammarError` if it is wrong or exceeds the limits, or `CheckerUnavailable`."""
+        """Raise `GrammarError` if ``grammar`` is wrong or over the limits; `CheckerUnavailable`."""
         process = self._running_process()
         try:
             _write(process.stdin, msgspec.msgpack.encode(grammar))

@@ -35,7 +35,7 @@ class GrammarError(Exception):
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):
-    """What llguidance needs to know about a model."""
+    """The facts about a model that llguidance needs."""
 
     tokenizer_json: str  # the fast tokenizer
     vocab_size: int  # the width of the logits

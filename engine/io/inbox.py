@@ -39,7 +39,7 @@ InboxMessage = Submit | Abort | Drain | NewRouter | BlocksFetched | GrammarCompi
 
 
 class Inbox:
-    """Unbounded itself: submits are bounded by what the engine takes at once, the rest is small."""
+    """An unbounded queue: an engine refuses submits beyond a limit, and the rest is small."""
 
     def __init__(self) -> None:
         self._items: deque[InboxMessage] = deque()

@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 
 
 class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found out about one architecture."""
+    """The results for one architecture."""
 
     name: str
     loads: bool = False

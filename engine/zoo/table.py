@@ -1,4 +1,4 @@
-"""The page docs/models.md: what was found out about each architecture."""
+"""The page docs/models.md: the results for each architecture."""
 
 from __future__ import annotations
 

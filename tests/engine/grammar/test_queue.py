@@ -31,7 +31,7 @@ def submit(name: str, grammar: wire.Grammar | None = DIGITS, attempt: int = 0) -
     )
 
 
-class Asked:
+class RecordingCompiler:
     """A compiler that only records the grammars it is given."""
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Asked:
 
 
 @pytest.fixture
-def asked() -> Asked:
-    return Asked()
+def recorder() -> RecordingCompiler:
+    return RecordingCompiler()
 
 
 @pytest.fixture
-def grammar_queue(asked: Asked, tokenizer: LLTokenizer) -> GrammarQueue:
-    return GrammarQueue(asked, GrammarCache(tokenizer))
+def grammar_queue(recorder: RecordingCompiler, tokenizer: LLTokenizer) -> GrammarQueue:
+    return GrammarQueue(recorder, GrammarCache(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +71,21 @@ def test_requests_without_a_grammar_pass_while_others_wait(grammar_queue: Gramma
 
 
 def test_a_grammar_is_compiled_once_for_all_its_requests(
-    grammar_queue: GrammarQueue, asked: Asked, digits: CompiledGrammar
+    grammar_queue: GrammarQueue, recorder: RecordingCompiler, digits: CompiledGrammar
 ) -> None:
     for name in "abc":
         assert grammar_queue.add(submit(name)) is None
-    assert len(asked.grammars) == 1
-    answers = grammar_queue.on_compiled(asked.grammars[0], digits)
+    assert len(recorder.grammars) == 1
+    answers = grammar_queue.on_compiled(recorder.grammars[0], digits)
     assert names(answers) == ["a", "b", "c"]
     assert all(isinstance(v, ReadyRequest) and v.grammar is digits for v in answers)
     assert isinstance(grammar_queue.add(submit("d")), ReadyRequest)
-    assert len(asked.grammars) == 1
+    assert len(recorder.grammars) == 1
     assert not list(grammar_queue.live())
 
 
 def test_a_bad_grammar_is_refused_by_name_and_remembered(
-    grammar_queue: GrammarQueue, asked: Asked
+    grammar_queue: GrammarQueue, recorder: RecordingCompiler
 ) -> None:
     grammar_queue.add(submit("a"))
     (refused,) = grammar_queue.on_compiled(DIGITS, GrammarError("it is bad"))
@@ -94,21 +94,21 @@ def test_a_bad_grammar_is_refused_by_name_and_remembered(
         assert isinstance(refusal, wire.Refused)
         assert (refusal.reason, refusal.param) == ("invalid", "guided_regex")
         assert "it is bad" in refusal.message
-    assert len(asked.grammars) == 1
+    assert len(recorder.grammars) == 1
 
 
 @pytest.mark.parametrize(
     "outcome", [GrammarError("too slow", transient=True), CheckerUnavailable("no process")]
 )
 def test_transient_errors_are_not_remembered(
-    grammar_queue: GrammarQueue, asked: Asked, outcome: CompileOutcome
+    grammar_queue: GrammarQueue, recorder: RecordingCompiler, outcome: CompileOutcome
 ) -> None:
     grammar_queue.add(submit("a"))
     (refused,) = grammar_queue.on_compiled(DIGITS, outcome)
     assert isinstance(refused, wire.Refused)
     assert refused.reason == ("invalid" if isinstance(outcome, GrammarError) else "full")
     assert grammar_queue.add(submit("a", attempt=1)) is None
-    assert len(asked.grammars) == 2
+    assert len(recorder.grammars) == 2
 
 
 def test_aborted_and_superseded_requests_do_not_pass(

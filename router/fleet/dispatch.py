@@ -24,7 +24,7 @@ from router.fleet.metrics import Metrics
 from router.fleet.placement import choose_engine
 from router.fleet.remote_sequence import MissingTokensError, RemoteSequence, RemoteSequenceState
 from shared.settings import Settings
-from shared.wire import Abort, Accepted, Delta, LiveRequest, Message, Refused, Usage
+from shared.wire import Abort, Accepted, Delta, LiveRequest, Message, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class Dispatcher:
         self.departure_rate = DepartureRate()
 
     def num_waiting(self, model_id: str) -> int:
-        queue = self._queues.get(model_id)
-        return len(queue) if queue is not None else 0
+        return len(self._queues.get(model_id, ()))
 
     # -- from the HTTP side ----------------------------------------------------
 
@@ -227,13 +226,10 @@ class Dispatcher:
             else:
                 self._metrics.first_token.observe(sequence.last_token_at - sequence.arrived_at)
         if sequence.done:
-            self._observe_usage(sequence.usage)
+            if sequence.usage is not None:
+                self._metrics.prefill_time.observe(sequence.usage.prefill_s)
+                self._metrics.decode_time.observe(sequence.usage.decode_s)
             self._end(entry, lambda: None)
-
-    def _observe_usage(self, usage: Usage | None) -> None:
-        if usage is not None:
-            self._metrics.prefill_time.observe(usage.prefill_s)
-            self._metrics.decode_time.observe(usage.decode_s)
 
     def _check_timeouts(self, entry: _InFlight, now: float) -> None:
         settings, sequence = self._settings, entry.sequence

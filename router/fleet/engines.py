@@ -124,10 +124,8 @@ class ModelReplicas:
         return found
 
     def matches(self, hello: Hello) -> bool:
-        return (
-            self.hello.fingerprint == hello.fingerprint
-            and self.tokenizer_files == acceptable_files(hello.files)
-        )
+        files = acceptable_files(hello.files)
+        return self.hello.fingerprint == hello.fingerprint and self.tokenizer_files == files
 
 
 @dataclass(frozen=True)
@@ -143,5 +141,4 @@ class Model:
 
     @property
     def names(self) -> list[str]:
-        """What the API calls the model, its own name first."""
         return self.replicas.names

@@ -52,7 +52,7 @@ _ENGINE_GAUGES = {
 
 
 class Metrics:
-    """The router's counters. `register_engines` adds what is read only when Prometheus asks."""
+    """The router's own counters, and the registry of all metrics."""
 
     def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -80,19 +80,13 @@ class Metrics:
         build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
         build.labels(version).set(1)
 
-    def register_engines(
-        self,
-        models: Callable[[], Iterable[ModelReplicas]],
-        num_waiting: Callable[[str], int],
-        shutdown_clean: Callable[[], bool],
-    ) -> None:
-        self.registry.register(_EngineCollector(models, num_waiting, shutdown_clean))
-
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _EngineCollector(Collector):
+class EngineCollector(Collector):
+    """The metrics that are read only when Prometheus asks."""
+
     def __init__(
         self,
         models: Callable[[], Iterable[ModelReplicas]],

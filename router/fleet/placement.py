@@ -14,26 +14,19 @@ def choose_engine(engines: Sequence[Engine], sequence: RemoteSequence) -> Engine
     if len(engines) == 1:
         return engines[0]
     least = min(len(engine.request_ids) for engine in engines)
-    ranked = [engine for engine in engines if not _clearly_busier(len(engine.request_ids), least)]
+    # Even a cached prefix is not worth an engine that is clearly busier.
+    ranked = [engine for engine in engines if len(engine.request_ids) <= 2 * least + 4]
     tokens = sequence.submit.token_ids + sequence.output_token_ids
-    blocks: dict[tuple[bytes, int], list[bytes]] = {}
-    for engine in ranked:
-        root = (engine.hello.namespace, engine.hello.block_size)
-        if root not in blocks:
-            start = salted_root(root[0], sequence.submit.cache_salt)
-            blocks[root] = block_hashes(start, tokens, root[1])
-    best = max(
-        ranked,
-        key=lambda engine: (
-            engine.prefix_index.num_cached_blocks(
-                blocks[engine.hello.namespace, engine.hello.block_size]
-            ),
-            -len(engine.request_ids),
-        ),
-    )
-    best.prefix_index.assume(blocks[best.hello.namespace, best.hello.block_size])
+    roots = {each: (each.hello.namespace, each.hello.block_size) for each in ranked}
+    blocks = {
+        root: block_hashes(salted_root(root[0], sequence.submit.cache_salt), tokens, root[1])
+        for root in set(roots.values())
+    }
+
+    def score(engine: Engine) -> tuple[int, int]:
+        cached = engine.prefix_index.num_cached_blocks(blocks[roots[engine]])
+        return cached, -len(engine.request_ids)
+
+    best = max(ranked, key=score)
+    best.prefix_index.assume(blocks[roots[best]])
     return best
-
-
-def _clearly_busier(sequences: int, least: int) -> bool:
-    return sequences > 2 * least + 4

@@ -162,8 +162,7 @@ class Registry:
                 self._start_loading(model)
 
     def on_bye(self, peer: bytes) -> None:
-        engine = self._engines.get(peer)
-        if engine is not None:
+        if engine := self._engines.get(peer):
             self._remove(engine, "left")
 
     def on_unreachable(self, engine: Engine) -> None:

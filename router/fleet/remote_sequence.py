@@ -75,10 +75,8 @@ class RemoteSequence:
     @property
     def has_prompt_logprobs(self) -> bool:
         """Whether all log-probabilities of the prompt that are asked for have come."""
-        submit = self.submit
-        return submit.prompt_logprobs is None or (
-            len(self.prompt_logprobs) == len(submit.token_ids) - 1
-        )
+        count = len(self.prompt_logprobs)
+        return self.submit.prompt_logprobs is None or count == len(self.submit.token_ids) - 1
 
     @property
     def cached_tokens(self) -> int:

@@ -13,7 +13,7 @@ from router.fleet.admission import Admission
 from router.fleet.dispatch import Dispatcher
 from router.fleet.engine_socket import EngineSocket
 from router.fleet.engines import Engine, Model, ModelReplicas
-from router.fleet.metrics import Metrics
+from router.fleet.metrics import EngineCollector, Metrics
 from router.fleet.registry import Registry
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
@@ -57,11 +57,12 @@ class Router:
         self.shutdown_clean = True
         """False after a shutdown has cut requests."""
         self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.register_engines(
+        engines = EngineCollector(
             lambda: list(self.registry.models.values()),
             self.dispatcher.num_waiting,
             lambda: self.shutdown_clean,
         )
+        self.metrics.registry.register(engines)
 
     async def start(self) -> None:
         self.engine_socket.start()

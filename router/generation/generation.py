@@ -6,18 +6,17 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from msgspec import UNSET, UnsetType
 
-from router.errors import ClientDisconnected
+from router.errors import ClientDisconnected, InvalidRequest
 from router.fleet.engines import Model
 from router.fleet.remote_sequence import RemoteSequence
 from router.fleet.router import Router
 from router.generation.choice import Choice, OutputDelta
 from router.generation.sampling import (
+    MAX_SEQUENCES,
     SequenceSpec,
-    check_count,
     check_lengths,
     check_vocabulary,
     submit_message,
@@ -63,7 +62,11 @@ class Generation:
         Raises `ApiError` if the model or the queue cannot take the request.
         """
         router, replicas, n = self._router, self.model.replicas, self._request.n or 1
-        check_count(len(prompts), n)
+        if len(prompts) * n > MAX_SEQUENCES:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
+                param="n" if n > 1 else "prompt",
+            )
         waiting = router.dispatcher.num_waiting(replicas.id)
         router.admission.check_queue(replicas, waiting, len(prompts) * n)
         check_vocabulary(self._request, self.model)
@@ -158,20 +161,14 @@ class Generation:
     def usage(self) -> CompletionUsage:
         """Return the usage, which is exact once all choices have finished."""
         # A prompt counts once, however many choices it has; so does what was cached of it.
-        firsts = [
-            choice.sequence
-            for choice in self.choices
-            if choice.sequence is choice.prompt_logprobs_source
-        ]
+        firsts = [c.sequence for c in self.choices if c.sequence is c.prompt_logprobs_source]
         prompt_tokens = sum(len(sequence.submit.token_ids) for sequence in firsts)
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         return CompletionUsage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(
-                sum(sequence.cached_tokens for sequence in firsts)
-            ),
+            prompt_tokens_details=PromptTokensDetails(sum(each.cached_tokens for each in firsts)),
             completion_tokens_details=CompletionTokensDetails(
                 sum(choice.reasoning_tokens for choice in self.choices)
             ),
@@ -180,12 +177,7 @@ class Generation:
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._release()
         if self.finished and self.choices:
             self._router.metrics.end_to_end.observe(time.monotonic() - self._started_at)

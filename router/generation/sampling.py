@@ -31,15 +31,6 @@ class SequenceSpec(NamedTuple):
     echo: Echo | None = None
 
 
-def check_count(prompts: int, n: int) -> None:
-    """Raise `InvalidRequest` if ``n`` choices of so many prompts are too many sequences."""
-    if prompts * n > MAX_SEQUENCES:
-        raise InvalidRequest(
-            f"{prompts} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
-            param="n" if n > 1 else "prompt",
-        )
-
-
 def check_vocabulary(request: GenerationRequest, model: Model) -> None:
     """Raise `InvalidRequest` if the request names a token that ``model`` does not have."""
     most = model.hello.vocab_size - 1
@@ -127,7 +118,7 @@ def _sampling(
     request: GenerationRequest, model: Model, settings: Settings, seed: int
 ) -> SamplingParams:
     """Take each parameter from the request, else from the flags, else from the model."""
-    renderer = model.renderer
+    renderer, context = model.renderer, request.repetition_context_size
     defaults = renderer.sampling_defaults
 
     def pick(asked: float | None, flag: float | None, default: float) -> float:
@@ -143,11 +134,7 @@ def _sampling(
         xtc_threshold=0.1 if request.xtc_threshold is None else request.xtc_threshold,
         xtc_special_ids=renderer.xtc_special_ids if request.xtc_probability else [],
         repetition_penalty=request.repetition_penalty or 1.0,
-        repetition_context_size=(
-            REPETITION_CONTEXT_SIZE
-            if request.repetition_context_size is None
-            else request.repetition_context_size
-        ),
+        repetition_context_size=REPETITION_CONTEXT_SIZE if context is None else context,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=list((request.logit_bias or {}).items()),

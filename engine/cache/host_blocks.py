@@ -33,11 +33,7 @@ def take(slab: Slab, group: StorageGroup, row: int, stretch: slice) -> tuple[mx.
 
 
 def give(
-    slab: Slab,
-    group: StorageGroup,
-    row: int,
-    start: int,
-    parts: Sequence[Sequence[mx.array]],
+    slab: Slab, group: StorageGroup, row: int, start: int, parts: Sequence[Sequence[mx.array]]
 ) -> None:
     """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
     views = [[np.asarray(block) for block in part] for part in parts]

@@ -15,13 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backend.threads import in_parallel, num_threads
-from engine.cache.quantization import (
-    LARGEST,
-    LARGEST_SCALE,
-    MARGIN,
-    SMALLEST_SCALE,
-    Quantization,
-)
+from engine.cache.quantization import LARGEST, LARGEST_SCALE, MARGIN, SMALLEST_SCALE, Quantization
 
 Array = NDArray[np.float32]
 Arrays = Array | Sequence[Array]

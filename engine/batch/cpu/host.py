@@ -199,12 +199,7 @@ class HostBatch(RaggedBatch):
 
 
 def _decode(
-    piece: _Decode,
-    layer: int,
-    asked: Array,
-    out: Array,
-    window: int | None,
-    sinks: Array | None,
+    piece: _Decode, layer: int, asked: Array, out: Array, window: int | None, sinks: Array | None
 ) -> None:
     low = 0 if window is None else max(0, min(piece.lengths) - window)
     keys, values = (
@@ -230,12 +225,7 @@ def _decode(
 
 
 def _prefill(
-    piece: _Prefill,
-    layer: int,
-    asked: Arrays,
-    out: Arrays,
-    window: int | None,
-    sinks: Array | None,
+    piece: _Prefill, layer: int, asked: Arrays, out: Arrays, window: int | None, sinks: Array | None
 ) -> None:
     row, count = piece.row, piece.last - piece.first
     start, end = row.start + piece.first, row.start + piece.last

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.backend.blas import (
-    AS_IT_IS,
-    ROW_MAJOR,
-    TRANSPOSED,
-    cblas_sgemm,
-    cblas_sgemm_batch,
-)
+from engine.backend.blas import AS_IT_IS, ROW_MAJOR, TRANSPOSED, cblas_sgemm, cblas_sgemm_batch
 from engine.backend.timing import shortest_s
 from engine.cache.rounding import Array
 

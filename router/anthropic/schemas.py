@@ -7,12 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from router.schemas.conversation import MAX_TOOLS, ToolName
-from router.schemas.requests import (
-    MAX_STOP_STRINGS,
-    Count,
-    SamplingRequest,
-    StopString,
-)
+from router.schemas.requests import MAX_STOP_STRINGS, Count, SamplingRequest, StopString
 
 
 class ContentBlockParam(Struct, frozen=True, kw_only=True):

@@ -25,10 +25,7 @@ _RETRY_AFTER = {
     "description": "Seconds after which to try again.",
     "schema": {"type": "integer", "minimum": 1},
 }
-_AUTHENTICATE = {
-    "description": "How to send a key.",
-    "schema": {"type": "string"},
-}
+_AUTHENTICATE = {"description": "How to send a key.", "schema": {"type": "string"}}
 
 
 def document(

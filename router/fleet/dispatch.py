@@ -52,10 +52,7 @@ class Dispatcher:
     """The owner of every sequence from its admission to its end. Runs on the event loop."""
 
     def __init__(
-        self,
-        settings: Settings,
-        send: Callable[[Engine, Message], bool],
-        metrics: Metrics,
+        self, settings: Settings, send: Callable[[Engine, Message], bool], metrics: Metrics
     ) -> None:
         self._settings = settings
         self._send = send

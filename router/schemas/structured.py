@@ -89,11 +89,7 @@ class StructuredOutputFields(Struct, frozen=True, kw_only=True):
         """The grammar of the answer. Raises `InvalidRequest` if a field is wrong, or more than one
         is given."""
         grammars = _given_grammars(
-            "guided_",
-            self.guided_json,
-            self.guided_regex,
-            self.guided_choice,
-            self.guided_grammar,
+            "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         )
         if self.structured_outputs is not None:
             grammars = [*self.structured_outputs.grammars(), *grammars]

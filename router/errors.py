@@ -30,12 +30,18 @@ class ApiError(Exception):
     """An error that the client is told of.
 
     Raised where it is found, turned into a response (or into the last event of a stream) in one
-    place. The docstring of a subclass describes its status in `/openapi.json`.
+    place. The docstring of a subclass describes its status in `/openapi.json`. A subclass gives
+    the attributes below as keywords; those that it leaves out are its base's.
     """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, status: int = 0, type: str = "", code: str = "") -> None:
+        cls.status = status or cls.status
+        cls.type = type or cls.type
+        cls.default_code = code or cls.default_code
 
     def __init__(
         self,
@@ -70,51 +76,37 @@ class ApiError(Exception):
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
-class InvalidRequest(ApiError):
+class InvalidRequest(ApiError, status=400, type="invalid_request_error"):
     """The body or one of its fields is not valid; `param` names the field."""
 
-    status = 400
-    type = "invalid_request_error"
+
+class InvalidValue(InvalidRequest, code="invalid_value"): ...
 
 
-class ContextLengthExceeded(InvalidRequest):
-    default_code = "context_length_exceeded"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"): ...
 
 
-class NotSupported(InvalidRequest):
-    default_code = "unsupported_parameter"
+class NotSupported(InvalidRequest, code="unsupported_parameter"): ...
 
 
-class Unauthorized(ApiError):
+class Unauthorized(ApiError, status=401, type="authentication_error", code="invalid_api_key"):
     """The API key is missing or unknown."""
-
-    status = 401
-    type = "authentication_error"
-    default_code = "invalid_api_key"
 
     def headers(self) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
 
 
-class NotFound(ApiError):
+class NotFound(ApiError, status=404, type="invalid_request_error", code="not_found"):
     """The path is unknown."""
 
-    status = 404
-    type = "invalid_request_error"
-    default_code = "not_found"
 
-
-class ModelNotFound(NotFound):
+class ModelNotFound(NotFound, code="model_not_found"):
     """The model is unknown."""
 
-    default_code = "model_not_found"
 
-
-class MethodNotAllowed(ApiError):
-    status = 405
-    type = "invalid_request_error"
-    default_code = "method_not_allowed"
-
+class MethodNotAllowed(
+    ApiError, status=405, type="invalid_request_error", code="method_not_allowed"
+):
     def __init__(self, message: str, allow: str) -> None:
         super().__init__(message)
         self.allow = allow
@@ -123,87 +115,53 @@ class MethodNotAllowed(ApiError):
         return {"allow": self.allow}
 
 
-class BodyTimeout(ApiError):
+class BodyTimeout(ApiError, status=408, type="invalid_request_error", code="request_timeout"):
     """The body did not arrive in time."""
-
-    status = 408
-    type = "invalid_request_error"
-    default_code = "request_timeout"
 
 
 class HeadersTimeout(BodyTimeout):
     """The headers did not arrive in time."""
 
 
-class HeadersTooLarge(ApiError):
+class HeadersTooLarge(ApiError, status=431, type="invalid_request_error", code="headers_too_large"):
     """The headers are longer than those of any real client."""
 
-    status = 431
-    type = "invalid_request_error"
-    default_code = "headers_too_large"
 
-
-class BodyTooLarge(ApiError):
+class BodyTooLarge(ApiError, status=413, type="invalid_request_error", code="request_too_large"):
     """The body is larger than `--max-request-bytes`."""
 
-    status = 413
-    type = "invalid_request_error"
-    default_code = "request_too_large"
 
-
-class UnsupportedMediaType(ApiError):
+class UnsupportedMediaType(
+    ApiError, status=415, type="invalid_request_error", code="unsupported_media_type"
+):
     """The body has another media type or an unknown compression."""
 
-    status = 415
-    type = "invalid_request_error"
-    default_code = "unsupported_media_type"
 
-
-class TooManyRequests(ApiError):
+class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
     """There are too many requests, or the queue is full."""
 
-    status = 429
-    type = "rate_limit_error"
-    default_code = "rate_limit_exceeded"
 
-
-class Unavailable(ApiError):
+class Unavailable(ApiError, status=503, code="service_unavailable"):
     """No engine can take the request now; a later try may work."""
 
-    status = 503
-    type = "server_error"
-    default_code = "service_unavailable"
 
-
-class EngineLost(Unavailable):
+class EngineLost(Unavailable, code="engine_lost"):
     """The engine was lost, and the request was not tried (or not again) on another one."""
 
-    default_code = "engine_lost"
 
-
-class GenerationTimeout(ApiError):
+class GenerationTimeout(ApiError, status=504, code="timeout"):
     """The first or the next token did not come in time."""
 
-    status = 504
-    type = "server_error"
-    default_code = "timeout"
 
-
-class EndpointNotSupported(ApiError):
+class EndpointNotSupported(ApiError, status=501, type="invalid_request_error", code="not_served"):
     """The path exists in other servers' APIs, but not in this one."""
-
-    status = 501
-    type = "invalid_request_error"
-    default_code = "not_served"
 
     def headers(self) -> dict[str, str]:
         return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry any 5xx
 
 
-class InternalError(ApiError):
+class InternalError(ApiError, code="internal_error"):
     """The server itself failed."""
-
-    default_code = "internal_error"
 
     def __init__(self) -> None:
         super().__init__("The server had an error while processing the request.")

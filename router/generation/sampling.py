@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from router.errors import ContextLengthExceeded, InvalidRequest
+from router.errors import ContextLengthExceeded, InvalidRequest, InvalidValue
 from router.fleet.engines import Model
 from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
@@ -36,10 +36,8 @@ def check_vocabulary(request: GenerationRequest, model: Model) -> None:
     most = model.hello.vocab_size - 1
     for token in request.logit_bias or ():
         if token > most:
-            raise InvalidRequest(
-                f"'logit_bias' has the token id {token}, which is over {most}.",
-                param="logit_bias",
-                code="invalid_value",
+            raise InvalidValue(
+                f"'logit_bias' has the token id {token}, which is over {most}.", param="logit_bias"
             )
 
 
@@ -65,10 +63,9 @@ def check_lengths(
             param="prompt",
         )
     if max_tokens is not None and max_tokens > settings.max_generation_tokens:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"'max_tokens' is {max_tokens}, over the limit of {settings.max_generation_tokens}.",
             param="max_tokens",
-            code="invalid_value",
         )
     return min(max_tokens or settings.default_max_tokens, context - len(prompt))
 

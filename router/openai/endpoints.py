@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from router.api.endpoints import ChatEndpoint, GenerationEndpoint
 from router.api.operations import Operation, generation_operation
-from router.errors import InvalidRequest
+from router.errors import InvalidValue
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
@@ -57,10 +57,8 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
             if isinstance(prompt, str):
                 found.append(await model.renderer.encode(prompt))
             elif any(token >= model.hello.vocab_size for token in prompt):
-                raise InvalidRequest(
-                    f"'prompt' has a token id over {model.hello.vocab_size - 1}.",
-                    param="prompt",
-                    code="invalid_value",
+                raise InvalidValue(
+                    f"'prompt' has a token id over {model.hello.vocab_size - 1}.", param="prompt"
                 )
             else:
                 found.append(prompt)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from router.errors import InvalidRequest, NotSupported
+from router.errors import InvalidRequest, InvalidValue, NotSupported
 from router.schemas.conversation import (
     MAX_TOOLS,
     AllowedTools,
@@ -243,10 +243,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         names = [tool.function.name for tool in self.tools or ()]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise InvalidRequest(
+                raise InvalidValue(
                     f"There are two tools with the name '{name}'.",
                     param=f"tools[{index}].function.name",
-                    code="invalid_value",
                 )
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and getattr(choice, choice.type) is None:
@@ -257,10 +256,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         unknown = (self._allowed_names or frozenset()) - set(names)
         if unknown or (self.requires_call and not names):
             missing = f"the tool '{min(unknown)}'" if unknown else "tools"
-            raise InvalidRequest(
-                f"'tool_choice' needs {missing}, which 'tools' does not have.",
-                param="tool_choice",
-                code="invalid_value",
+            raise InvalidValue(
+                f"'tool_choice' needs {missing}, which 'tools' does not have.", param="tool_choice"
             )
 
 
@@ -286,11 +283,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
         if len(kinds) > 1:
-            raise InvalidRequest(
+            raise InvalidValue(
                 "'prompt' must be a string, a list of strings, token ids, or a list of lists of"
                 " token ids.",
                 param="prompt",
-                code="invalid_value",
             )
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
@@ -351,4 +347,4 @@ def _validation_error(reason: str) -> InvalidRequest:
         param = f"{param}.{missing[1]}" if param else missing[1]
     reason = _PATH.sub("", reason).replace("`", "'")
     at = f"'{param}': " if param else ""
-    return InvalidRequest(f"Invalid {at}{reason}.", param=param or None, code="invalid_value")
+    return InvalidValue(f"Invalid {at}{reason}.", param=param or None)

@@ -12,13 +12,13 @@ from router.anthropic.objects import AnthropicMessage, MessageStreamEvent, Token
 from router.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.anthropic.translation import chat_request
 from router.anthropic.writer import MessageWriter
-from router.api.body import json_response, read_json_body
+from router.api.body import json_response, read_body
 from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
 from router.fleet.engines import Model
 from router.fleet.router import Router
-from router.schemas.requests import ChatRequest, parse_body
+from router.schemas.requests import ChatRequest
 
 
 def operations(router: Router) -> list[Operation]:
@@ -65,8 +65,8 @@ class CountTokens:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
-        raw = await read_json_body(Request(scope, receive), router.settings.max_request_bytes)
-        request = chat_request(parse_body(raw, CountTokensRequest))
+        http, max_bytes = Request(scope, receive), router.settings.max_request_bytes
+        request = chat_request(await read_body(http, max_bytes, CountTokensRequest))
         model = router.model_for(request.model)
         (prompt,) = await self._messages.tokenize_prompts(request, model)
         await json_response(TokenCount(len(prompt)))(scope, receive, send)

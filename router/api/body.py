@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -17,10 +18,18 @@ from router.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
+from router.schemas.requests import RequestBody, parse_body
 
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+
+_Body = TypeVar("_Body", bound=RequestBody)
+
+
+async def read_body(request: Request, max_bytes: int, body_type: type[_Body]) -> _Body:
+    """Return the body as a ``body_type``. Raises what `read_json_body` and `parse_body` raise."""
+    return parse_body(await read_json_body(request, max_bytes), body_type)
 
 
 async def read_json_body(

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.body import read_json_body
+from router.api.body import read_body
 from router.api.streaming import EventStream
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ContextLengthExceeded, ErrorResponse
@@ -24,7 +24,7 @@ from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
 from router.generation.generation import Generation
 from router.generation.sampling import SequenceSpec
-from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody, parse_body
+from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from shared.wire import Grammar
@@ -93,9 +93,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
         http = Request(scope, receive)
-        body = parse_body(
-            await read_json_body(http, router.settings.max_request_bytes), self.body_type
-        )
+        body = await read_body(http, router.settings.max_request_bytes, self.body_type)
         request = self.translate(body)
         model = router.model_for(request.model)
         writer = self.writer(body, model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -30,7 +30,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 Access = Literal["open", "key", "metrics key"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Operation:
     """One method of one path. Each ``..._type`` is a type that msgspec can describe as JSON."""
 
@@ -40,6 +40,7 @@ class Operation:
     summary: str
     tag: str
     """The heading under which the description shows it."""
+    _: KW_ONLY
     method: Literal["GET", "POST", "DELETE"] = "GET"
     access: Access = "key"
     """The key that is needed, where keys are set."""
@@ -90,10 +91,10 @@ def generation_operation(
         assert isinstance(endpoint, GenerationEndpoint)
         endpoint_type = type(endpoint)
     return Operation(
-        path=path,
-        endpoint=endpoint,
-        summary=summary,
-        tag=tag,
+        path,
+        endpoint,
+        summary,
+        tag,
         method="POST",
         body_type=endpoint_type.body_type,
         example=endpoint_type.example,

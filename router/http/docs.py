@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -24,21 +25,13 @@ async def show_docs(request: Request) -> Response:
     return HTMLResponse(_PAGE, headers={"content-security-policy": _POLICY})
 
 
+_operation = partial(Operation, tag="Server", access="open")
 OPERATIONS = (
-    Operation(
-        path="/openapi.json",
-        endpoint=show_openapi,
-        summary="This description of the API",
-        tag="Server",
-        access="open",
-        response_type=dict,
-    ),
-    Operation(
-        path="/docs",
-        endpoint=show_docs,
-        summary="A page to read this description and to try requests",
-        tag="Server",
-        access="open",
+    _operation("/openapi.json", show_openapi, "This description of the API", response_type=dict),
+    _operation(
+        "/docs",
+        show_docs,
+        "A page to read this description and to try requests",
         media_type="text/html",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -157,6 +158,8 @@ def _state(model: ModelReplicas, threshold: float) -> HealthStatus:
 
 
 def _engine(engine: Engine) -> EngineHealth:
+    stats = engine.stats
+    blocks = BlockCounts(total=stats.total_blocks, used=stats.used_blocks, free=stats.free_blocks)
     return EngineHealth(
         name=engine.name,
         ready=engine.trouble is None,
@@ -166,57 +169,35 @@ def _engine(engine: Engine) -> EngineHealth:
         sequences=len(engine.request_ids),
         max_sequences=engine.hello.max_sequences,
         memory_pressure=round(engine.memory_pressure, 4),
-        blocks=BlockCounts(
-            total=engine.stats.total_blocks,
-            used=engine.stats.used_blocks,
-            free=engine.stats.free_blocks,
-        ),
-        kept_states=engine.stats.kept_states,
+        blocks=blocks,
+        kept_states=stats.kept_states,
         version=engine.hello.version,
     )
 
 
+_operation = partial(Operation, tag="Server", access="open")
 OPERATIONS = (
-    Operation(
-        path="/health",
-        endpoint=show_health,
-        summary="The state of the server, of each model and each engine",
-        tag="Server",
-        access="open",
+    _operation(
+        "/health",
+        show_health,
+        "The state of the server, of each model and each engine",
         response_type=Health,
         statuses=(200, 503),
     ),
-    Operation(
-        path="/livez",
-        endpoint=show_livez,
-        summary="Whether the process runs",
-        tag="Server",
-        access="open",
-        response_type=Liveness,
-    ),
-    Operation(
-        path="/readyz",
-        endpoint=show_readyz,
-        summary="Whether every model can answer",
-        tag="Server",
-        access="open",
+    _operation("/livez", show_livez, "Whether the process runs", response_type=Liveness),
+    _operation(
+        "/readyz",
+        show_readyz,
+        "Whether every model can answer",
         response_type=Readiness,
         statuses=(200, 503),
     ),
-    Operation(
-        path="/metrics",
-        endpoint=show_metrics,
-        summary="Metrics for Prometheus",
-        tag="Server",
+    _operation(
+        "/metrics",
+        show_metrics,
+        "Metrics for Prometheus",
         access="metrics key",
         media_type="text/plain",
     ),
-    Operation(
-        path="/version",
-        endpoint=show_version,
-        summary="The server's version",
-        tag="Server",
-        access="open",
-        response_type=Version,
-    ),
+    _operation("/version", show_version, "The server's version", response_type=Version),
 )

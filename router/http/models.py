@@ -63,16 +63,14 @@ async def show_model(http: Request) -> Response:
 
 def _card(model: ModelReplicas, name: str) -> ModelCard:
     hello = model.hello
+    capabilities = model.renderer.capabilities if model.renderer else ()
     return ModelCard(
         id=name,
         created=model.created,
         root=model.id,
         max_model_len=hello.context_length,
         context_length=hello.context_length,
-        capabilities=[
-            *(model.renderer.capabilities if model.renderer else ()),
-            *hello.capabilities,
-        ],
+        capabilities=[*capabilities, *hello.capabilities],
         kv_bits=hello.kv_bits,
         replicas=len(model.engines),
         ready_replicas=len(model.ready_engines),
@@ -82,18 +80,12 @@ def _card(model: ModelReplicas, name: str) -> ModelCard:
 
 
 OPERATIONS = (
+    Operation("/v1/models", list_models, "List the models", "OpenAI", response_type=ModelList),
     Operation(
-        path="/v1/models",
-        endpoint=list_models,
-        summary="List the models",
-        tag="OpenAI",
-        response_type=ModelList,
-    ),
-    Operation(
-        path="/v1/models/{model:path}",
-        endpoint=show_model,
-        summary="Show one model",
-        tag="OpenAI",
+        "/v1/models/{model:path}",
+        show_model,
+        "Show one model",
+        "OpenAI",
         response_type=ModelCard,
         errors=(ModelNotFound,),
     ),

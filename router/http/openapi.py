@@ -74,13 +74,8 @@ def document(
 
 
 def _types(operations: Sequence[Operation]) -> Iterator[Any]:
-    for operation in operations:
-        kinds = (
-            operation.body_type,
-            operation.response_type,
-            operation.event_type,
-            operation.error_type,
-        )
+    for each in operations:
+        kinds = (each.body_type, each.response_type, each.event_type, each.error_type)
         yield from (kind for kind in kinds if kind is not None)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.body import json_response, read_json_body
+from router.api.body import json_response, read_body
 from router.api.operations import Operation
-from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest
+from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest, InvalidValue
 from router.fleet.router import Router
 from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
-from router.schemas.requests import RequestBody, TokenId, parse_body
+from router.schemas.requests import RequestBody, TokenId
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
 
 async def tokenize(http: Request) -> Response:
     router: Router = http.app.state.router
-    request = await _body(http, router, TokenizeRequest)
+    request = await read_body(http, router.settings.max_request_bytes, TokenizeRequest)
     model = router.model_for(request.model)
     with router.admission.limit_concurrency():
         if request.messages is None:
@@ -84,59 +85,42 @@ async def tokenize(http: Request) -> Response:
                 add_special_tokens=bool(request.add_special_tokens),
             )
         texts = await model.renderer.token_strings(tokens) if request.return_token_strs else None
+    context = model.hello.context_length
     return json_response(
-        TokenizeResponse(
-            count=len(tokens),
-            max_model_len=model.hello.context_length,
-            tokens=tokens,
-            token_strs=texts,
-        )
+        TokenizeResponse(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
     )
 
 
 async def detokenize(http: Request) -> Response:
     router: Router = http.app.state.router
-    request = await _body(http, router, DetokenizeRequest)
+    request = await read_body(http, router.settings.max_request_bytes, DetokenizeRequest)
     model = router.model_for(request.model)
     over = next((i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size), None)
     if over is not None:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"'tokens[{over}]' is over {model.hello.vocab_size - 1}, the model's last token id.",
             param=f"tokens[{over}]",
-            code="invalid_value",
         )
     with router.admission.limit_concurrency():
         return json_response(DetokenizeResponse(prompt=await model.renderer.decode(request.tokens)))
 
 
-_Body = TypeVar("_Body", bound=RequestBody)
-
-
-async def _body(http: Request, router: Router, kind: type[_Body]) -> _Body:
-    return parse_body(await read_json_body(http, router.settings.max_request_bytes), kind)
-
-
+_operation = partial(Operation, tag="Tokens", method="POST", errors=(*BODY_ERRORS, *MODEL_ERRORS))
 OPERATIONS = (
-    Operation(
+    _operation(
         path="/tokenize",
         endpoint=tokenize,
         summary="The token ids of a text or a conversation",
-        tag="Tokens",
-        method="POST",
         body_type=TokenizeRequest,
         example={"prompt": "Hello", "return_token_strs": True},
         response_type=TokenizeResponse,
-        errors=(*BODY_ERRORS, *MODEL_ERRORS),
     ),
-    Operation(
+    _operation(
         path="/detokenize",
         endpoint=detokenize,
         summary="The text of token ids",
-        tag="Tokens",
-        method="POST",
         body_type=DetokenizeRequest,
         example={"tokens": [1, 2, 3]},
         response_type=DetokenizeResponse,
-        errors=(*BODY_ERRORS, *MODEL_ERRORS),
     ),
 )

@@ -110,12 +110,12 @@ class EventStream:
         try:
             await self._send_events()
         except ApiError as error:
-            await self._end(self._writer.error(error))
+            await self._write(self._writer.error(error), more=False)
         except ClientDisconnected:
             raise
         except Exception:
             logger.exception("in the stream of %s", self._writer.id)
-            await self._end(self._writer.error(InternalError()))
+            await self._write(self._writer.error(InternalError()), more=False)
 
     async def _send_events(self) -> None:
         generation, writer = self._generation, self._writer
@@ -146,10 +146,7 @@ class EventStream:
             if generation.finished:
                 break
             await generation.changed()
-        await self._end(writer.stream_end(generation))
-
-    async def _end(self, body: bytes) -> None:
-        await self._write(body, more=False)
+        await self._write(writer.stream_end(generation), more=False)
 
     async def _write(self, body: bytes, more: bool = True) -> None:
         self._write_timer.start()

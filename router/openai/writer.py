@@ -71,11 +71,11 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
-        return self._event(self._chunk_choice(generation, choice, delta))
+        return self._event(self._chunk_choice(generation, choice.index, delta, None))
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
-        reason = choice.finish_reason
-        return self._event(self._chunk_choice(generation, choice, OutputDelta(), reason))
+        index, reason = choice.index, choice.finish_reason
+        return self._event(self._chunk_choice(generation, index, OutputDelta(), reason))
 
     def stream_end(self, generation: Generation) -> bytes:
         usage = self._encode(self._chunk([], generation.usage())) if self._include_usage else b""
@@ -110,13 +110,9 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     @abstractmethod
     def _chunk_choice(
-        self,
-        generation: Generation,
-        choice: Choice,
-        delta: OutputDelta,
-        finish_reason: FinishReason | None = None,
+        self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None
     ) -> _ChunkChoice:
-        """Return ``choice`` of a chunk."""
+        """Return the choice ``index`` of a chunk; ``reason`` is None before its end."""
 
 
 class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
@@ -156,17 +152,13 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
         return ChatCompletionChunk(**self._header, choices=choices, usage=usage)
 
     def _chunk_choice(
-        self,
-        generation: Generation,
-        choice: Choice,
-        delta: OutputDelta,
-        finish_reason: FinishReason | None = None,
+        self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None
     ) -> ChatChunkChoice:
         return ChatChunkChoice(
-            index=choice.index,
+            index=index,
             delta=_delta_message(delta),
             logprobs=_logprobs(generation, delta),
-            finish_reason=finish_reason,
+            finish_reason=reason,
         )
 
 
@@ -219,7 +211,7 @@ class TextCompletionWriter(CompletionWriter[TextChoice, TextChoice]):
         self, generation: Generation, choice: Choice, delta: OutputDelta
     ) -> TextChoice:
         return replace(
-            self._chunk_choice(generation, choice, delta, choice.finish_reason),
+            self._chunk_choice(generation, choice.index, delta, choice.finish_reason),
             prompt_logprobs=generation.prompt_logprobs(choice),
         )
 
@@ -229,16 +221,12 @@ class TextCompletionWriter(CompletionWriter[TextChoice, TextChoice]):
         return TextCompletion(**self._header, choices=choices, usage=usage)
 
     def _chunk_choice(
-        self,
-        generation: Generation,
-        choice: Choice,
-        delta: OutputDelta,
-        finish_reason: FinishReason | None = None,
+        self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None
     ) -> TextChoice:
         tokens = delta.tokens
         return TextChoice(
-            index=choice.index,
+            index=index,
             text=delta.text,
             logprobs=None if tokens is None else text_logprobs(tokens, generation.logprobs_context),
-            finish_reason=finish_reason,
+            finish_reason=reason,
         )

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from router.schemas.completions import (
     ChatCompletionTokenLogprob,
     ChatLogprobs,
@@ -107,15 +109,9 @@ def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Ch
     for token in tokens:
         if token.logprobs is not None:
             own = named(token.id, token.logprobs.chosen)
-            top = list(zip(token.logprobs.top_ids, token.logprobs.top, strict=True))[:count]
-            content.append(
-                ChatCompletionTokenLogprob(
-                    token=own.token,
-                    logprob=own.logprob,
-                    bytes=own.bytes,
-                    top_logprobs=[named(*other) for other in top],
-                )
-            )
+            others = list(zip(token.logprobs.top_ids, token.logprobs.top, strict=True))[:count]
+            top = [named(*other) for other in others]
+            content.append(ChatCompletionTokenLogprob(**asdict(own), top_logprobs=top))
     return ChatLogprobs(content)
 
 

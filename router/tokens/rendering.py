@@ -61,7 +61,6 @@ class Renderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer_source = detokenizer_source
-        self._format = format
         self._pool = pool
         self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
@@ -119,8 +118,8 @@ class Renderer:
         """The features that this tokenizer and its template make possible."""
         features = {
             "chat": self._tokenizer.has_chat_template,
-            "tools": self._tokenizer.has_chat_template and self._format.tools is not None,
-            "reasoning": self._format.has_reasoning,
+            "tools": self._tokenizer.has_chat_template and self.replies.format.tools is not None,
+            "reasoning": self.replies.format.has_reasoning,
         }
         return [name for name, available in features.items() if available]
 

@@ -39,6 +39,7 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probed": {"type": "string"}}},
     },
 }
+_Json = dict[str, Any]
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -55,19 +56,15 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template_args = dict(template_args)
         # For models whose markers it does not know, mlx-lm passes false by default.
-        self._defaults = (
-            {"enable_thinking": True} if has_reasoning and not tokenizer.has_thinking else {}
-        )
+        unmarked = has_reasoning and not tokenizer.has_thinking
+        self._defaults = {"enable_thinking": True} if unmarked else {}
         source = str(tokenizer.chat_template or "")
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source
         """Whether ids are nine letters and digits: Mistral's templates take no others."""
         self._arguments_as_text: bool | None = None  # None: not known yet
-        special = [
-            str(token)
-            for token in tokenizer.added_tokens_decoder.values()
-            if token.special and len(str(token)) > 1
-        ]
+        added = tokenizer.added_tokens_decoder.values()
+        special = [str(token) for token in added if token.special and len(str(token)) > 1]
         self._control_tokens = re.compile("|".join(map(re.escape, special))) if special else None
 
     def render(
@@ -104,11 +101,7 @@ class ChatTemplate:
         return self._render(conversation, schemas, args, ending)
 
     def _render(
-        self,
-        conversation: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        args: dict[str, Any],
-        ending: PromptEnding,
+        self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
     ) -> str:
         # If this template or tokenizer raises, one argument is left out, beginning with the last;
         # then all are.
@@ -118,7 +111,7 @@ class ChatTemplate:
         failure: Exception | None = None
         for attempt in attempts:
             try:
-                return self._apply(conversation, tools, attempt, ending)
+                return self._apply(messages, tools, attempt, ending)
             except Exception as error:  # a template is foreign code
                 failure = failure or error
         logger.debug("the chat template raised", exc_info=failure)
@@ -127,17 +120,13 @@ class ChatTemplate:
         )
 
     def _apply(
-        self,
-        conversation: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        args: Mapping[str, Any],
-        ending: PromptEnding,
+        self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
     ) -> str:
         # Only where it is true: templates that are functions do not know the argument.
         continued = {"continue_final_message": True} if ending == "open_message" else {}
         return str(
             self._tokenizer.apply_chat_template(
-                conversation,
+                messages,
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=ending == "generation_prompt",

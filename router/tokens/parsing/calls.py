@@ -59,9 +59,9 @@ def parse_calls(text: str, syntax: ToolSyntax, tools: ToolSchemas) -> list[Parse
     if len(text) > MAX_CALL_CHARS or work > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
-    for attempt in (syntax.parse, _parse_stripped(syntax), _parse_json):
+    for parse, given in ((syntax.parse, text), (syntax.parse, text.strip()), (_parse_json, text)):
         try:
-            calls = [_call(each, names) for each in _listed(attempt(text, tools))]
+            calls = [_call(each, names) for each in _listed(parse(given, tools))]
         except Exception:  # generated text, and a parser that may expect another form
             continue
         if calls:
@@ -132,10 +132,6 @@ def may_become_json_calls(pieces: Sequence[str]) -> bool:
             break
         start += "".join(piece.split())
     return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
-
-
-def _parse_stripped(syntax: ToolSyntax) -> Callable[[str, Any], Any]:
-    return lambda text, tools: syntax.parse(text.strip(), tools)
 
 
 def _parse_json(text: str, tools: Any) -> list[Any]:

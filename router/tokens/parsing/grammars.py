@@ -208,27 +208,24 @@ def _call_rules(
     rules = []
     if "{number}" in begin:
         rules.append(f"{rule}_number: /[0-9]{{1,3}}/")
-    parameters = function.parameters or {"type": "object", "properties": {}}
     if not template.argument:
+        parameters = function.parameters or {"type": "object", "properties": {}}
         rules.append(f"{rule}_arguments: {_json(parameters, function)}")
         arguments = [f"{rule}_arguments"]
     else:
-        arguments, more = _arguments(rule, template, function, parameters, tokens)
+        arguments, more = _arguments(rule, template, function, tokens)
         rules += more
     end = [tokens.to_lark(template.end)] if template.end else []
     return [f"{rule}: {' '.join([f' {rule}_number '.join(parts), *arguments, *end])}", *rules]
 
 
 def _arguments(
-    rule: str,
-    template: CallTemplate,
-    function: FunctionDefinition,
-    parameters: Mapping[str, Any],
-    tokens: ControlTokens,
+    rule: str, template: CallTemplate, function: FunctionDefinition, tokens: ControlTokens
 ) -> tuple[list[str], list[str]]:
-    """Return an expression for each property of ``parameters``, in order, and their rules.
-    Properties that are not required may be left out."""
+    """Return an expression for each parameter of ``function``, in order, and their rules.
+    Parameters that are not required may be left out."""
     expressions, rules = [], []
+    parameters: Mapping[str, Any] = function.parameters or {}
     required = parameters.get("required", ())
     end = tokens.to_lark(template.argument_end)
     for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):

@@ -96,29 +96,23 @@ class _Formatter(logging.Formatter):
         trace = self.formatException(record.exc_info) if record.exc_info else None
         level = record.levelname.lower()
         if self._format == "json":
-            return _json(record.created, level, self._process, message, record.name, trace)
+            return _json(
+                record.created, level, self._process, message, logger=record.name, trace=trace
+            )
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         head = f"{clock} {level} {self._process}: "
         lines = (message if trace is None else f"{message}\n{trace}").splitlines() or [""]
         return "\n".join(head + one for one in lines)
 
 
-def _json(
-    created: float,
-    level: str,
-    process: str,
-    message: str,
-    logger: str | None = None,
-    trace: str | None = None,
-) -> str:
+def _json(created: float, level: str, process: str, message: str, **more: str | None) -> str:
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
     fields = {
         "time": f"{stamp}.{int(created % 1 * 1000):03d}Z",
         "level": level,
         "process": process,
         "message": message,
-        "logger": logger,
-        "trace": trace,
+        **more,
     }
     present = {name: value for name, value in fields.items() if value is not None}
     return json.dumps(present, ensure_ascii=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -52,7 +53,7 @@ _ENGINE_GAUGES = {
 
 
 class Metrics:
-    """The router's own counters, and the registry of all metrics."""
+    """The router's counters. An `EngineCollector` in ``registry`` adds those of its engines."""
 
     def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -84,24 +85,20 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
-    """The metrics that are read only when Prometheus asks."""
+    """Metrics that are read only when Prometheus asks."""
 
-    def __init__(
-        self,
-        models: Callable[[], Iterable[ModelReplicas]],
-        num_waiting: Callable[[str], int],
-        shutdown_clean: Callable[[], bool],
-    ) -> None:
-        self._models = models
-        self._num_waiting = num_waiting
-        self._shutdown_clean = shutdown_clean
+    models: Mapping[str, ModelReplicas]
+    num_waiting: Callable[[str], int]
+    shutdown_clean: Callable[[], bool]
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        engines = [(model.id, engine) for model in self._models() for engine in model.engines]
+        models = self.models.values()
+        engines = [(model.id, engine) for model in models for engine in model.engines]
         for name, (field, help_) in _ENGINE_GAUGES.items():
             yield _family(GaugeMetricFamily(name, help_, labels=_LABELS), engines, field)
         for name, (field, help_) in _ENGINE_COUNTERS.items():
@@ -118,14 +115,14 @@ class EngineCollector(Collector):
         queued = GaugeMetricFamily(
             "queued_requests", "Sequences waiting for an engine", labels=["model"]
         )
-        for served in self._models():
-            queued.add_metric([served.id], self._num_waiting(served.id))
+        for model in self.models:
+            queued.add_metric([model], self.num_waiting(model))
         yield queued
         yield GaugeMetricFamily("dist_fatal", "1: a tensor parallel group has failed", value=0)
         yield GaugeMetricFamily(
             "shutdown_clean",
             "0: the shutdown that is going on had to cut requests",
-            value=float(self._shutdown_clean()),
+            value=float(self.shutdown_clean()),
         )
 
 

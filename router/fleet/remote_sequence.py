@@ -66,11 +66,7 @@ class RemoteSequence:
     @property
     def started(self) -> bool:
         """Whether an engine has accepted the sequence, or it is done."""
-        return self.state in (
-            RemoteSequenceState.ACCEPTED,
-            RemoteSequenceState.STOPPING,
-            RemoteSequenceState.DONE,
-        )
+        return self.state not in (RemoteSequenceState.WAITING, RemoteSequenceState.PLACED)
 
     @property
     def has_prompt_logprobs(self) -> bool:

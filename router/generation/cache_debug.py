@@ -16,14 +16,12 @@ async def explain(generation: Generation) -> bytes:
     prompt begins with all tokens of the earlier one, so that all of its blocks can be used.
     """
     model = generation.model
-    renderer, prompt = model.renderer, generation.choices[0].sequence.submit.token_ids
-    found = await renderer.compare(generation.cache_scope, prompt)
-    block_size = model.hello.block_size
+    vocabulary, block_size = model.renderer.vocabulary, model.hello.block_size
+    prompt = generation.choices[0].sequence.submit.token_ids
+    found = await model.renderer.compare(generation.cache_scope, prompt)
 
     def named(token: int | None) -> dict[str, object] | None:
-        return (
-            None if token is None else {"id": token, "text": renderer.vocabulary.token_text(token)}
-        )
+        return None if token is None else {"id": token, "text": vocabulary.token_text(token)}
 
     differs_at = None
     if found.earlier_token is not None:
@@ -31,7 +29,7 @@ async def explain(generation: Generation) -> bytes:
         differs_at = {
             "token": found.common_tokens,
             "block": found.common_tokens // block_size,
-            "before": renderer.vocabulary.decode(before),
+            "before": vocabulary.decode(before),
             "earlier": named(found.earlier_token),
             "now": named(found.token),
         }

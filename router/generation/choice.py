@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from router.fleet.remote_sequence import RemoteSequence
@@ -29,23 +29,21 @@ class OutputDelta(NamedTuple):
     def join(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
         """Return ``deltas`` as one, with one delta for each call."""
         scored = [delta.tokens for delta in deltas if delta.tokens is not None]
-        return cls(
-            "".join(delta.text for delta in deltas),
-            [token for tokens in scored for token in tokens] if scored else None,
-            "".join(delta.reasoning for delta in deltas),
-            _merged_calls(call for delta in deltas for call in delta.calls),
-        )
+        return _join(deltas, [token for tokens in scored for token in tokens] if scored else None)
 
 
-def _merged_calls(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-    """Return ``deltas`` with one for each call."""
+def _join(
+    deltas: Sequence[OutputDelta | ReplyDelta], tokens: list[ScoredToken] | None
+) -> OutputDelta:
     calls: dict[int, CallDelta] = {}
-    for delta in deltas:
-        begun = calls.get(delta.number)
+    for call in (call for delta in deltas for call in delta.calls):
+        begun = calls.get(call.number)
         if begun is not None:
-            delta = begun._replace(arguments=begun.arguments + delta.arguments)
-        calls[delta.number] = delta
-    return tuple(calls.values())
+            call = begun._replace(arguments=begun.arguments + call.arguments)
+        calls[call.number] = call
+    text = "".join(delta.text for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    return OutputDelta(text, tokens, reasoning, tuple(calls.values()))
 
 
 class Echo(NamedTuple):
@@ -122,18 +120,14 @@ class Choice:
         tokens = None
         if self._aligner is not None:
             tokens = self._aligner.take(self._chars_shown)
-            if (
-                self.finish_reason is not None
-                and not self._detokenizer.stopped
-                and not self._stop_requested
-            ):
+            if self.finish_reason is not None and not self._cut_short:
                 tokens += self._aligner.take_rest()
-        return OutputDelta(
-            "".join(delta.text for delta in parsed),
-            tokens,
-            "".join(delta.reasoning for delta in parsed),
-            _merged_calls(call for delta in parsed for call in delta.calls),
-        )
+        return _join(parsed, tokens)
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether the text ended before its sequence did by itself."""
+        return self._detokenizer.stopped or self._stop_requested
 
     def _parse(self, shown: str) -> ReplyDelta:
         self._chars_shown += len(shown)
@@ -182,11 +176,7 @@ class Choice:
         if ends_with_stop_token and not self._stop_requested:
             self._detokenizer.count_stop_token()
         parsed.append(self._parse(self._detokenizer.finish()))
-        limited = (
-            sequence.finish_reason == "length"
-            and not self._detokenizer.stopped
-            and not self._stop_requested
-        )
+        limited = sequence.finish_reason == "length" and not self._cut_short
         parsed.append(self._parser.finish(cut=limited or self._detokenizer.stopped))
         if limited:
             self.finish_reason = "length"

@@ -161,23 +161,23 @@ class Generation:
     def usage(self) -> CompletionUsage:
         """Return the usage, which is exact once all choices have finished."""
         # A prompt counts once, however many choices it has; so does what was cached of it.
-        firsts = [c.sequence for c in self.choices if c.sequence is c.prompt_logprobs_source]
+        firsts = {choice.prompt_logprobs_source for choice in self.choices}
         prompt_tokens = sum(len(sequence.submit.token_ids) for sequence in firsts)
+        cached_tokens = sum(sequence.cached_tokens for sequence in firsts)
         completion_tokens = sum(choice.completion_tokens for choice in self.choices)
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
         return CompletionUsage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(each.cached_tokens for each in firsts)),
-            completion_tokens_details=CompletionTokensDetails(
-                sum(choice.reasoning_tokens for choice in self.choices)
-            ),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
         )
 
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._release()
         if self.finished and self.choices:
             self._router.metrics.end_to_end.observe(time.monotonic() - self._started_at)

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from shared.flags import flag
 
-_model_flag = partial(flag, shown_default="the model's")
-_speculation_flag = partial(flag, later="speculative decoding is")
-_distributed_flag = partial(flag, later="distributed inference is")
+_model_flag = partial(flag, None, shown_default="the model's")
+_spec_flag = partial(flag, later="speculative decoding is")
+_dist_flag = partial(flag, later="distributed inference is")
 
 ToolParserName = Literal[
     "auto",
@@ -85,9 +85,9 @@ class ModelSettings:
     chat_template_args: dict[str, Any] = flag(
         dict, "JSON object of arguments for the chat template"
     )
-    eos_token: str | None = _model_flag(None, "end token")
-    pad_token: str | None = _model_flag(None, "pad token")
-    bos_token: str | None = _model_flag(None, "begin token")
+    eos_token: str | None = _model_flag("end token")
+    pad_token: str | None = _model_flag("pad token")
+    bos_token: str | None = _model_flag("begin token")
     tool_parser: ToolParserName = flag(
         "auto", "how the model writes tool calls; auto: as its tokenizer says"
     )
@@ -171,16 +171,11 @@ class GenerationSettings:
     request_timeout_s: float = flag(120.0, "seconds to wait for each further token", more_than=0)
     first_token_timeout_s: float = flag(300.0, "seconds to wait for the first token", more_than=0)
     temperature: float | None = _model_flag(
-        None, "sampling temperature where a request has none", at_least=0, at_most=100
+        "sampling temperature where a request has none", at_least=0, at_most=100
     )
-    top_p: float | None = _model_flag(
-        None, "top_p where a request has none", more_than=0, at_most=1
-    )
-    top_k: int | None = _model_flag(
-        None, "top_k where a request has none (0: all tokens)", at_least=0
-    )
+    top_p: float | None = _model_flag("top_p where a request has none", more_than=0, at_most=1)
+    top_k: int | None = _model_flag("top_k where a request has none (0: all tokens)", at_least=0)
     min_p: float | None = _model_flag(
-        None,
         "min_p where a request has none: least probability, relative to the likeliest token's",
         at_least=0,
         at_most=1,
@@ -217,53 +212,47 @@ class AdmissionSettings:
 class SpeculationSettings:
     GROUP: ClassVar = "speculative decoding"
 
-    spec_decode: Literal["none", "ngram", "draft"] = _speculation_flag(
-        "none", "where drafts come from"
-    )
-    num_speculative_tokens: int = _speculation_flag(5, "draft tokens a step", at_least=1)
-    spec_decode_disable_batch_size: int = _speculation_flag(
+    spec_decode: Literal["none", "ngram", "draft"] = _spec_flag("none", "where drafts come from")
+    num_speculative_tokens: int = _spec_flag(5, "draft tokens a step", at_least=1)
+    spec_decode_disable_batch_size: int = _spec_flag(
         8, "no drafts above this batch size", at_least=1
     )
-    ngram_max: int = _speculation_flag(4, "longest n-gram", at_least=1)
-    ngram_min: int = _speculation_flag(1, "shortest n-gram", at_least=1)
-    ngram_prompt_lookup: bool = _speculation_flag(True, "look n-grams up in the prompt")
-    draft_model_path: str | None = _speculation_flag(None, "draft model")
+    ngram_max: int = _spec_flag(4, "longest n-gram", at_least=1)
+    ngram_min: int = _spec_flag(1, "shortest n-gram", at_least=1)
+    ngram_prompt_lookup: bool = _spec_flag(True, "look n-grams up in the prompt")
+    draft_model_path: str | None = _spec_flag(None, "draft model")
     draft_model_quantize: str | None = flag(
         None,
         "deprecated, without effect: use a quantized draft model",
         ignored="deprecated and without effect; use a quantized draft model",
     )
-    draft_context_len: int = _speculation_flag(
+    draft_context_len: int = _spec_flag(
         128, "context the draft model sees", at_least=1, at_most=512
     )
-    spec_decode_dynamic: bool = _speculation_flag(True, "adapt the number of drafts")
-    spec_decode_acceptance_threshold: float = _speculation_flag(
+    spec_decode_dynamic: bool = _spec_flag(True, "adapt the number of drafts")
+    spec_decode_acceptance_threshold: float = _spec_flag(
         0.3, "acceptance below which drafting stops", at_least=0, at_most=1
     )
-    adaptive_k: bool = _speculation_flag(True, "adapt k per sequence")
+    adaptive_k: bool = _spec_flag(True, "adapt k per sequence")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
     GROUP: ClassVar = "distributed / tensor parallel"
 
-    distributed_mode: Literal["off", "ring", "jaccl"] = _distributed_flag(
-        "off", "tensor parallel backend"
-    )
-    distributed_sharding: Literal["tensor"] = _distributed_flag(
-        "tensor", "how the model is divided"
-    )
-    distributed_strict: bool = _distributed_flag(True, "refuse what does not divide evenly")
-    distributed_hostfile: Path | None = _distributed_flag(
+    distributed_mode: Literal["off", "ring", "jaccl"] = _dist_flag("off", "tensor parallel backend")
+    distributed_sharding: Literal["tensor"] = _dist_flag("tensor", "how the model is divided")
+    distributed_strict: bool = _dist_flag(True, "refuse what does not divide evenly")
+    distributed_hostfile: Path | None = _dist_flag(
         None, "hostfile of the ring backend", variables=("MLX_HOSTFILE",)
     )
-    distributed_ibv_devices: str | None = _distributed_flag(
+    distributed_ibv_devices: str | None = _dist_flag(
         None, "IBV devices of the jaccl backend", variables=("MLX_IBV_DEVICES",)
     )
-    distributed_jaccl_coordinator: str | None = _distributed_flag(
+    distributed_jaccl_coordinator: str | None = _dist_flag(
         None, "coordinator address of the jaccl backend", variables=("MLX_JACCL_COORDINATOR",)
     )
-    num_local_ranks: int | None = _distributed_flag(None, "ranks on this machine", at_least=1)
+    num_local_ranks: int | None = _dist_flag(None, "ranks on this machine", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,11 +57,10 @@ class Router:
         self.shutdown_clean = True
         """False after a shutdown has cut requests."""
         self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.registry.register(
-            EngineCollector(
-                self.registry.models, self.dispatcher.num_waiting, lambda: self.shutdown_clean
-            )
+        engines = EngineCollector(
+            self.registry.models, self.dispatcher.num_waiting, lambda: self.shutdown_clean
         )
+        self.metrics.registry.register(engines)
 
     async def start(self) -> None:
         self.engine_socket.start()

@@ -56,8 +56,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template_args = dict(template_args)
         # For models whose markers it does not know, mlx-lm passes false by default.
-        unmarked = has_reasoning and not tokenizer.has_thinking
-        self._defaults = {"enable_thinking": True} if unmarked else {}
+        unknown_markers = has_reasoning and not tokenizer.has_thinking
+        self._defaults = {"enable_thinking": True} if unknown_markers else {}
         source = str(tokenizer.chat_template or "")
         self._reasoning_key = _reasoning_key(source)
         self.short_ids = "[TOOL_CALLS]" in source

@@ -1,7 +1,7 @@
-"""Random requests made from `/openapi.json`: `python -m tests.e2e.fuzz --requests 10000`.
+"""Random requests generated from `/openapi.json`: `python -m tests.e2e.fuzz --requests 10000`.
 
-A whole server with a tiny model and a key; schemathesis makes requests of its own
-description, right and wrong ones, and checks every answer against it.
+Starts a whole server with a tiny model and an API key. schemathesis generates valid and invalid
+requests from the server's own description, and checks every answer against that description.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ FLAGS = (
     *("--max-prompt-tokens", "1000"),
     *("--api-key", KEY, "--no-ssd"),
 )
-MEANINGFUL = 100
-"""A run with fewer requests has not begun."""
-LEFT_OUT = (
-    # A schema cannot say what depends on the model, or which fields go together.
+MIN_RUN_REQUESTS = 100
+"""A run of schemathesis with fewer requests has failed to start."""
+EXCLUDED_CHECKS = (
+    # A schema cannot express limits of the model, or which fields may be combined.
     "positive_data_acceptance",
 )
 
 
 def fuzz(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
-    """One run of schemathesis; its exit code is 0 when no answer was wrong."""
+    """Run schemathesis once; its exit code is 0 if no answer was wrong."""
     command = [
         *(str(Path(sys.executable).with_name("st")), "--no-color", "run"),
         f"http://127.0.0.1:{server.port}/openapi.json",
         *("--header", f"Authorization: Bearer {KEY}"),
-        *("--exclude-checks", ",".join(LEFT_OUT), "--suppress-health-check", "all"),
+        *("--exclude-checks", ",".join(EXCLUDED_CHECKS), "--suppress-health-check", "all"),
         *("--output-sanitize", "false", "--continue-on-failure", "--warnings", "off"),
         *options,
     ]
-    with tempfile.TemporaryDirectory() as scratch:  # it writes what it learns where it runs
+    with tempfile.TemporaryDirectory() as scratch:  # schemathesis writes files to its cwd
         return subprocess.run(command, cwd=scratch, capture_output=True, text=True)
 
 
@@ -49,14 +49,18 @@ def requests_answered(server: Server) -> int:
 
 
 def internal_errors(server: Server) -> list[str]:
-    """What the router logged of errors of its own."""
+    """Return the log lines about internal errors of the router."""
     return [line for line in server.log if " failed (req_" in line or "Traceback" in line]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="at least (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first run (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     seed, answered, failed = options.seed, 0, False
     with tempfile.TemporaryDirectory() as directory:
@@ -68,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed |= result.returncode != 0
                 seed += 1
                 before, answered = answered, requests_answered(server)
-                if answered - before < MEANINGFUL:
+                if answered - before < MIN_RUN_REQUESTS:
                     break
             errors = internal_errors(server)
             sys.stdout.write("\n".join([*errors, ""]))

@@ -1,4 +1,4 @@
-"""A whole server, as a user starts it: real processes, a real port, real clients."""
+"""A whole server, started as a user starts it: real processes, a real port, real clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
 
 
 class Server:
-    """One running server. ``log`` is what it printed so far, line by line."""
+    """A running server. ``log`` holds the lines that it has printed so far."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -49,7 +49,7 @@ class Server:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
 
     def pids(self, name: str = "") -> list[int]:
-        """The server's processes, except the supervisor, whose command has ``name`` in it."""
+        """Return the processes below the supervisor whose command line contains ``name``."""
         return [pid for pid, command in descendants(self.process.pid) if name in command]
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -63,7 +63,7 @@ class Server:
         return answer
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         lines = self.client.get("/metrics").text.splitlines()
         values = [line.rsplit(" ", 1)[1] for line in lines if re.match(rf"{name}(\{{| )", line)]
         assert values, f"no metric {name}"
@@ -84,11 +84,11 @@ class Server:
 
 @contextmanager
 def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """Starts a server on a free port and stops it; fails when processes are left over."""
+    """Run a server on a free port, stop it, and fail if any of its processes is left."""
     with tempfile.TemporaryDirectory(prefix="mlms-", dir="/tmp") as private:
         command = [sys.executable, "-m", "mlx_lm_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", "0"]
-        if "--kv-bits" not in flags:  # texts are compared with mlx-lm's, which are so by default
+        if "--kv-bits" not in flags:  # texts are compared with mlx-lm, whose cache is not quantized
             command += ["--kv-bits", "16"]
         if "--ssd-cache-dir" not in flags:
             command += ["--ssd-cache-dir", f"{private}/ssd"]
@@ -119,7 +119,7 @@ def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Serv
 
 
 def descendants(root: int) -> list[tuple[int, str]]:
-    """All processes below ``root``: (pid, command line)."""
+    """Return (pid, command line) of each process below ``root``."""
     listing = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="],
         capture_output=True,

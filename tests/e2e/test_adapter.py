@@ -14,28 +14,33 @@ from tests.tiny_models import make_adapter
 PROMPT = "it is that they have this one on the way to be at"
 
 
-def cached(server: Server) -> tuple[str, int]:
+def complete(server: Server) -> tuple[str, int]:
+    """Return the text for `PROMPT` and the number of its cached tokens."""
     answer = server.complete(PROMPT, 24, ignore_eos=True)
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.slow
-def test_the_adapter_speaks_and_takes_no_blocks_of_the_plain_model(
+def test_an_adapter_changes_the_text_and_shares_no_blocks_with_the_plain_model(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
     adapter = make_adapter(model, tmp_path / "adapter")
     flags = ("--block-size=4", "--ssd-policy=write_through", "--ssd-cache-dir", f"{tmp_path}/ssd")
     with serving(model, *flags) as server:
-        plain, _ = cached(server)
-        server.wait_until(lambda: server.metric("mlx_lm_server_store_writes_total") > 5, 30, "kept")
+        plain, _ = complete(server)
+        server.wait_until(
+            lambda: server.metric("mlx_lm_server_store_writes_total") > 5, 30, "blocks stored"
+        )
     with serving(model, *flags, "--adapter-path", str(adapter)) as server:
-        text, first = cached(server)
-        server.wait_until(lambda: server.metric("mlx_lm_server_store_writes_total") > 5, 30, "kept")
+        text, first = complete(server)
+        server.wait_until(
+            lambda: server.metric("mlx_lm_server_store_writes_total") > 5, 30, "blocks stored"
+        )
     assert first == 0
     assert text != plain
-    speaker = Oracle(model, adapter)
-    speaker.check(speaker.tokenizer.encode(PROMPT), 24, text)
+    truth = Oracle(model, adapter)
+    truth.check(truth.tokenizer.encode(PROMPT), 24, text)
     with serving(model, *flags, "--adapter-path", str(adapter)) as server:
-        assert cached(server)[1] > 0, "what the adapter computed is found again"
-        assert cached(server)[0] == text
+        assert complete(server)[1] > 0, "the adapter's own blocks are not found"
+        assert complete(server)[0] == text

@@ -1,5 +1,8 @@
-"""An agent's conversation on real engines, whose random models are held to the recorded
-replies by a grammar: they spell them in tokens that no tokenizer would choose."""
+"""An agent's conversation on real engines.
+
+A grammar makes the random models write the recorded replies. They spell them in tokens that no
+tokenizer would choose.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ FLAGS = (
 
 
 def make_agent(kind: Kind, path: Path) -> Path:
-    """A tiny model with a long context and a template that knows reasoning and tools."""
+    """Make a tiny model with a long context and a template for reasoning and tools."""
     make_tiny(kind, path)
     for name, changes in (
         ("config.json", {"max_position_embeddings": CONTEXT}),
@@ -48,7 +51,9 @@ def make_agent(kind: Kind, path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_an_agent_computes_little_but_what_is_new(kind: Kind, tmp_path: Path) -> None:
+def test_an_agents_turn_computes_little_more_than_its_new_tokens(
+    kind: Kind, tmp_path: Path
+) -> None:
     replies = transcript.replies()
     with serving(make_agent(kind, tmp_path / kind), *FLAGS) as server:
 
@@ -63,14 +68,14 @@ def test_an_agent_computes_little_but_what_is_new(kind: Kind, tmp_path: Path) ->
                 seed=number,
             )
             assert answer.status_code == 200, answer.text
-            told: dict[str, Any] = answer.json()
-            return told
+            body_of_answer: dict[str, Any] = answer.json()
+            return body_of_answer
 
         turns = transcript.play(ask)
     transcript.assert_little_is_computed_again(turns, 16)
 
 
-def test_calls_that_must_be_made_are_made(tmp_path: Path) -> None:
+def test_a_forced_tool_call_has_valid_arguments(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     named = {"type": "function", "function": {"name": "add"}}
     with serving(make_agent("llama", tmp_path / "llama"), *FLAGS) as server:

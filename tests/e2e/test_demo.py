@@ -1,4 +1,4 @@
-"""The embedded model through the real processes, against mlx-lm itself."""
+"""The embedded demo model through the real processes, compared with mlx-lm itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUESTIONS = [
     "x",
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PRINTED = {  # what each example prints, as a regular expression
+EXPECTED_OUTPUT = {  # regular expressions
     "anthropic_messages.py": r"capital of France is Paris\.\n\(end_turn, \d+ tokens in, \d+ out\)",
     "curl.sh": r'(?s)"id":"demo".*capital of France is Paris\..*"content":" Paris".*data: \[DONE\]',
     "openai_chat.py": r"(?s)is Paris\.\n.*known for\?\n.+\n\(\d+ prompt tokens, [1-9]\d* of them",
@@ -54,7 +54,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def prompts(truth: Oracle) -> list[list[int]]:
-    """20 prompts: chats, shared heads, and lengths around a multiple of the block size."""
+    """Return 20 prompts: chats, shared heads, and lengths around multiples of the block size."""
     chats = [truth.chat(question) for question in QUESTIONS]
     shared = [truth.chat(HEAD + question) for question in QUESTIONS[:4]]
     words = truth.tokenizer.encode(HEAD * 3)
@@ -76,7 +76,7 @@ def test_the_capital_of_france_is_paris(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_one_after_the_other_every_text_is_mlx_lms(
+def test_sequential_requests_get_the_texts_of_mlx_lm(
     server: Server, truth: Oracle, prompts: list[list[int]]
 ) -> None:
     for prompt in prompts:
@@ -85,7 +85,7 @@ def test_one_after_the_other_every_text_is_mlx_lms(
 
 
 @pytest.mark.slow
-def test_all_at_once_and_in_any_order_every_text_is_mlx_lms(
+def test_concurrent_requests_in_any_order_get_the_texts_of_mlx_lm(
     truth: Oracle, prompts: list[list[int]]
 ) -> None:
     with serving("demo", "--kv-bits", "16", _MLX_LM_SERVER_CHECK_INTEGRITY="1") as fresh:
@@ -97,14 +97,15 @@ def test_all_at_once_and_in_any_order_every_text_is_mlx_lms(
 
 
 @pytest.mark.slow
-def test_a_conversation_recomputes_only_what_is_new(server: Server, truth: Oracle) -> None:
-    said: list[str] = []
+def test_a_conversation_computes_only_its_new_tokens(server: Server, truth: Oracle) -> None:
+    contents: list[str] = []
     computed: list[int] = []
     for turn in range(10):
-        said.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
-        prompt = truth.chat(*said)
+        contents.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
+        prompt = truth.chat(*contents)
         messages = [
-            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(contents)
         ]
         answer = server.post(
             "/v1/chat/completions", messages=messages, max_tokens=12, temperature=0
@@ -119,10 +120,10 @@ def test_a_conversation_recomputes_only_what_is_new(server: Server, truth: Oracl
         assert turn == 0 or cached > 0
         truth.check(prompt, 12, text)
         computed = prompt + truth.tokens(prompt, 12)[:-1]
-        said.append(text)
+        contents.append(text)
 
 
-def test_a_sampled_text_is_the_same_whatever_the_load(server: Server) -> None:
+def test_a_sampled_text_does_not_depend_on_the_load(server: Server) -> None:
     ask = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
     alone = server.complete("Once upon a time", 16, **ask)["choices"][0]["text"]
     with ThreadPoolExecutor(6) as pool:
@@ -138,7 +139,7 @@ def test_a_sampled_text_is_the_same_whatever_the_load(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_prefix_survives_a_restart_of_everything(tmp_path: Path, truth: Oracle) -> None:
+def test_a_prefix_survives_a_restart_of_the_server(tmp_path: Path, truth: Oracle) -> None:
     flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")
     prompt = truth.tokenizer.encode(HEAD * 4)
     with serving("demo", *flags) as first:
@@ -155,16 +156,16 @@ def test_a_prefix_survives_a_restart_of_everything(tmp_path: Path, truth: Oracle
 
 
 @pytest.mark.parametrize("example", sorted(p.name for p in EXAMPLES.iterdir() if p.suffix != ".md"))
-def test_an_example_prints_what_it_is_an_example_of(server: Server, example: str) -> None:
+def test_an_example_prints_the_expected_output(server: Server, example: str) -> None:
     shell = example.endswith(".sh")
     if shell and shutil.which("curl") is None:
-        pytest.skip("there is no curl here")
-    ran = subprocess.run(
+        pytest.skip("curl is not installed")
+    result = subprocess.run(
         ["bash" if shell else sys.executable, str(EXAMPLES / example)],
         env={**os.environ, "SERVER_URL": f"http://127.0.0.1:{server.port}"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert ran.returncode == 0, ran.stderr
-    assert re.search(PRINTED[example], ran.stdout), ran.stdout
+    assert result.returncode == 0, result.stderr
+    assert re.search(EXPECTED_OUTPUT[example], result.stdout), result.stdout

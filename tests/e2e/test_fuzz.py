@@ -1,4 +1,4 @@
-"""A short `make fuzz`."""
+"""The short form of `make fuzz`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.server import serving
 
 
 @pytest.mark.slow
-def test_requests_made_from_the_description_are_answered_as_described(
+def test_answers_to_generated_requests_match_the_openapi_document(
     tiny_model: Callable[..., Path],
 ) -> None:
     with serving(tiny_model("llama"), *FLAGS) as server:

@@ -1,4 +1,4 @@
-"""A quantized KV cache through the real processes, against mlx-lm with one."""
+"""A quantized KV cache through the real processes, compared with mlx-lm with the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = (
 )
 QUESTIONS = ["What is the capital of France?", "Name a colour.", "Why is the sky blue?"]
 BLOCK_ELEMENTS = 16 * 30 * 2 * 3 * 64
-"""Tokens, layers, keys and values, heads, dim."""
+"""Tokens x layers x (keys and values) x heads x head dimension."""
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +41,26 @@ def files(directory: Path) -> list[Path]:
     return list(directory.rglob("*.safetensors"))
 
 
-def stored(server: Server, directory: Path, count: int) -> None:
+def wait_stored(server: Server, directory: Path, count: int) -> None:
     server.wait_until(lambda: len(files(directory)) >= count, 60, "blocks on the SSD")
 
 
 @pytest.mark.slow
-def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
+def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
     tmp_path: Path, truth: Oracle
 ) -> None:
-    """But for ties: what follows a prefix is computed in passes of another width, which may
-    bring a code over a border. Logits then differ by up to 0.08, and the best two tokens of
-    the first question are 0.01 apart at one place."""
+    """Ties excepted. What follows a cached prefix is computed in passes of another width, which
+    may round a value to the next code. Logits then differ by up to 0.08, and the best two tokens
+    of the first question are 0.01 apart at one position."""
     asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
     blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
     with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
         cold = [first.complete(prompt, MAX_TOKENS) for prompt in asked]
         with ThreadPoolExecutor(3) as pool:
             ram = list(pool.map(lambda prompt: first.complete(prompt, MAX_TOKENS), asked))
-        stored(first, tmp_path, len(blocks))
+        wait_stored(first, tmp_path, len(blocks))
     sizes = {file.stat().st_size for file in files(tmp_path)}
-    assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "of what they take in a 16-bit type"
+    assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "more than 55 % of the bytes of a 16-bit type"
     with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
         ssd = [second.complete(prompt, MAX_TOKENS) for prompt in asked]
         assert second.metric("mlx_lm_server_cached_ssd_tokens_total") > 0
@@ -72,12 +72,12 @@ def test_a_text_is_the_same_from_a_cold_a_ram_and_an_ssd_prefix(
 
 
 @pytest.mark.slow
-def test_engines_with_other_bits_do_not_take_each_others_blocks(
+def test_engines_with_different_kv_bits_do_not_share_blocks(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     prompt = list(range(3, 3 + 40))
     for number, bits in enumerate((8, 4, 16), 1):
         with serving(tiny_model("llama"), *flags(tmp_path, bits)) as server:
             assert cached(server.complete(prompt, 2)) == 0
-            stored(server, tmp_path, 2 * number)
+            wait_stored(server, tmp_path, 2 * number)
             assert cached(server.complete(prompt, 2)) == 32

@@ -1,4 +1,4 @@
-"""A server with little memory and many requests."""
+"""Many requests to a server with little memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
 
 
 def complete(server: Server, body: dict[str, Any]) -> str:
-    """The text; comes again where the server is short of memory, as it is told to."""
+    """Return the text. Try again while the server is short of memory, as it asks clients to."""
     deadline = time.monotonic() + PATIENCE_S
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     while True:
@@ -37,14 +37,14 @@ def complete(server: Server, body: dict[str, Any]) -> str:
             break
         assert answer.json()["error"]["code"] == "memory_pressure"
         assert int(answer.headers["retry-after"]) >= 1
-        time.sleep(0.1)  # sooner than it asks for
+        time.sleep(0.1)  # sooner than Retry-After asks for
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
     return str(answer.json()["choices"][0]["text"])
 
 
 @pytest.mark.slow
-def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
+def test_all_of_forty_requests_complete_with_memory_for_64_blocks(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:
     bodies: list[dict[str, Any]] = [
@@ -57,7 +57,7 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
         }
         for number in range(40)
     ]
-    over: list[float] = []
+    usage: list[float] = []
     done = threading.Event()
 
     def watch() -> None:
@@ -65,29 +65,29 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_their_text(
         while not done.wait(0.05):
             health = client.get("/health").json()
             (engine,) = health["models"][0]["engines"]
-            over.append(engine["blocks"]["used"] / BLOCKS)
-            over.append(engine["memory_pressure"])
+            usage.append(engine["blocks"]["used"] / BLOCKS)
+            usage.append(engine["memory_pressure"])
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     with ThreadPoolExecutor(len(bodies)) as pool:
-        pressed = list(pool.map(lambda body: complete(server, body), bodies))
+        texts = list(pool.map(lambda body: complete(server, body), bodies))
     done.set()
     watcher.join()
-    assert max(over) <= 1.0
+    assert max(usage) <= 1.0
     preemptions = "mlx_lm_server_preemptions_total"
-    server.wait_until(lambda: server.metric(preemptions) > 0, PATIENCE_S, "memory was short")
+    server.wait_until(lambda: server.metric(preemptions) > 0, PATIENCE_S, "a preemption")
     unevictable = "mlx_lm_server_kv_unevictable_bytes"
-    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all is free")
+    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
     oracle = Oracle(tiny_model("llama"))
-    for body, text in zip(bodies, pressed, strict=True):
+    for body, text in zip(bodies, texts, strict=True):
         if text != complete(server, body):
             oracle.check(body["prompt"], body["max_tokens"], text)
     assert len(server.pids("services.engine")) == 1
-    assert not any("restarted" in line for line in server.log), "no engine was lost"
+    assert not any("restarted" in line for line in server.log), "an engine was lost"
 
 
-def test_the_limit_of_the_context_is_told_and_kept(server: Server) -> None:
+def test_max_kv_size_is_reported_and_enforced(server: Server) -> None:
     model = server.client.get("/v1/models").json()["data"][0]
     assert LONGEST in model.values()
     refused = server.post("/v1/completions", prompt=[5] * LONGEST, max_tokens=1)

@@ -1,6 +1,6 @@
-"""Penalties, biases and log-probabilities through the whole server, against mlx-lm's logits.
+"""Penalties, biases and log-probabilities through the whole server, compared with mlx-lm's logits.
 
-Once on a model with a prefix cache, once on one without, whose layers keep state.
+Once with a model that has a prefix cache, once with one that has none: its layers keep state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.oracle import Oracle, oracle
 from tests.tiny_models import EOS, VOCAB_SIZE
 
 PROMPT = [(17 * i * i + 5) % (VOCAB_SIZE - 3) + 3 for i in range(70)]
-# The model's noise has nothing of an end in it: texts are as long as they may be.
+# No end token is likely enough: every text has its full length.
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "logit_bias": {str(i): -100 for i in range(3)}}
 CLOSE = 5e-4
 
@@ -40,13 +40,16 @@ def running(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> 
 
 
 def logprobs_after(truth: Oracle, tokens: list[int]) -> mx.array:
-    """(len(tokens), vocab), of the model's own distribution."""
+    """Return the log-probabilities of the model's own distribution: (len(tokens), vocab)."""
     logits = truth.model(mx.array([tokens]), cache=make_prompt_cache(truth.model))[0]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def penalized(truth: Oracle, prompt: list[int], count: int) -> list[int]:
-    """Greedy, by mlx-lm's processors: repetition over everything, the others over the output."""
+    """Return a greedy continuation with mlx-lm's processors.
+
+    The repetition penalty sees prompt and output, the other penalties the output only.
+    """
     bias = dict.fromkeys(range(3), -100.0)
     everything = make_logits_processors(bias, 1.5, 12)
     generated = make_logits_processors(None, None, None, 0.1, 1000, 0.05, 1000)
@@ -73,7 +76,7 @@ def biased(truth: Oracle, prompt: list[int], count: int) -> list[int]:
     return out
 
 
-def test_penalties_and_biases_choose_mlx_lms_tokens(running: Running) -> None:
+def test_penalties_and_biases_choose_the_tokens_of_mlx_lm(running: Running) -> None:
     server, truth = running
     name = Vocabulary(truth.tokenizer).unique_name
     count, ask = 100, {"logprobs": 0, **ENDLESS}
@@ -85,7 +88,7 @@ def test_penalties_and_biases_choose_mlx_lms_tokens(running: Running) -> None:
         "frequency_penalty": 0.05,
     }
     expected = [name(token) for token in penalized(truth, PROMPT, count)]
-    for _ in range(2):  # also from a cached prefix
+    for _ in range(2):  # the second time with a cached prefix
         tokens = server.complete(PROMPT, count, **ask)["choices"][0]["logprobs"]["tokens"]
         assert tokens == expected != plain
 
@@ -102,7 +105,7 @@ def test_log_probabilities_are_the_models_own(running: Running) -> None:
     for i, alternatives in enumerate(found["top_logprobs"]):
         best = mx.sort(direct[i])[-4:].tolist()
         assert sorted(alternatives.values())[-4:] == pytest.approx(best, abs=CLOSE)
-    # The controls change what is chosen, and not how likely it is said to have been.
+    # Sampling parameters change which token is chosen, but not its reported probability.
     body |= {"temperature": 1.3, "top_k": 30, "frequency_penalty": 1.0, "seed": 4, "n": 2}
     for choice in server.post("/v1/completions", **body).json()["choices"]:
         found = choice["logprobs"]
@@ -113,7 +116,7 @@ def test_log_probabilities_are_the_models_own(running: Running) -> None:
         )
 
 
-def test_a_chat_streams_the_log_probabilities_of_its_text(running: Running) -> None:
+def test_a_chat_reports_the_log_probabilities_of_its_text(running: Running) -> None:
     server, truth = running
     prompt = truth.chat("hello there")
     ids = biased(truth, prompt, 8)
@@ -139,7 +142,7 @@ def test_a_chat_streams_the_log_probabilities_of_its_text(running: Running) -> N
         assert found == pytest.approx(best, abs=CLOSE)
 
 
-def test_a_prompt_is_scored_whatever_is_cached_of_it(running: Running) -> None:
+def test_prompt_log_probabilities_do_not_depend_on_the_cache(running: Running) -> None:
     server, truth = running
     prompt = PROMPT[::-1] * 4  # longer than a scored chunk
     direct = logprobs_after(truth, prompt)
@@ -162,7 +165,7 @@ def test_a_prompt_is_scored_whatever_is_cached_of_it(running: Running) -> None:
         assert choice["text"].startswith(truth.text(prompt).rstrip("\ufffd"))
 
 
-def test_a_text_drawn_with_every_control_does_not_depend_on_the_load(running: Running) -> None:
+def test_a_text_sampled_with_every_parameter_does_not_depend_on_the_load(running: Running) -> None:
     server = running.server
     ask = {
         "temperature": 1.1,
@@ -190,14 +193,14 @@ def test_a_text_drawn_with_every_control_does_not_depend_on_the_load(running: Ru
     assert server.complete(PROMPT, 20, **{**ask, "xtc_probability": 0})["choices"][0] != alone
 
 
-def test_min_tokens_ignore_eos_and_stop_tokens_decide_about_the_end(running: Running) -> None:
+def test_min_tokens_ignore_eos_and_stop_tokens_determine_the_end(running: Running) -> None:
     server = running.server
-    at_once = {"logit_bias": {str(EOS): 100}}
-    assert server.complete(PROMPT, 9, **at_once)["usage"]["completion_tokens"] == 1
-    late = server.complete(PROMPT, 9, min_tokens=4, **at_once)
+    eos_first = {"logit_bias": {str(EOS): 100}}
+    assert server.complete(PROMPT, 9, **eos_first)["usage"]["completion_tokens"] == 1
+    late = server.complete(PROMPT, 9, min_tokens=4, **eos_first)
     assert late["usage"]["completion_tokens"] == 5
     assert late["choices"][0]["finish_reason"] == "stop"
-    never = server.complete(PROMPT, 9, ignore_eos=True, **at_once)
+    never = server.complete(PROMPT, 9, ignore_eos=True, **eos_first)
     assert never["usage"]["completion_tokens"] == 9
     assert never["choices"][0]["finish_reason"] == "length"
     other = server.complete(PROMPT, 9, stop_token_ids=[50], logit_bias={"50": 100}, logprobs=0)
@@ -210,15 +213,20 @@ def test_choices_share_the_prefill_of_their_prompt(running: Running) -> None:
     if "prefix-cache" not in server.client.get("/v1/models").json()["data"][0]["capabilities"]:
         pytest.skip("this model has no prefix cache")
     prompt = [(7 * i + 100) % 300 + 3 for i in range(161)]
-    before = prefilled(server)
+    prefilled = "mlx_lm_server_prefill_tokens_total"
+    generated = "mlx_lm_server_generated_tokens_total"
+    before = settled(server, prefilled)
+    expected = server.metric(generated) + 4 * 4
     answer = server.complete(prompt, 4, n=4, temperature=1, seed=3, **ENDLESS)
     assert len({choice["text"] for choice in answer["choices"]}) == 4
-    assert 160 <= prefilled(server) - before <= 160 + 3 * 16
+    # A beat that reports these tokens also reports the whole prefill before them.
+    server.wait_until(lambda: server.metric(generated) >= expected, 30, "the beat after the answer")
+    assert 160 <= server.metric(prefilled) - before <= 160 + 3 * 16
 
 
-def prefilled(server: Server) -> float:
-    """The prompt tokens computed so far, once the beats have caught up."""
-    name, seen = "mlx_lm_server_prefill_tokens_total", -1.0
+def settled(server: Server, name: str) -> float:
+    """Return a metric of the engine, once the beats report nothing new."""
+    seen = -1.0
     while seen != (seen := server.metric(name)):
         time.sleep(2.5)
     return seen

@@ -1,7 +1,7 @@
-"""Text of many scripts through the whole server: streamed as unstreamed, cut at any stop string.
+"""Text in many scripts through the whole server, streamed or not, cut at any stop string.
 
-The model's head is zeros, so all tokens are exactly as likely, whatever else the batch holds: a
-text depends on its seed and grammar alone, and can be had again to the bit.
+The output weights of the model are zeros, so all tokens are equally likely, whatever the batch
+holds. A text thus depends on its seed and grammar alone, and is exactly reproducible.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CLUSTERS = (
     *("e\u0301", "a\u0308\u0323", "n\u0303", "क्षि", "ที่", "é", "ß", "ש\u05b8", "ﷺ"),
     *(" the", " that", " with", "on", "\n", " ", "\u200d", "\u2028", '"', "\\"),
 )
-"""What a reader sees as one character, and what comes as one token: words of `tiny_models`."""
+"""Characters as a reader sees them, and single tokens (the words of `tiny_models`)."""
 
 
 @dataclass(frozen=True)
-class Told:
+class Reply:
     text: str
     finish_reason: str
     completion_tokens: int
@@ -37,20 +37,20 @@ class Told:
 
 @dataclass(frozen=True)
 class Question:
-    """A request of which nothing but ``stop`` and ``stream`` is open."""
+    """A request, complete but for ``stop`` and ``stream``."""
 
     path: str
     fields: dict[str, Any]
 
-    def ask(self, server: Server, **fields: Any) -> Told:
+    def ask(self, server: Server, **fields: Any) -> Reply:
         answer = server.post(self.path, **self.fields, **fields)
         assert answer.status_code == 200, answer.text
         body = answer.json()
         (choice,) = body["choices"]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return Told(text, choice["finish_reason"], body["usage"]["completion_tokens"])
+        return Reply(text, choice["finish_reason"], body["usage"]["completion_tokens"])
 
-    def stream(self, server: Server, **fields: Any) -> Told:
+    def stream(self, server: Server, **fields: Any) -> Reply:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
         text, reason, tokens = "", "", 0
         with server.client.stream("POST", self.path, json=self.fields | fields) as answer:
@@ -64,18 +64,18 @@ class Question:
                     piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
                     text += piece or ""
                     reason = choice["finish_reason"] or reason
-        return Told(text, reason, tokens)
+        return Reply(text, reason, tokens)
 
 
 def question(number: int) -> Question:
-    """One of four chooses among all tokens, so half characters are part of its text."""
+    """Return a question. Every fourth has no grammar, so its text contains partial characters."""
     chance = random.Random(number)
     prompt = "".join(chance.choices(CLUSTERS, k=chance.randrange(1, 40)))
     fields: dict[str, Any] = {"seed": number, "temperature": 1, "max_tokens": 100}
     if number % 4 == 0:
         fields |= {"max_tokens": chance.randrange(4, 12), "ignore_eos": True}
     else:
-        some = chance.sample(CLUSTERS, 6)  # of all, those that are many tokens would be rare
+        some = chance.sample(CLUSTERS, 6)  # from all of them, those of many tokens would be rare
         any_of_them = "|".join(cluster.replace("\\", r"\\") for cluster in some)
         fields["structured_outputs"] = {"regex": f"({any_of_them}){{3,5}}"}
     if number % 2:
@@ -86,7 +86,7 @@ def question(number: int) -> Question:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = make_tiny("llama", tmp_path_factory.mktemp("indifferent"))
+    model = make_tiny("llama", tmp_path_factory.mktemp("uniform"))
     weights = mx.load(str(model / "model.safetensors"))
     assert isinstance(weights, dict)
     weights["lm_head.weight"] = mx.zeros_like(weights["lm_head.weight"])
@@ -101,8 +101,8 @@ def for_all(function: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_text_is_the_same_streamed_and_cut_at_a_stop_string_at_any_offset(server: Server) -> None:
-    def check(number: int) -> Told:
+def test_streaming_and_stop_strings_at_any_offset_do_not_change_the_text(server: Server) -> None:
+    def check(number: int) -> Reply:
         asked = question(number)
         whole = asked.ask(server)
         assert asked.stream(server) == whole
@@ -115,7 +115,7 @@ def test_text_is_the_same_streamed_and_cut_at_a_stop_string_at_any_offset(server
             assert cut.finish_reason == "stop"
         return whole
 
-    texts = [told.text for told in for_all(check)]
+    texts = [reply.text for reply in for_all(check)]
     together = "".join(texts)
     assert len(set(texts)) == PROMPTS
     assert all(cluster in together for cluster in CLUSTERS)

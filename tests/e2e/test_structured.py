@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from bench.schemas import Schema, Sizes, generate
 from tests.e2e.server import Server, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SLOW = {"type": "integer", "multipleOf": 9_999_991}  # minutes to compile
+SLOW = {"type": "integer", "multipleOf": 9_999_991}  # takes minutes to compile
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def text_of(answer: httpx.Response) -> str:
     return text
 
 
-def test_answers_are_valid_by_their_schemas(server: Server) -> None:
+def test_answers_are_valid_against_their_schemas(server: Server) -> None:
     schemas = generate(20, seed=3, sizes=Sizes(depth=2, properties=3, items=2, characters=6))
 
     def valid(numbered: tuple[int, Schema]) -> None:
@@ -55,8 +54,8 @@ def test_answers_are_valid_by_their_schemas(server: Server) -> None:
         list(clients.map(valid, enumerate(schemas)))
 
 
-def test_any_object(server: Server) -> None:
-    """Nothing says how long it may be, and some of these end."""
+def test_json_object_answers_are_objects(server: Server) -> None:
+    """The length is not limited: only some of these answers end in time."""
     fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "max_tokens": 1500}
     answers = [ask(server, seed=seed, **fields).json()["choices"][0] for seed in range(4)]
     ended = [choice["text"] for choice in answers if choice["finish_reason"] == "stop"]
@@ -75,7 +74,9 @@ def test_any_object(server: Server) -> None:
         ({"guided_regex": "[a-z]{9}", "min_tokens": 30, "ignore_eos": True}, "[a-z]{9}"),
     ],
 )
-def test_other_grammars(server: Server, fields: dict[str, Any], pattern: str | None) -> None:
+def test_answers_match_regexes_choices_and_lark_grammars(
+    server: Server, fields: dict[str, Any], pattern: str | None
+) -> None:
     for path in (CHAT, COMPLETIONS):
         answer = ask(server, path, **fields)
         if pattern is None:
@@ -84,7 +85,7 @@ def test_other_grammars(server: Server, fields: dict[str, Any], pattern: str | N
             assert re.fullmatch(pattern, text_of(answer))
 
 
-def test_choices_and_streams_and_log_probabilities(server: Server) -> None:
+def test_grammars_work_with_several_choices_streams_and_log_probabilities(server: Server) -> None:
     fields: dict[str, Any] = {
         "guided_regex": "[a-z]{3}(-[0-9]{2}){2}",
         "seed": 11,
@@ -126,7 +127,7 @@ def test_choices_and_streams_and_log_probabilities(server: Server) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_compiled_is_a_400_that_says_where(
+def test_a_grammar_that_does_not_compile_is_a_400_with_the_location(
     server: Server, fields: dict[str, Any], param: str, where: str, stream: bool
 ) -> None:
     for path in (CHAT, COMPLETIONS):
@@ -137,7 +138,12 @@ def test_what_cannot_be_compiled_is_a_400_that_says_where(
         assert where in error["message"]
 
 
-def test_a_grammar_that_takes_minutes_is_a_400_and_holds_nobody_up(server: Server) -> None:
+def sequences_in_flight(server: Server) -> int:
+    models = server.client.get("/health").json()["models"]
+    return sum(engine["sequences"] for model in models for engine in model["engines"])
+
+
+def test_a_grammar_that_takes_minutes_is_a_400_and_delays_no_other_request(server: Server) -> None:
     answers: list[httpx.Response] = []
     clients = [
         threading.Thread(target=lambda: answers.append(ask(server, guided_json=SLOW)))
@@ -145,7 +151,7 @@ def test_a_grammar_that_takes_minutes_is_a_400_and_holds_nobody_up(server: Serve
     ]
     for client in clients:
         client.start()
-    time.sleep(0.5)
+    server.wait_until(lambda: sequences_in_flight(server) == 3, 30, "all three with the engine")
     assert re.fullmatch("[0-9]{4}", text_of(ask(server, guided_regex="[0-9]{4}")))
     assert ask(server, max_tokens=5).status_code == 200
     assert not answers

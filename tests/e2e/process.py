@@ -1,4 +1,4 @@
-"""Single processes of a server, started one by one as an operator would."""
+"""Single processes of a server, started one by one as an operator would start them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 class Process:
-    """``log`` is what it printed so far, line by line."""
+    """A running process. ``log`` holds the lines that it has printed so far."""
 
     def __init__(self, module: str, *flags: str, **environment: str) -> None:
         outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
@@ -38,7 +38,7 @@ class Process:
         self.log.extend(line.rstrip("\n") for line in self.popen.stdout)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line of the log that matches."""
+        """Wait for a line of the log that matches, and return the match."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             for line in list(self.log):
@@ -49,21 +49,21 @@ class Process:
             time.sleep(0.02)
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self.popen.poll() is None
 
 
 @contextmanager
-def started(module: str, *flags: str, **environment: str) -> Iterator[Process]:
-    """A process of ours; fails when it does not end cleanly on SIGTERM (or was killed)."""
+def running_process(module: str, *flags: str, **environment: str) -> Iterator[Process]:
+    """Run a process, and fail unless it ends cleanly on SIGTERM or was killed before."""
     process = Process(module, *flags, **environment)
     try:
         yield process
-        if process.runs:
+        if process.is_running:
             process.popen.send_signal(signal.SIGTERM)
         code = process.popen.wait(PATIENCE_S)
         assert code in (0, -signal.SIGKILL), (module, code, process.log[-20:])
     finally:
-        if process.runs:
+        if process.is_running:
             process.popen.kill()
             process.popen.wait()

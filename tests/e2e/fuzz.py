@@ -56,10 +56,13 @@ def internal_errors(server: Server) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__)
     parser.add_argument(
-        "--requests", type=int, default=10_000, help="at least (default: %(default)s)"
+        "--requests",
+        type=int,
+        default=10_000,
+        help="least number of requests (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="of the first run (default: %(default)s)"
+        "--seed", type=int, default=1, help="seed of the first run (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
     seed, answered, failed = options.seed, 0, False

@@ -11,12 +11,10 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.soak_report import Report
+from tests.e2e.soak_report import MORE_FILES, Report
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ANSWER_TOKENS = 24
-MAX_IDLE_CONNECTIONS = 8
-"""Kept by the clients between requests; below `tests.e2e.soak.MORE_FILES`."""
 NO_ROOM = ("queue_full", "too_many_concurrent_requests", "memory_pressure")
 """Refusals that are correct under load."""
 BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -65,7 +63,7 @@ class Load:
         await self._client.aclose()
 
     def _new_client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=MORE_FILES // 2)
         return httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits, verify=False)
 
     async def _client_until(self, until: float) -> None:

@@ -20,6 +20,11 @@ def complete(server: Server) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def wait_stored(server: Server) -> None:
+    writes = "mlx_lm_server_store_writes_total"
+    server.wait_until(lambda: server.metric(writes) > 5, 30, "blocks on the SSD")
+
+
 @pytest.mark.slow
 def test_an_adapter_changes_the_text_and_shares_no_blocks_with_the_plain_model(
     tiny_model: Callable[..., Path], tmp_path: Path
@@ -29,14 +34,10 @@ def test_an_adapter_changes_the_text_and_shares_no_blocks_with_the_plain_model(
     flags = ("--block-size=4", "--ssd-policy=write_through", "--ssd-cache-dir", f"{tmp_path}/ssd")
     with serving(model, *flags) as server:
         plain, _ = complete(server)
-        server.wait_until(
-            lambda: server.metric("mlx_lm_server_store_writes_total") > 5, 30, "blocks stored"
-        )
+        wait_stored(server)
     with serving(model, *flags, "--adapter-path", str(adapter)) as server:
         text, first = complete(server)
-        server.wait_until(
-            lambda: server.metric("mlx_lm_server_store_writes_total") > 5, 30, "blocks stored"
-        )
+        wait_stored(server)
     assert first == 0
     assert text != plain
     truth = Oracle(model, adapter)

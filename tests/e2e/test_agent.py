@@ -51,9 +51,7 @@ def make_agent(kind: Kind, path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_an_agents_turn_computes_little_more_than_its_new_tokens(
-    kind: Kind, tmp_path: Path
-) -> None:
+def test_an_agent_computes_little_more_than_new_tokens(kind: Kind, tmp_path: Path) -> None:
     replies = transcript.replies()
     with serving(make_agent(kind, tmp_path / kind), *FLAGS) as server:
 

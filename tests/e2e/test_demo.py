@@ -98,14 +98,13 @@ def test_concurrent_requests_in_any_order_get_the_texts_of_mlx_lm(
 
 @pytest.mark.slow
 def test_a_conversation_computes_only_its_new_tokens(server: Server, truth: Oracle) -> None:
-    contents: list[str] = []
+    texts: list[str] = []
     computed: list[int] = []
     for turn in range(10):
-        contents.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
-        prompt = truth.chat(*contents)
+        texts.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
+        prompt = truth.chat(*texts)
         messages = [
-            {"role": ("user", "assistant")[i % 2], "content": text}
-            for i, text in enumerate(contents)
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
         ]
         answer = server.post(
             "/v1/chat/completions", messages=messages, max_tokens=12, temperature=0
@@ -120,7 +119,7 @@ def test_a_conversation_computes_only_its_new_tokens(server: Server, truth: Orac
         assert turn == 0 or cached > 0
         truth.check(prompt, 12, text)
         computed = prompt + truth.tokens(prompt, 12)[:-1]
-        contents.append(text)
+        texts.append(text)
 
 
 def test_a_sampled_text_does_not_depend_on_the_load(server: Server) -> None:

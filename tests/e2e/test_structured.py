@@ -74,7 +74,7 @@ def test_json_object_answers_are_objects(server: Server) -> None:
         ({"guided_regex": "[a-z]{9}", "min_tokens": 30, "ignore_eos": True}, "[a-z]{9}"),
     ],
 )
-def test_answers_match_regexes_choices_and_lark_grammars(
+def test_answers_match_other_grammars(
     server: Server, fields: dict[str, Any], pattern: str | None
 ) -> None:
     for path in (CHAT, COMPLETIONS):

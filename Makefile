@@ -4,9 +4,9 @@ PORT  ?= 8000
 MODEL ?= demo
 ARGS  ?=
 WORKERS ?= 2
-# What MLX computes with: cpu (on a Mac this is Metal), or cuda.
+# The backend of MLX: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu
-# The first of these that is new enough and works (shims of version managers may not).
+# The first interpreter that is new enough and works (shims of version managers may not).
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo $$python; break; }; done)
@@ -22,19 +22,19 @@ LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
-	@echo "make test          run the tests but the slow ones, WORKERS=$(WORKERS) at once (pytest's arguments in ARGS)"
+	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
-	@echo "make clients       install real clients and try each, write docs/clients.md (25 minutes)"
-	@echo "make docs          write the generated parts of the documentation (but for zoo and clients)"
+	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
+	@echo "make docs          write the generated parts of the documentation (except for zoo and clients)"
 	@echo "make lint          ruff, mypy, import contracts"
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
-	@echo "make bench         compare with mlx_lm.server, in turn"
+	@echo "make bench         compare with mlx_lm.server, in alternating runs"
 	@echo "make soak          30 minutes of mixed load against a whole server"
-	@echo "make fuzz          10,000 requests made from /openapi.json, every answer checked"
+	@echo "make fuzz          10,000 requests generated from /openapi.json, every answer checked"
 	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md (2 minutes)"
-	@echo "make compose-test  the three containers, with a Docker daemon"
-	@echo "make lock          bring the pinned versions up to pyproject.toml (needs uv)"
+	@echo "make compose-test  build, start and test the three containers (needs a Docker daemon)"
+	@echo "make lock          update the pinned versions to match pyproject.toml (needs uv)"
 	@echo "make clean         remove .venv and caches"
 
 setup: $(READY)
@@ -44,7 +44,7 @@ $(READY): pyproject.toml $(LOCK)
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 ifeq ($(EXTRA),cpu)
 	@$(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK) || { \
-	echo "The pinned versions do not install here; taking what pyproject.toml allows." >&2; \
+	echo "The pinned versions do not install here; installing what pyproject.toml allows." >&2; \
 	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[cpu,dev]'; }
 else
 	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[$(EXTRA),dev]'
@@ -55,11 +55,11 @@ endif
 serve: setup
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
 
-# Many tests wait for processes more than they compute: two at a time take half the time.
+# Many tests wait for processes more than they compute, so two in parallel take half the time.
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
-# One at a time: each of these keeps all cores busy.
+# Not in parallel: each of these tests keeps all cores busy.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
@@ -106,7 +106,7 @@ zoo: setup
 compose-test: setup
 	COMPOSE_TEST=1 $(BIN)/python -m pytest tests/deploy $(ARGS)
 
-# PIN="-P name" raises one package; without it only what must move moves.
+# PIN="-P name" upgrades one package; without it, only pins change that have to.
 lock:
 	uv pip compile pyproject.toml --extra cpu $(PIN) --output-file requirements/serve.txt $(LOCKING)
 	uv pip compile pyproject.toml --extra cpu --extra dev $(PIN) \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The server's models, a chat answered as a whole, and the same chat streamed, with curl alone.
-# Run: examples/curl.sh (SERVER_URL and SERVER_KEY say where the server is, and its key).
+# The models of the server, a chat answered in one piece, and the same chat streamed, with curl.
+# Run: examples/curl.sh (SERVER_URL is the address of the server, SERVER_KEY its API key).
 set -euo pipefail
 
 url=${SERVER_URL:-http://127.0.0.1:8000}
@@ -23,6 +23,6 @@ echo # a request may leave out "model"
 echo "Answer:"
 ask /v1/chat/completions --data "{$fields}"
 
-echo # one line of data for each delta, "data: [DONE]" at the end
+echo # one "data:" line for each delta, "data: [DONE]" at the end
 echo "Stream:"
 ask /v1/chat/completions --data "{$fields, \"stream\": true}"

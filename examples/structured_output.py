@@ -1,4 +1,4 @@
-"""An answer that follows a JSON schema, and one that is one of three words.
+"""An answer that matches a JSON schema, and one that is one of three words.
 Run: pip install openai && python examples/structured_output.py (SERVER_URL, SERVER_KEY)"""
 
 import os

@@ -24,7 +24,7 @@ function = {"name": "weather", "description": "Weather of a city", "parameters":
 fields: Any = {"model": model, "tools": [{"type": "function", "function": function}]}
 
 messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# A grammar makes the first answer a call, whatever the model is. The last one is text.
+# A grammar forces the first answer to be a call, whatever the model is. The last one is text.
 for choice in ("required", "auto", "none"):
     answer = client.chat.completions.create(
         messages=messages, tool_choice=choice, temperature=0, max_tokens=60, **fields

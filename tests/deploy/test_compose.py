@@ -1,7 +1,6 @@
-"""The three containers of docker-compose.yml, built and started for real.
+"""The three containers of docker-compose.yml, built and started.
 
-Runs with `make compose-test`, since it needs a Docker daemon, a package index and
-some minutes.
+Run by `make compose-test` only: they need a Docker daemon, a package index and some minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 class Stack:
-    """One `docker compose` project of its own, on a port of its own."""
+    """A `docker compose` project with its own name and port."""
 
     def __init__(self, project: str, port: int) -> None:
         self.project = project
@@ -67,11 +66,12 @@ class Stack:
             raise AssertionError(f"{error}\n{self.compose('logs', '--tail', '40')}") from error
 
     def kill(self, service: str) -> None:
-        """SIGKILL from inside: what `docker kill` ends is not restarted."""
-        killed_too = 128 + signal.SIGKILL  # with the container, what was told to kill
+        """Kill the service from inside: Docker does not restart a container after `docker kill`."""
+        killed_too = 128 + signal.SIGKILL  # of `exec`, which ends with its container
         self.compose("exec", "-T", service, "python", "-c", KILL, allowed=(0, killed_too))
 
     def capital(self) -> str:
+        """Return the model's answer to a question whose answer is Paris."""
         answer = self.client.post(
             "/v1/chat/completions",
             json={
@@ -89,7 +89,7 @@ class Stack:
         return False
 
     def state(self, service: str, field: str) -> str:
-        """A field of the container's state, as `docker inspect` has it."""
+        """Return a field of the container's state from `docker inspect`."""
         container = self.compose("ps", "--quiet", service).strip()
         return subprocess.run(
             ["docker", "inspect", "--format", f"{{{{.State.{field}}}}}", container],
@@ -127,7 +127,7 @@ def test_the_three_containers_are_healthy_and_answer(stack: Stack) -> None:
     assert "Paris" in stack.capital()
 
 
-def test_the_conversation_streams(stack: Stack) -> None:
+def test_an_answer_streams(stack: Stack) -> None:
     request = {
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "temperature": 0,
@@ -140,7 +140,7 @@ def test_the_conversation_streams(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("service", ["engine", "kvstore", "router"])
-def test_a_killed_container_comes_back_and_serves(stack: Stack, service: str) -> None:
+def test_a_killed_container_is_restarted_and_serves(stack: Stack, service: str) -> None:
     started = stack.state(service, "StartedAt")
     stack.kill(service)
     assert eventually(lambda: stack.state(service, "StartedAt") != started, RECOVER_S)

@@ -1,7 +1,8 @@
-"""Malformed and nonsensical messages, and a peer that sends them."""
+"""Malformed messages, messages with nonsensical values, and a peer that sends them."""
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import time
@@ -13,9 +14,95 @@ import msgspec
 import zmq
 
 from shared import wire
+from shared.hashing import HASH_BYTES
 
 PATIENCE_S = 30.0
 Kind = TypeVar("Kind", bound=wire.Message)
+NAN = float("nan")
+
+
+def hello(**fields: Any) -> wire.Hello:
+    plain: dict[str, Any] = {
+        "protocol": wire.PROTOCOL_VERSION,
+        "engine": "fake",
+        "incarnation": "i",
+        "model": "fake",
+        "aliases": [],
+        "fingerprint": "f",
+        "context_length": 100,
+        "vocab_size": 100,
+        "block_size": 16,
+        "total_blocks": 100,
+        "max_sequences": 4,
+        "max_batch_size": 4,
+        "namespace": b"n",
+        "eos_token_ids": [],
+        "files": {},
+    }
+    return wire.Hello(**plain | fields)
+
+
+def beat(**fields: Any) -> wire.Beat:
+    plain: dict[str, Any] = {
+        "engine": "fake",
+        "incarnation": "i",
+        "number": 1,
+        "phase": "ready",
+        "phase_s": 1.0,
+        "stalled_s": 0.0,
+        "live": [],
+        "stats": wire.EngineStats(),
+    }
+    return wire.Beat(**plain | fields)
+
+
+DELTA = wire.Delta(request_id="unknown", attempt=-1, index=-5, token_ids=[-1, 2**40])
+TO_ROUTER: list[wire.Message] = [
+    hello(protocol=-1),
+    hello(protocol=2**63),
+    hello(block_size=0),
+    hello(block_size=-16),
+    hello(context_length=-1),
+    hello(vocab_size=0),
+    hello(max_sequences=-1),
+    hello(model=""),
+    beat(),
+    beat(number=-1, phase_s=NAN, stalled_s=-math.inf, phase="loading"),
+    beat(engine="engine-0", stats=wire.EngineStats(limit_bytes=-1, unevictable_bytes=2**63)),
+    beat(live=[wire.LiveRequest(request_id="unknown", attempt=2**63, generated=-1)] * 1000),
+    wire.Accepted(request_id="unknown", attempt=0),
+    wire.Refused(request_id="unknown", attempt=0, reason="full", message=""),
+    wire.Tokens(deltas=[DELTA] * 1000),
+    wire.CacheEvents(number=-1, added=[b""] * 1000, removed=[b"x"]),
+    wire.Files(names=["../../tmp/x", "tokenizer.json"]),
+    wire.Bye(engine="engine-0", incarnation="i"),
+]
+
+HASH, NAMESPACE = bytes(HASH_BYTES), "00" * HASH_BYTES
+TO_STORE: list[wire.Message] = [
+    wire.Locate(),
+    wire.Located(nonce="wrong"),
+    wire.Has(ticket=1, namespace=NAMESPACE, hashes=[HASH]),
+    wire.Get(ticket=1, namespace=NAMESPACE, hashes=[HASH]),
+    wire.Put(ticket=1, namespace=NAMESPACE, hash=HASH),
+    wire.Touch(namespace=NAMESPACE, hashes=[HASH]),
+    wire.Corrupt(namespace=NAMESPACE, hash=HASH),
+    wire.StoreStatsWanted(),
+]
+
+TO_ENGINE: list[wire.Message] = [
+    wire.Ping(router_id="r"),
+    wire.Submit(
+        request_id="r",
+        attempt=0,
+        token_ids=[5],
+        sampling=wire.SamplingParams(seed=1),
+        max_tokens=1,
+        stop_token_ids=[],
+    ),
+    wire.Abort(request_id="r"),
+    wire.FilesWanted(names=["config.json"]),
+]
 
 
 def malformed(valid: Sequence[wire.Message], seed: int = 0) -> list[list[bytes]]:

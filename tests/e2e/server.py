@@ -75,6 +75,11 @@ class Server:
             assert time.monotonic() < deadline, f"{what}:\n" + "\n".join(self.log[-40:])
             time.sleep(0.05)
 
+    def sequences_in_flight(self) -> int:
+        """Return the number of sequences that the router has placed on engines."""
+        models = self.client.get("/health").json()["models"]
+        return sum(engine["sequences"] for model in models for engine in model["engines"])
+
     def is_ready(self) -> bool:
         try:
             return self.client.get("/readyz", timeout=5).status_code == 200
@@ -82,10 +87,15 @@ class Server:
             return False
 
 
+def private_directory() -> tempfile.TemporaryDirectory[str]:
+    """Return a new directory with a short path, since paths of sockets are limited."""
+    return tempfile.TemporaryDirectory(prefix="mlms-", dir="/tmp")
+
+
 @contextmanager
 def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Server]:
     """Run a server on a free port, stop it, and fail if any of its processes is left."""
-    with tempfile.TemporaryDirectory(prefix="mlms-", dir="/tmp") as private:
+    with private_directory() as private:
         command = [sys.executable, "-m", "mlx_lm_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", "0"]
         if "--kv-bits" not in flags:  # texts are compared with mlx-lm, whose cache is not quantized
@@ -116,6 +126,23 @@ def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Serv
                 if process.poll() is None:
                     process.kill()
         assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
+
+
+def assert_error(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
+    """Check an error answer, and return its error object."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"]
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"]
+    assert code is None or error["code"] == code
+    return error
+
+
+def assert_retry(answer: httpx.Response, status: int, code: str) -> None:
+    """Check an error answer that tells when to try again."""
+    assert_error(answer, status, code)
+    assert int(answer.headers["retry-after"]) >= 1
 
 
 def descendants(root: int) -> list[tuple[int, str]]:

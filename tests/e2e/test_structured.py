@@ -138,11 +138,6 @@ def test_a_grammar_that_does_not_compile_is_a_400_with_the_location(
         assert where in error["message"]
 
 
-def sequences_in_flight(server: Server) -> int:
-    models = server.client.get("/health").json()["models"]
-    return sum(engine["sequences"] for model in models for engine in model["engines"])
-
-
 def test_a_grammar_that_takes_minutes_is_a_400_and_delays_no_other_request(server: Server) -> None:
     answers: list[httpx.Response] = []
     clients = [
@@ -151,7 +146,7 @@ def test_a_grammar_that_takes_minutes_is_a_400_and_delays_no_other_request(serve
     ]
     for client in clients:
         client.start()
-    server.wait_until(lambda: sequences_in_flight(server) == 3, 30, "all three with the engine")
+    server.wait_until(lambda: server.sequences_in_flight() == 3, 30, "all three with the engine")
     assert re.fullmatch("[0-9]{4}", text_of(ask(server, guided_regex="[0-9]{4}")))
     assert ask(server, max_tokens=5).status_code == 200
     assert not answers

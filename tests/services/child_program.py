@@ -1,7 +1,7 @@
 """A child for the supervisor's tests: `child_program.py FOLDER NAME BEHAVIOUR`.
 
-It records each start and end in ``FOLDER/journal`` ("start NAME PID TIME") and then
-acts as BEHAVIOUR says. To the supervisor it looks like one of the real processes.
+It records its start and end in ``FOLDER/journal`` ("start NAME PID TIME"), and behaves as
+BEHAVIOUR says. To the supervisor it looks like one of the real processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(folder: str, name: str, behaviour: str) -> int:
     if behaviour == "chatty":
         for number in range(60_000):
             sys.stderr.write(f"line {number} {'x' * 80}\n")
-        _note(journal, "said", name)
+        _note(journal, "written", name)
     if behaviour == "mute":
         time.sleep(600)
     while not stopping:
@@ -51,15 +51,15 @@ def main(folder: str, name: str, behaviour: str) -> int:
     return EXIT_OK
 
 
-def _note(journal: Path, what: str, name: str) -> None:
+def _note(journal: Path, event: str, name: str) -> None:
     with journal.open("a") as file:
-        file.write(f"{what} {name} {os.getpid()} {time.monotonic()}\n")
+        file.write(f"{event} {name} {os.getpid()} {time.monotonic()}\n")
 
 
-def _lines(journal: Path, what: str) -> list[str]:
+def _lines(journal: Path, event: str) -> list[str]:
     if not journal.exists():
         return []
-    return [line for line in journal.read_text().splitlines() if line.startswith(what + " ")]
+    return [line for line in journal.read_text().splitlines() if line.startswith(event + " ")]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The real supervisor over children of `child_program`, as a process of its own.
+"""The real supervisor with children that run `child_program`, as a process.
 
-`supervised.py FOLDER LIMITS NAME:BEHAVIOUR:STAGE...`; LIMITS is a JSON object.
+Usage: `supervised.py FOLDER LIMITS NAME:BEHAVIOUR:STAGE...`; LIMITS is a JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line and what `serve` starts."""
+"""The command line, and the processes that `serve` starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_port_in_use_is_one_line_at_once() -> None:
+def test_a_port_in_use_is_an_error_of_one_line() -> None:
     with listener.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         result = run("--host=127.0.0.1", f"--port={port}", "--model=demo")
@@ -37,26 +37,26 @@ def test_a_port_in_use_is_one_line_at_once() -> None:
     assert result.stdout == ""
 
 
-def test_a_host_of_another_machine_is_one_line() -> None:
+def test_a_host_of_another_machine_is_an_error_of_one_line() -> None:
     result = run("--host=192.0.2.1", "--port=0")
     assert result.returncode == 1
     assert result.stderr.startswith("mlx-lm-server: --host: cannot listen on 192.0.2.1:0 (")
     assert result.stderr.count("\n") == 1
 
 
-def test_a_bad_flag_is_one_line_and_code_2() -> None:
+def test_a_bad_flag_is_an_error_of_one_line_with_code_2() -> None:
     result = run("serve", "--port=x")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "mlx-lm-server: --port: 'x' is not a whole number\n"
 
 
-def test_an_unknown_command_is_one_line_and_code_2() -> None:
+def test_an_unknown_command_is_an_error_of_one_line_with_code_2() -> None:
     result = run("docter")
     assert result.returncode == 2
     assert result.stderr == "mlx-lm-server: unknown command 'docter'; did you mean doctor?\n"
 
 
-def test_a_model_that_is_not_there_ends_the_server_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_missing_model_ends_the_server_and_leaves_no_files(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     result = subprocess.run(
         [
@@ -88,7 +88,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"mlx-lm-server {installed_version()}\n"
 
 
-def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with listener.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["doctor", "--host=127.0.0.1", f"--port={port}"]) == 1
@@ -98,7 +98,7 @@ def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ok  device" in report
 
 
-def test_the_children_meet_in_the_private_directory(tmp_path: Path) -> None:
+def test_children_use_sockets_in_the_run_directory(tmp_path: Path) -> None:
     argv = ["--model=demo", "--engines=2"]
     settings = parse(argv, {}, "prog")
     with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
@@ -114,7 +114,7 @@ def test_the_children_meet_in_the_private_directory(tmp_path: Path) -> None:
         assert stages["router"] < stages["engine"] < stages["kvstore"]
 
 
-def test_given_sockets_are_kept_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
+def test_configured_sockets_are_used_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
     argv = ["--no-ssd", "--engine-socket=ipc:///run/e"]
     settings = parse(argv, {}, "prog")
     with RunDir.create(tmp_path) as run_dir, socket.socket() as http:

@@ -1,4 +1,4 @@
-"""The supervisor, with real processes for children."""
+"""The supervisor, with real processes as children."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import NamedTuple
 import pytest
 
 from shared.exits import EXIT_CONFIG, EXIT_OK
+from tests.e2e.server import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
 
 class Entry(NamedTuple):
-    what: str
+    event: str
     name: str
     pid: int
     at: float
@@ -36,13 +37,13 @@ class Server:
     process: subprocess.Popen[str]
     folder: Path
 
-    def journal(self, what: str = "start") -> list[Entry]:
+    def journal(self, event: str = "start") -> list[Entry]:
         try:
             lines = (self.folder / "journal").read_text().splitlines()
         except FileNotFoundError:
             return []
         entries = [Entry(a, b, int(c), float(d)) for a, b, c, d in map(str.split, lines)]
-        return [entry for entry in entries if entry.what == what]
+        return [entry for entry in entries if entry.event == event]
 
     def wait_for_starts(self, number: int) -> list[Entry]:
         wait_until(lambda: len(self.journal()) >= number)
@@ -94,20 +95,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.02)
 
 
 def wait_until_gone(pid: int) -> None:
-    wait_until(lambda: not runs(pid))
-
-
-def runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    wait_until(lambda: not alive(pid))
 
 
 def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -> None:
@@ -120,7 +113,7 @@ def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -
     server.process.terminate()
     code, rest, log = server.end()
     assert code == EXIT_OK
-    assert rest == "", "ready is announced once"
+    assert rest == "", "ready was announced twice"
     assert "warning supervisor: a was ended by SIGKILL" in log
 
 
@@ -138,16 +131,16 @@ def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
     (first,) = server.journal()
     os.kill(first.pid, signal.SIGSTOP)
     server.wait_for_starts(2)
-    assert not runs(first.pid)
+    assert not alive(first.pid)
 
 
-def test_a_child_that_never_beats_is_given_longer_and_then_killed(start: Start) -> None:
+def test_a_child_that_never_beats_is_killed_after_a_longer_time(start: Start) -> None:
     server = start("a:mute:0", silence_s=0.5, loading_s=0.5, first_beat_s=3)
     first, second = server.wait_for_starts(2)[:2]
     assert second.at - first.at > 2
 
 
-def test_a_supervisor_that_was_stopped_does_not_kill_its_children(start: Start) -> None:
+def test_a_supervisor_that_was_suspended_does_not_kill_its_children(start: Start) -> None:
     server = start("a:serve:0", silence_s=1.5)
     server.wait_until_ready()
     server.process.send_signal(signal.SIGSTOP)
@@ -157,7 +150,7 @@ def test_a_supervisor_that_was_stopped_does_not_kill_its_children(start: Start) 
     assert len(server.journal()) == 1
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(start: Start) -> None:
+def test_a_killed_supervisor_leaves_no_processes_and_no_run_directory(start: Start) -> None:
     server = start("a:serve:0", "b:stubborn:1")
     run_dir = server.wait_until_ready()
     assert run_dir.is_dir()
@@ -180,16 +173,16 @@ def test_children_stop_stage_by_stage(start: Start) -> None:
     assert not run_dir.exists()
 
 
-def test_a_second_signal_ends_at_once(start: Start) -> None:
+def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     server = start("a:stubborn:0")
     server.wait_until_ready()
     server.process.terminate()
     time.sleep(0.5)
-    assert server.process.poll() is None, "it waits for its child"
+    assert server.process.poll() is None, "the supervisor did not wait for its child"
     server.process.terminate()
     code, _, _ = server.end()
     assert code == 128 + signal.SIGTERM
-    assert not runs(server.journal()[0].pid)
+    assert not alive(server.journal()[0].pid)
 
 
 def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
@@ -201,13 +194,13 @@ def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:
     assert "a did not stop in time: killed" in log
 
 
-def test_a_permanent_error_at_start_ends_the_server_with_its_line(start: Start) -> None:
+def test_a_permanent_error_at_start_ends_the_server_and_is_logged(start: Start) -> None:
     server = start("a:refuse:0", "b:serve:0")
     code, out, log = server.end()
     assert code == EXIT_CONFIG
     assert out == ""
     assert "a: no such model: nonsense" in log
-    assert all(not runs(entry.pid) for entry in server.journal())
+    assert all(not alive(entry.pid) for entry in server.journal())
     assert sum(entry.name == "a" for entry in server.journal()) == 1
 
 
@@ -227,7 +220,7 @@ def test_a_child_that_never_becomes_ready_ends_the_server(start: Start) -> None:
 
 def test_a_child_keeps_running_while_the_log_is_not_read(start: Start) -> None:
     server = start("a:chatty:0")
-    wait_until(lambda: bool(server.journal("said")))
+    wait_until(lambda: bool(server.journal("written")))
     server.wait_until_ready()
     server.process.terminate()
     _, _, log = server.end()

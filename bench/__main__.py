@@ -51,10 +51,8 @@ def main() -> int:
     with ExitStack() as stack:
         path = resolve(options.model)
         flags = ("--max-batch-size", "16", "--completion-batch-size", "32")
-        ports = (
-            stack.enter_context(ours(options.model, *flags)),
-            stack.enter_context(mlx_lm_server(path)),
-        )
+        our_port = stack.enter_context(ours(options.model, *flags))
+        ports = (our_port, stack.enter_context(mlx_lm_server(path)))
         for port in ports:
             asyncio.run(complete(port, prompts.text(1, 30), 8))
         for name in chosen:
@@ -129,12 +127,10 @@ def join(ports: Ports, runs: int) -> None:
 
 
 async def _join(port: int, seed: int) -> tuple[list[StreamedAnswer], StreamedAnswer]:
-    running = [
-        asyncio.create_task(complete(port, prompts.text(seed + i, 40), 300)) for i in range(4)
-    ]
+    tasks = [asyncio.create_task(complete(port, prompts.text(seed + i, 40), 300)) for i in range(4)]
     await asyncio.sleep(2.0)
     joiner = await complete(port, prompts.text(seed + 9, 2000), 8)
-    return [await task for task in running], joiner
+    return [await task for task in tasks], joiner
 
 
 def ssd(ports: Ports, runs: int) -> None:

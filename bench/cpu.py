@@ -42,14 +42,12 @@ def ragged(model: str, runs: int) -> None:
             _compare(what, sides, runs, "generate", lengths, STEPS)
 
 
-def _compare(
-    what: str, sides: Sequence[RemoteSide], runs: int, call: str, *arguments: object
-) -> None:
+def _compare(what: str, sides: Sequence[RemoteSide], runs: int, call: str, *given: object) -> None:
     """Print medians, and the median of the pairs' ratios; a ratio over 1 is in our favour."""
     times: tuple[list[float], list[float]] = ([], [])
     for run in range(runs):
         for which in (0, 1) if run % 2 == 0 else (1, 0):
-            times[which].append(sides[which].call(call, *arguments))
+            times[which].append(sides[which].call(call, *given))
     ours, theirs = (1e3 * statistics.median(each) for each in times)
     ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
     print(f"{what:34} {ours:7.1f} ms, mlx-lm {theirs:7.1f} ms: {ratio:.2f} x as fast", flush=True)

@@ -51,13 +51,10 @@ def main() -> int:
     with ours(options.model) as port:
         answers = asyncio.run(_answers(port, schemas, options.max_tokens, options.batch))
     ends = Counter(finish for finish, _ in answers)
-    ended = [
-        (s, text) for s, (finish, text) in zip(schemas, answers, strict=True) if finish == "stop"
-    ]
+    ended = [(s, text) for s, (end, text) in zip(schemas, answers, strict=True) if end == "stop"]
     wrong = [text for schema, text in ended if not _valid(schema, text)]
-    print(
-        f"{len(schemas)} schemas: {dict(ends)}; {len(ended) - len(wrong)} valid {wrong[:3] or ''}"
-    )
+    valid = len(ended) - len(wrong)
+    print(f"{len(schemas)} schemas: {dict(ends)}; {valid} valid {wrong[:3] or ''}")
     share = _share_of_a_step(options.model, options.batch)
     return int(len(ended) < LEAST_ENDED * len(schemas) or bool(wrong) or share > MOST_OF_A_STEP)
 

@@ -24,11 +24,7 @@ class InProcessEngine:
         device.prepare()
         self.loaded = load(resolve(model))
         settings = Settings(
-            model=model,
-            kv_bits=kv_bits,
-            max_batch_size=16,
-            completion_batch_size=32,
-            no_ssd=True,
+            model=model, kv_bits=kv_bits, max_batch_size=16, completion_batch_size=32, no_ssd=True
         )
         self.replica = build_replica(self.loaded, settings)
         self._number = 0

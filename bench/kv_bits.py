@@ -38,9 +38,7 @@ QUESTIONS = (
 
 def kv_bits(model: str, runs: int) -> None:
     """Measure bytes of blocks and files, agreement of the most likely tokens, time of steps."""
-    drivers: dict[int, InProcessEngine] = {
-        bits: InProcessEngine(model, kv_bits=bits) for bits in BITS
-    }
+    drivers: dict[int, InProcessEngine] = {b: InProcessEngine(model, kv_bits=b) for b in BITS}
     _sizes(drivers)
     _agreement(drivers)
     _speed(drivers, runs)
@@ -69,16 +67,11 @@ def _agreement(drivers: dict[int, InProcessEngine]) -> None:
     asked, answers = drivers[16].answers(QUESTIONS, ANSWER_TOKENS)
     expected: list[list[int]] = []
     for bits, driver in drivers.items():
-        best = [
-            driver.expected(prompt + answer)[len(prompt) - 1 :]
-            for prompt, answer in zip(asked, answers, strict=True)
-        ]
+        both = zip(asked, answers, strict=True)
+        best = [driver.expected(prompt + answer)[len(prompt) - 1 :] for prompt, answer in both]
         expected = expected or best
-        pairs = [
-            pair
-            for ours, theirs in zip(best, expected, strict=True)
-            for pair in zip_longest(ours, theirs)
-        ][:STEPS]
+        rows = zip(best, expected, strict=True)
+        pairs = [pair for row in rows for pair in zip_longest(*row)][:STEPS]
         agreed = sum(a == b for a, b in pairs) / len(pairs)
         print(f"{bits} bits: the same most likely token in {agreed:.2%} of {len(pairs)} steps")
 

@@ -39,16 +39,8 @@ def mlx_lm_server(model: Path) -> Iterator[int]:
     blas = load_fast_blas()
     if blas:
         environment["LD_PRELOAD"] = blas
-    command = [
-        sys.executable,
-        "-m",
-        "mlx_lm",
-        "server",
-        "--model",
-        str(model),
-        "--log-level",
-        "ERROR",
-    ]
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
+    command += ["--log-level", "ERROR"]
     with _running(command, "/v1/models", environment) as port:
         yield port
 

@@ -63,16 +63,10 @@ class OurSide(Side):
 
         slab = SlabSpec(0, len(lengths), max(lengths) + steps + 16)
         self._executor.dispatch(Plan(step=0, new_slabs=(slab,))).read()
-        seconds = []
+        sampling, seconds = SamplingParams(seed=0), []
         for index in range(steps + WARM_UP_STEPS):
             decodes = tuple(
-                Decode(
-                    Slot(0, row),
-                    length + index,
-                    None if index else 5,
-                    index,
-                    SamplingParams(seed=0),
-                )
+                Decode(Slot(0, row), length + index, None if index else 5, index, sampling)
                 for row, length in enumerate(lengths)
             )
             begun = time.perf_counter()

@@ -152,10 +152,6 @@ class EngineCore:
 
     def _send_outputs(self) -> None:
         started = time.perf_counter()
-        self._emit_outputs()
-        self._emit_s += time.perf_counter() - started
-
-    def _emit_outputs(self) -> None:
         outputs = self._scheduler.take_outputs()
         messages: list[wire.Message] = [*outputs.messages, *self._refused]
         self._refused.clear()
@@ -165,13 +161,14 @@ class EngineCore:
             messages.append(self._cache_event(outputs.cache_added, outputs.cache_removed))
         if messages:
             self._io_thread.send(messages)
-        for ticket, hashes in outputs.fetches:
-            self._io_thread.fetch(ticket, hashes)
         if self._store is not None:
+            for ticket, hashes in outputs.fetches:
+                self._store.fetch(ticket, hashes)
             for block_hash, payload in outputs.stores:
                 self._store.store(block_hash, payload)
             if outputs.touches:
-                self._io_thread.touch(outputs.touches)
+                self._store.touch(outputs.touches)
+        self._emit_s += time.perf_counter() - started
 
     def _cache_event(
         self, added: list[bytes], removed: list[bytes], snapshot: bool = False
@@ -182,9 +179,8 @@ class EngineCore:
         )
 
     def _send_all_hashes(self) -> None:
-        self._io_thread.send(
-            [self._cache_event(self._scheduler.cached_hashes(), [], snapshot=True)]
-        )
+        hashes = self._scheduler.cached_hashes()
+        self._io_thread.send([self._cache_event(hashes, [], snapshot=True)])
 
     def _report_stats(self, busy: bool) -> None:
         """Update the next beat: its live requests always, its figures from time to time."""

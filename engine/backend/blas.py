@@ -132,10 +132,8 @@ def _cpu_quota() -> int:
 
 
 def _mlx_uses_cuda() -> bool:
-    return any(
-        (distribution.name or "").lower().replace("_", "-").startswith("mlx-cuda")
-        for distribution in metadata.distributions()
-    )
+    names = (distribution.name or "" for distribution in metadata.distributions())
+    return any(name.lower().replace("_", "-").startswith("mlx-cuda") for name in names)
 
 
 def _candidates() -> Iterator[Path]:

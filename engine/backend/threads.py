@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.backend.blas import physical_cores
 
-_SET_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads")
+_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads")
 
 
 @cache
@@ -72,9 +72,7 @@ def _set_numpy_threads(count: int) -> None:
 def _functions() -> tuple[Callable[[int], None], ...]:
     libraries = (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*")
     loaded = [ctypes.CDLL(str(library)) for library in libraries]
-    return tuple(
-        getattr(one, name) for one in loaded for name in _SET_THREADS if hasattr(one, name)
-    )
+    return tuple(getattr(one, name) for one in loaded for name in _SETTERS if hasattr(one, name))
 
 
 @cache

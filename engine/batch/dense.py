@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.batch.graph import GraphBatch
+from engine.batch.graph import GraphBatch, Mask
 from engine.batch.ragged import Row, effective_window
 from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slabs import Slabs
@@ -126,9 +126,7 @@ class DenseKVCacheView:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.keys, self.values
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         window = effective_window(window_size, self._window)
         if window is not None and self._batch.longest <= window:
             window = None

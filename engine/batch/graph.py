@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -12,6 +13,8 @@ from engine.cache.grouping import split_runs
 from engine.cache.layout import Layout
 from engine.cache.quantization import KERNEL_GROUPS
 from engine.cache.slabs import Slab, Slabs, StoredKV
+
+Mask: TypeAlias = mx.array | str | None
 
 CALL_COST_TOKENS = 150
 """Fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
@@ -51,7 +54,7 @@ class GraphBatch(RaggedBatch):
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
-        self._masks: dict[tuple[int, int | None], mx.array | str | None] = {}
+        self._masks: dict[tuple[int, int | None], Mask] = {}
         # Of each slab the batch's first row and end, and its rows and positions if scattered.
         self._slabs: list[tuple[Slab, int, int, tuple[mx.array, mx.array] | None]] = []
         self._groups: list[_RowGroup] = []
@@ -92,12 +95,7 @@ class GraphBatch(RaggedBatch):
                     slab.put(number, row.slot.row, row.start, kept.row(i, row.width))
 
     def attend(
-        self,
-        layer: int,
-        queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
+        self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         outputs: list[mx.array] = []
         for number, group in enumerate(self._groups):
@@ -105,7 +103,7 @@ class GraphBatch(RaggedBatch):
             first, last = group.members[0], group.members[-1] + 1
             width = self.rows[first].width  # 1 in all rows of a decode
             rows = slice(first, last) if group.gather is None else group.gather
-            asked = queries[rows][:, :, :width]
+            asked = query[rows][:, :, :width]
             if self.decoding and sinks is None and self._multiplies_codes(layer):
                 out = _quantized_attention(asked, group, layer, scale, mask, self.layout)
             else:
@@ -115,7 +113,7 @@ class GraphBatch(RaggedBatch):
                 )
             if group.scatter is not None:
                 out = out[group.scatter]
-            if padding := queries.shape[2] - width:
+            if padding := query.shape[2] - width:
                 out = mx.pad(out, [(0, 0), (0, 0), (0, padding), (0, 0)])
             outputs.append(out)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -128,13 +126,13 @@ class GraphBatch(RaggedBatch):
             for kind in self.layout.arrays[2 * layer : 2 * layer + 2]
         )
 
-    def _mask(self, number: int, group: _RowGroup, window: int | None) -> mx.array | str | None:
+    def _mask(self, number: int, group: _RowGroup, window: int | None) -> Mask:
         key = (number, window)
         if key not in self._masks:
             self._masks[key] = self._make_mask(group, window)
         return self._masks[key]
 
-    def _make_mask(self, group: _RowGroup, window: int | None) -> mx.array | str | None:
+    def _make_mask(self, group: _RowGroup, window: int | None) -> Mask:
         if window is not None and group.length <= window:
             window = None
         if not self.decoding:
@@ -157,12 +155,7 @@ class GraphBatch(RaggedBatch):
 
 
 def _quantized_attention(
-    queries: mx.array,
-    group: _RowGroup,
-    layer: int,
-    scale: float,
-    mask: mx.array | str | None,
-    layout: Layout,
+    queries: mx.array, group: _RowGroup, layer: int, scale: float, mask: Mask, layout: Layout
 ) -> mx.array:
     """Return the attention of ``queries`` (rows, heads, 1, dim) to codes.
 

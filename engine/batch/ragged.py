@@ -132,14 +132,9 @@ class RaggedBatch(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        layer: int,
-        queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
+        self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        """Return the attention of ``queries`` (batch, heads, width, dim) over each row's KV.
+        """Return the attention of ``query`` (batch, heads, width, dim) over each row's KV.
 
         A token attends to itself and the positions before it, within the last ``window``."""
 

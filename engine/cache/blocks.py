@@ -11,8 +11,7 @@ from engine.cache import host_blocks
 from engine.cache.layout import Layout, StorageGroup
 from engine.cache.quantization import Quantized, codes_of, pack, unpack
 from engine.cache.slabs import Slab, StoredKV, to_slab
-
-Payload = tuple[bytes | memoryview, ...]
+from engine.plan import Payload
 
 
 class BlockStore:

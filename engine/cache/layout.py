@@ -7,14 +7,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models import cache as stock
 
 from engine.cache.quantization import UNQUANTIZED, Precision, Quantization
 
@@ -110,10 +103,8 @@ class StorageGroup:
         rows = (len(self.arrays), kind.kv_heads, tokens)
         if scheme is None:
             return (((*rows, kind.dim), kind.dtype),)
-        return (
-            ((*rows, scheme.code_bytes(kind.dim)), mx.uint8),
-            ((2, *rows, kind.dim // scheme.group_size), mx.float16),
-        )
+        codes = (*rows, scheme.code_bytes(kind.dim)), mx.uint8
+        return codes, ((2, *rows, kind.dim // scheme.group_size), mx.float16)
 
 
 @dataclass(frozen=True)
@@ -182,7 +173,7 @@ def probe_layout(model: Any) -> Layout:
     Raises `UnsupportedLayout` if a layer keeps anything but keys and values, or state of a
     constant size.
     """
-    caches = make_prompt_cache(model)
+    caches = stock.make_prompt_cache(model)
     shapes = []
     for count in PROBE_TOKENS:
         mx.eval(model(mx.array([[0] * count]), cache=caches))
@@ -202,11 +193,12 @@ class _LayoutBuilder:
 
     def node(self, cache: Any, where: str) -> Node:
         kind = type(cache)
-        if kind is CacheList:
+        if kind is stock.CacheList:
             return tuple(self.node(part, where) for part in cache.caches)
-        if kind is ArraysCache:
+        if kind is stock.ArraysCache:
             return StateNode(tuple(self._state(array, where) for array in cache.cache))
-        if kind in (KVCache, ChunkedKVCache) or (kind is RotatingKVCache and cache.keep == 0):
+        is_plain = kind in (stock.KVCache, stock.ChunkedKVCache)
+        if is_plain or (kind is stock.RotatingKVCache and cache.keep == 0):
             return self._kv(cache, where)
         raise UnsupportedLayout(f"{where} keeps a {kind.__name__}")
 
@@ -230,7 +222,7 @@ class _LayoutBuilder:
                 key_dim=keys.shape[3],
                 value_dim=values.shape[3],
                 dtype=keys.dtype,
-                window=cache.max_size if type(cache) is RotatingKVCache else None,
+                window=cache.max_size if type(cache) is stock.RotatingKVCache else None,
             )
         )
         return KVNode(len(self.layers) - 1)
@@ -238,8 +230,8 @@ class _LayoutBuilder:
 
 def _state_shapes(cache: Any) -> list[Any]:
     """Return shapes and types of all recurrent state in ``cache``."""
-    if isinstance(cache, CacheList):
+    if isinstance(cache, stock.CacheList):
         return [_state_shapes(part) for part in cache.caches]
-    if isinstance(cache, ArraysCache):
+    if isinstance(cache, stock.ArraysCache):
         return [None if array is None else (array.shape, array.dtype) for array in cache.cache]
     return []

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from engine.cache.blocks import Payload, array_from_bytes
+from engine.cache.blocks import array_from_bytes
 from engine.cache.layout import Layout
 from engine.cache.states import StateStore
-from engine.plan import Slot
+from engine.plan import Payload, Slot
 
 
 class SnapshotStore:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from engine.plan import Decode, Plan, StepResult
 from engine.sampling.masks import GrammarMasker
+from engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,11 @@ class Executor(ABC):
     spec: ExecutorSpec
     logits_observer: Callable[[Sequence[Decode], mx.array], None] | None = None
     """Called with the decodes of each plan and their logits (rows, vocab): for proofs."""
+    _sampler: Sampler
 
-    @abstractmethod
     def use_grammars(self, masker: GrammarMasker) -> None:
         """Accept plans with constrained decodes from now on."""
+        self._sampler.masker = masker
 
     @abstractmethod
     def dispatch(self, plan: Plan) -> PendingStep:

@@ -16,19 +16,8 @@ from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
 from engine.executor.base import Executor, ExecutorSpec, PendingStep, is_allocation_failure
 from engine.executor.stopwatch import StepClock, Stopwatch
-from engine.plan import (
-    Chunk,
-    Decode,
-    Exported,
-    Plan,
-    PromptLogprobs,
-    Restore,
-    RestoreState,
-    Slot,
-    StepResult,
-)
+from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import PendingLogprobs, target_logprobs
-from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler, SamplerOutput
 from shared.wire import TokenLogprobs
 
@@ -76,9 +65,6 @@ class BatchedExecutor(Executor):
         self._sampler.reset()
         mx.clear_cache()
 
-    def use_grammars(self, masker: GrammarMasker) -> None:
-        self._sampler.masker = masker
-
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
         self._stopwatch.start()
@@ -97,8 +83,8 @@ class BatchedExecutor(Executor):
             inserted += store.insert(insert.block_id, insert.payload)
         with self._stopwatch.computing():
             mx.eval(inserted)  # all in one call: each call wakes another thread
-            failed = self._restore(plan.restores)
-            failed += self._restore_states(plan.state_restores)
+            failed = self._restore(plan)
+            failed += self._restore_states(plan)
             for move in plan.moves:
                 self._slabs.copy_row(move.source, move.target, move.length)
                 self._sampler.move(move.source, move.target)
@@ -150,26 +136,25 @@ class BatchedExecutor(Executor):
             if block in store
         ]
 
-    def _restore(self, restores: Sequence[Restore]) -> list[tuple[Slot, str]]:
-        """Run ``restores`` and return those whose blocks were never saved.
+    def _restore(self, plan: Plan) -> list[tuple[Slot, str]]:
+        """Run the plan's restores and return those whose blocks were never saved.
 
         They exist because with look-ahead the scheduler learns of a failed save one plan late."""
         failed = []
-        for restore in restores:
+        for restore in plan.restores:
             slot = restore.slot
             if not all(block in self._blocks for block in restore.block_ids):
                 failed.append((slot, "the blocks of its prefix could not be computed"))
                 continue
-            self._blocks.restore(
-                self._slabs[slot.slab_id], slot.row, restore.start, restore.block_ids
-            )
-            mx.async_eval(self._slabs[slot.slab_id].contents)
+            slab = self._slabs[slot.slab_id]
+            self._blocks.restore(slab, slot.row, restore.start, restore.block_ids)
+            mx.async_eval(slab.contents)
         return failed
 
-    def _restore_states(self, restores: Sequence[RestoreState]) -> list[tuple[Slot, str]]:
-        """Run ``restores`` and return those whose snapshots were never saved."""
+    def _restore_states(self, plan: Plan) -> list[tuple[Slot, str]]:
+        """Run the plan's restores of states; return those whose snapshots were never saved."""
         failed = []
-        for restore in restores:
+        for restore in plan.state_restores:
             if restore.snapshot_id in self._snapshots:
                 state = self._snapshots.restore(restore.slot, restore.snapshot_id)
             else:
@@ -210,9 +195,8 @@ class BatchedExecutor(Executor):
             slab.last_tokens[rows] = sampled.tokens[members[0] : members[-1] + 1]
             touched += slab.contents
         mx.async_eval(touched)
-        return _DecodeOutput(
-            sampled, order, [(ordered[row].slot, why) for row, why in sampled.failed]
-        )
+        failed = [(ordered[row].slot, why) for row, why in sampled.failed]
+        return _DecodeOutput(sampled, order, failed)
 
     def _logits(self, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
         """Return logits (rows, vocab) of ``decodes``, ordered by slot, for their ``inputs``."""
@@ -295,9 +279,7 @@ class BatchedExecutor(Executor):
         states = batch.commit_states()
         # A new array, not a slice: a slice would keep the slab from being written in place.
         done: mx.array = sum((slab.completion_marker() for slab in slabs), mx.array(0))
-        mx.async_eval(
-            done, states, [found.arrays for _, found in asked], [slab.contents for slab in slabs]
-        )
+        mx.async_eval(done, states, [s.arrays for _, s in asked], [slab.contents for slab in slabs])
         logprobs += asked
         return done
 
@@ -345,9 +327,7 @@ class BatchedStep(PendingStep):
         tokens, logprobs = self.decoded.read() if self.decoded else ((), ())
         if self.decoded is None:
             mx.eval(self.chunks_done)
-        prompt_logprobs = tuple(
-            PromptLogprobs(chunk.slot, chunk.start, s.read()) for chunk, s in self.logprobs
-        )
+        prompt_logprobs = tuple(PromptLogprobs(c.slot, c.start, s.read()) for c, s in self.logprobs)
         return StepResult(
             step=self.plan.step,
             tokens=tokens,

@@ -12,7 +12,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from engine.executor.base import Executor, ExecutorSpec, PendingStep
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
-from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
 from shared.wire import TokenLogprobs
 
@@ -52,9 +51,6 @@ class SerialExecutor(Executor):
         self._running: dict[Slot, _SerialSequence] = {}
         self._sampler.reset()
         mx.clear_cache()
-
-    def use_grammars(self, masker: GrammarMasker) -> None:
-        self._sampler.masker = masker
 
     def dispatch(self, plan: Plan) -> PendingStep:
         started = time.perf_counter()
@@ -97,9 +93,8 @@ class SerialExecutor(Executor):
         assert decode.token_id is not None
         running = self._sequence(decode.slot, decode.position)
         try:
-            prompt_logprobs += [
-                PromptLogprobs(decode.slot, *found) for found in running.finish_prompt()
-            ]
+            found = running.finish_prompt()
+            prompt_logprobs += [PromptLogprobs(decode.slot, *each) for each in found]
         except Exception as error:
             failed.append((decode.slot, f"{type(error).__name__}: {error}"))
             return 0, None

@@ -59,11 +59,7 @@ class GrammarCache:
             self._in_use[key] = outcome
         if len(self._recent) > CAPACITY:
             self._recent.popitem(last=False)
-        heavy = [
-            k
-            for k, each in self._recent.items()
-            if isinstance(each, CompiledGrammar) and each.heavy
-        ]
+        heavy = [k for k, g in self._recent.items() if isinstance(g, CompiledGrammar) and g.heavy]
         for key in heavy[:-HEAVY_CAPACITY]:
             del self._recent[key]
 

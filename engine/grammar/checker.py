@@ -73,9 +73,8 @@ class GrammarChecker:
             answer = None
         except TimeoutError:
             self._kill()
-            raise GrammarError(
-                f"it takes longer than {self._time_limit_s:g} s to compile", transient=True
-            ) from None
+            why = f"it takes longer than {self._time_limit_s:g} s to compile"
+            raise GrammarError(why, transient=True) from None
         if answer is None:
             self._kill()
             raise GrammarError("it is too deep or too large to compile")

@@ -43,9 +43,8 @@ class TokenizerSpec(msgspec.Struct, frozen=True):
 
     def load(self) -> LLTokenizer:
         """Build the tokenizer (up to a second). Raises ValueError if llguidance cannot use it."""
-        return LLTokenizer(
-            self.tokenizer_json, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids) or None
-        )
+        ends = list(self.eos_token_ids) or None
+        return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=ends)
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,11 +52,8 @@ class GrammarQueue:
         if grammar is None:
             return ReadyRequest(request)
         if self._compiler is None or self._grammars is None:
-            return _refused(
-                request,
-                "unsupported",
-                "grammars are not supported with the tokenizer of this model",
-            )
+            why = "grammars are not supported with the tokenizer of this model"
+            return _refused(request, "unsupported", why)
         if len(grammar.source.encode()) > wire.MAX_GRAMMAR_BYTES:
             return _refused(request, "too_large", "the grammar is too large")
         found = self._grammars.find(grammar)
@@ -110,9 +107,7 @@ class GrammarQueue:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _forget(
-        self, request_id: str, *, only: int | None = None, before: int | None = None
-    ) -> None:
+    def _forget(self, request_id: str, only: int | None = None, before: int | None = None) -> None:
         for waiting in self._waiting.values():
             waiting[:] = [
                 request

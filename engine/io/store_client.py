@@ -100,9 +100,8 @@ class StoreClient:
         self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a machine that vanished closes nothing
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
-        self._monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self.socket.get_monitor_socket(events)
         self.socket.connect(endpoint)
 
     @property
@@ -131,12 +130,9 @@ class StoreClient:
         """
         size = sum(memoryview(buffer).nbytes for buffer in payload)
         with self._lock:
-            if (
-                not self.is_ready
-                or self._num_stores >= MAX_STORES
-                or self._store_bytes + size > MAX_STORE_BYTES
-            ):
-                self._stats = replace(self._stats, drops=self._stats.drops + 1)
+            is_full = self._num_stores >= MAX_STORES or self._store_bytes + size > MAX_STORE_BYTES
+            if is_full or not self.is_ready:
+                self._count(drops=1)
                 return False
             self._num_stores += 1
             self._store_bytes += size
@@ -318,7 +314,7 @@ class StoreClient:
                 corrupt = wire.Corrupt(namespace=self._namespace, hash=hash)
                 self._post(lambda: self._send_if_ready(corrupt))
                 with self._lock:
-                    self._stats = replace(self._stats, corrupt=self._stats.corrupt + 1)
+                    self._count(corrupt=1)
         reply.fetch.deadline = time.monotonic() + self._timeout_s
         if reply.add(index, payload):
             self._post(lambda: self._on_reply_read(reply))
@@ -348,11 +344,7 @@ class StoreClient:
         fetch.is_done = True
         size = sum(buffer.nbytes for payload in fetch.payloads for buffer in payload)
         with self._lock:
-            self._stats = replace(
-                self._stats,
-                reads=self._stats.reads + len(fetch.payloads),
-                read_bytes=self._stats.read_bytes + size,
-            )
+            self._count(reads=len(fetch.payloads), read_bytes=size)
         self._on_fetched(fetch.ticket, fetch.payloads)
 
     # -- stores ----------------------------------------------------------------
@@ -382,12 +374,13 @@ class StoreClient:
         with self._lock:
             self._num_stores -= 1
             self._store_bytes -= put.payload_bytes
-            self._stats = replace(
-                self._stats,
-                writes=self._stats.writes + stored,
-                drops=self._stats.drops + (not stored),
-                written_bytes=self._stats.written_bytes + (put.file_bytes if stored else 0),
-            )
+            written_bytes = put.file_bytes if stored else 0
+            self._count(writes=stored, drops=not stored, written_bytes=written_bytes)
+
+    def _count(self, **more: int) -> None:
+        """Add to the figures. The caller holds the lock."""
+        totals = {name: getattr(self._stats, name) + count for name, count in more.items()}
+        self._stats = replace(self._stats, **totals)
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,9 @@ class IOThread(threading.Thread):
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._signal_receiver, self._signal_sender = socket.socketpair()
-        for receiver, sender in (
-            (self._wake_receiver, self._wake_sender),
-            (self._signal_receiver, self._signal_sender),
-        ):
+        self._wake_receiver, self._wake_sender = wake = socket.socketpair()
+        self._signal_receiver, self._signal_sender = signals = socket.socketpair()
+        for receiver, sender in (wake, signals):
             receiver.setblocking(False)
             sender.setblocking(False)
             self._poller.register(receiver.fileno(), zmq.POLLIN)
@@ -122,14 +119,6 @@ class IOThread(threading.Thread):
         """Send ``messages`` to the router, in order."""
         encoded = [wire.encode(message) for message in messages]
         self._run_on_thread(lambda: self._outbox.extend(encoded))
-
-    def fetch(self, ticket: int, hashes: Sequence[bytes]) -> None:
-        if self._store is not None:
-            self._store.fetch(ticket, hashes)
-
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        if self._store is not None:
-            self._store.touch(hashes)
 
     def wake(self) -> None:
         try:
@@ -199,19 +188,10 @@ class IOThread(threading.Thread):
         elif isinstance(message, wire.FilesWanted):
             self._on_files_wanted(message)
         elif isinstance(message, wire.Submit) and self._hello is None:
-            self._refuse_while_loading(message)
+            name, attempt, why = message.request_id, message.attempt, "the model is still loading"
+            self._post(wire.Refused(request_id=name, attempt=attempt, reason="full", message=why))
         else:
             self._inbox.put(message)
-
-    def _refuse_while_loading(self, message: wire.Submit) -> None:
-        self._post(
-            wire.Refused(
-                request_id=message.request_id,
-                attempt=message.attempt,
-                reason="full",
-                message="the model is still loading",
-            )
-        )
 
     def _on_ping(self, ping: wire.Ping) -> None:
         if ping.protocol not in wire.SUPPORTED_VERSIONS:

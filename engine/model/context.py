@@ -8,23 +8,14 @@ from typing import Any
 DEFAULT_CONTEXT_LENGTH = 32_768
 """For models whose config names none (recurrent ones)."""
 
-_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "max_seq_length",
-    "seq_length",
-    "n_ctx",
-    "model_max_length",
-)
+_KEYS = "max_position_embeddings n_positions max_sequence_length max_seq_len max_seq_length".split()
+_KEYS += "seq_length n_ctx model_max_length".split()
 
 
 def context_length(config: dict[str, Any]) -> int:
     """Return the longest sequence that a model with ``config`` was made for."""
-    return next(
-        (size for key in _KEYS if (size := config_int(config, key)) > 0), DEFAULT_CONTEXT_LENGTH
-    )
+    sizes = (config_int(config, key) for key in _KEYS)
+    return next((size for size in sizes if size > 0), DEFAULT_CONTEXT_LENGTH)
 
 
 def served_context(model: Any, own: int, max_kv_size: int | None) -> int:

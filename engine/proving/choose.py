@@ -45,13 +45,10 @@ def choose_executor(
     try:
         layout = probe_layout(model)
         given = proof_references(model, layout, vocab_size)
-        classes: tuple[type[RaggedBatch], ...] = (
-            *device.batch_classes(model, layout),
-            *FALLBACK_BATCHES,
-        )
+        classes: list[type[RaggedBatch]] = [*device.batch_classes(model, layout), *FALLBACK_BATCHES]
         if (known := ONE_ROW_MODEL_TYPES.get(getattr(model, "model_type", ""))) is not None:
             reasons.append(known)
-            classes = (RowBatch,)
+            classes = [RowBatch]
         for batch_class in classes:
             try:
                 prove(model, layout, batch_class, given)
@@ -66,23 +63,18 @@ def choose_executor(
     finally:
         mx.clear_cache()
     unquantized = "" if precision.bits == 16 else "mlx-lm's own caches"
-    return ChosenExecutor(
-        SerialExecutor(model, measured_token_bytes(model)), reasons[0], unquantized
-    )
+    serial = SerialExecutor(model, measured_token_bytes(model))
+    return ChosenExecutor(serial, reasons[0], unquantized)
 
 
 def _quantized(
-    model: Any,
-    layout: Layout,
-    batch_class: type[RaggedBatch],
-    vocab_size: int,
-    precision: Precision,
+    model: Any, layout: Layout, batch: type[RaggedBatch], vocab_size: int, precision: Precision
 ) -> tuple[Layout, str]:
     """Return ``layout`` with ``precision`` as far as that is proven, and what stays unquantized."""
     quantized = layout.with_precision(precision, dequantized=device.slots_dequantized())
     if quantized.kv_bits < 16:
         try:
-            prove(model, quantized, batch_class, short_references(model, quantized, vocab_size))
+            prove(model, quantized, batch, short_references(model, quantized, vocab_size))
         except NotBatchable as reason:
             return layout, f"any layer: {reason}"
     return quantized, _unquantized(quantized)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models import cache as stock
 
 from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, fake_quantize
+
+KV_CACHES = (stock.KVCache, stock.ChunkedKVCache, stock.RotatingKVCache)
 
 
 @dataclass(frozen=True)
@@ -89,16 +84,16 @@ def make_reference(
 
 def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:
     """Return mlx-lm's caches for ``model``, which round before attention, as slots do."""
-    caches: list[Any] = make_prompt_cache(model)
+    caches: list[Any] = stock.make_prompt_cache(model)
     for cache in caches:
-        for part in cache.caches if isinstance(cache, CacheList) else (cache,):
-            if isinstance(part, (KVCache, ChunkedKVCache, RotatingKVCache)):
+        for part in cache.caches if isinstance(cache, stock.CacheList) else (cache,):
+            if isinstance(part, KV_CACHES):
                 part.update_and_fetch = partial(_update, part.update_and_fetch, precision)
     return caches
 
 
-def _update(stock: Any, precision: Precision, *parts: mx.array) -> Any:
-    return stock(*(_fake_quantized(part, precision.for_dim(part.shape[-1])) for part in parts))
+def _update(update: Any, precision: Precision, *parts: mx.array) -> Any:
+    return update(*(_fake_quantized(part, precision.for_dim(part.shape[-1])) for part in parts))
 
 
 def _fake_quantized(part: mx.array, scheme: Quantization | None) -> mx.array:
@@ -113,7 +108,8 @@ def compute_logits(
     The prompt is the first ``length`` of ``tokens``; it goes into ``cache`` in pieces of
     ``at_once`` tokens.
     """
-    for piece in _pieces(tokens[: length - 1], at_once):
+    for start in range(0, length - 1, at_once):
+        piece = tokens[start : min(start + at_once, length - 1)]
         model(mx.array([piece]), cache=cache)
         mx.eval([entry.state for entry in cache])
     rows = []
@@ -121,8 +117,3 @@ def compute_logits(
         rows.append(model(mx.array([[token]]), cache=cache)[0, -1])
         mx.eval(rows)
     return mx.stack(rows)
-
-
-def _pieces(tokens: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
-    for start in range(0, len(tokens), max(size, 1)):
-        yield tokens[start : start + size]

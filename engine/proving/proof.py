@@ -40,17 +40,15 @@ def proof_references(model: Any, layout: Layout, vocab_size: int) -> list[Refere
     """Return the sequences of a proof. The last one has no prefill, and a slot used before."""
     windows = [layer.window for layer in layout.layers if layer.window]
     longest = min(min(windows, default=0), LONGEST_WINDOW) + 9
-    return _references(model, layout, vocab_size, (longest, 5, 12, 1))
+    return _references(model, layout, vocab_size, longest, 5, 12, 1)
 
 
 def short_references(model: Any, layout: Layout, vocab_size: int) -> list[Reference]:
     """Return the sequences of a short proof."""
-    return _references(model, layout, vocab_size, (9, 5))
+    return _references(model, layout, vocab_size, 9, 5)
 
 
-def _references(
-    model: Any, layout: Layout, vocab_size: int, lengths: tuple[int, ...]
-) -> list[Reference]:
+def _references(model: Any, layout: Layout, vocab_size: int, *lengths: int) -> list[Reference]:
     return [
         make_reference(model, length, STEPS, vocab_size, seed, 1, layout.precision)
         for seed, length in enumerate(lengths)

@@ -94,9 +94,8 @@ class _CheckedUpdate:
     def __call__(self, *computed: mx.array) -> Any:
         start, self._end = self._end, self._end + computed[0].shape[2]
         kept = [_stretch(whole, start, self._end) for whole in self._stored]
-        for name, ours, theirs, scheme in zip(
-            ("keys", "values"), kept, computed, self._schemes, strict=True
-        ):
+        parts = zip(("keys", "values"), kept, computed, self._schemes, strict=True)
+        for name, ours, theirs, scheme in parts:
             if theirs.size and not _is_rounding_of(ours, theirs, scheme):
                 raise RoundingMismatch(
                     f"layer {self._layer} keeps other {name} than mlx-lm computes, "

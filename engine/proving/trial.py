@@ -7,21 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine import plan
 from engine.executor.base import Executor
-from engine.plan import (
-    Chunk,
-    Decode,
-    Insert,
-    Move,
-    Plan,
-    Restore,
-    RestoreState,
-    Save,
-    SaveState,
-    SlabSpec,
-    Slot,
-    StepResult,
-)
+from engine.plan import Chunk, Decode, Plan, SaveState, SlabSpec, Slot, StepResult
 from engine.proving.oracle import Reference
 from engine.proving.replay import Replay, RoundingMismatch
 from shared.wire import SamplingParams
@@ -119,7 +107,7 @@ class Trial:
         for step in range(1, back[1].steps - 1):
             self.decode((*back, step), (*other, step))
         if self._spec.state_bytes:
-            self.run(state_restores=(RestoreState(back[0], back[1].position(1), 20),))
+            self.run(state_restores=(plan.RestoreState(back[0], back[1].position(1), 20),))
         self.decode((*back, 1), (*other, back[1].steps - 1))
 
     def reuse_a_prefix(self, references: Sequence[Reference]) -> None:
@@ -129,20 +117,20 @@ class Trial:
         end = 2 * BLOCK_SIZE
         saved = self.run(
             chunks=(Chunk(source, 0, one.prompt[:end]),),
-            saves=(Save(source, 0, (1, 2)),) * self._spec.keeps_kv,
+            saves=(plan.Save(source, 0, (1, 2)),) * self._spec.keeps_kv,
             state_saves=(SaveState(source, end, 3),) * bool(self._spec.state_bytes),
             exports=(1, 2, 3),
         )
         inserts = tuple(
-            Insert(number + 10, tuple(bytes(part) for part in parts), is_snapshot=number == 3)
+            plan.Insert(number + 10, tuple(bytes(part) for part in parts), is_snapshot=number == 3)
             for number, parts in saved.exported
         )
         self.prefill(source, references[0])
         self.run(inserts=inserts)
         for number, target in enumerate((Slot(0, 1), Slot(0, 3))):
             self.run(
-                restores=(Restore(target, 0, (11, 12)),) * self._spec.keeps_kv,
-                state_restores=(RestoreState(target, end, 13),) * bool(self._spec.state_bytes),
+                restores=(plan.Restore(target, 0, (11, 12)),) * self._spec.keeps_kv,
+                state_restores=(plan.RestoreState(target, end, 13),) * bool(self._spec.state_bytes),
             )
             self.run(chunks=(Chunk(target, end, one.prompt[end:-1]),))
             for step in range(one.steps):
@@ -156,7 +144,7 @@ class Trial:
         self.prefill(Slot(0, 1), one)
         self.prefill(Slot(0, 3), other)
         self.decode((Slot(0, 1), one, 0), (Slot(0, 3), other, 0))
-        self.run(moves=(Move(Slot(0, 1), Slot(1, 0), one.position(1)),))
+        self.run(moves=(plan.Move(Slot(0, 1), Slot(1, 0), one.position(1)),))
         for step in range(1, one.steps):
             self.decode((Slot(1, 0), one, step), (Slot(0, 3), other, step))
 

@@ -42,11 +42,8 @@ class TokenMasks:
         """Return ``logits`` (rows, vocab) with -inf at tokens that must not be chosen."""
         if not self.rows:
             return logits
-        allowed = (
-            _allowed(mx, self.bits, logits.shape[-1])
-            if self.allowed is None
-            else mx.array(self.allowed)
-        )
+        on_host = self.allowed is not None
+        allowed = mx.array(self.allowed) if on_host else _allowed(mx, self.bits, logits.shape[-1])
         if len(self.rows) == logits.shape[0]:
             return mx.where(allowed, logits, -math.inf)
         rows = mx.array(self.rows)
@@ -54,6 +51,10 @@ class TokenMasks:
         logits = mx.array(logits)
         logits[rows] = bound
         return logits
+
+
+PendingMasks = Future[TokenMasks] | None
+"""The masks of a step, None if no row is constrained."""
 
 
 class GrammarMasker:
@@ -71,12 +72,10 @@ class GrammarMasker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
 
-    def start(
-        self, decodes: Sequence[Decode], inputs: Sequence[int | None]
-    ) -> Future[TokenMasks] | None:
+    def start(self, decodes: Sequence[Decode], inputs: Sequence[int | None]) -> PendingMasks:
         """Start the masks for the tokens after ``inputs``, one input for each of ``decodes``.
 
-        Return None if no row is constrained. Called in the order of the steps."""
+        Called in the order of the steps."""
         constrained = [
             _ConstrainedRow(row, decode, inputs[row], self._matcher_for(decode))
             for row, decode in enumerate(decodes)

@@ -26,9 +26,7 @@ def process_logits(logits: mx.array, decodes: Sequence[Decode], history: TokenHi
         for token, value in decode.sampling.logit_bias
         if 0 <= token < vocab
     ]
-    repeating = [
-        row for row, decode in enumerate(decodes) if decode.sampling.has_repetition_penalty
-    ]
+    repeating = [row for row, d in enumerate(decodes) if d.sampling.has_repetition_penalty]
     # Before the first output there are no tokens to penalize.
     outputs = [
         row

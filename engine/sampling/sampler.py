@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from engine.sampling import noise
 from engine.sampling.filters import Filter, filter_mask
 from engine.sampling.history import TokenHistory
 from engine.sampling.logprobs import PendingLogprobs, gather_logprobs
-from engine.sampling.masks import GrammarMasker, TokenMasks
+from engine.sampling.masks import GrammarMasker, PendingMasks
 from engine.sampling.penalties import process_logits
 
 MIN_TEMPERATURE = 1e-6
@@ -57,9 +56,7 @@ class Sampler:
         self.masker: GrammarMasker | None = None
         """None if no sequence can have a grammar."""
 
-    def start_masks(
-        self, decodes: Sequence[Decode], inputs: Sequence[int | None]
-    ) -> Future[TokenMasks] | None:
+    def start_masks(self, decodes: Sequence[Decode], inputs: Sequence[int | None]) -> PendingMasks:
         """Start the masks of constrained rows, for the tokens after ``inputs``."""
         return None if self.masker is None else self.masker.start(decodes, inputs)
 
@@ -68,7 +65,7 @@ class Sampler:
         logits: mx.array,
         decodes: Sequence[Decode],
         inputs: mx.array,
-        masks: Future[TokenMasks] | None = None,
+        masks: PendingMasks = None,
     ) -> SamplerOutput:
         """Sample one token for each of ``decodes`` from its row of ``logits`` (rows, vocab).
 
@@ -162,9 +159,7 @@ def _draw(xp: Any, logits: Any, decodes: Sequence[Decode]) -> Any:
 
 def _filter(decode: Decode, vocab_size: int) -> Filter:
     s = decode.sampling
-    excludes = s.xtc_probability > 0 and (
-        noise.coin(s.seed, decode.output_index) < s.xtc_probability
-    )
+    excludes = s.xtc_probability > 0 and noise.coin(s.seed, decode.output_index) < s.xtc_probability
     return Filter(
         top_p=s.top_p,
         min_p=min(s.min_p, 1.0),

@@ -29,7 +29,7 @@ class BlockPool:
     time of their last use.
     """
 
-    _holds_snapshots = False
+    _of_snapshots = False
 
     def __init__(self, clock: count[int] | None = None) -> None:
         self._index: dict[bytes, Block] = {}
@@ -57,9 +57,7 @@ class BlockPool:
         """Add a block, pinned once. Raises: ValueError if its hash is in the pool."""
         if block_hash in self._index:
             raise ValueError("this block is in the pool already")
-        block = Block(
-            next(self._clock), block_hash, stored=stored, is_snapshot=self._holds_snapshots
-        )
+        block = Block(next(self._clock), block_hash, stored=stored, is_snapshot=self._of_snapshots)
         self._put(block)
         return block
 

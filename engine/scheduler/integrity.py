@@ -18,32 +18,26 @@ class IntegrityError(AssertionError):
 
 
 def check(
-    config: SchedulerConfig,
-    sequences: SequenceTable,
-    memory: Memory,
-    in_flight: Iterable[InFlightStep],
+    config: SchedulerConfig, sequences: SequenceTable, memory: Memory, steps: Iterable[InFlightStep]
 ) -> None:
-    """Check all invariants; slow, for tests and idle times.
+    """Check all invariants, with ``steps`` in flight; slow, for tests and idle times.
 
     Raises: `IntegrityError`, which names everything that is wrong.
     """
-    faults = [*_memory(config, memory, list(in_flight)), *_slots(config, sequences, memory)]
+    faults = [*_memory(config, memory, list(steps)), *_slots(config, sequences, memory)]
     if faults:
         raise IntegrityError("; ".join(faults))
 
 
-def _memory(
-    config: SchedulerConfig, memory: Memory, in_flight: list[InFlightStep]
-) -> Iterator[str]:
+def _memory(config: SchedulerConfig, memory: Memory, steps: list[InFlightStep]) -> Iterator[str]:
     yield from memory.blocks.faults()
     yield from memory.snapshots.faults()
     charged = sum(config.slab_bytes(slab.rows, slab.capacity) for slab in memory.slots.slabs())
     charged += len(memory.blocks) * config.block_bytes
     charged += len(memory.snapshots) * config.state_bytes
     charged += sum(memory.fetch_reservations.values()) * config.block_bytes
-    invalid_bytes = sum(
-        memory.bytes_of(block) for step in in_flight for _, block in step.invalid_blocks
-    )
+    invalid_blocks = [block for step in steps for _, block in step.invalid_blocks]
+    invalid_bytes = sum(map(memory.bytes_of, invalid_blocks))
     charged += invalid_bytes
     if len(memory.snapshots) > config.max_snapshots:
         yield f"{len(memory.snapshots)} snapshots are kept, over {config.max_snapshots}"
@@ -53,9 +47,7 @@ def _memory(
         yield f"{memory.ledger.used_bytes} bytes used of {memory.ledger.limit_bytes}"
     if invalid_bytes != memory.withdrawn_bytes:
         yield f"{memory.withdrawn_bytes} bytes are withdrawn, but {invalid_bytes} invalid"
-    pins = Counter(
-        block for step in in_flight for blocks in step.saved.values() for block in blocks
-    )
+    pins = Counter(block for step in steps for blocks in step.saved.values() for block in blocks)
     for block in chain(memory.blocks, memory.snapshots):
         if block.pins != pins[block]:
             yield f"block {block.id} has {block.pins} pins, {pins[block]} in flight"

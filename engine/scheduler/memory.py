@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, starmap
 
 from engine.plan import Evict, SlabSpec, Slot
 from engine.scheduler.block_pool import Block, BlockPool
@@ -71,9 +71,7 @@ class Memory:
     def unevictable_bytes(self) -> int:
         """The bytes that running sequences hold: rows in use, and blocks in flight. The free rows
         of their slabs are room for others."""
-        rows = sum(
-            self._config.slab_bytes(count, capacity) for count, capacity in self.slots.used()
-        )
+        rows = sum(starmap(self._config.slab_bytes, self.slots.used()))
         blocks = len(self.blocks) - self.blocks.num_evictable
         states = len(self.snapshots) - self.snapshots.num_evictable
         pinned_bytes = blocks * self._config.block_bytes + states * self._config.state_bytes
@@ -246,7 +244,9 @@ class Memory:
         Empty slabs are freed first, then the least recently used blocks and snapshots, then what
         is reserved for fetches of waiting sequences.
         """
-        if self.ledger.shortfall(size_bytes) > self._reclaimable_bytes():
+        fetch_bytes = sum(self.fetch_reservations.values()) * self._config.block_bytes
+        reclaimable_bytes = self._empty_bytes() + self._cached_bytes() + fetch_bytes
+        if self.ledger.shortfall(size_bytes) > reclaimable_bytes:
             return False
         while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty_slabs()):
             slab = self.slots.pop_empty_slab()
@@ -264,17 +264,10 @@ class Memory:
     def _pool_of(self, block: Block) -> BlockPool:
         return self.snapshots if block.is_snapshot else self.blocks
 
-    def _reclaimable_bytes(self) -> int:
-        return self._empty_bytes() + self._cached_bytes() + self._fetch_reserved_bytes()
-
-    def _fetch_reserved_bytes(self) -> int:
-        return sum(self.fetch_reservations.values()) * self._config.block_bytes
-
     def _cached_bytes(self) -> int:
         blocks_bytes = self.blocks.num_evictable * self._config.block_bytes
         return blocks_bytes + self.snapshots.num_evictable * self._config.state_bytes
 
     def _empty_bytes(self) -> int:
-        return sum(
-            self._config.slab_bytes(slab.rows, slab.capacity) for slab in self.slots.empty_slabs()
-        )
+        empty = self.slots.empty_slabs()
+        return sum(self._config.slab_bytes(slab.rows, slab.capacity) for slab in empty)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.plan import Payload
 from engine.scheduler.sequence import Sequence
@@ -59,16 +59,14 @@ class Outputs:
 
     def take(self, added: list[bytes], removed: list[bytes]) -> Outputs:
         """Return everything so far, with these cache events, and keep nothing."""
-        taken = Outputs(
-            self.messages, self.deltas, self.fetches, self.stores, self.touches, added, removed
-        )
+        taken = replace(self, cache_added=added, cache_removed=removed)
         self.messages, self.deltas, self.fetches, self.stores, self.touches = [], [], [], [], []
         return taken
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, under their names in `wire.EngineStats`."""
+    """Totals since the start. In `wire.EngineStats` their names end with ``_total``."""
 
     steps: int = 0
     step_seconds: float = 0.0

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.plan import (
-    Chunk,
-    Decode,
-    Insert,
-    Move,
-    Plan,
-    Restore,
-    RestoreState,
-    Save,
-    SaveState,
-    Slot,
-)
+from engine import plan
 from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
 from engine.scheduler.sequence import Sequence
 
-_OPERATIONS = tuple(name for name in Plan.__struct_fields__ if name != "step")
+_OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
+_OF_MEMORY = ("evictions", "freed_slabs", "new_slabs")
+"""Operations that `Memory` collects; a `PlanBuilder` collects the others."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +21,7 @@ class InFlightStep:
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)  # start, tokens
-    by_slot: dict[Slot, Sequence] = field(default_factory=dict)
+    by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
     """Blocks and snapshots that stay pinned until the result is here."""
@@ -47,14 +38,14 @@ class PlanBuilder:
 
     def __init__(self, number: int) -> None:
         self.step = InFlightStep(number)
-        self.inserts: list[Insert] = []
-        self.restores: list[Restore] = []
-        self.state_restores: list[RestoreState] = []
-        self.moves: list[Move] = []
-        self.decodes: list[Decode] = []
-        self.chunks: list[Chunk] = []
-        self.saves: list[Save] = []
-        self.state_saves: list[SaveState] = []
+        self.inserts: list[plan.Insert] = []
+        self.restores: list[plan.Restore] = []
+        self.state_restores: list[plan.RestoreState] = []
+        self.moves: list[plan.Move] = []
+        self.decodes: list[plan.Decode] = []
+        self.chunks: list[plan.Chunk] = []
+        self.saves: list[plan.Save] = []
+        self.state_saves: list[plan.SaveState] = []
         self.exports: list[int] = []
         self.preempted: list[Sequence] = []
         self.changed = False
@@ -63,9 +54,8 @@ class PlanBuilder:
     def restore(self, seq: Sequence, blocks: list[Block]) -> None:
         """Copy ``blocks``, pinned for this, into the slot from ``seq.num_computed_tokens`` on."""
         slot = seq.held_slot
-        self.restores.append(
-            Restore(slot, seq.num_computed_tokens, tuple(block.id for block in blocks))
-        )
+        ids = tuple(block.id for block in blocks)
+        self.restores.append(plan.Restore(slot, seq.num_computed_tokens, ids))
         self.step.restored.setdefault(seq, []).extend(blocks)
         self.step.by_slot[slot] = seq
 
@@ -77,16 +67,16 @@ class PlanBuilder:
     def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
         """Copy ``snapshot``, pinned for this, into the slot's state."""
         slot = seq.held_slot
-        self.state_restores.append(RestoreState(slot, position, snapshot.id))
+        self.state_restores.append(plan.RestoreState(slot, position, snapshot.id))
         self.step.restored.setdefault(seq, []).append(snapshot)
         self.step.by_slot[slot] = seq
 
-    def decode(self, seq: Sequence, decode: Decode) -> None:
+    def decode(self, seq: Sequence, decode: plan.Decode) -> None:
         self.decodes.append(decode)
         self.step.decodes.append(seq)
         self.step.by_slot[decode.slot] = seq
 
-    def chunk(self, seq: Sequence, chunk: Chunk) -> None:
+    def chunk(self, seq: Sequence, chunk: plan.Chunk) -> None:
         self.chunks.append(chunk)
         self.step.chunks.append((seq, chunk.start, len(chunk.token_ids)))
         self.step.by_slot[chunk.slot] = seq
@@ -94,7 +84,7 @@ class PlanBuilder:
     def save(self, seq: Sequence, first: int, blocks: list[Block], *, export: bool) -> None:
         """Copy the slot's blocks from number ``first`` on into ``blocks``."""
         ids = tuple(block.id for block in blocks)
-        self.saves.append(Save(seq.held_slot, first * seq.block_size, ids))
+        self.saves.append(plan.Save(seq.held_slot, first * seq.block_size, ids))
         self.step.saved.setdefault(seq, []).extend(blocks)
         self.step.by_slot[seq.held_slot] = seq
         if export:
@@ -103,32 +93,21 @@ class PlanBuilder:
 
     def save_state(self, seq: Sequence, snapshot: Block) -> None:
         """Copy the slot's state into ``snapshot``."""
-        self.state_saves.append(SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id))
+        state_save = plan.SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id)
+        self.state_saves.append(state_save)
         self.step.saved.setdefault(seq, []).append(snapshot)
         self.step.by_slot[seq.held_slot] = seq
 
-    def build(self, memory: Memory) -> tuple[Plan, InFlightStep] | None:
+    def build(self, memory: Memory) -> tuple[plan.Plan, InFlightStep] | None:
         """Return the plan, with what ``memory`` had to do for it, and its record; None if the plan
         is empty. Blocks that were pinned to be restored are unpinned: plans run in order."""
         for blocks in reversed(self.step.restored.values()):
             for block in reversed(blocks):
                 memory.unpin(block)
         self.step.exports.update(memory.exported)
-        plan = Plan(
-            step=self.step.number,
-            evictions=tuple(memory.evictions),
-            freed_slabs=tuple(memory.freed_slabs),
-            new_slabs=tuple(memory.new_slabs),
-            inserts=tuple(self.inserts),
-            restores=tuple(self.restores),
-            state_restores=tuple(self.state_restores),
-            moves=tuple(self.moves),
-            decodes=tuple(self.decodes),
-            chunks=tuple(self.chunks),
-            saves=tuple(self.saves),
-            state_saves=tuple(self.state_saves),
-            exports=tuple(self.exports),
-        )
+        makers = {name: memory if name in _OF_MEMORY else self for name in _OPERATIONS}
+        operations = {name: tuple(getattr(maker, name)) for name, maker in makers.items()}
         memory.forget_changes()
-        empty = not any(getattr(plan, name) for name in _OPERATIONS)
-        return None if empty else (plan, self.step)
+        if not any(operations.values()):
+            return None
+        return plan.Plan(step=self.step.number, **operations), self.step

@@ -16,6 +16,8 @@ from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
 from shared import wire
 
+Clock = Callable[[], float]
+
 LOGPROBS_CHUNK_TOKENS = 128
 """The longest chunk with log-probabilities: they need the logits of every position."""
 
@@ -33,7 +35,7 @@ class Planner:
         chunk_policy: ChunkPolicy,
         outputs: Outputs,
         counters: Counters,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._config = config
         self._sequences = sequences
@@ -82,11 +84,8 @@ class Planner:
         has_room = True
         for seq in self._sequences.ordered(Status.DECODING):
             # A Move would lose the token that only the device knows: wait for it.
-            if (
-                seq.num_computed_tokens < seq.capacity
-                or seq.num_inflight
-                or seq.status is not Status.DECODING
-            ):
+            is_full = seq.num_computed_tokens >= seq.capacity
+            if not is_full or seq.num_inflight or seq.status is not Status.DECODING:
                 continue
             grown = self._memory.allocate_slot(self._wanted_tokens(seq))
             if grown is not None:
@@ -141,9 +140,8 @@ class Planner:
                     builder.changed = True
                     continue
                 # They are needed now: something else should be evicted to make room.
-                self._snapshot_policy.touch_prefix(
-                    seq, cached if self._config.keeps_kv else reusable
-                )
+                end = cached if self._config.keeps_kv else reusable
+                self._snapshot_policy.touch_prefix(seq, end)
                 self._memory.blocks.touch(seq.block_hashes[:cached])
             acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
             if acquired is None:
@@ -190,11 +188,8 @@ class Planner:
             if self._sequences.count(Status.DECODING) >= self._config.max_batch_size:
                 break
             self._sequences.set_status(seq, Status.DECODING)
-        rows = [
-            seq
-            for seq in self._sequences.ordered(Status.DECODING)
-            if seq.num_computed_tokens < seq.capacity
-        ]
+        decoding = self._sequences.ordered(Status.DECODING)
+        rows = [seq for seq in decoding if seq.num_computed_tokens < seq.capacity]
         for seq in sorted(rows, key=lambda seq: seq.held_slot):
             builder.decode(seq, self._make_decode(seq))
             seq.advance(seq.num_computed_tokens + 1)

@@ -29,9 +29,8 @@ class PrefixCache:
         the model has recurrent state, they end at the last snapshot among them."""
         size = self._config.block_size
         first = seq.num_computed_tokens // size
-        end = self.snapshot_policy.restorable_end(
-            seq, first, min(seq.num_restorable_tokens // size, len(seq.block_hashes))
-        )
+        end = min(seq.num_restorable_tokens // size, len(seq.block_hashes))
+        end = self.snapshot_policy.restorable_end(seq, first, end)
         known = len(builder.inserts)
         blocks = self._pin_blocks(seq, first, end, builder) if self._config.keeps_kv else []
         if self._config.keeps_kv:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
 
 from engine.plan import Payload, Plan, StepResult
 from engine.scheduler import integrity
@@ -16,7 +16,7 @@ from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.plan_builder import InFlightStep, PlanBuilder
-from engine.scheduler.planner import Planner
+from engine.scheduler.planner import Clock, Planner
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
@@ -34,9 +34,7 @@ class Scheduler:
     raise. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and tools.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Clock = time.monotonic) -> None:
         self.config = config
         self.sequences = SequenceTable()
         self.memory = Memory(config)
@@ -88,9 +86,8 @@ class Scheduler:
                 )
             )
             return
-        self._outputs.messages.append(
-            wire.Accepted(request_id=message.request_id, attempt=message.attempt)
-        )
+        accepted = wire.Accepted(request_id=message.request_id, attempt=message.attempt)
+        self._outputs.messages.append(accepted)
         self._arrivals += 1
         self._counters.prompt_tokens += seq.num_prompt_tokens
         self.sequences.live[message.request_id] = seq
@@ -177,9 +174,8 @@ class Scheduler:
         running = self.sequences.ordered(*HOLDING_SLOT)
         ledger = self.memory.ledger
         if out_of_memory:
-            self.memory.lower_limit(
-                max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
-            )
+            limit_bytes = max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
+            self.memory.lower_limit(limit_bytes)
         self._in_flight.clear()
         self.sequences.drop_slots()
         self.memory.clear()
@@ -223,7 +219,8 @@ class Scheduler:
     def stats(self) -> wire.EngineStats:
         """Return the gauges and counters of the scheduler. Used blocks are all bytes in use, in
         blocks, including cached ones."""
-        counters, ledger = self._counters, self.memory.ledger
+        totals = {f"{name}_total": total for name, total in asdict(self._counters).items()}
+        ledger = self.memory.ledger
         unit_bytes = self.config.unit_bytes
         total = (ledger.limit_bytes - self.config.state_bytes) // unit_bytes
         used = -(-ledger.used_bytes // unit_bytes)
@@ -235,17 +232,8 @@ class Scheduler:
             free_blocks=total - used,
             limit_bytes=ledger.limit_bytes,
             unevictable_bytes=self.memory.unevictable_bytes,
-            steps_total=counters.steps,
-            step_seconds_total=counters.step_seconds,
-            batch_rows_total=counters.batch_rows,
-            prompt_tokens_total=counters.prompt_tokens,
-            prefill_tokens_total=counters.prefill_tokens,
-            cached_ram_tokens_total=counters.cached_ram_tokens,
-            cached_ssd_tokens_total=counters.cached_ssd_tokens,
-            generated_tokens_total=counters.generated_tokens,
-            preemptions_total=counters.preemptions,
             kept_states=len(self.memory.snapshots),
-            aborts_total=counters.aborts,
+            **totals,
         )
 
     def check_integrity(self) -> None:
@@ -289,11 +277,10 @@ class Scheduler:
     ) -> None:
         """Send ``token_ids``, the last ones of ``seq``, and end ``seq`` if its last token does."""
         finish: wire.FinishReason | None = None
-        may_stop = seq.num_output_tokens > seq.request.min_tokens
-        complete = seq.num_output_tokens > 0 and (
-            seq.request.grammar is not None and seq.token_ids[-1] in self.config.eos_token_ids
-        )
-        if complete or (may_stop and seq.token_ids[-1] in seq.request.stop_token_ids):
+        request, last = seq.request, seq.token_ids[-1]
+        may_stop = seq.num_output_tokens > request.min_tokens
+        at_end = request.grammar is not None and last in self.config.eos_token_ids
+        if (at_end and seq.num_output_tokens > 0) or (may_stop and last in request.stop_token_ids):
             finish = "stop"
         elif seq.num_output_tokens >= seq.max_tokens:
             finish = "length"
@@ -352,14 +339,12 @@ class Scheduler:
                 self._outputs.stores.append((step.exports[block_id], payload))
 
     def _measure(self, step: InFlightStep, result: StepResult) -> None:
-        chunks = [(start, tokens) for _, start, tokens in step.chunks]
+        rows, chunks = len(step.decodes), [(start, tokens) for _, start, tokens in step.chunks]
         prefilled = sum(tokens for _, tokens in chunks)
         if not result.prompt_logprobs:  # chunks with these take longer than others
-            self._chunk_policy.observe(
-                decode_rows=len(step.decodes), chunks=chunks, elapsed_s=result.elapsed_s
-            )
+            self._chunk_policy.observe(decode_rows=rows, chunks=chunks, elapsed_s=result.elapsed_s)
         self._counters.steps += 1
         self._counters.step_seconds += result.elapsed_s
-        self._counters.batch_rows += len(step.decodes)
+        self._counters.batch_rows += rows
         self._counters.prefill_tokens += prefilled
-        self.progress += prefilled + len(step.decodes)
+        self.progress += prefilled + rows

@@ -165,9 +165,8 @@ class Sequence:
         """Extend ``block_hashes`` to all full blocks of the known tokens."""
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
-            self.parent_hash = block_hash(
-                self.parent_hash, self.token_ids[start : start + self.block_size]
-            )
+            token_ids = self.token_ids[start : start + self.block_size]
+            self.parent_hash = block_hash(self.parent_hash, token_ids)
             self.block_hashes.append(self.parent_hash)
 
     def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:

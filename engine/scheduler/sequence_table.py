@@ -54,9 +54,7 @@ class SequenceTable:
         self.leaving: list[Sequence] = []
         """Finished sequences whose last blocks may still be saved out of their slots."""
         self.vacated: list[Slot] = []  # free from the next plan on
-        self._by_status: dict[Status, dict[Sequence, None]] = {
-            status: {} for status in HOLDING_SLOT
-        }
+        self._by_status: dict[Status, dict[Sequence, None]] = {each: {} for each in HOLDING_SLOT}
 
     def count(self, *statuses: Status) -> int:
         return sum(len(self._by_status[status]) for status in statuses)

@@ -66,30 +66,23 @@ class SnapshotPolicy:
         for number, seq in enumerate(prefilling):
             for ahead in prefilling[:number]:
                 shared = self._shared_tokens(ahead, seq)
-                if (
-                    shared > ahead.num_computed_tokens
-                    and shared - seq.num_computed_tokens >= WORTHWHILE_TOKENS
-                ):
+                saved = shared - seq.num_computed_tokens
+                if shared > ahead.num_computed_tokens and saved >= WORTHWHILE_TOKENS:
                     stops = self._stops[ahead]
                     if not any(shared - WORTHWHILE_TOKENS < stop <= shared for stop in stops):
                         stops.append(shared)
                     waiting.add(seq)
                     break
-        return {
-            seq: min(self._stops[seq], default=seq.prefill_end)
-            for seq in prefilling
-            if seq not in waiting
-        }
+        going_on = [seq for seq in prefilling if seq not in waiting]
+        return {seq: min(self._stops[seq], default=seq.prefill_end) for seq in going_on}
 
     def after_chunk(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Take a snapshot after a chunk of this plan, if one is due there."""
         if not self._config.reuses_states:
             return
-        stops = self._stops.get(seq, ())
-        if (
-            seq.num_computed_tokens in stops
-            or seq.num_computed_tokens - seq.snapshots.newest_position >= _interval(seq.prefill_end)
-        ):
+        position = seq.num_computed_tokens
+        is_far = position - seq.snapshots.newest_position >= _interval(seq.prefill_end)
+        if is_far or position in self._stops.get(seq, ()):
             self._save(seq, builder)
 
     def after_decode(self, seq: Sequence, builder: PlanBuilder) -> None:
@@ -115,13 +108,12 @@ class SnapshotPolicy:
     def publish_trailing(self, seq: Sequence) -> None:
         """Make the trailing snapshot known, once ``seq`` no longer decodes and its tokens are
         known."""
+        pool, hashes = self._memory.snapshots, seq.block_hashes
         snapshot, seq.snapshots.trailing = seq.snapshots.trailing, None
-        if snapshot is None or not self._memory.snapshots.holds(snapshot):
+        if snapshot is None or not pool.holds(snapshot):
             return
         number = seq.snapshots.trailing_position // self._block_size
-        if number > len(seq.block_hashes) or not self._memory.snapshots.publish(
-            snapshot, seq.block_hashes[number - 1]
-        ):
+        if number > len(hashes) or not pool.publish(snapshot, hashes[number - 1]):
             self._memory.drop_snapshot(snapshot)
 
     def is_worth_saving(self, seq: Sequence) -> bool:
@@ -160,12 +152,9 @@ class SnapshotPolicy:
         """Return the positions of snapshots to come for which a chunk is worth cutting. That at
         the end of its prompt is so sooner, since the next turn is the most likely use."""
         *partings, end = seq.snapshots.prompt_positions
-        positions = [
-            position
-            for position in partings
-            if position - seq.snapshots.newest_position >= WORTHWHILE_TOKENS
-        ]
-        if end - seq.snapshots.newest_position >= 2 * self._block_size:
+        newest = seq.snapshots.newest_position
+        positions = [position for position in partings if position - newest >= WORTHWHILE_TOKENS]
+        if end - newest >= 2 * self._block_size:
             positions.append(end)
         return [position for position in positions if position > seq.num_computed_tokens]
 
@@ -186,11 +175,8 @@ class SnapshotPolicy:
         """Return how many tokens, in full blocks, ``ahead`` will have computed that ``seq`` needs;
         0 if they differ already in the next block of ``seq``."""
         low = seq.num_computed_tokens // self._block_size
-        high = min(
-            len(seq.block_hashes),
-            seq.num_restorable_tokens // self._block_size,
-            ahead.prefill_end // self._block_size,
-        )
+        tokens = min(seq.num_restorable_tokens, ahead.prefill_end)
+        high = min(len(seq.block_hashes), tokens // self._block_size)
         if low >= high or seq.block_hashes[low] != ahead.block_hashes[low]:
             return 0
         while high - low > 1:

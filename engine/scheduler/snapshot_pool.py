@@ -16,7 +16,7 @@ class SnapshotPool(BlockPool):
     evicted like the others.
     """
 
-    _holds_snapshots = True
+    _of_snapshots = True
 
     def __init__(self, limit: int, clock: count[int] | None = None) -> None:
         super().__init__(clock)

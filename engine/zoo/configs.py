@@ -34,19 +34,13 @@ TEXT_CONFIG: dict[str, str] = {
 }
 """Architectures that wrap another one, whose config is their text config."""
 
+GATE = {"path": "model.layers.1.mlp.gate_proj", "embedding": False, "dtype": "float16", "block": 0}
 WRAPPER: dict[str, Config] = {
     "prism_hadamard_qwen35": {
         "schema_version": 1,
         "tensor_namespace": "mlx-lm-text",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-        "modules": [
-            {
-                "path": "model.layers.1.mlp.gate_proj",
-                "embedding": False,
-                "dtype": "float16",
-                "block": 0,
-            }
-        ],
+        "modules": [GATE],
     },
 }
 """What the config around the text config needs."""
@@ -59,6 +53,5 @@ def config(name: str) -> Config:
     if name not in TEXT_CONFIG:
         return text
     text |= SPECIAL.get(name, {})
-    return {"model_type": name, "vocab_size": VOCAB_SIZE, "text_config": text} | WRAPPER.get(
-        name, {}
-    )
+    whole = {"model_type": name, "vocab_size": VOCAB_SIZE, "text_config": text}
+    return whole | WRAPPER.get(name, {})

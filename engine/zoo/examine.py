@@ -70,14 +70,13 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
         return ArchitectureReport(name=name, error=_line(raised))
     executor, reason, _ = choose_executor(model, vocab_size, BLOCK_SIZE)
     trial = Trial(executor)
+    alone = executor.spec.max_sequences == 1
     error = ""
     try:
         trial.run_all(references)
         if not trial.max_difference <= TOLERANCE:
             error = f"{trial.worst_stage}: logits differ by {trial.max_difference:.2g}"
-        elif executor.spec.max_sequences == 1 and not _same_tokens(
-            model, executor, references[0].prompt
-        ):
+        elif alone and not _same_tokens(model, executor, references[0].prompt):
             error = "other tokens than mlx-lm's"
     except Exception as raised:
         error = _line(raised)
@@ -111,9 +110,8 @@ def examine_quantized(model: Any, vocab_size: int) -> QuantizedReport:
     try:
         executor, _, unquantized = choose_executor(model, vocab_size, BLOCK_SIZE, INT8)
         if not isinstance(executor, BatchedExecutor) or executor.spec.kv_bits == 16:
-            return QuantizedReport(
-                unquantized=_one_line(unquantized) or "it keeps no keys and values"
-            )
+            why = _one_line(unquantized) or "it keeps no keys and values"
+            return QuantizedReport(unquantized=why)
         references = [
             make_reference(model, n, STEPS, VOCAB_SIZE, seed, num_ways=0)
             for seed, n in enumerate(LENGTHS)
@@ -141,14 +139,9 @@ def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: i
     """Return whether ``executor`` alone continues ``prompt`` as mlx-lm's generation does."""
     theirs = generate_step(mx.array(prompt), model, max_tokens=count)
     expected = [int(token) for token, _ in theirs]
-    slot = Slot(0, 0)
-    executor.dispatch(
-        Plan(
-            step=1,
-            new_slabs=(SlabSpec(0, 1, CAPACITY),),
-            chunks=(Chunk(slot, 0, tuple(prompt[:-1])),),
-        )
-    ).read()
+    slot, slab = Slot(0, 0), SlabSpec(0, 1, CAPACITY)
+    chunk = Chunk(slot, 0, tuple(prompt[:-1]))
+    executor.dispatch(Plan(step=1, new_slabs=(slab,), chunks=(chunk,))).read()
     tokens: list[int] = []
     for index in range(count):
         token = tokens[-1] if tokens else prompt[-1]

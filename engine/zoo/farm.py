@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import msgspec
 
@@ -41,12 +41,8 @@ def examine_all(
 
 class _Child:
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.zoo.farm"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-        )
+        command = [sys.executable, "-P", "-m", "engine.zoo.farm"]
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=_environment())
 
     def examine(self, name: str, time_limit_s: float) -> tuple[ArchitectureReport | None, bool]:
         """Return the report, and whether the child can be used again."""
@@ -63,9 +59,8 @@ class _Child:
             return msgspec.json.decode(line, type=ArchitectureReport | None), True
         status = process.wait()
         how = f"no answer in {time_limit_s:.0f} s" if timed_out else f"ended with {status}"
-        return ArchitectureReport(
-            name=name, loads=True, error=f"the process that examined it: {how}"
-        ), False
+        error = f"the process that examined it: {how}"
+        return ArchitectureReport(name=name, loads=True, error=error), False
 
     def end(self) -> None:
         self._process.kill()

@@ -56,6 +56,10 @@ LLAMA4_ROPE: Config = {
     "original_max_position_embeddings": WINDOW,
 }
 
+NAS_ATTENTION: Config = {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False}
+NO_ATTENTION: Config = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
+NAS_FFN: Config = {"ffn_mult": 1.3, "no_op": False, "replace_with_linear": False}
+
 ROPE_OF_EACH: Config = {
     "full_attention": {"rope_theta": 10_000.0},
     "sliding_attention": {"rope_theta": 1_000.0},
@@ -225,18 +229,8 @@ SPECIAL: dict[str, Config] = {
     "nanbeige": {"num_loops": 2},
     "nemotron-nas": {
         "block_configs": [
-            {
-                "attention": {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False},
-                "ffn": {"ffn_mult": 1.3, "no_op": False, "replace_with_linear": False},
-            },
-            {
-                "attention": {
-                    "n_heads_in_group": None,
-                    "no_op": True,
-                    "replace_with_linear": False,
-                },
-                "ffn": {"ffn_mult": 1.3, "no_op": False, "replace_with_linear": False},
-            },
+            {"attention": NAS_ATTENTION, "ffn": NAS_FFN},
+            {"attention": NO_ATTENTION, "ffn": NAS_FFN},
         ]
         * 2
     },
@@ -296,12 +290,7 @@ SPECIAL: dict[str, Config] = {
         "logits_soft_cap": 30.0,
         "block_types": ["recurrent", "attention"],
     },
-    "rwkv7": {
-        "a_low_rank_dim": 16,
-        "v_low_rank_dim": 16,
-        "gate_low_rank_dim": 16,
-        "decay_low_rank_dim": 16,
-    },
+    "rwkv7": {f"{name}_low_rank_dim": 16 for name in ("a", "v", "gate", "decay")},
     "spark2_5": {"hidden_act": "gelu", "layer_types": ALTERNATING, "rope_parameters": ROPE_OF_EACH},
     "step3p5": {
         "num_attention_groups": 2,

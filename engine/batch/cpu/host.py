@@ -126,21 +126,16 @@ class HostBatch(RaggedBatch):
         self._new[layer] = (keys, values)
 
     def attend(
-        self,
-        layer: int,
-        queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
+        self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         new = self._new.pop(layer, None)  # None if the layer was attended to before
-        mx.eval(queries, new or ())
+        mx.eval(query, new or ())
         if new is not None:
             self.store(layer, np.asarray(new[0]), np.asarray(new[1]))
-        batch, heads, width, _ = queries.shape
+        batch, heads, width, _ = query.shape
         kept = self.layout.layers[layer]
         kv_heads, value_dim = kept.kv_heads, kept.value_dim
-        asked: Array = np.asarray(queries).reshape(batch, kv_heads, heads // kv_heads, width, -1)
+        asked: Array = np.asarray(query).reshape(batch, kv_heads, heads // kv_heads, width, -1)
         asked = asked * np.float32(scale)
         out = np.zeros((*asked.shape[:-1], value_dim), np.float32)
         extra = None if sinks is None else np.asarray(sinks).reshape(kv_heads, -1, 1, 1)
@@ -170,12 +165,7 @@ class HostBatch(RaggedBatch):
                         place[...] = scales[i][:, :, : row.width]
 
     def attend_to(
-        self,
-        layer: int,
-        asked: Arrays,
-        out: Arrays,
-        window: int | None = None,
-        sinks: Array | None = None,
+        self, layer: int, asked: Arrays, out: Arrays, window: int | None, sinks: Array | None = None
     ) -> None:
         """Write the attention of each row's scaled queries to the same places of ``out``.
 

@@ -24,9 +24,9 @@ PATIENCE_S = 60.0
 RESUMED = "mlx_lm_server_resumed_requests_total"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    """One server for all tests, which leave it ready: it must survive one fault after another."""
+    """A server for each test: pauses before restarts grow from one fault to the next."""
     with serving(tiny_model("llama"), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 

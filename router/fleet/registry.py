@@ -272,7 +272,7 @@ class Registry:
         }
         try:
             template = settings.chat_template
-            if template is not None and Path(template).is_file():
+            if template is not None and _is_file(template):
                 template = Path(template).read_text(encoding="utf-8")
             model.renderer = await Renderer.load(
                 self._file_store.assemble(model.tokenizer_files),
@@ -293,6 +293,13 @@ class Registry:
     def _update_readiness(self, model: ModelReplicas) -> None:
         if model.update_readiness():
             self._listener.on_capacity_changed(model)
+
+
+def _is_file(path_or_text: str) -> bool:
+    try:
+        return Path(path_or_text).is_file()
+    except OSError:  # text that is too long for a path
+        return False
 
 
 def _invalid_hello(hello: Hello) -> str | None:

@@ -35,10 +35,12 @@ class TokenizerFileStore:
         return [name for name, digest in files.items() if not (self._root / digest).exists()]
 
     def put(self, content: bytes, wanted: Container[str]) -> None:
-        """Store ``content`` if its real digest is ``wanted``."""
+        """Store ``content`` if its real digest is ``wanted``, in whole or not at all."""
         digest = hashlib.sha256(content).hexdigest()
         if digest in wanted:
-            (self._root / digest).write_bytes(content)
+            partial = self._root / f"{digest}.partial"
+            partial.write_bytes(content)
+            partial.replace(self._root / digest)
 
     def assemble(self, files: Mapping[str, str]) -> Path:
         """Return a directory that has ``files`` under their names."""

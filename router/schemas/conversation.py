@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
-from router.errors import InvalidRequest
+from router.errors import InvalidRequest, InvalidValue
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:/@-]+\Z")]
 
 MAX_TOOLS = 512
+MAX_SCHEMA_DEPTH = 100
+"""Limit of nested objects and arrays in the parameters of a tool."""
 
 
 class ContentPart(Struct, frozen=True):
@@ -66,6 +69,39 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
     strict: Annotated[
         bool | None, Meta(description="Whether generation is constrained to the schema.")
     ] = None
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidValue`. Clients that have no empty object send null or an empty list."""
+        parameters = self.parameters
+        if parameters is None:
+            return
+        if _depth(parameters) > MAX_SCHEMA_DEPTH:
+            raise self._invalid("are nested too deeply")
+        properties, required = parameters.get("properties"), parameters.get("required")
+        if properties and not isinstance(properties, dict):
+            raise self._invalid("have 'properties' that are not an object")
+        if required and not (
+            isinstance(required, list) and all(isinstance(name, str) for name in required)
+        ):
+            raise self._invalid("have a 'required' that is not a list of names")
+        if any(not parameters.get(key, True) for key in ("properties", "required")):
+            rest = {key: value for key, value in parameters.items() if value or key != "required"}
+            rest |= {} if properties else {"properties": {}}
+            force_setattr(self, "parameters", rest)
+
+    def _invalid(self, reason: str) -> InvalidValue:
+        return InvalidValue(f"The parameters of the tool '{self.name}' {reason}.", param="tools")
+
+
+def _depth(schema: Any) -> int:
+    """Return how many objects and arrays are nested in ``schema``, without recursion."""
+    level, depth = [schema], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [
+            each for item in level for each in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth
 
 
 class Tool(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ _CALL_STARTS = {
     "muse_spark": re.compile("<atem:(invoke|parameter)"),
     "kimi_k3": re.compile(r"<\|open\|>"),
 }
-_FENCE = re.compile(r"\A```(?:json|tool_call|tool_code)?\s*(.*?)\s*(?:```)?\Z", re.DOTALL)
+_FENCE = re.compile(r"\A```(?:json|tool_call|tool_code)?")
 _BETWEEN = re.compile(r"[\s;,]*")
 _PYTHON_TAG = "<|python_tag|>"
 _BEGINNINGS = tuple(
@@ -137,9 +137,10 @@ def may_become_json_calls(pieces: Sequence[str]) -> bool:
 def _parse_json(text: str, tools: Any) -> list[Any]:
     """Return the items of consecutive JSON values, which may stand in a code fence."""
     text = text.strip().removeprefix(_PYTHON_TAG).strip()
-    fenced = _FENCE.match(text)
-    if fenced:
-        text = fenced[1]
+    fence = _FENCE.match(text)
+    if fence:
+        # Not part of the expression: next to a lazy match, whitespace takes quadratic time.
+        text = text[fence.end() :].removesuffix("```").strip()
     return [each for value, _ in _json_values(text) for each in _listed(value)]
 
 

@@ -304,3 +304,12 @@ def test_broken_http_closes_only_its_own_connection(server: Server) -> None:
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         connection.sendall(b"\x00\xff rubbish\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("kind", ["auto", "required"])
+def test_a_tool_whose_parameters_nest_deeply_is_an_error(server: Server, kind: str) -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "get", "parameters": schema}}]
+    assert_error(server.chat(tools=tools, tool_choice=kind), 400, "tools")

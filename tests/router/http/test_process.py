@@ -170,3 +170,15 @@ def test_a_router_serves_its_supervisors_socket_and_ends_when_the_link_closes(
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def test_a_long_chat_template_is_not_taken_for_a_path(
+    start_server: Callable[..., Server], start_engine: Callable[..., ScriptedEngine]
+) -> None:
+    template = (
+        "{# " + "long " * 100 + "#}{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    server = start_server(f"--chat-template={template}")
+    start_engine(server)
+    server.wait_ready()
+    assert server.chat("hello").status_code == 200

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from router.tokens.parsing.calls import JSON, parse_calls
+from tests.router.tokens.parsing.replies import TOOLS
+
+CALL = '{"name": "get_weather", "arguments": {"city": "Berlin"}}'
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        CALL,
+        f"```json\n{CALL}\n```",
+        f"```tool_call {CALL}```",
+        f"``` \n{CALL}",
+        f"<|python_tag|>```tool_code\n{CALL}\n```  ",
+    ],
+)
+def test_calls_may_stand_in_a_fence(reply: str) -> None:
+    (call,) = parse_calls(reply, JSON, TOOLS)
+    assert (call.name, call.arguments) == ("get_weather", '{"city": "Berlin"}')
+
+
+@pytest.mark.parametrize("reply", ["```", "``````", "```json", "```json```", "``` ```", "````"])
+def test_a_fence_without_a_call_is_no_call(reply: str) -> None:
+    assert parse_calls(reply, JSON, TOOLS) == []
+
+
+@pytest.mark.parametrize("end", ["", "x", "```", f"{CALL}```"])
+def test_whitespace_in_a_fence_takes_linear_time(end: str) -> None:
+    started = time.monotonic()
+    parse_calls("```" + " \n" * 200_000 + end, JSON, TOOLS)
+    assert time.monotonic() - started < 10

@@ -20,6 +20,7 @@ load_fast_blas()  # before anything imports mlx
 from bench import prompts  # noqa: E402
 from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
+from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
 from bench.servers import mlx_lm_server, ours  # noqa: E402
@@ -187,6 +188,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "ragged": ragged,
     "scheduling": scheduling,
     "kv-bits": kv_bits,
+    "kernels": kernels,
 }
 """The comparisons that need no servers."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

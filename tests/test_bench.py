@@ -1,10 +1,16 @@
-"""The two sides of the comparisons without servers, on a tiny model."""
+"""The comparisons that need no servers, on a tiny model."""
 
 from pathlib import Path
 
+import mlx.core as mx
+import mlx_lm
 import pytest
 
+from bench import kernels
+from bench.primitives import count_primitives, fused_functions
 from bench.side import SIDES, side
+from engine.batch import ragged
+from engine.cache.layout import probe_layout
 from tests.tiny_models import make_tiny
 
 
@@ -15,3 +21,39 @@ def test_a_side_answers_each_call_with_seconds(name: str, tmp_path: Path) -> Non
         assert one.call("prefill", 32, 16) > 0
         assert one.call("decode", [20, 20], 2) > 0
         assert one.call("generate", [40, 7], 2) > 0
+
+
+def test_primitives_are_counted_without_views_and_without_what_was_evaluated() -> None:
+    a, b = mx.zeros((4, 4)), mx.ones((4, 4)) * 2
+    mx.eval(a, b)
+    c = (a @ b).T[:2].reshape(4, 2) @ b[:2] + a
+    assert count_primitives([c]) == {"Matmul": 2, "Add": 1}
+    mx.eval(c)
+    assert count_primitives([c, a]) == {}
+
+
+def test_one_primitive_stands_for_each_fused_function() -> None:
+    x, weight = mx.zeros((1, 4, 3, 8)), mx.ones(8)
+    offsets = mx.array([5])
+    mx.eval(x, weight, offsets)
+    with fused_functions():
+        normed = mx.fast.rms_norm(x, weight, 1e-5)
+        turned = mx.fast.rope(normed, 8, traditional=False, base=1e4, scale=1.0, offset=offsets)
+        mask = mx.array([True, True, False])
+        out = mx.fast.scaled_dot_product_attention(
+            turned, x[:, :2] + 1, x[:, :2, :, :4], scale=1.0, mask=mask
+        )
+    assert out.shape == (1, 4, 3, 4)
+    assert count_primitives([out]).total() == 4
+    normed = mx.fast.rms_norm(x, weight, 1e-5)
+    assert count_primitives([normed]).total() > 1 or mx.default_device() == mx.gpu
+
+
+def test_a_step_of_ours_is_counted_beside_that_of_mlx_lm(tmp_path: Path) -> None:
+    ragged.install()
+    model = mlx_lm.load(str(make_tiny("llama", tmp_path)))[0]
+    layout = probe_layout(model)
+    theirs = kernels.measure(kernels.theirs(model, layout, [40, 9], 1), 2, 1)
+    ours = kernels.measure(kernels.ours(model, layout, [40, 9], 1, 16), 2, 1)
+    # 3 norms and projections, rope, writes, attention, the gate: 16 a layer and the rest.
+    assert 16 < theirs.per_layer < 24 and 16 < ours.per_layer < 30

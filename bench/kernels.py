@@ -1,0 +1,168 @@
+"""The size of the graph that one step builds on a GPU, beside that of mlx-lm's batch cache.
+
+Graphs are built and not evaluated, so this runs on any machine. Slots are given to rows as the
+scheduler does on a GPU. Sampling is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache
+
+from bench.primitives import count_primitives, fused_functions
+from engine.batch import ragged
+from engine.batch.graph import GraphBatch
+from engine.batch.ragged import Row
+from engine.cache.layout import Layout, probe_layout
+from engine.cache.quantization import Precision
+from engine.cache.slabs import Slab, Slabs
+from engine.model.load import load, resolve
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.memory import Memory
+
+ROWS = (1, 8, 32)
+EVEN_TOKENS = 1500
+MIXED_TOKENS = (50, 2000)
+CHUNK_TOKENS = 64
+BUILDS = 8
+BLOCK_SIZE = 16
+
+
+class GraphCost(NamedTuple):
+    """What it takes to build the graph of one step."""
+
+    per_layer: float  # primitives that are not views
+    build_ms: float
+
+
+Build = Callable[[], Sequence[mx.array]]
+"""Builds the graph of a step anew, and returns the arrays that the step evaluates."""
+
+
+def kernels(model: str, runs: int) -> None:
+    """Print primitives a layer, and milliseconds to build the graph, of steps of 1 to 32 rows."""
+    ragged.install()
+    loaded = load(resolve(model)).model
+    loaded.set_dtype(mx.bfloat16)  # as on a GPU
+    mx.eval(loaded.parameters())
+    layout = probe_layout(loaded)
+    print(f"{'':28}{'primitives a layer':>40}{'ms to build':>36}")
+    heads = ["mlx-lm", "16 bits", "ratio", "8 bits", "ratio"]
+    print(" " * 28 + "".join(f"{head:>8}" for head in heads * 2), flush=True)
+    for width, what in ((1, "decode"), (CHUNK_TOKENS, f"chunk of {CHUNK_TOKENS}")):
+        for rows in ROWS:
+            for mixed in (False, True) if rows > 1 else (False,):
+                lengths = mixed_lengths(rows) if mixed else [EVEN_TOKENS] * rows
+                costs = [measure(theirs(loaded, layout, lengths, width), len(layout.layers), runs)]
+                for bits in (16, 8):
+                    build = ours(loaded, layout, lengths, width, bits)
+                    costs.append(measure(build, len(layout.layers), runs))
+                line = "".join(_figures([cost[i] for cost in costs]) for i in (0, 1))
+                print(f"{what}, {rows} {'mixed' if mixed else 'even'}".ljust(28) + line, flush=True)
+
+
+def mixed_lengths(rows: int) -> list[int]:
+    """Return lengths between 50 and 2,000 tokens, in a random order."""
+    rng = random.Random(1)
+    lengths = [*MIXED_TOKENS, *(rng.randint(*MIXED_TOKENS) for _ in range(rows - 2))]
+    rng.shuffle(lengths)
+    return lengths
+
+
+def measure(build: Build, layers: int, runs: int) -> GraphCost:
+    """Count the primitives of ``build``, and time it."""
+    with fused_functions():
+        primitives = count_primitives(build()).total()
+        seconds = []
+        for _ in range(BUILDS * runs):
+            begun = time.perf_counter()
+            build()
+            seconds.append(time.perf_counter() - begun)
+    return GraphCost(primitives / layers, 1e3 * statistics.median(seconds))
+
+
+def ours(model: Any, layout: Layout, lengths: Sequence[int], width: int, bits: int) -> Build:
+    """Return the step of ``width`` tokens after ``lengths`` tokens, in slabs."""
+    layout = layout.with_precision(Precision(8 if bits == 8 else 16), dequantized=False)
+    slabs, slots = _allocate(layout, [length + width for length in lengths])
+    rows = sorted(
+        Row(slot, length, length + width) for slot, length in zip(slots, lengths, strict=True)
+    )
+    contents = {number: (list(slab.arrays), dict(slab.scales)) for number, slab in slabs.items()}
+    inputs = mx.zeros((len(rows), width), mx.int32)
+    mx.eval(inputs)
+
+    def build() -> Sequence[mx.array]:
+        for number, (arrays, scales) in contents.items():  # a write changes the array object
+            slabs[number].arrays = [mx.stop_gradient(array) for array in arrays]
+            slabs[number].scales = {i: mx.stop_gradient(array) for i, array in scales.items()}
+        logits = GraphBatch(layout, slabs, rows).logits(model, inputs)
+        return [logits, *(array for slab in slabs.values() for array in slab.contents)]
+
+    return build
+
+
+def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Build:
+    """Return the step of ``width`` tokens after ``lengths`` tokens, in mlx-lm's batch caches."""
+    longest = max(lengths)
+    padding = [longest - length for length in lengths]
+    filled = -(-(longest + width) // BatchKVCache.step) * BatchKVCache.step
+    made = []
+    for layer in layout.layers:
+        shape = (len(lengths), layer.kv_heads, filled)
+        keys = mx.zeros((*shape, layer.key_dim), layer.dtype)
+        made.append((keys, mx.zeros((*shape, layer.value_dim), layer.dtype)))
+    offset, inputs = mx.array(lengths), mx.zeros((len(lengths), width), mx.int32)
+    mx.eval(made, offset, inputs)
+
+    def build() -> Sequence[mx.array]:
+        caches = []
+        for keys, values in made:
+            cache = BatchKVCache(padding)
+            cache.keys, cache.values = mx.stop_gradient(keys), mx.stop_gradient(values)
+            cache.offset, cache._idx = offset, longest
+            caches.append(cache)
+        logits: mx.array = model(inputs, cache=caches)
+        return [logits, *(a for cache in caches for a in (cache.keys, cache.values, cache.offset))]
+
+    return build
+
+
+def _allocate(layout: Layout, lengths: Sequence[int]) -> tuple[Slabs, list[Any]]:
+    """Return slots for sequences of ``lengths`` tokens, and their slabs, as the scheduler would
+    give them to sequences that come one after the other."""
+    memory = Memory(_config(layout, len(lengths)))
+    slots, slabs = [], Slabs()
+    for length in lengths:
+        allocated = memory.allocate_slot(length)
+        assert allocated is not None
+        slots.append(allocated[0])
+    for spec in memory.slots.slabs():
+        slabs[spec.slab_id] = Slab(layout, spec.rows, spec.capacity)
+    return slabs, slots
+
+
+def _config(layout: Layout, rows: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        block_size=BLOCK_SIZE,
+        block_bytes=BLOCK_SIZE * layout.block_token_bytes,
+        slot_block_bytes=BLOCK_SIZE * layout.slot_token_bytes,
+        limit_bytes=BLOCK_SIZE * layout.slot_token_bytes * 8192 * rows,
+        context_length=8192,
+        max_batch_size=rows,
+        prefill_batch_size=rows,
+        completion_batch_size=rows,
+        namespace=b"",
+    )
+
+
+def _figures(figures: Sequence[float]) -> str:
+    """Return the figures of mlx-lm, of 16 and of 8 bits, with ratios to mlx-lm's."""
+    first, *others = figures
+    return f"{first:8.1f}" + "".join(f"{each:8.1f}{each / first:8.2f}" for each in others)

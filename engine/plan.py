@@ -6,10 +6,11 @@ sent to another rank, or run by a fake.
 
 The storage that plans refer to:
 
-* A **slab** is a set of rows of one capacity (tokens), allocated and freed as a whole. A
-  **slot** is one row of a slab. It holds the KV of one running sequence, left-aligned: the
-  token at position p lies at index p. Writing beyond a sequence's length is harmless: those
-  positions are never attended to, and are overwritten when the sequence gets there.
+* A **slab** is a set of rows of one capacity (tokens). It is allocated and freed as a whole, and
+  may get more rows, or lose the last ones. A **slot** is one row of a slab. It holds the KV of
+  one running sequence, left-aligned: the token at position p lies at index p. Writing beyond a
+  sequence's length is harmless: those positions are never attended to, and are overwritten when
+  the sequence gets there.
 * A **block** is an immutable copy of ``block_size`` consecutive positions of some sequence, in
   all layers. The executor knows it by an integer id that the scheduler assigns. Sequences never
   read blocks in place; blocks are copied into slots.
@@ -53,6 +54,13 @@ class SlabSpec(PlanOp, frozen=True):
     slab_id: int  # a new id
     rows: int
     capacity: int  # tokens of each row
+
+
+class ResizeSlab(PlanOp, frozen=True):
+    """Change the number of rows of a slab. Rows that stay keep their content and their slots."""
+
+    slab_id: int
+    rows: int  # the rows from this number on are not in use
 
 
 class Insert(PlanOp, frozen=True):
@@ -146,6 +154,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
+    resized_slabs: tuple[ResizeSlab, ...] = ()  # those that lose rows come first
     new_slabs: tuple[SlabSpec, ...] = ()
     inserts: tuple[Insert, ...] = ()
     restores: tuple[Restore, ...] = ()

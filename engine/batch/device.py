@@ -43,13 +43,24 @@ def uses_host() -> bool:
     return mx.default_device() == mx.cpu and os.environ.get(HOST_VARIABLE) != "0"
 
 
-def slots_dequantized() -> bool:
+def slots_dequantized(layout: Layout) -> bool:
     """Return whether slots keep dequantized values instead of codes.
 
-    They do on the CPU, where attention to codes takes several times as long."""
+    They do on a GPU, and on the CPU for models in fp32: attention to codes takes several times as
+    long. On the CPU 16-bit models keep codes, which takes less memory and more time."""
     import mlx.core as mx
 
-    return bool(mx.default_device() == mx.cpu)
+    in_fp32 = all(layer.dtype == mx.float32 for layer in layout.layers)
+    return in_fp32 or bool(mx.default_device() == mx.gpu)
+
+
+def shares_slabs() -> bool:
+    """Return whether all slots of one capacity are in one slab, which grows and shrinks.
+
+    They are on a GPU, where each slab takes operations of its own in every layer."""
+    import mlx.core as mx
+
+    return bool(mx.default_device() == mx.gpu)
 
 
 def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
@@ -58,8 +69,11 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
 
     from engine.batch.cpu import decoder
     from engine.batch.cpu.host import HostBatch
+    from engine.batch.gpu import GPUBatch
     from engine.batch.graph import GraphBatch
 
+    if mx.default_device() == mx.gpu:
+        return [GPUBatch]
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):
         return [GraphBatch]
     bound = decoder.bind(model, layout)

@@ -16,9 +16,6 @@ from engine.cache.slabs import Slab, Slabs, StoredKV
 
 Mask: TypeAlias = mx.array | str | None
 
-CALL_COST_TOKENS = 150
-"""Fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
-
 
 @dataclass(frozen=True)
 class _RowGroup:
@@ -46,6 +43,9 @@ class _RowGroup:
 class GraphBatch(RaggedBatch):
     """Decoding rows attend run by run, rows of a prefill one by one."""
 
+    call_cost_tokens = 150
+    """Fixed cost of one attention call over one layer, see `engine.cache.grouping`."""
+
     multiplies_codes = mx.default_device() == mx.gpu
     """Whether decoding rows attend directly to codes, without dequantizing them.
 
@@ -72,7 +72,7 @@ class GraphBatch(RaggedBatch):
                 number = row.slot.row
                 self._groups.append(_RowGroup(slab, number, number, row.end, (i,)))
             return
-        for run in split_runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
+        for run in split_runs(numbers, [row.end for row in rows], self.call_cost_tokens):
             inside = [i for i, n in enumerate(numbers, first) if run.first <= n <= run.last]
             gather = scatter = None
             if len(inside) != run.last - run.first + 1:
@@ -82,10 +82,9 @@ class GraphBatch(RaggedBatch):
             self._groups.append(_RowGroup(slab, *run, tuple(inside), gather, scatter))
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        for number, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            if new.size == 0:
+        for number, kept in enumerate(self._stored(layer, keys, values), 2 * layer):
+            if kept.array.size == 0:
                 continue
-            kept = StoredKV.of(new, self.layout.arrays[number])
             for slab, first, end, places in self._slabs:
                 if places is not None:
                     slab.put_each(number, *places, kept.batch(first, end))
@@ -93,6 +92,11 @@ class GraphBatch(RaggedBatch):
                 for i in range(first, end):
                     row = self.rows[i]
                     slab.put(number, row.slot.row, row.start, kept.row(i, row.width))
+
+    def _stored(self, layer: int, keys: mx.array, values: mx.array) -> Sequence[StoredKV]:
+        """Return keys and values in the form that slabs keep."""
+        kinds = self.layout.arrays[2 * layer : 2 * layer + 2]
+        return [StoredKV.of(new, kind) for new, kind in zip((keys, values), kinds, strict=True)]
 
     def attend(
         self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None

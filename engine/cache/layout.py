@@ -115,7 +115,7 @@ class Layout:
     states: tuple[StateLayout, ...]
     tree: tuple[Node, ...]  # has the shape of the cache list that mlx-lm makes for the model
     precision: Precision = UNQUANTIZED
-    dequantized: bool = False  # whether slots hold dequantized values, for layers in fp32
+    dequantized: bool = False  # whether slots hold dequantized values
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     """The arrays of a slot, in the order of a slab's."""
     groups: tuple[StorageGroup, ...] = field(init=False)
@@ -125,8 +125,7 @@ class Layout:
         for layer in self.layers:
             for dim in (layer.key_dim, layer.value_dim):
                 scheme = self.precision.for_dim(dim)
-                # Codes cannot be recovered from types narrower than fp32.
-                dequantized = self.dequantized and scheme is not None and layer.dtype == mx.float32
+                dequantized = self.dequantized and scheme is not None
                 arrays.append(ArrayLayout(layer.kv_heads, dim, layer.dtype, scheme, dequantized))
         grouped: dict[ArrayLayout, list[int]] = {}
         for index, array in enumerate(arrays):
@@ -160,6 +159,11 @@ class Layout:
     def slot_token_bytes(self) -> int:
         """Bytes of one position of a slot, in all layers."""
         return sum(array.slot_token_bytes for array in self.arrays)
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of one position in the largest array of a slot."""
+        return max((array.slot_token_bytes for array in self.arrays), default=0)
 
     @property
     def state_bytes(self) -> int:

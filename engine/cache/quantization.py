@@ -10,6 +10,8 @@ scale and a bias in fp16. An element is kept as an integer, its code, and is rea
   So rounding them to fp16 cuts nothing off, and ``|bias| < 2**20 * scale``.
 * Therefore codes can be recovered from values that are kept in fp32: ``(value - bias) /
   scale`` is off by less than ``2**-24 * (|bias| / scale + 3 * 255)``, which is under 0.1.
+* Values that are kept in 16 bits may belong to several codes. The one that is recovered gives
+  the same value again (`codes_of`), so nothing depends on which it is.
 
 A value that was read is never rounded again, so every value is quantized once.
 """
@@ -87,42 +89,87 @@ class Quantized(NamedTuple):
 
 def quantize(x: mx.array, scheme: Quantization) -> Quantized:
     """Quantize ``x`` (..., positions, dim). Elements beyond the range of fp16 are clipped."""
-    if x.shape[-2] == 1 and mx.default_device() == mx.gpu:
-        return Quantized(*compiled_quantize(scheme)(x))
-    return _quantize(x, scheme)
+    groups = x.reshape(*x.shape[:-1], -1, scheme.group_size)
+    low, high = _clamped(groups.min(axis=-1)), groups.max(axis=-1)
+    bias = _bias(low)
+    scales = mx.stack([_scale(low, high, bias, scheme), bias])
+    return Quantized(codes_of(x.astype(mx.float32), scales, scheme), scales)
+
+
+RoundedPair = tuple[mx.array, mx.array, mx.array, mx.array]
+"""Keys and values of a layer, rounded, in their own type, and the scales of each."""
 
 
 @cache
-def compiled_quantize(scheme: Quantization) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
-    """Return `quantize` compiled to a few kernels, for decode steps on a GPU.
+def compiled_rounding(scheme: Quantization) -> Callable[[mx.array, mx.array], RoundedPair]:
+    """Return a function that quantizes and dequantizes keys and values (..., dim) of one shape,
+    in a few kernels for both. The result is that of `quantize` and `dequantize`.
 
-    MLX compiles it again for each shape."""
+    MLX traces it again for each shape."""
 
-    def run(x: mx.array) -> tuple[mx.array, mx.array]:
-        codes, scales = _quantize(x, scheme)
-        return codes, scales
+    def run(keys: mx.array, values: mx.array) -> RoundedPair:
+        both = mx.stack([keys, values])
+        groups = both.reshape(*both.shape[:-1], -1, scheme.group_size)
+        low, high = groups.min(axis=-1), groups.max(axis=-1)
+        # The added axis ends a kernel: with more steps MLX would cut it in a worse place.
+        bias = _bias(_clamped(low))[None]
+        # Stacked by a choice for each element: a kernel computes that along.
+        shape = (2, *low.shape)
+        low, high, wide = (mx.broadcast_to(x, shape) for x in (low, high, bias))
+        is_scale = mx.array([True, False]).reshape(2, *[1] * (low.ndim - 1))
+        scales = mx.where(is_scale, _scale(_clamped(low), high, wide, scheme), wide)
+        # Every step of a kernel has to have its shape.
+        scale, bias = (
+            mx.broadcast_to(x.squeeze(0)[..., None], groups.shape).astype(mx.float32)
+            for x in mx.split(scales, 2)
+        )
+        codes = _nearest(groups.astype(mx.float32), scale, bias, scheme)
+        rounded = (codes * scale + bias).astype(both.dtype).reshape(both.shape)
+        first, second = mx.split(rounded, 2)
+        ours, theirs = mx.split(scales, 2, axis=1)
+        return first.squeeze(0), second.squeeze(0), ours.squeeze(1), theirs.squeeze(1)
 
-    compiled: Callable[[mx.array], tuple[mx.array, mx.array]] = mx.compile(run)
+    compiled: Callable[[mx.array, mx.array], RoundedPair] = mx.compile(run)
     return compiled
 
 
-def _quantize(x: mx.array, scheme: Quantization) -> Quantized:
-    groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, scheme.group_size)
-    low = mx.maximum(groups.min(axis=-1), -LARGEST)
-    high = mx.maximum(groups.max(axis=-1), low)
-    bias = mx.minimum(low - mx.abs(low) * MARGIN, LARGEST).astype(mx.float16)
-    span = high - bias.astype(mx.float32)
+def _clamped(low: mx.array) -> mx.array:
+    return mx.maximum(low.astype(mx.float32), -LARGEST)
+
+
+def _bias(low: mx.array) -> mx.array:
+    """Return the bias, in fp16, of groups whose least element is ``low``."""
+    return mx.minimum(low - mx.abs(low) * MARGIN, LARGEST).astype(mx.float16)
+
+
+def _scale(low: mx.array, high: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
+    """Return the scale, in fp16, of groups with elements from ``low`` to ``high``."""
+    span = mx.maximum(high.astype(mx.float32), low) - bias.astype(mx.float32)
     scale = span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE
-    scales = mx.stack([mx.minimum(scale, LARGEST_SCALE).astype(mx.float16), bias])
-    codes = codes_of(groups.reshape(x.shape), scales, scheme)
-    return Quantized(codes, scales)
+    return mx.minimum(scale, LARGEST_SCALE).astype(mx.float16)
+
+
+def _nearest(groups: mx.array, scale: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
+    """Return the nearest codes to ``groups``, as numbers of fp32."""
+    return mx.clip(mx.round((groups - bias) / scale), 0, scheme.max_code)
 
 
 def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.array:
-    """Return the codes of ``values`` (..., dim), which may be dequantized already."""
+    """Return the codes of ``values`` (..., dim), which may be dequantized already.
+
+    Dequantized values in 16 bits get codes that give the same values again. The nearest code
+    does, unless the value is a power of two, where numbers below lie twice as close: then one of
+    its neighbours does."""
     scale, bias = _columns(scales)
     groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
-    codes = mx.clip(mx.round((groups - bias) / scale), 0, scheme.max_code)
+    codes = _nearest(groups.astype(mx.float32), scale, bias, scheme)
+    if values.dtype != mx.float32:
+        nearest = codes
+        for shift in (1, -1):
+            near = mx.clip(nearest + shift, 0, scheme.max_code)
+            is_wrong = (codes * scale + bias).astype(values.dtype) != groups
+            is_right = (near * scale + bias).astype(values.dtype) == groups
+            codes = mx.where(is_wrong & is_right, near, codes)
     return codes.astype(mx.uint8).reshape(values.shape)
 
 

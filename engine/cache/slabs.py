@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from engine.cache.layout import ArrayLayout, Layout
-from engine.cache.quantization import KERNEL_GROUPS, Quantized, dequantize, pack, quantize, unpack
+from engine.cache.quantization import (
+    KERNEL_GROUPS,
+    Quantized,
+    compiled_rounding,
+    dequantize,
+    pack,
+    quantize,
+    unpack,
+)
 from engine.cache.states import StateStore
 from engine.plan import Slot
 
@@ -25,6 +34,17 @@ class StoredKV(NamedTuple):
             return cls(new, None)
         return cls(to_slab(quantized := quantize(new, kind.quantization), kind), quantized.scales)
 
+    @classmethod
+    def of_both(
+        cls, keys: mx.array, values: mx.array, kinds: Sequence[ArrayLayout]
+    ) -> tuple[StoredKV, StoredKV]:
+        """Convert keys and values of a layer in as few kernels as possible, to the same as `of`."""
+        scheme = kinds[0].quantization
+        if scheme is None or kinds[0] != kinds[1] or not kinds[0].dequantized:
+            return cls.of(keys, kinds[0]), cls.of(values, kinds[1])
+        rounded = compiled_rounding(scheme)(keys, values)
+        return cls(rounded[0], rounded[2]), cls(rounded[1], rounded[3])
+
     def row(self, number: int, width: int) -> StoredKV:
         """Return the first ``width`` positions of one row, without the batch axis."""
         scales = None if self.scales is None else self.scales[:, number, :, :width]
@@ -41,7 +61,7 @@ def to_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
     scheme = kind.quantization
     assert scheme is not None
     if kind.dequantized:
-        return dequantize(quantized, scheme)
+        return dequantize(quantized, scheme).astype(kind.dtype)
     return pack(quantized.codes, scheme.bits).view(mx.uint32)
 
 
@@ -109,6 +129,18 @@ class Slab:
             found = dequantize(Quantized(codes, scales), kind.quantization)
         return found.astype(kind.dtype)
 
+    def resize(self, rows: int) -> None:
+        """Give the slab another number of ``rows``. Arrays are copied and evaluated one by one, so
+        that this takes no more than one of them beside what the slab has."""
+        for number, array in enumerate(self.arrays):
+            self.arrays[number] = _resized(array, 0, rows)
+            del array
+        for number, scales in self.scales.items():
+            self.scales[number] = _resized(scales, 1, rows)
+            del scales
+        self.last_tokens = _resized(self.last_tokens, 0, rows)
+        self.rows = rows
+
     def completion_marker(self) -> mx.array:
         """Return a new scalar array that is evaluated once the last written KV is."""
         written = next((array for array in reversed(self.arrays) if array.size), self.last_tokens)
@@ -124,6 +156,17 @@ class Slab:
         mx.eval(self.contents)
 
 
+def _resized(array: mx.array, axis: int, rows: int) -> mx.array:
+    """Return an evaluated copy of ``array`` with ``rows`` along ``axis``; new ones are zero."""
+    missing = rows - array.shape[axis]
+    if missing > 0:
+        resized = mx.pad(array, [(0, missing * (i == axis)) for i in range(array.ndim)])
+    else:  # a slice would keep the whole array alive
+        resized = mx.take(array, mx.arange(rows), axis=axis)
+    mx.eval(resized)
+    return resized
+
+
 class Slabs(dict[int, Slab]):
     """All slabs by their id, and the recurrent state of their slots."""
 
@@ -134,6 +177,11 @@ class Slabs(dict[int, Slab]):
     def free(self, number: int) -> None:
         del self[number]
         self.states.free(number)
+
+    def resize(self, number: int, rows: int) -> None:
+        """Give slab ``number`` another number of ``rows``, see `Slab.resize`."""
+        self[number].resize(rows)
+        self.states.free(number, rows)
 
     def copy_row(self, source: Slot, target: Slot, length: int) -> None:
         """Copy the first ``length`` positions of ``source``, and its state, to ``target``."""

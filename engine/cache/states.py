@@ -67,6 +67,10 @@ class StateStore:
             return []
         return self.put([target], self.copy_of(source))
 
-    def free(self, slab: int) -> None:
-        """Drop the state of all slots of ``slab``."""
-        self._by_slot = {slot: held for slot, held in self._by_slot.items() if slot.slab_id != slab}
+    def free(self, slab: int, first_row: int = 0) -> None:
+        """Drop the state of the slots of ``slab`` from row ``first_row`` on."""
+        self._by_slot = {
+            slot: held
+            for slot, held in self._by_slot.items()
+            if slot.slab_id != slab or slot.row < first_row
+        }

@@ -28,6 +28,9 @@ class ExecutorSpec:
     block_token_bytes: int  # bytes of KV of one position of a block
     slot_token_bytes: int  # the same of a slot, which may keep more than a block does
     state_bytes: int  # bytes of a slot's recurrent state, whatever its capacity
+    shares_slabs: bool = False
+    """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
+    time, is in ``slot_token_bytes`` then."""
 
 
 class PendingStep(ABC):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from engine.batch import device
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
@@ -41,6 +42,7 @@ class BatchedExecutor(Executor):
         self.reset()
         # There is one state per sequence and not one per position. Padding would change it.
         self._batches_chunks = batch_class.pads_rows and not layout.states
+        shares_slabs = device.shares_slabs()
         self.spec = ExecutorSpec(
             batching=batch_class.batching,
             # On the CPU MLX queues few operations: dispatching a step takes as long as running
@@ -52,8 +54,9 @@ class BatchedExecutor(Executor):
             keeps_kv=bool(layout.layers) or not layout.states,
             kv_bits=layout.kv_bits,
             block_token_bytes=max(1, layout.block_token_bytes),
-            slot_token_bytes=max(1, layout.slot_token_bytes),
+            slot_token_bytes=max(1, layout.slot_token_bytes + shares_slabs * layout.array_bytes),
             state_bytes=layout.state_bytes,
+            shares_slabs=shares_slabs,
         )
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
@@ -75,6 +78,8 @@ class BatchedExecutor(Executor):
         for number in plan.freed_slabs:
             self._slabs.free(number)
         self._sampler.free_slabs(plan.freed_slabs)
+        for resize in plan.resized_slabs:
+            self._slabs.resize(resize.slab_id, resize.rows)
         for new in plan.new_slabs:
             self._slabs[new.slab_id] = Slab(self.layout, new.rows, new.capacity)
         inserted: list[mx.array] = []

@@ -71,7 +71,8 @@ def _quantized(
     model: Any, layout: Layout, batch: type[RaggedBatch], vocab_size: int, precision: Precision
 ) -> tuple[Layout, str]:
     """Return ``layout`` with ``precision`` as far as that is proven, and what stays unquantized."""
-    quantized = layout.with_precision(precision, dequantized=device.slots_dequantized())
+    dequantized = device.slots_dequantized(layout)
+    quantized = layout.with_precision(precision, dequantized=dequantized)
     if quantized.kv_bits < 16:
         try:
             prove(model, quantized, batch, short_references(model, quantized, vocab_size))

@@ -108,6 +108,7 @@ def _scheduler_config(
         block_size=settings.block_size,
         block_bytes=sizes.block_bytes,
         slot_block_bytes=sizes.slot_block_bytes,
+        shares_slabs=spec.shares_slabs,
         state_bytes=spec.state_bytes,
         max_snapshots=sizes.max_snapshots,
         keeps_kv=spec.keeps_kv,

@@ -7,6 +7,9 @@ from typing import Literal
 
 StorePolicy = Literal["evict_only", "write_through"]
 
+ROOMY_TOKENS = 2048
+"""The smallest capacity with shared slabs, if this much for every sequence is little."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -21,6 +24,9 @@ class SchedulerConfig:
     completion_batch_size: int  # sequences that hold a slot
     namespace: bytes
     slot_block_bytes: int = 0  # as many positions of a slot as a block has; 0: as `block_bytes`
+    shares_slabs: bool = False
+    """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` includes
+    then what a slab takes while it is copied."""
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
     prefix_cache: bool = True  # False for models whose KV cannot be cut into blocks
     store_enabled: bool = False
@@ -80,12 +86,16 @@ class SchedulerConfig:
 
         They are 512 and up, each four times the one before. The last one is the context or the
         memory, whichever is less. With little memory they start smaller, so that several
-        sequences share it. Where tokens take no memory there is one class.
+        sequences share it. With shared slabs and much memory they start larger, since each class
+        takes operations of its own in every layer. Where tokens take no memory there is one class.
         """
         largest = min(-(-self.context_length // self.block_size), self.max_sequence_blocks)
         if not self.keeps_kv:
             return (largest * self.block_size,)
         capacity = max(1, min(512 // self.block_size, self.max_sequence_blocks // 8))
+        roomy_bytes = self.slab_bytes(self.completion_batch_size, ROOMY_TOKENS)
+        if self.shares_slabs and roomy_bytes <= self.limit_bytes // 4:
+            capacity = max(1, ROOMY_TOKENS // self.block_size)
         blocks = []
         while capacity < largest:
             blocks.append(capacity)

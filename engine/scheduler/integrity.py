@@ -55,6 +55,9 @@ def _memory(config: SchedulerConfig, memory: Memory, steps: list[InFlightStep]) 
 
 def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) -> Iterator[str]:
     running = sequences.ordered(*HOLDING_SLOT)
+    capacities = [slab.capacity for slab in memory.slots.slabs()]
+    if config.shares_slabs and len(capacities) != len(set(capacities)):
+        yield f"slabs of {sorted(capacities)} tokens a row: two are of one capacity"
     held = [seq.held_slot for seq in (*running, *sequences.leaving)] + sequences.vacated
     if len(held) != len(set(held)):
         yield "a slot is held twice"

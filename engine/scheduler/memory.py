@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count, starmap
 
-from engine.plan import Evict, SlabSpec, Slot
+from engine.plan import Evict, ResizeSlab, SlabSpec, Slot
 from engine.scheduler.block_pool import Block, BlockPool
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequence import Sequence
@@ -12,9 +12,11 @@ from engine.scheduler.slot_table import SlotTable
 from engine.scheduler.snapshot_pool import SnapshotPool
 
 SLAB_TOKENS = 4096
-"""Roughly the tokens that all rows of a slab hold together."""
+"""Roughly the tokens that all rows of a slab hold together, at first if it grows."""
 MAX_SLAB_SHARE = 1 / 8
-"""The largest part of the memory for a slab of more than one row."""
+"""The largest part of the memory that more than one row are added in at once."""
+GROWTH = 1 / 2
+"""The rows that a slab gets, as a part of those it has: they are copied each time it grows."""
 
 
 class Ledger:
@@ -58,6 +60,16 @@ class Memory:
         self.exported: dict[int, bytes] = {}  # hashes of evicted blocks whose bytes come back
         self.freed_slabs: list[int] = []
         self.new_slabs: list[SlabSpec] = []
+        self._resized: dict[int, tuple[int, SlabSpec]] = {}  # rows before this plan, and now
+
+    @property
+    def resized_slabs(self) -> list[ResizeSlab]:
+        """The slabs with another number of rows than before this plan, those with fewer first.
+
+        Then no order of the decisions needs more memory than the ledger has."""
+        changed = [(before, now) for before, now in self._resized.values() if before != now.rows]
+        changed.sort(key=lambda change: change[1].rows > change[0])
+        return [ResizeSlab(now.slab_id, now.rows) for _, now in changed]
 
     @property
     def smallest_capacity(self) -> int:
@@ -82,7 +94,7 @@ class Memory:
         now. A slot of a larger class is taken only if it is free and there is none that fits."""
         fitting = [capacity for capacity in self._classes if capacity >= tokens]
         slot = self.slots.take(fitting[0])
-        if slot is None and self._add_slab(fitting[0]):
+        if slot is None and self._add_rows(fitting[0]):
             slot = self.slots.take(fitting[0])
         if slot is not None:
             return slot, fitting[0]
@@ -219,19 +231,48 @@ class Memory:
         self.exported.clear()
         self.freed_slabs.clear()
         self.new_slabs.clear()
+        self._resized.clear()
 
-    def _add_slab(self, capacity: int) -> bool:
+    def _add_rows(self, capacity: int) -> bool:
+        """Add a slab of ``capacity``, or rows to the one that there is if slots share it."""
+        shared = self.slots.slab_of(capacity) if self._config.shares_slabs else None
+        had = 0 if shared is None else shared.rows
         memory_tokens = self._config.max_sequence_blocks * self._config.block_size
-        tokens = min(SLAB_TOKENS, int(memory_tokens * MAX_SLAB_SHARE))
-        rows = min(max(1, tokens // capacity), self._config.completion_batch_size)
+        tokens = min(max(SLAB_TOKENS, had * capacity * GROWTH), memory_tokens * MAX_SLAB_SHARE)
+        rows = max(1, min(int(tokens) // capacity, self._config.completion_batch_size - had))
         while rows > 1 and not self._affordable(self._config.slab_bytes(rows, capacity)):
             rows //= 2
         size_bytes = self._config.slab_bytes(rows, capacity)
         if not self._make_room(size_bytes):
             return False
         self.ledger.reserve(size_bytes)
-        self.new_slabs.append(self.slots.add(rows, capacity))
+        if shared is None:
+            self.new_slabs.append(self.slots.add(rows, capacity))
+        else:
+            self._resize(shared, had + rows)
         return True
+
+    def _resize(self, slab: SlabSpec, rows: int) -> None:
+        resized = self.slots.resize(slab, rows)
+        if slab in self.new_slabs:
+            self.new_slabs[self.new_slabs.index(slab)] = resized
+        else:
+            before, _ = self._resized.get(slab.slab_id, (slab.rows, slab))
+            self._resized[slab.slab_id] = before, resized
+
+    def _shrink(self, size_bytes: int, *, worth_it: bool) -> None:
+        """Give back the last free rows of slabs until ``size_bytes`` fit. With ``worth_it`` only
+        where that halves a slab, and never the first rows: what stays is copied."""
+        for slab in list(self.slots.slabs()) if self._config.shares_slabs else ():
+            if self.ledger.shortfall(size_bytes) <= 0:
+                return
+            rows = max(1, self.slots.rows_to_keep(slab))
+            if worth_it:
+                rows = max(rows, SLAB_TOKENS // slab.capacity)
+            if rows >= slab.rows or (worth_it and rows > slab.rows // 2):
+                continue
+            self._resize(slab, rows)
+            self.ledger.release(self._config.slab_bytes(slab.rows - rows, slab.capacity))
 
     def _affordable(self, size_bytes: int) -> bool:
         """Return whether ``size_bytes`` cost at most half of what is cached: rows that are not
@@ -241,20 +282,24 @@ class Memory:
     def _make_room(self, size_bytes: int) -> bool:
         """Make ``size_bytes`` fit; False, with nothing changed, if that is impossible.
 
-        Empty slabs are freed first, then the least recently used blocks and snapshots, then what
-        is reserved for fetches of waiting sequences.
+        Empty slabs are freed first, then many free rows at the end of slabs, then the least
+        recently used blocks and snapshots, then all free rows at the end of slabs, then what is
+        reserved for fetches of waiting sequences.
         """
         fetch_bytes = sum(self.fetch_reservations.values()) * self._config.block_bytes
-        reclaimable_bytes = self._empty_bytes() + self._cached_bytes() + fetch_bytes
+        reclaimable_bytes = self._free_rows_bytes() + self._cached_bytes() + fetch_bytes
         if self.ledger.shortfall(size_bytes) > reclaimable_bytes:
             return False
         while self.ledger.shortfall(size_bytes) > 0 and any(True for _ in self.slots.empty_slabs()):
             slab = self.slots.pop_empty_slab()
             self.ledger.release(self._config.slab_bytes(slab.rows, slab.capacity))
             self.freed_slabs.append(slab.slab_id)
+            self._resized.pop(slab.slab_id, None)
+        self._shrink(size_bytes, worth_it=True)
         while self.ledger.shortfall(size_bytes) > 0 and self._cached_bytes():
             blocks_first = self.blocks.oldest_use < self.snapshots.oldest_use
             self.evict_oldest(self.blocks if blocks_first else self.snapshots)
+        self._shrink(size_bytes, worth_it=False)
         while self.ledger.shortfall(size_bytes) > 0:
             last = max(self.fetch_reservations, key=lambda seq: seq.order)
             last.fetch.payloads.clear()
@@ -267,6 +312,15 @@ class Memory:
     def _cached_bytes(self) -> int:
         blocks_bytes = self.blocks.num_evictable * self._config.block_bytes
         return blocks_bytes + self.snapshots.num_evictable * self._config.state_bytes
+
+    def _free_rows_bytes(self) -> int:
+        """Bytes of the slabs, or of their last rows, that can be given back."""
+        if not self._config.shares_slabs:
+            return self._empty_bytes()
+        return sum(
+            self._config.slab_bytes(slab.rows - self.slots.rows_to_keep(slab), slab.capacity)
+            for slab in self.slots.slabs()
+        )
 
     def _empty_bytes(self) -> int:
         empty = self.slots.empty_slabs()

@@ -10,7 +10,7 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.sequence import Sequence
 
 _OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
-_OF_MEMORY = ("evictions", "freed_slabs", "new_slabs")
+_OF_MEMORY = ("evictions", "freed_slabs", "resized_slabs", "new_slabs")
 """Operations that `Memory` collects; a `PlanBuilder` collects the others."""
 
 

@@ -16,8 +16,8 @@ class _SlabRows:
 
 
 class SlotTable:
-    """Slabs and their free rows. A slab is freed only as a whole and only by `pop_empty_slab`, so
-    that one that empties and fills again costs nothing."""
+    """Slabs and their free rows. A slab is freed only by `pop_empty_slab` and changes its rows only
+    by `resize`, so that one that empties and fills again costs nothing."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _SlabRows] = {}
@@ -43,6 +43,26 @@ class SlotTable:
         self._slabs[slab.slab_id] = _SlabRows(slab, list(range(rows)))
         self._empty[slab.slab_id] = slab
         return slab
+
+    def slab_of(self, capacity: int) -> SlabSpec | None:
+        """Return the oldest slab of exactly ``capacity`` tokens a row."""
+        return next((slab for slab in self.slabs() if slab.capacity == capacity), None)
+
+    def rows_to_keep(self, slab: SlabSpec) -> int:
+        """Return how many rows ``slab`` must have: those up to the last one in use."""
+        free = set(self._slabs[slab.slab_id].free)
+        return next((row + 1 for row in reversed(range(slab.rows)) if row not in free), 0)
+
+    def resize(self, slab: SlabSpec, rows: int) -> SlabSpec:
+        """Give ``slab`` another number of rows. Raises: ValueError if a row in use would go."""
+        if rows < max(1, self.rows_to_keep(slab)):
+            raise ValueError(f"slab {slab.slab_id} has rows in use from {rows} on")
+        resized = SlabSpec(slab.slab_id, rows, slab.capacity)
+        free = [row for row in self._slabs[slab.slab_id].free if row < rows]
+        self._slabs[slab.slab_id] = _SlabRows(resized, sorted([*free, *range(slab.rows, rows)]))
+        if slab.slab_id in self._empty:
+            self._empty[slab.slab_id] = resized
+        return resized
 
     def take(self, capacity: int) -> Slot | None:
         """Take a free row of exactly ``capacity`` tokens, None if there is none. It is the lowest

@@ -14,6 +14,7 @@ from engine.batch import device
 from engine.batch.cpu import host
 from engine.batch.cpu.host import HostBatch
 from engine.batch.dense import DenseBatch, RowBatch
+from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
 from engine.batch.ragged import RaggedBatch
 from engine.cache import host_blocks, rounding, slabs
@@ -111,6 +112,8 @@ def test_every_kind_gives_mlx_lms_logits_with_the_executor_chosen_for_it(
     [
         (HostBatch, True, 8),
         (GraphBatch, True, 8),
+        (GPUBatch, True, 8),
+        (GPUBatch, False, 4),
         (GraphBatch, False, 8),
         (GraphBatch, False, 4),
         (DenseBatch, True, 4),
@@ -290,6 +293,7 @@ WAYS = [
     (HostBatch, True, Precision(8)),
     (HostBatch, True, Precision(4)),
     (GraphBatch, True, Precision(8)),
+    (GPUBatch, True, Precision(8)),
     (GraphBatch, False, Precision(8)),
     (GraphBatch, False, Precision(4)),
 ]
@@ -315,6 +319,22 @@ def test_a_block_has_the_same_bytes_after_restores_and_moves(
     assert store.saved(Slot(0, 2), 3) == first
     store.run(moves=(Move(Slot(0, 2), Slot(1, 0), len(TOKENS)),))
     assert store.saved(Slot(1, 0), 3) == first
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_a_slot_in_16_bits_is_the_same_after_a_restore(
+    tiny_model: Callable[..., Path], dtype: mx.Dtype
+) -> None:
+    """Its values do not tell which codes they were made of, and any that give them will do."""
+    model = mlx_lm.load(str(tiny_model("llama")))[0]
+    model.set_dtype(dtype)
+    store = Store(model, GPUBatch)
+    store.compute(0, TOKENS, 20)
+    store.restore(Slot(0, 2), store.saved(Slot(0, 0), 3))
+    whole, again = (store.executor.read_slot(Slot(0, row), len(TOKENS)) for row in (0, 2))
+    for ours, theirs in zip(whole, again, strict=True):
+        assert ours.array.dtype == dtype and mx.array_equal(ours.array, theirs.array)
+        assert mx.any(ours.array != 0)
 
 
 @pytest.mark.parametrize("length", [7, 100])
@@ -383,7 +403,9 @@ def test_blocks_of_heads_of_64_take_little_more_than_half_of_16_bits(
     layout = Layout((layer, layer), (), (KVNode(0), KVNode(1)))
     packed = layout.with_precision(Precision(bits), dequantized=True)
     assert packed.block_token_bytes <= most * layout.block_token_bytes
-    assert packed.slot_token_bytes == packed.block_token_bytes, "bfloat16 gives no codes back"
+    codes = layout.with_precision(Precision(bits), dequantized=False)
+    assert codes.slot_token_bytes == packed.block_token_bytes
+    assert packed.slot_token_bytes > layout.slot_token_bytes, "values, and the scales too"
 
 
 @pytest.mark.parametrize("dequantized", [True, False])

@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from engine.batch import ragged
 from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.batch.cpu.host import HostBatch
+from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
 from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
 from engine.cache.slabs import Slab
@@ -27,6 +28,7 @@ from engine.plan import (
     Insert,
     Move,
     Plan,
+    ResizeSlab,
     Restore,
     Save,
     SlabSpec,
@@ -49,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(autouse=True, params=[GraphBatch, HostBatch, DecoderBatch])
+@pytest.fixture(autouse=True, params=[GraphBatch, GPUBatch, HostBatch, DecoderBatch])
 def batch_class(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> type[ragged.RaggedBatch]:
@@ -419,6 +421,59 @@ def test_a_block_that_was_not_saved_fails_only_the_slots_that_restore_it(
     assert [slot for slot, _ in result.failed] == [slots[1]]
     assert [e.block_id for e in result.exported] == [3]
     assert runner.run(evictions=(Evict(1, export=True), Evict(2))).exported == ()
+
+
+def test_slots_keep_their_sequences_while_their_slab_grows_and_shrinks(model: Any) -> None:
+    """With look-ahead: each plan is dispatched before the one before it is read."""
+    prompts = [prompt(i, n) for i, n in enumerate((40, 9, 23, 30), 50)]
+    runner = Runner(model, rows=2)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    resized = {3: 3, 6: 9, 7: 4}  # rows after a turn
+    pending: list[tuple[PendingStep, list[int]]] = []
+    for turn in range(14):
+        runner.step += 1
+        running = [i for i in range(4) if 2 * i < turn]
+        joining = [i for i in range(4) if 2 * i == turn]
+        rows = (ResizeSlab(0, resized[turn]),) if turn in resized else ()
+        decodes = [
+            Decode(
+                Slot(0, i),
+                len(prompts[i]) - 2 + turn - 2 * i,
+                None if turn - 2 * i > 1 else prompts[i][-1],
+                turn - 2 * i - 1,
+                GREEDY,
+            )
+            for i in running
+        ]
+        chunks = [Chunk(Slot(0, i), 0, tuple(prompts[i][:-1])) for i in joining]
+        plan = Plan(
+            step=runner.step, resized_slabs=rows, decodes=tuple(decodes), chunks=tuple(chunks)
+        )
+        pending.append((runner.executor.dispatch(plan), running))
+        if len(pending) > 1 or turn == 13:
+            step, members = pending.pop(0)
+            for i, token in zip(members, step.read().tokens, strict=True):
+                outputs[i].append(token)
+    assert outputs == [
+        alone(model, tokens, len(out)) for tokens, out in zip(prompts, outputs, strict=True)
+    ]
+    assert [len(out) for out in outputs] == [12, 10, 8, 6]
+
+
+@pytest.mark.parametrize("rows", [9, 3])
+def test_resizing_a_slab_takes_no_more_than_one_array(model: Any, rows: int) -> None:
+    layout = probe_layout(model)
+    capacity = (64 << 20) // (6 * layout.slot_token_bytes)
+    slab = Slab(layout, 6, capacity)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    slab.resize(rows)
+    row_bytes = capacity * layout.slot_token_bytes
+    change = (rows - 6) * row_bytes
+    assert abs(mx.get_active_memory() - before - change) < row_bytes / 100
+    allowed = max(0, change) + max(rows, 6) * capacity * layout.array_bytes
+    assert mx.get_peak_memory() - before < 1.01 * allowed
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,15 @@ class FakeExecutor:
         return exported
 
     def _set_up(self, plan: Plan) -> None:
+        assert not {resized.slab_id for resized in plan.resized_slabs} & set(plan.freed_slabs)
+        for resized in plan.resized_slabs:
+            rows, capacity = self.slabs[resized.slab_id]
+            assert rows != resized.rows > 0
+            self.slabs[resized.slab_id] = (resized.rows, capacity)
+            for row in range(resized.rows, rows):
+                for kept in (self.rows, self.sampled, self.states):
+                    kept.pop(Slot(resized.slab_id, row), None)
+            self._check_memory()
         for slab in plan.new_slabs:
             assert slab.slab_id not in self.slabs and slab.capacity % self.config.block_size == 0
             self.slabs[slab.slab_id] = (slab.rows, slab.capacity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.plan import Evict, Slot
+from engine.plan import Evict, ResizeSlab, SlabSpec, Slot
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.memory import Ledger, Memory
 from engine.scheduler.slot_table import SlotTable
@@ -147,3 +147,41 @@ def test_free_rows_of_a_slab_in_use_are_no_pressure() -> None:
     memory.blocks.unpin(block)
     memory.slots.release(first[0])
     assert memory.unevictable_bytes == 0
+
+
+def test_slots_of_one_capacity_share_a_slab_that_grows_by_an_eighth_of_the_memory_at_most() -> None:
+    memory = Memory(
+        config(blocks=4096, context_length=1024, completion_batch_size=32, shares_slabs=True)
+    )
+    slots = [memory.allocate_slot(600) for _ in range(8)]
+    assert [found and found[0] for found in slots] == [Slot(0, row) for row in range(8)]
+    (slab,) = memory.new_slabs
+    assert slab == SlabSpec(0, 8, 1024) and not memory.resized_slabs
+    memory.forget_changes()
+    for row in range(8, 13):
+        assert memory.allocate_slot(600) == (Slot(0, row), 1024)
+    assert memory.resized_slabs == [ResizeSlab(0, 14)] and not memory.new_slabs
+    assert memory.ledger.used_bytes == 14 * 256 * BLOCK_BYTES
+
+
+def test_the_last_free_rows_are_given_back_after_the_cache_and_before_a_request_must_wait() -> None:
+    memory = Memory(
+        config(blocks=4 * 64, context_length=256, completion_batch_size=4, shares_slabs=True)
+    )
+    taken = [memory.allocate_slot(256) for _ in range(3)]
+    assert all(taken) and memory.ledger.used_bytes == 3 * 64 * BLOCK_BYTES
+    memory.forget_changes()
+    for found in taken[1:]:
+        assert found is not None
+        memory.slots.release(found[0])
+    cached = [memory.add_block(b"%d" % number) for number in range(64)]
+    assert all(cached) and not memory.resized_slabs
+    assert memory.add_block(b"one more") is not None
+    assert memory.resized_slabs == [ResizeSlab(0, 1)] and not memory.evictions
+    assert memory.ledger.used_bytes == (64 + 65) * BLOCK_BYTES
+
+
+def test_with_shared_slabs_and_much_memory_short_sequences_share_a_class_with_longer_ones() -> None:
+    fields = {"context_length": 8192, "completion_batch_size": 4, "shares_slabs": True}
+    assert config(blocks=2 * 8192, **fields).capacity_classes() == (2048, 8192)
+    assert config(blocks=4096, **fields).capacity_classes() == (512, 2048, 8192)

@@ -71,7 +71,7 @@ def test_a_row_is_taken_once_and_a_slab_is_freed_only_when_empty(seed: int) -> N
     pick = random.Random(seed)
     slots, taken, slabs = SlotTable(), set[Slot](), dict[int, tuple[int, int]]()
     for _ in range(OPERATIONS):
-        match pick.choice(["add", "take", "take", "take", "release", "release", "free"]):
+        match pick.choice(["add", "take", "take", "take", "release", "release", "free", "resize"]):
             case "add" if len(slabs) < 9:
                 slab = slots.add(pick.randrange(1, 5), pick.choice([16, 64, 256]))
                 assert slab.slab_id not in slabs
@@ -93,6 +93,17 @@ def test_a_row_is_taken_once_and_a_slab_is_freed_only_when_empty(seed: int) -> N
                 taken.remove(slot)
                 with pytest.raises(ValueError, match="free already"):
                     slots.release(slot)
+            case "resize" if slabs:
+                slab = pick.choice(list(slots.slabs()))
+                used_rows = [slot.row for slot in taken if slot.slab_id == slab.slab_id]
+                assert slots.rows_to_keep(slab) == max(used_rows, default=-1) + 1
+                rows = pick.randrange(1, 7)
+                if rows <= max(used_rows, default=-1):
+                    with pytest.raises(ValueError, match="in use"):
+                        slots.resize(slab, rows)
+                    continue
+                assert slots.resize(slab, rows).rows == rows
+                slabs[slab.slab_id] = rows, slab.capacity
             case "free" if any(True for _ in slots.empty_slabs()):
                 del slabs[slots.pop_empty_slab().slab_id]
         used = Counter(slot.slab_id for slot in taken)
@@ -114,12 +125,14 @@ class Books:
             completion_batch_size=self.random.randrange(1, 9),
             state_bytes=self.random.choice([0, 0, 700]),
             slot_block_bytes=BLOCK_BYTES * self.random.choice([1, 1, 4]),
+            shares_slabs=self.random.choice([False, True]),
         )
         self.memory = Memory(self.config)
         self.held: list[tuple[Slot, int]] = []
         self.pinned: list[Block] = []
         self.withdrawn: list[Block] = []
         self.slabs: dict[int, int] = {}
+        self.capacities: dict[int, int] = {}
         self.blocks: set[int] = set()
         self.number = 0
 
@@ -171,7 +184,13 @@ class Books:
             self.blocks.remove(evict.block_id)
         for slab in memory.freed_slabs:
             del self.slabs[slab]
+        for resized in memory.resized_slabs:
+            capacity = self.capacities[resized.slab_id]
+            self.slabs[resized.slab_id] = self.config.slab_bytes(resized.rows, capacity)
+            rows = [slot.row for slot, _ in self.held if slot.slab_id == resized.slab_id]
+            assert resized.rows > max(rows, default=0)
         for new in memory.new_slabs:
+            self.capacities[new.slab_id] = new.capacity
             self.slabs[new.slab_id] = self.config.slab_bytes(new.rows, new.capacity)
         memory.forget_changes()
 

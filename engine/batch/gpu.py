@@ -65,22 +65,22 @@ class GPUBatch(GraphBatch):
     def attend(
         self,
         layer: int,
-        queries: mx.array,
+        query: mx.array,
         scale: float,
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array:
         if not self.decoding or self._multiplies_codes(layer):
-            return super().attend(layer, queries, scale, window, sinks)
+            return super().attend(layer, query, scale, window, sinks)
         if self._gather is not None:
-            queries = queries[self._gather]
+            query = query[self._gather]
         outputs, first = [], 0
         for number, group in enumerate(self._groups):
             end = first + group.last - group.first + 1
             keys, values = group.keys_and_values(layer)
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
-                    queries if len(self._groups) == 1 else queries[first:end],
+                    query if len(self._groups) == 1 else query[first:end],
                     keys,
                     values,
                     scale=scale,

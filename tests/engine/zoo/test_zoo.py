@@ -21,6 +21,8 @@ from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
 from engine.zoo.farm import examine_all
 
+pytestmark = pytest.mark.slow
+
 
 def found(name: str) -> ArchitectureReport:
     report = examine(name)

@@ -84,7 +84,8 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
             isinstance(required, list) and all(isinstance(name, str) for name in required)
         ):
             raise self._invalid("have a 'required' that is not a list of names")
-        if any(not parameters.get(key, True) for key in ("properties", "required")):
+        kinds = {"properties": dict, "required": list}
+        if any(not isinstance(parameters.get(key, kind()), kind) for key, kind in kinds.items()):
             rest = {key: value for key, value in parameters.items() if value or key != "required"}
             rest |= {} if properties else {"properties": {}}
             force_setattr(self, "parameters", rest)

@@ -21,6 +21,7 @@ def tool(parameters: Any) -> Tool:
         ({"properties": [], "required": []}, {"properties": {}}),
         ({"properties": None}, {"properties": {}}),
         ({"required": ["a"]}, {"required": ["a"]}),
+        ({"properties": {}, "required": []}, {"properties": {}, "required": []}),
     ],
 )
 def test_what_clients_send_for_an_empty_schema_is_an_empty_schema(given: Any, kept: Any) -> None:

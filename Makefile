@@ -3,7 +3,8 @@
 PORT  ?= 8000
 MODEL ?= demo
 ARGS  ?=
-WORKERS ?= 2
+WORKERS ?= 4
+SLOW_WORKERS ?= 2
 # The backend of MLX: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu
 # The first interpreter that is new enough and works (shims of version managers may not).
@@ -17,7 +18,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow clients lint lint-style lint-types lint-imports hooks format bench soak fuzz zoo compose-test lock clean
+.PHONY: help setup serve test test-slow clients agents lint lint-style lint-types lint-imports hooks format bench soak abuse fuzz zoo compose-test lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -25,16 +26,20 @@ help:
 	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
 	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
+	@echo "make agents        install real coding agents, let each do a task on a real server (5 minutes)"
 	@echo "make docs          write the generated parts of the documentation (except for zoo and clients)"
 	@echo "make lint          ruff, mypy, import contracts"
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in alternating runs"
 	@echo "make soak          30 minutes of mixed load against a whole server"
+	@echo "make abuse         do all that one client could hurt others by, and measure the others"
 	@echo "make fuzz          10,000 requests generated from /openapi.json, every answer checked"
-	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md (2 minutes)"
+	@echo "make test-store    100,000 random operations on the SSD tier, with faults of the disk and kills"
+	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md (5 minutes)"
 	@echo "make compose-test  build, start and test the three containers (needs a Docker daemon)"
 	@echo "make lock          update the pinned versions to match pyproject.toml (needs uv)"
+	@echo "make platforms     check that wheels of all dependencies exist for arm64, x86-64 and macOS (needs uv)"
 	@echo "make clean         remove .venv and caches"
 
 setup: $(READY)
@@ -55,16 +60,19 @@ endif
 serve: setup
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
 
-# Many tests wait for processes more than they compute, so two in parallel take half the time.
+# Many tests wait for processes more than they compute, so there are more workers than cores.
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
-# Not in parallel: each of these tests keeps all cores busy.
+# Each of these tests keeps all cores busy, but not while its servers start and stop.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) --dist loadfile --timeout 600 $(ARGS)
 
 clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)
+
+agents: setup
+	$(BIN)/python -m tests.agents $(ARGS)
 
 # The tables of docs/models.md and docs/clients.md take minutes: make zoo, make clients.
 .PHONY: docs
@@ -97,8 +105,15 @@ bench: setup
 soak: setup
 	$(BIN)/python -m tests.e2e.soak $(ARGS)
 
+abuse: setup
+	$(BIN)/python -m tests.e2e.abuse $(ARGS)
+
 fuzz: setup
 	$(BIN)/python -m tests.e2e.fuzz $(ARGS)
+
+.PHONY: test-store
+test-store: setup
+	$(BIN)/python -m tests.kvstore.store_run $(ARGS)
 
 zoo: setup
 	$(BIN)/python -m engine.zoo --write docs/models.md $(ARGS)
@@ -111,6 +126,19 @@ lock:
 	uv pip compile pyproject.toml --extra cpu $(PIN) --output-file requirements/serve.txt $(LOCKING)
 	uv pip compile pyproject.toml --extra cpu --extra dev $(PIN) \
 		--constraints requirements/serve.txt --output-file requirements/develop.txt $(LOCKING)
+
+# Wheels alone, of the oldest systems that MLX supports. Nothing is installed.
+platforms:
+	@for python in 3.11 3.14; do \
+		for platform in aarch64-manylinux_2_35 x86_64-manylinux_2_35; do \
+			uv pip compile pyproject.toml --all-extras --python-version $$python \
+				--python-platform $$platform --only-binary :all: --quiet --output-file /dev/null || exit 1; \
+			echo "$$platform, Python $$python: all extras"; \
+		done; \
+		MACOSX_DEPLOYMENT_TARGET=14.0 uv pip compile pyproject.toml --extra dev --python-version $$python \
+			--python-platform aarch64-apple-darwin --only-binary :all: --quiet --output-file /dev/null || exit 1; \
+		echo "aarch64-apple-darwin, Python $$python: the server and its tests"; \
+	done
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -22,6 +22,8 @@ from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
+from bench.metal import metal  # noqa: E402
+from bench.precision import precision  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
 from bench.servers import mlx_lm_server, ours  # noqa: E402
 from bench.side import side  # noqa: E402
@@ -36,12 +38,12 @@ STACK_PAIRS = 3
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     names = [*ALONE, *BENCHES]
-    parser.add_argument("names", nargs="*", choices=[[], *names], help="default: all")
+    parser.add_argument("names", nargs="*", choices=[[], *names], help="default: all but metal")
     parser.add_argument("--runs", type=int, default=5, help="alternating runs (default: 5)")
     parser.add_argument("--model", default="demo")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
-    chosen = options.names or names
+    chosen = options.names or [name for name in names if name != "metal"]
     for name in chosen:
         if name in ALONE:
             print(f"\n## {name}", flush=True)
@@ -189,6 +191,8 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "scheduling": scheduling,
     "kv-bits": kv_bits,
     "kernels": kernels,
+    "precision": precision,
+    "metal": metal,
 }
 """The comparisons that need no servers."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.backend.blas import load_fast_blas
 from shared.settings import Settings
 from shared.wire import Delta, SamplingParams, Submit
+
+if TYPE_CHECKING:  # these import mlx
+    from engine.executor.base import PendingStep
+    from engine.plan import Plan
 
 
 class InProcessEngine:
@@ -28,6 +33,7 @@ class InProcessEngine:
         )
         self.replica = build_replica(self.loaded, settings)
         self._number = 0
+        self._pending: deque[tuple[Plan, PendingStep]] = deque()
 
     @property
     def own_type_bytes(self) -> int:
@@ -87,6 +93,23 @@ class InProcessEngine:
         ]
         return asked, answers
 
+    def texts(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> list[list[int]]:
+        """Return the greedy continuations of ``prompts``, which run at once. None ends early."""
+        names = [self.submit(prompt, max_tokens) for prompt in prompts]
+        found: dict[str, list[int]] = {name: [] for name in names}
+        while not self.replica.scheduler.idle:
+            for delta in self._step()[1]:
+                if delta.finish == "error":
+                    raise RuntimeError(f"a request failed: {delta}")
+                found[delta.request_id] += delta.token_ids
+            after_step()
+        return list(found.values())
+
     def expected(self, token_ids: list[int]) -> list[int]:
         """Return the most likely token after each of ``token_ids`` but the last."""
         self.submit(token_ids, 1, prompt_logprobs=1)
@@ -135,9 +158,16 @@ class InProcessEngine:
         return submit.request_id
 
     def _step(self) -> tuple[int, list[Delta]]:
-        """Run the next plan; return the rows of a plan of decodes only, and the deltas."""
-        plan = self.replica.scheduler.schedule()
+        """Run the next plan, and wait for it, or with look-ahead for the one before.
+
+        Return the rows of a plan of decodes only, and the deltas."""
+        replica = self.replica
+        plan = replica.scheduler.schedule()
         if plan is not None:
-            self.replica.scheduler.apply(self.replica.executor.dispatch(plan).read())
-        deltas = self.replica.scheduler.take_outputs().deltas
-        return (len(plan.decodes) if plan and not plan.chunks else 0), deltas
+            self._pending.append((plan, replica.executor.dispatch(plan)))
+        done = None
+        if len(self._pending) > (replica.executor.spec.look_ahead and plan is not None):
+            done, step = self._pending.popleft()
+            replica.scheduler.apply(step.read())
+        deltas = replica.scheduler.take_outputs().deltas
+        return (len(done.decodes) if done and not done.chunks else 0), deltas

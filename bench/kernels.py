@@ -6,9 +6,12 @@ scheduler does on a GPU. Sampling is left out on both sides.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,7 +32,7 @@ ROWS = (1, 8, 32)
 EVEN_TOKENS = 1500
 MIXED_TOKENS = (50, 2000)
 CHUNK_TOKENS = 64
-BUILDS = 8
+BUILDS = 16
 BLOCK_SIZE = 16
 
 
@@ -37,11 +40,14 @@ class GraphCost(NamedTuple):
     """What it takes to build the graph of one step."""
 
     per_layer: float  # primitives that are not views
-    build_ms: float
+    build_ms: float  # time of the processor, the shortest
+    build_ratio: float  # to the first step that was measured: the median of pairs
 
 
 Build = Callable[[], Sequence[mx.array]]
-"""Builds the graph of a step anew, and returns the arrays that the step evaluates."""
+"""Builds the graph of a step, once, and returns the arrays that the step evaluates."""
+Prepare = Callable[[], Build]
+"""Brings the caches to where the step begins. Not part of a step, and so not timed."""
 
 
 def kernels(model: str, runs: int) -> None:
@@ -61,7 +67,8 @@ def kernels(model: str, runs: int) -> None:
                 builds = [theirs(loaded, layout, lengths, width)]
                 builds += [ours(loaded, layout, lengths, width, bits) for bits in (16, 8)]
                 costs = measure(builds, len(layout.layers), runs)
-                line = "".join(_figures([cost[i] for cost in costs]) for i in (0, 1))
+                line = _figures([c.per_layer for c in costs])
+                line += _figures([c.build_ms for c in costs], [c.build_ratio for c in costs])
                 print(f"{what}, {rows} {'mixed' if mixed else 'even'}".ljust(28) + line, flush=True)
 
 
@@ -73,46 +80,66 @@ def mixed_lengths(rows: int) -> list[int]:
     return lengths
 
 
-def measure(builds: Sequence[Build], layers: int, runs: int) -> list[GraphCost]:
-    """Count the primitives of each of ``builds``, and time them in turn.
+def measure(steps: Sequence[Prepare], layers: int, runs: int) -> list[GraphCost]:
+    """Count the primitives of each of ``steps``, and time how long they take to build, in turn.
 
-    The time is the shortest one: whatever else runs on the machine can only add to it."""
-    with fused_functions():
-        primitives = [count_primitives(build()).total() for build in builds]
-        seconds: list[list[float]] = [[] for _ in builds]
+    Other programs on the machine slow down neighbouring builds alike, and so change ratios of
+    pairs less than times. The graph is freed after that, as a step that was evaluated has none."""
+    with fused_functions(), _no_garbage_collection():
+        primitives = [count_primitives(prepare()()).total() for prepare in steps]
+        seconds: list[list[float]] = [[] for _ in steps]
         for _ in range(BUILDS * runs):
-            for build, times in zip(builds, seconds, strict=True):
-                begun = time.perf_counter()
-                build()
-                times.append(time.perf_counter() - begun)
+            for prepare, times in zip(steps, seconds, strict=True):
+                build = prepare()
+                begun = time.thread_time()
+                built = build()
+                times.append(time.thread_time() - begun)
+                del built
     return [
-        GraphCost(count / layers, 1e3 * min(times))
+        GraphCost(
+            count / layers,
+            1e3 * min(times),
+            median(ours / theirs for ours, theirs in zip(times, seconds[0], strict=True)),
+        )
         for count, times in zip(primitives, seconds, strict=True)
     ]
 
 
-def ours(model: Any, layout: Layout, lengths: Sequence[int], width: int, bits: int) -> Build:
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def ours(model: Any, layout: Layout, lengths: Sequence[int], width: int, bits: int) -> Prepare:
     """Return the step of ``width`` tokens after ``lengths`` tokens, in slabs."""
     layout = layout.with_precision(Precision(8 if bits == 8 else 16), dequantized=True)
     slabs, slots = _allocate(layout, [length + width for length in lengths])
     rows = sorted(
         Row(slot, length, length + width) for slot, length in zip(slots, lengths, strict=True)
     )
+    mx.eval([(slab.arrays, slab.scales) for slab in slabs.values()])  # as in a running engine
     contents = {number: (list(slab.arrays), dict(slab.scales)) for number, slab in slabs.items()}
     inputs = mx.zeros((len(rows), width), mx.int32)
     mx.eval(inputs)
 
     def build() -> Sequence[mx.array]:
-        for number, (arrays, scales) in contents.items():  # a write changes the array object
-            slabs[number].arrays = [mx.stop_gradient(array) for array in arrays]
-            slabs[number].scales = {i: mx.stop_gradient(array) for i, array in scales.items()}
         logits = GPUBatch(layout, slabs, rows).logits(model, inputs)
         return [logits, *(array for slab in slabs.values() for array in slab.contents)]
 
-    return build
+    def prepare() -> Build:
+        for number, (arrays, scales) in contents.items():  # a write changes the array object
+            slabs[number].arrays = [mx.stop_gradient(array) for array in arrays]
+            slabs[number].scales = {i: mx.stop_gradient(array) for i, array in scales.items()}
+        return build
+
+    return prepare
 
 
-def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Build:
+def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Prepare:
     """Return the step of ``width`` tokens after ``lengths`` tokens, in mlx-lm's batch caches."""
     longest = max(lengths)
     padding = [longest - length for length in lengths]
@@ -125,17 +152,19 @@ def theirs(model: Any, layout: Layout, lengths: Sequence[int], width: int) -> Bu
     offset, inputs = mx.array(lengths), mx.zeros((len(lengths), width), mx.int32)
     mx.eval(made, offset, inputs)
 
+    caches = [BatchKVCache(padding) for _ in made]
+
     def build() -> Sequence[mx.array]:
-        caches = []
-        for keys, values in made:
-            cache = BatchKVCache(padding)
-            cache.keys, cache.values = mx.stop_gradient(keys), mx.stop_gradient(values)
-            cache.offset, cache._idx = offset, longest
-            caches.append(cache)
         logits: mx.array = model(inputs, cache=caches)
         return [logits, *(a for cache in caches for a in (cache.keys, cache.values, cache.offset))]
 
-    return build
+    def prepare() -> Build:
+        for cache, (keys, values) in zip(caches, made, strict=True):
+            cache.keys, cache.values = mx.stop_gradient(keys), mx.stop_gradient(values)
+            cache.offset, cache._idx = offset, longest
+        return build
+
+    return prepare
 
 
 def _allocate(layout: Layout, lengths: Sequence[int]) -> tuple[Slabs, list[Any]]:
@@ -167,7 +196,8 @@ def _config(layout: Layout, rows: int) -> SchedulerConfig:
     )
 
 
-def _figures(figures: Sequence[float]) -> str:
+def _figures(figures: Sequence[float], ratios: Sequence[float] | None = None) -> str:
     """Return the figures of mlx-lm, of 16 and of 8 bits, with ratios to mlx-lm's."""
-    first, *others = figures
-    return f"{first:8.1f}" + "".join(f"{each:8.1f}{each / first:8.2f}" for each in others)
+    ratios = ratios or [each / figures[0] for each in figures]
+    others = zip(figures[1:], ratios[1:], strict=True)
+    return f"{figures[0]:8.1f}" + "".join(f"{each:8.1f}{ratio:8.2f}" for each, ratio in others)

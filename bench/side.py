@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from engine.backend import allocation
@@ -44,6 +45,7 @@ class OurSide(Side):
 
         self._driver = InProcessEngine(model)
         self._executor = self._driver.replica.executor
+        self._as_weights: list[Any] | None = None
 
     def prefill(self, start: int, tokens: int) -> float:
         from engine.plan import Chunk, Plan, SlabSpec, Slot
@@ -78,6 +80,21 @@ class OurSide(Side):
     def generate(self, lengths: Sequence[int], steps: int) -> float:
         given = [_noise(seed, length) for seed, length in enumerate(lengths)]
         return self._driver.step_s(given, steps, WARM_UP_STEPS)
+
+    def read(self) -> float:
+        """Return the seconds of reading as many bytes as the checkpoint's weights have, once, on
+        all cores: the least that a decode step can take."""
+        import numpy as np
+
+        from engine.backend.threads import in_parallel, num_threads
+
+        if self._as_weights is None:
+            files = self._driver.loaded.path.glob("model*.safetensors")
+            size = sum(file.stat().st_size for file in files)
+            self._as_weights = np.array_split(np.ones(size // 4, np.float32), num_threads())
+        begun = time.perf_counter()
+        in_parallel([partial(_read, part) for part in self._as_weights])
+        return time.perf_counter() - begun
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
         """Return the tokens per second of all ``texts`` at once (`InProcessEngine.rate`)."""
@@ -156,6 +173,10 @@ class MlxLmSide(Side):
             raise RuntimeError("the sequences do not run together")
         generator.close()
         return statistics.median(seconds[WARM_UP_STEPS:])
+
+
+def _read(array: Any) -> None:
+    array.max()
 
 
 def _noise(seed: int, tokens: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -87,7 +88,7 @@ class EngineCore:
                 self._grammar_queue.abort(item.request_id, item.attempt)
                 self._scheduler.abort(item.request_id, item.attempt)
             elif isinstance(item, BlocksFetched):
-                self._scheduler.on_fetched(item.ticket, item.payloads)
+                self._scheduler.on_fetched(item.ticket, item.payloads, item.state)
             elif isinstance(item, NewRouter):
                 self._grammar_queue.clear()
                 self._refused.clear()
@@ -115,24 +116,38 @@ class EngineCore:
         started = time.perf_counter()
         plan = self._scheduler.schedule()
         self._schedule_s += time.perf_counter() - started
-        failure: _Failure | None = None
-        try:
-            result = self._run(plan)
-        except Exception as error:  # of MLX, most likely because it finds no memory
-            logger.exception("a step failed: what was running begins again")
-            failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))
-        if failure is not None:  # outside of the handler, since a traceback keeps arrays alive
-            self._recover(failure)
-            return True
-        if result is not None:
+        results = self._results(plan)
+        worked = plan is not None
+        while True:
+            failure: _Failure | None = None
+            try:
+                result = next(results, None)
+            except Exception as error:  # of MLX, most likely because it finds no memory
+                logger.exception("a step failed: what was running begins again")
+                failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))
+            if failure is not None:  # outside of the handler, since a traceback keeps arrays alive
+                self._recover(failure)
+                return True
+            if result is None:
+                return worked
             self._apply(result)
-        return plan is not None or result is not None
+            self._send_outputs()
+            worked = True
 
-    def _run(self, plan: Plan | None) -> StepResult | None:
+    def _results(self, plan: Plan | None) -> Iterator[StepResult]:
+        """Dispatch ``plan``, and yield the results that are known by then. The device is busy
+        with the decodes while those of the plan before it are sent, and chunks come after both:
+        tokens do not wait for them."""
         step = None if plan is None else self._executor.dispatch(plan)
-        if self._executor.spec.look_ahead:
-            step, self._pending = self._pending, step
-        return None if step is None else step.read()
+        previous, self._pending = self._pending, None
+        if previous is not None:
+            yield previous.read(early=True)
+        if step is not None and step.may_wait:
+            self._pending = step
+        elif step is not None:
+            yield step.read(early=True)
+        if step is not None:
+            step.finish()
 
     def _recover(self, failure: _Failure) -> None:
         self._pending = None
@@ -144,7 +159,7 @@ class EngineCore:
         started = time.perf_counter()
         self._scheduler.apply(result)
         self._schedule_s += time.perf_counter() - started
-        self._step_s += result.elapsed_s
+        self._step_s += result.elapsed_s + sum(seconds for _, seconds in result.chunk_times)
         self._build_s += result.build_s
         self._sample_s += result.sample_s
         if self._check_integrity:
@@ -162,12 +177,11 @@ class EngineCore:
         if messages:
             self._io_thread.send(messages)
         if self._store is not None:
-            for ticket, hashes in outputs.fetches:
-                self._store.fetch(ticket, hashes)
-            for block_hash, payload in outputs.stores:
-                self._store.store(block_hash, payload)
-            if outputs.touches:
-                self._store.touch(outputs.touches)
+            for fetch in outputs.fetches:
+                self._store.fetch(*fetch)
+            for store in outputs.stores:
+                self._store.store(*store)
+            self._store.touch(outputs.touches, outputs.state_touches)
         self._emit_s += time.perf_counter() - started
 
     def _cache_event(

@@ -32,6 +32,24 @@ Payload = tuple[bytes | memoryview, ...]
 of its state. Order and sizes are the same for all of one namespace."""
 
 
+class StateSearch(NamedTuple):
+    """Which state a fetch of blocks is to end with: the last one that the blocks reach.
+
+    Counts are numbers of leading ``hashes``: a state at count n follows block ``hashes[n - 1]``.
+    """
+
+    hashes: list[bytes]  # of consecutive blocks; the last ones of them are those to be fetched
+    num_ready: int  # how many of the blocks need not be fetched
+    in_ram: tuple[int, ...] = ()  # counts over `num_ready` where there is a state in RAM
+
+
+class FoundState(NamedTuple):
+    """A state that was fetched."""
+
+    end: int  # its count in `StateSearch.hashes`
+    payload: Payload
+
+
 class Slot(NamedTuple):
     slab_id: int
     row: int
@@ -154,6 +172,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
+    freed_slots: tuple[Slot, ...] = ()
+    """Slots that a sequence with a grammar or a history has left: both can be forgotten."""
     resized_slabs: tuple[ResizeSlab, ...] = ()  # those that lose rows come first
     new_slabs: tuple[SlabSpec, ...] = ()
     inserts: tuple[Insert, ...] = ()
@@ -164,7 +184,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[Chunk, ...] = ()
     saves: tuple[Save, ...] = ()
     state_saves: tuple[SaveState, ...] = ()
-    exports: tuple[int, ...] = ()  # ids of blocks
+    exports: tuple[int, ...] = ()  # ids of blocks and snapshots
 
 
 class Exported(NamedTuple):
@@ -187,11 +207,14 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """What became known of chunks with ``target_ids``, of this plan or an earlier one: without
     gaps, and before the result of the slot's first decode."""
-    exported: tuple[Exported, ...] = ()
+    exported: tuple[Exported, ...] = ()  # of this plan or an earlier one
     failed: tuple[tuple[Slot, str], ...] = ()
     """The slots whose chunk or grammar raised, with the reason. Nothing of theirs was saved;
     everything else in the plan was done."""
     elapsed_s: float = 0.0  # time of the step on the device that it shared with no other step
+    chunks_apart: bool = False  # whether ``elapsed_s`` is without the chunks
+    chunk_times: tuple[tuple[int, float], ...] = ()
+    """What became known of the time of chunks of such steps: number of the step, and seconds."""
     build_s: float = 0.0  # time of the host to put the step together and to dispatch it
     sample_s: float = 0.0
     """Time of the host to choose tokens. Where the host itself is the device, neither this nor

@@ -1,6 +1,7 @@
 """The files of the kvstore: where a block lies, and how it is written atomically.
 
     <root>/lock                                          held while a kvstore owns the root
+    <root>/clock                                         the time by which blocks age
     <root>/nonce-<random>                                proof of a shared file system
     <root>/tmp/                                          half-written files; emptied at start
     <root>/quarantine/                                   the last few bad files, for inspection
@@ -12,7 +13,6 @@ Nothing here keeps state about blocks: the directory is the source of truth.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.disk import DISK_FULL, Disk
 from shared.blockfile import MAX_FILE_BYTES
 from shared.hashing import HASH_BYTES
 from shared.locks import try_lock
@@ -31,7 +32,6 @@ from shared.locks import try_lock
 RANK = "rank_0"
 SUFFIX = ".safetensors"
 QUARANTINED_FILES = 8
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 logger = logging.getLogger(__name__)
@@ -73,23 +73,25 @@ class BlockDirectory:
     Raises: `DirectoryInUse` if another kvstore owns it, OSError if it cannot be used.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = root.expanduser().absolute()
+        self._disk = disk or Disk()
         self._tmp = self.root / "tmp"
         self._quarantine = self.root / "quarantine"
+        self._clock = self.root / "clock"
         self._numbers = count()
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = self._acquire_lock()
-        self._tmp.mkdir(mode=0o700, exist_ok=True)
-        self._remove_leftovers()
-        self.nonce = secrets.token_hex(16)
-        self.nonce_path = self.root / f"nonce-{secrets.token_hex(8)}"
-        self._write_nonce()
+        self._synced_fans: set[Path] = set()
+        """Folders whose own names are known to survive a power loss."""
+        self.quarantined_bytes = 0
+        """What the quarantine takes of the disk."""
+        self._lock = -1
+        self._open()
 
     def close(self) -> None:
         with suppress(OSError):
-            self.nonce_path.unlink()
+            self._disk.unlink(self.nonce_path)
         os.close(self._lock)
+        self._lock = -1
 
     def path(self, key: BlockKey) -> Path:
         name = key.hash.hex()
@@ -104,52 +106,118 @@ class BlockDirectory:
             return None
         return FileInfo(status.st_size, status.st_mtime)
 
-    def write(self, key: BlockKey, data: bytes, durable: bool) -> None:
+    def write(self, key: BlockKey, data: bytes, last_used: float, durable: bool) -> None:
         """Write the file whole or not at all; with ``durable`` it survives a power loss."""
         path = self.path(key)
-        temporary = self._tmp / str(next(self._numbers))
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                if durable:
-                    file.flush()
-                    _sync(file.fileno())
-            try:
-                temporary.rename(path)
-            except FileNotFoundError:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                temporary.rename(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        self._replace(path, data, last_used, durable)
         if durable:
-            for folder in (path.parent, *path.parent.parents[:3]):
-                _sync_folder(folder)
+            self._sync_folders(path)
+
+    def sync(self, key: BlockKey) -> None:
+        """Make a block that is there already survive a power loss."""
+        path = self.path(key)
+        self._disk.sync_file(path)
+        self._sync_folders(path)
 
     def read(self, key: BlockKey) -> bytes:
         if self.info(key) is None:  # opening a pipe of that name would block
             raise FileNotFoundError(self.path(key))
-        with self.path(key).open("rb", buffering=0) as file:
-            return file.read(MAX_FILE_BYTES)
+        return self._disk.read(self.path(key), MAX_FILE_BYTES)
 
     def remove(self, key: BlockKey) -> None:
-        self.path(key).unlink(missing_ok=True)
+        self._disk.unlink(self.path(key))
 
     def set_last_used(self, key: BlockKey, at: float) -> None:
         with suppress(OSError):
-            os.utime(self.path(key), (at, at))
+            self._disk.set_last_used(self.path(key), at)
 
     def quarantine(self, key: BlockKey) -> None:
         """Move a bad file to where no engine finds it; the last few are kept."""
         try:
             self._quarantine.mkdir(mode=0o700, exist_ok=True)
-            self.path(key).rename(self._quarantine / f"{key.hash.hex()}.bad")
-            kept = sorted(self._quarantine.iterdir(), key=lambda path: path.stat().st_mtime)
-            for path in kept[:-QUARANTINED_FILES]:
-                path.unlink()
+            kept = self._quarantine / f"{key.hash.hex()}.bad"
+            self._disk.rename(self.path(key), kept)
         except OSError:
             self.remove(key)
+        self._thin_quarantine(QUARANTINED_FILES)
+
+    def empty_quarantine(self) -> None:
+        self._thin_quarantine(0)
+
+    def free_bytes(self) -> int:
+        return self._disk.free_bytes(self.root)
+
+    def read_clock(self) -> bytes | None:
+        """Return what `write_clock` wrote last, None if there is nothing."""
+        try:
+            return self._clock.read_bytes()
+        except OSError:
+            return None
+
+    def write_clock(self, saved: bytes, at: float) -> None:
+        with suppress(OSError):
+            self._replace(self._clock, saved, at, durable=False)
+
+    def check_writable(self, size: int) -> None:
+        """Write a file of ``size`` bytes and remove it. Raises: OSError."""
+        self._tmp.mkdir(mode=0o700, exist_ok=True)
+        self._disk.unlink(self._write_temporary(bytes(size), 0.0, durable=True))
+
+    # -- a directory that vanishes ---------------------------------------------
+
+    def is_there(self) -> bool:
+        """Return False if the directory is gone, or another one is in its place."""
+        try:
+            found = (self.root / "lock").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # it cannot be told; reads and writes will show what is wrong
+        own = os.fstat(self._lock)
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+    def reopen(self) -> bool:
+        """Own the directory again after it was gone. Return False if that is not possible yet.
+
+        It is not created anew where its disk is not there: another disk would be filled.
+        """
+        try:
+            if not (self.root / "lock").exists() and self._device_below() != self._device:
+                return False
+            old = self._lock
+            self._open()
+        except (OSError, DirectoryInUse):
+            return False
+        os.close(old)
+        return True
+
+    def _open(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = try_lock(self.root / "lock")
+        if lock is None:
+            raise DirectoryInUse(f"another kvstore uses {self.root}")
+        try:
+            self._tmp.mkdir(mode=0o700, exist_ok=True)
+            self._remove_leftovers()
+            self.nonce = secrets.token_hex(16)
+            self.nonce_path = self.root / f"nonce-{secrets.token_hex(8)}"
+            self._write_nonce()
+            self._thin_quarantine(QUARANTINED_FILES)
+            self._device = self.root.stat().st_dev
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        self._synced_fans.clear()
+
+    def _device_below(self) -> int:
+        """Return the device that the directory would be created on."""
+        for path in (self.root, *self.root.parents):
+            with suppress(FileNotFoundError):
+                return path.stat().st_dev
+        return -1
+
+    # -- all blocks ------------------------------------------------------------
 
     def scan(self) -> Iterator[tuple[BlockKey, FileInfo]]:
         """Yield every block in the directory, in no order.
@@ -157,7 +225,7 @@ class BlockDirectory:
         Entries that are not ours or cannot be read stay as they are; one log line counts them.
         """
         foreign: list[str] = []
-        own = {"lock", "tmp", "quarantine", self.nonce_path.name}
+        own = {"lock", "clock", "tmp", "quarantine", self.nonce_path.name}
         for namespace in _entries(str(self.root), foreign):
             if namespace.name in own:
                 continue
@@ -166,7 +234,7 @@ class BlockDirectory:
                 continue
             for fan in _entries(f"{namespace.path}/{RANK}", foreign):
                 for entry in _entries(fan.path, foreign):
-                    found = self._identify(namespace.name, entry)
+                    found = _identify(namespace.name, fan.name, entry)
                     if found is None:
                         foreign.append(entry.path)
                     else:
@@ -179,38 +247,84 @@ class BlockDirectory:
                 foreign[0],
             )
 
-    def _identify(
-        self, namespace: str, entry: os.DirEntry[str]
-    ) -> tuple[BlockKey, FileInfo] | None:
-        try:
-            key = BlockKey.checked(namespace, bytes.fromhex(entry.name.removesuffix(SUFFIX)))
-            if entry.path != str(self.path(key)) or not entry.is_file(follow_symlinks=False):
-                return None
-            status = entry.stat(follow_symlinks=False)
-        except (ValueError, InvalidBlockKey, OSError):
-            return None
-        return key, FileInfo(status.st_size, status.st_mtime)
+    # -- inside ----------------------------------------------------------------
 
-    def _acquire_lock(self) -> int:
-        lock = try_lock(self.root / "lock")
-        if lock is None:
-            raise DirectoryInUse(f"another kvstore uses {self.root}")
-        return lock
+    def _replace(self, path: Path, data: bytes, last_used: float, durable: bool) -> None:
+        temporary = self._write_temporary(data, last_used, durable)
+        try:
+            try:
+                self._disk.rename(temporary, path)
+            except FileNotFoundError:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._disk.rename(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                self._disk.unlink(temporary)
+            raise
+
+    def _write_temporary(self, data: bytes, last_used: float, durable: bool) -> Path:
+        temporary = self._tmp / str(next(self._numbers))
+        try:
+            self._disk.create(temporary, data, last_used, durable)
+        except OSError:
+            with suppress(OSError):
+                self._disk.unlink(temporary)
+            raise
+        return temporary
+
+    def _sync_folders(self, path: Path) -> None:
+        """Make the names of the file and of the folders around it survive a power loss."""
+        fan, *above = path.parents[:4]  # of rank and namespace, and the root
+        self._disk.sync_folder(fan)
+        if fan not in self._synced_fans:
+            for folder in above:
+                self._disk.sync_folder(folder)
+            self._synced_fans.add(fan)
+
+    def _thin_quarantine(self, kept: int) -> None:
+        """Remove all but the newest ``kept`` files of the quarantine."""
+        found: list[tuple[float, int, Path]] = []
+        with suppress(OSError):
+            for path in self._quarantine.iterdir():
+                status = path.lstat()
+                found.append((status.st_mtime, status.st_size, path))
+        found.sort(reverse=True)
+        for number, (_, _, path) in enumerate(found):
+            if number >= kept:
+                with suppress(OSError):
+                    self._disk.unlink(path)
+        self.quarantined_bytes = sum(size for _, size, path in found if path.exists())
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed kvstore left. Safe, since this process holds the lock."""
         for path in (*self._tmp.iterdir(), *self.root.glob("nonce-*")):
             with suppress(OSError):
-                path.unlink()
+                self._disk.unlink(path)
 
     def _write_nonce(self) -> None:
         try:
             self.nonce_path.write_text(self.nonce)
         except OSError as error:
-            if error.errno not in DISK_FULL:
+            if error.errno not in (*DISK_FULL, errno.EROFS):
                 raise
             # Without the nonce, engines get bytes instead of paths: slower, but correct.
-            logger.warning("the disk of %s is full", self.root)
+            logger.warning("nothing can be written to the disk of %s: %s", self.root, error)
+
+
+def _identify(
+    namespace: str, fan: str, entry: os.DirEntry[str]
+) -> tuple[BlockKey, FileInfo] | None:
+    name = entry.name.removesuffix(SUFFIX)
+    try:
+        key = BlockKey.checked(namespace, bytes.fromhex(name))
+        if name != key.hash.hex() or fan != name[:2] or not entry.name.endswith(SUFFIX):
+            return None
+        status = entry.stat(follow_symlinks=False)
+    except (ValueError, InvalidBlockKey, OSError):
+        return None
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
+        return None
+    return key, FileInfo(status.st_size, status.st_mtime)
 
 
 def _entries(path: str, unreadable: list[str]) -> list[os.DirEntry[str]]:
@@ -220,19 +334,3 @@ def _entries(path: str, unreadable: list[str]) -> list[os.DirEntry[str]]:
     except OSError:
         unreadable.append(path)
         return []
-
-
-def _sync(fd: int) -> None:
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves the data in the drive's cache
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the names in ``folder``, so that they are found again."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,8 +16,10 @@ import msgspec
 import zmq
 
 from kvstore.directory import BlockDirectory, BlockKey, InvalidBlockKey
+from kvstore.lookups import Lookups
+from kvstore.queue import PendingWrite
 from kvstore.store import DiskStore
-from kvstore.writer import PendingWrite, Writer
+from kvstore.writer import Writer
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES
 from shared.logs import RateLimitedLogger
@@ -33,7 +35,6 @@ _MAX_RECEIVED = 32
 _MAX_REPLIES_PER_PEER = 4096
 _MAX_QUEUED_READS = 16
 _MAX_TURN_S = 0.2
-_PERSISTENT_WAIT_S = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -50,17 +51,25 @@ class Server:
         directory: BlockDirectory,
         store: DiskStore,
         writer: Writer,
+        *,
+        acknowledges_early: bool = True,
         max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
+        """With ``acknowledges_early`` a put is answered once it is queued, and otherwise once the
+        block is on the disk."""
         self._directory = directory
         self._store = store
         self._writer = writer
+        self._acknowledges_early = acknowledges_early
         self._max_reply_bytes = max_reply_bytes
         self._local_peers: OrderedDict[bytes, None] = OrderedDict()
         self._dropped = 0
         self._drop_log = RateLimitedLogger(logger)
         self._replies: SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = SimpleQueue()
         self._unsent: dict[bytes, list[tuple[zmq.MessageTracker, int]]] = {}
+        # A disk may hang, and this thread must not: it would miss its beats, and be replaced by a
+        # process that hangs too.
+        self._lookups = Lookups()
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
         self._read_permits = threading.BoundedSemaphore(_MAX_QUEUED_READS)
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -68,6 +77,7 @@ class Server:
         self._wake_sender.setblocking(False)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.IPV6, int("[" in endpoint))
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, _MAX_REPLIES_PER_PEER)
         self._socket.set(zmq.RCVHWM, _MAX_RECEIVED)
@@ -120,6 +130,7 @@ class Server:
         )
 
     def close(self) -> None:
+        self._lookups.close()
         self._readers.shutdown(cancel_futures=True)
         self._socket.close(linger=500)
         self._wake_receiver.close()
@@ -131,18 +142,19 @@ class Server:
             case wire.Locate():
                 if message.protocol not in wire.SUPPORTED_VERSIONS:
                     raise wire.WireError(f"an engine that speaks version {message.protocol}")
-                self._reply(peer, wire.Nonce(path=str(self._directory.nonce_path)))
+                path = str(self._directory.nonce_path)
+                self._reply(peer, wire.Nonce(path=path, finds_last=True))
             case wire.Located(nonce=nonce):
                 self._locate(peer, nonce == self._directory.nonce)
-            case wire.Has():
-                count = self._store.has(_keys(message))
-                self._reply(peer, wire.HasReply(ticket=message.ticket, count=count))
+            case wire.Has() | wire.FindLast():
+                self._look_up(peer, message)
             case wire.Get():
                 self._get(peer, message)
             case wire.Put():
                 self._put(peer, message, payload)
             case wire.Touch():
-                self._store.touch(_keys(message))
+                keys = _keys(message)
+                self._lookups.submit(peer, lambda: self._store.touch(keys))
             case wire.Corrupt():
                 self._writer.verify(BlockKey.checked(message.namespace, message.hash))
             case wire.StoreStatsWanted():
@@ -155,15 +167,33 @@ class Server:
             if len(self._local_peers) > MAX_PEERS:
                 self._local_peers.popitem(last=False)
 
-    def _get(self, peer: bytes, message: wire.Get) -> None:
+    def _look_up(self, peer: bytes, message: wire.Has | wire.FindLast) -> None:
         keys = _keys(message)
-        if peer in self._local_peers:
+
+        def reply(found: int | None) -> None:
+            if isinstance(message, wire.Has):
+                self._reply(peer, wire.HasReply(ticket=message.ticket, count=found or 0))
+            else:
+                self._reply(peer, wire.FindLastReply(ticket=message.ticket, position=found))
+
+        find = self._store.has if isinstance(message, wire.Has) else self._store.find_last
+        if not self._lookups.submit(peer, lambda: reply(find(keys))):
+            reply(None)
+
+    def _get(self, peer: bytes, message: wire.Get) -> None:
+        keys, ticket = _keys(message), message.ticket
+
+        def reply_paths() -> None:
             paths = self._store.get(keys)
-            self._reply(peer, wire.GetReply(ticket=message.ticket, count=len(paths), paths=paths))
+            self._reply(peer, wire.GetReply(ticket=ticket, count=len(paths), paths=paths))
+
+        if peer in self._local_peers:
+            if self._lookups.submit(peer, reply_paths):
+                return
         elif self._may_send_to(peer) and self._read_permits.acquire(blocking=False):
-            self._readers.submit(self._read_blocks, peer, message.ticket, keys)
-        else:
-            self._reply(peer, wire.GetReply(ticket=message.ticket, count=0))
+            self._readers.submit(self._read_blocks, peer, ticket, keys)
+            return
+        self._reply(peer, wire.GetReply(ticket=ticket, count=0))
 
     def _may_send_to(self, peer: bytes) -> bool:
         """Return whether ``peer`` reads what it is sent. ZeroMQ limits messages, not bytes."""
@@ -207,11 +237,10 @@ class Server:
             reply = wire.PutReply(ticket=message.ticket, stored=not reason, reason=reason)
             self._reply(peer, reply)
 
-        replies_at_once = self._writer.in_background and not self._writer.persistent
         key = BlockKey.checked(message.namespace, message.hash)
-        put = PendingWrite(key, payload[0], _ignore if replies_at_once else done)
-        refused = self._writer.offer(put, _PERSISTENT_WAIT_S if self._writer.persistent else 0.0)
-        if refused or replies_at_once:
+        put = PendingWrite(key, payload[0], _ignore if self._acknowledges_early else done, peer)
+        refused = self._writer.offer(put)
+        if refused or self._acknowledges_early:
             done(refused)
 
     def _reply(self, peer: bytes, message: wire.Message, payload: Sequence[bytes] = ()) -> None:
@@ -229,5 +258,5 @@ def _ignore(_: str) -> None:
     """Do nothing: the engine got its reply when the block was queued."""
 
 
-def _keys(message: wire.Has | wire.Get | wire.Touch) -> list[BlockKey]:
+def _keys(message: wire.Has | wire.FindLast | wire.Get | wire.Touch) -> list[BlockKey]:
     return [BlockKey.checked(message.namespace, hash) for hash in message.hashes[:MAX_HASHES]]

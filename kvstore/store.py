@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.clock import StoreClock
 from kvstore.directory import BlockDirectory, BlockKey
+from kvstore.disk import DISK_FULL
+from kvstore.health import DiskHealth
 from kvstore.index import LruIndex
+from kvstore.space import DiskSpace
 from shared.blockfile import BlockFileError, decode
 from shared.wire import StoreStats
+
+CLOCK_INTERVAL_S = 60.0
+"""How often the clock is saved: at most this much time is lost with the process."""
 
 _AGE_PER_POSITION_S = 1e-6
 """Each block of a chain counts as this much older than the one before it. Without its first
 blocks the rest of a chain is useless, so the first are evicted last."""
-
+_OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY)
+"""Errors that concern one file and not the whole disk."""
+_RETRIED_REMOVALS = 8
 logger = logging.getLogger(__name__)
 
 
+class BlockTooLarge(Exception):
+    """A block that is larger than the limit of all blocks."""
+
+
+class NoRoom(OSError):
+    """The limits leave no room for a block, whatever is evicted."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOSPC, "no room beyond what the tier must leave free")
+
+
 class DiskStore:
-    """Blocks by key, evicted by age and total size.
+    """Blocks by key, evicted by age, total size and the room on the disk.
 
-    Safe to use from several threads; file operations happen outside of the lock.
+    Safe to use from several threads, `put`, `verify` and `flush` from one at a time; file
+    operations happen outside of the lock.
 
-    ``max_bytes`` and ``ttl_s`` 0 mean no limit. `flush` and `put` enforce both. Until `load` has
-    run, blocks are looked up on the disk and nothing is evicted.
+    ``max_bytes`` and ``ttl_s`` 0 mean no limit. `put` makes room before it writes, so that the
+    limits hold at every moment. Until `load` has run, blocks are looked up on the disk, nothing
+    is evicted, and nothing should be put: how much there is is not known.
     """
 
     def __init__(
@@ -33,25 +57,38 @@ class DiskStore:
         directory: BlockDirectory,
         *,
         max_bytes: int = 0,
+        reserve_bytes: int = 0,
         ttl_s: float = 0.0,
-        clock: Callable[[], float] = time.time,
+        clock: StoreClock | None = None,
     ) -> None:
+        """``reserve_bytes`` are left free on the disk. Default of ``clock``: the directory's."""
         self._directory = directory
-        self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._clock = clock
+        self._clock = clock or StoreClock(directory.read_clock())
+        self._next_clock_save = float("-inf")
+        self._space = DiskSpace(directory.free_bytes, max_bytes, reserve_bytes)
+        self.health = DiskHealth()
         self._lock = threading.Lock()
         self._index = LruIndex()
+        self._unremoved: dict[BlockKey, int] = {}
+        """Sizes of evicted and bad blocks whose files could not be removed. They are misses, and
+        count against the limit until they are gone."""
+        self._is_gone = False  # the directory is
+        self._refused_bytes = 0  # size of the last block that the disk did not take
         self._unsaved_use_times: dict[BlockKey, float] = {}
         self._reads = self._misses = self._writes = 0
         self._corrupt = self._evicted = self._expired = 0
 
+    @property
+    def is_loaded(self) -> bool:
+        with self._lock:
+            return self._index.is_complete
+
     def load(self) -> None:
         """Rebuild the index from the directory; may run concurrently with everything else."""
-        scanned = list(self._directory.scan())
+        scanned = LruIndex.of(self._directory.scan(), self._clock())
         with self._lock:
-            self._index.complete(scanned, self._clock())
-        self.flush()
+            self._index.complete(scanned)
 
     def has(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of ``keys`` are stored, up to the first that is not."""
@@ -60,13 +97,19 @@ class DiskStore:
                 return count
         return len(keys)
 
+    def find_last(self, keys: Sequence[BlockKey]) -> int | None:
+        """Return the position of the last of ``keys`` that is stored, None if none is."""
+        for position in range(len(keys) - 1, -1, -1):
+            if self._size_of(keys[position]) is not None:
+                return position
+        return None
+
     def get(self, keys: Sequence[BlockKey]) -> list[str]:
         """Return the paths of the blocks up to the first that is missing, and mark them as used.
 
         The files are not verified: the reader does that, and `verify`.
         """
-        found = self.has(keys)
-        self.touch(keys[:found])
+        found = self.touch(keys)
         with self._lock:
             self._reads += found
             self._misses += found < len(keys)
@@ -79,34 +122,48 @@ class DiskStore:
         except OSError:
             return None
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Make the blocks of a chain, given from its start, the most recently used."""
+    def touch(self, keys: Sequence[BlockKey]) -> int:
+        """Make the blocks of a chain, given from its start, the most recently used, up to the
+        first that is missing. Return their number."""
+        sizes = list(itertools.takewhile(lambda size: size is not None, map(self._size_of, keys)))
         now = self._clock()
-        for position in reversed(range(len(keys))):
-            size = self._size_of(keys[position])
-            if size is not None:
-                at = now - position * _AGE_PER_POSITION_S
-                with self._lock:
-                    self._index.record_use(keys[position], size, at)
-                    self._unsaved_use_times[keys[position]] = at
+        for position in range(len(sizes) - 1, -1, -1):
+            size = sizes[position]
+            assert size is not None
+            with self._lock:  # for each of them, so that no other thread waits for a long chain
+                self._record_use(keys[position], size, now - position * _AGE_PER_POSITION_S)
+        return len(sizes)
 
     def put(self, key: BlockKey, data: bytes, durable: bool) -> None:
         """Store a block file. If the block is stored already, this only counts as a use.
 
-        Raises: `BlockFileError` if ``data`` is not that block, OSError if the disk fails.
+        Raises: `BlockFileError` if ``data`` is not that block, `BlockTooLarge`, OSError if the
+        disk fails or is full.
         """
-        if self._size_of(key) is None:
-            decode(data, key.hash, key.namespace)
-            self._directory.write(key, data, durable)
+        if self.touch([key]):
+            if durable:
+                self._directory.sync(key)
+            return
+        decode(data, key.hash, key.namespace)
+        if 0 < self._space.max_bytes < len(data):
+            raise BlockTooLarge(f"{len(data)} bytes")
+        self._refused_bytes = len(data)
+        self._make_room(len(data))
+        try:
+            self._write(key, data, durable)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
             with self._lock:
-                self._writes += 1
-                self._index.record_use(key, len(data), self._clock())
-        else:
-            self.touch([key])
-        self._make_room()
+                self._space.shrink(self._used_bytes(), len(data))
+            self._make_room(len(data))
+            self._write(key, data, durable)
 
     def verify(self, key: BlockKey) -> None:
-        """Check a block that was reported as bad: quarantine it if it is, keep it if not."""
+        """Check a block that was reported as bad: quarantine it if it is, keep it if not.
+
+        Raises: OSError if a bad file can be neither moved nor removed.
+        """
         data = self.read(key)
         if data is not None:
             try:
@@ -114,31 +171,51 @@ class DiskStore:
                 return
             except BlockFileError as error:
                 logger.warning("block %s is corrupt: %s", self._directory.path(key), error)
-            self._directory.quarantine(key)
-        elif self._size_of(key) is not None:
-            logger.warning("block %s cannot be read", self._directory.path(key))
-            self._directory.remove(key)
+            size, remove = len(data), self._directory.quarantine
         else:
-            return
+            info = self._directory.info(key)
+            if info is None:  # it was removed by others
+                with self._lock:
+                    self._forget(key)
+                return
+            logger.warning("block %s cannot be read", self._directory.path(key))
+            size, remove = info.size, self._directory.remove
         with self._lock:
             self._corrupt += 1
-            self._forget(key)
+        self._remove(key, size, remove, is_bad=True)
 
     def flush(self) -> None:
-        """Write the times of use to the disk, and evict what is over the limits."""
+        """Write the times of use to the disk, evict what is over the limits, and look after a disk
+        that failed."""
+        if not self._is_directory_there():
+            return
         with self._lock:
             uses, self._unsaved_use_times = self._unsaved_use_times, {}
         for key, at in uses.items():
             self._directory.set_last_used(key, at)
-        self._make_room()
+        self._save_clock()
+        if not self.health.may_try():
+            return
+        try:
+            self._retry_removals()
+            if self.health.state == "ok":
+                self._make_room(0)
+            else:
+                self._make_room(self._refused_bytes)
+                self._directory.check_writable(self._refused_bytes)
+                self.health.worked()
+        except OSError as error:
+            self.health.failed(error)
 
     def stats(self) -> StoreStats:
         with self._lock:
             return StoreStats(
                 blocks=len(self._index),
-                bytes=self._index.bytes,
-                limit_bytes=self._max_bytes,
+                bytes=self._used_bytes(),
+                limit_bytes=self._space.limit_bytes() or 0,
                 indexing=not self._index.is_complete,
+                state=self.health.state,
+                disk_errors_total=self.health.errors,
                 reads_total=self._reads,
                 writes_total=self._writes,
                 misses_total=self._misses,
@@ -147,6 +224,8 @@ class DiskStore:
                 expired_total=self._expired,
             )
 
+    # -- inside ----------------------------------------------------------------
+
     def _size_of(self, key: BlockKey) -> int | None:
         """Return the size of the block, None if it is not stored.
 
@@ -154,7 +233,7 @@ class DiskStore:
         """
         with self._lock:
             known = key in self._index
-            if not known and self._index.is_complete:
+            if key in self._unremoved or (not known and self._index.is_complete):
                 return None
         info = self._directory.info(key)
         if info is None and known:
@@ -164,25 +243,131 @@ class DiskStore:
             return None
         return info.size
 
-    def _make_room(self) -> None:
-        """Evict the least recently used blocks until both limits hold."""
+    def _write(self, key: BlockKey, data: bytes, durable: bool) -> None:
+        at = self._clock()
+        self._directory.write(key, data, at, durable)
+        self._space.written(len(data))
+        with self._lock:
+            self._writes += 1
+            self._unremoved.pop(key, None)
+            self._index.record_use(key, len(data), at)
+
+    def _make_room(self, incoming_bytes: int) -> None:
+        """Evict the least recently used blocks until the limits hold with a new block.
+
+        Raises: `NoRoom` if that is impossible, OSError if a file cannot be removed.
+        """
+        disk_bytes = self._space.shortfall(incoming_bytes)
+        with self._lock:
+            if not self._index.is_complete:
+                return
+            limit_bytes = self._space.limit_bytes()
+        if disk_bytes > 0 or self._over_bytes(limit_bytes, incoming_bytes) > 0:
+            disk_bytes -= self._directory.quarantined_bytes
+            self._directory.empty_quarantine()
         while True:
+            over_bytes = max(disk_bytes, self._over_bytes(limit_bytes, incoming_bytes))
             with self._lock:
                 oldest = self._index.oldest()
-                if oldest is None or not self._index.is_complete:
-                    return
+            expired = oldest is not None and self._is_expired(oldest[1].last_used)
+            if oldest is not None and (expired or over_bytes > 0):
                 key, info = oldest
-                if self._is_expired(info.last_used):
-                    self._expired += 1
-                elif 0 < self._max_bytes < self._index.bytes:
-                    self._evicted += 1
-                else:
-                    return
-                self._forget(key)
+                self._remove(key, info.size, self._directory.remove)
+                disk_bytes -= info.size
+                with self._lock:
+                    self._expired += expired
+                    self._evicted += not expired
+            elif over_bytes > 0 and incoming_bytes:
+                raise NoRoom
+            else:
+                return
+
+    def _over_bytes(self, limit_bytes: int | None, incoming_bytes: int) -> int:
+        """Return by how much a new block is over the limit of all files."""
+        if limit_bytes is None:
+            return 0
+        with self._lock:
+            used_bytes = self._used_bytes()
+        return used_bytes + incoming_bytes - max(limit_bytes, incoming_bytes)
+
+    def _remove(
+        self,
+        key: BlockKey,
+        size: int,
+        remove: Callable[[BlockKey], None],
+        *,
+        is_bad: bool = False,
+    ) -> None:
+        """Forget a block and ``remove`` its file. Raises: OSError if that fails.
+
+        A file that cannot be removed is remembered, except where the disk as a whole fails and
+        the block is good: it stays as it was.
+        """
+        try:
+            remove(key)
+        except OSError as error:
+            if error.errno in _OF_ONE_FILE or is_bad:
+                with self._lock:
+                    self._forget(key)
+                    self._unremoved[key] = size
+            raise
+        self._space.removed(size)
+        with self._lock:
+            self._unremoved.pop(key, None)
+            self._forget(key)
+
+    def _save_clock(self) -> None:
+        if time.monotonic() >= self._next_clock_save:
+            self._next_clock_save = time.monotonic() + CLOCK_INTERVAL_S
+            self._directory.write_clock(self._clock.saved(), self._clock())
+
+    def _retry_removals(self) -> None:
+        with self._lock:
+            again = list(itertools.islice(self._unremoved.items(), _RETRIED_REMOVALS))
+        for key, size in again:
             try:
                 self._directory.remove(key)
-            except OSError as error:
-                logger.warning("cannot remove %s: %s", self._directory.path(key), error)
+            except OSError:
+                with self._lock:  # behind the others
+                    self._unremoved[key] = self._unremoved.pop(key)
+            else:
+                self._space.removed(size)
+                with self._lock:
+                    del self._unremoved[key]
+
+    def _used_bytes(self) -> int:
+        """Return what our files take. The caller holds the lock."""
+        return self._index.bytes + sum(self._unremoved.values()) + self._directory.quarantined_bytes
+
+    def _is_directory_there(self) -> bool:
+        """Return whether the directory is there. If it is gone, forget its blocks, and take it
+        into use again when it is back."""
+        there = self._directory.is_there()
+        if there and not self._is_gone:
+            return True
+        if not self._is_gone:
+            self._is_gone = True
+            self.health.failed(FileNotFoundError(errno.ENOENT, str(self._directory.root)))
+            with self._lock:
+                self._clear(is_complete=True)
+        if not there and not self._directory.reopen():
+            return False
+        with self._lock:
+            self._clear(is_complete=False)
+        self.load()
+        self._is_gone = False
+        self.health.worked()
+        return True
+
+    def _clear(self, *, is_complete: bool) -> None:
+        self._index = LruIndex()
+        self._index.is_complete = is_complete
+        self._unremoved.clear()
+        self._unsaved_use_times.clear()
+
+    def _record_use(self, key: BlockKey, size: int, at: float) -> None:
+        self._index.record_use(key, size, at)
+        self._unsaved_use_times[key] = at
 
     def _forget(self, key: BlockKey) -> None:
         self._index.remove(key)

@@ -7,39 +7,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from kvstore.directory import DISK_FULL, BlockKey
-from kvstore.store import DiskStore
+from kvstore.directory import BlockKey
+from kvstore.disk import DISK_FULL
+from kvstore.queue import PendingWrite, WriteQueue
+from kvstore.store import BlockTooLarge, DiskStore
 from shared.blockfile import BlockFileError
 from shared.logs import RateLimitedLogger
 
-MAX_QUEUED_BYTES = 512 * 1024 * 1024
-FULL_DISK_PAUSE_S = 1.0
-"""Once the disk was full, writes are dropped for this long; the next one tries again."""
-
 _RETRY_PAUSE_S = 0.1
+_NAME_TAKEN = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PendingWrite:
-    """A block to write."""
-
-    key: BlockKey
-    data: bytes
-    # Called on the writer's thread with the reason why the block was not stored, or with ""
-    # once it is on the disk.
-    on_done: Callable[[str], None]
-
-
 class Writer:
-    """A thread that writes blocks to ``store``.
+    """The thread that changes ``store``: it writes blocks, verifies and evicts.
 
-    A ``persistent`` writer syncs to the device, retries ``max_retries`` times, and its `offer`
-    waits for room. Otherwise a full queue or an error drops the block (best effort).
-    Without ``in_background``, `offer` writes the block before it returns.
+    A ``persistent`` writer syncs to the device and retries ``max_retries`` times. Otherwise an
+    error drops the block (best effort). A full queue drops blocks in any case: nobody waits for
+    room, and an engine bounds what it has sent and has no answer for.
     """
 
     def __init__(
@@ -47,25 +33,20 @@ class Writer:
         store: DiskStore,
         *,
         persistent: bool = False,
-        in_background: bool = True,
         queue_size: int = 512,
         max_retries: int = 3,
         flush_interval_s: float = 1.0,
     ) -> None:
         self.persistent = persistent
-        self.in_background = in_background
         self._store = store
-        self._queue_size = queue_size
         self._max_retries = max_retries if persistent else 0
         self._flush_interval_s = max(flush_interval_s, 0.05)
         self._condition = threading.Condition()
-        self._puts: deque[PendingWrite] = deque()
+        self._puts = WriteQueue(queue_size)
         self._verifications: deque[BlockKey] = deque(maxlen=queue_size)
-        self._queued_bytes = 0
         self._drops = 0
         self._stopping = False
         self._deadline = float("inf")
-        self._full_until = float("-inf")
         self._drop_log = RateLimitedLogger(logger)
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
@@ -75,23 +56,22 @@ class Writer:
         with self._condition:
             return self._drops
 
-    def offer(self, put: PendingWrite, wait_s: float = 0.0) -> str:
+    def offer(self, put: PendingWrite) -> str:
         """Take a block to write, and return "", or return why it was not taken.
 
-        Reasons: the queue has no room within ``wait_s``, or the disk is full. ``put.on_done`` is
-        called only if the block is taken.
+        Reasons: the queue is full, or the disk takes nothing now. ``put.on_done`` is called only
+        if the block is taken. Never waits.
         """
+        if refusal := self._store.health.refusal():
+            return self._drop(refusal, log=False)
         with self._condition:
-            if time.monotonic() < self._full_until:
-                return self._drop("the disk is full")
-            if self.in_background:
-                if not self._condition.wait_for(self._has_room, wait_s):
-                    return self._drop("the writer is behind")
-                self._puts.append(put)
-                self._queued_bytes += len(put.data)
-                self._condition.notify_all()
-                return ""
-        put.on_done(self._write(put))
+            displaced = self._puts.push(put)
+            self._condition.notify_all()
+        for other in displaced:
+            reason = self._drop("the writer is behind")
+            if other is put:
+                return reason
+            other.on_done(reason)
         return ""
 
     def verify(self, key: BlockKey) -> None:
@@ -111,61 +91,76 @@ class Writer:
             self._condition.notify_all()
         self._thread.join(timeout_s + 1.0)
 
-    def _has_room(self) -> bool:
-        return len(self._puts) < self._queue_size and self._queued_bytes < MAX_QUEUED_BYTES
-
     def _run(self) -> None:
         next_flush = time.monotonic()
         while True:
             with self._condition:
-                self._condition.wait_for(self._has_work, max(0.0, next_flush - time.monotonic()))
-                put = self._puts.popleft() if self._puts else None
+                wait_s = max(0.0, next_flush - time.monotonic())
+                if not self._store.is_loaded:
+                    wait_s = min(wait_s, 0.1)
+                self._condition.wait_for(self._has_work, wait_s)
+                loaded = self._store.is_loaded
+                late = self._stopping and (not loaded or time.monotonic() >= self._deadline)
+                put = self._puts.pop() if loaded or late else None
                 verification = self._verifications.popleft() if self._verifications else None
                 stopping = self._stopping
-                late = time.monotonic() >= self._deadline
             idle = not (put or verification)
             try:
                 if put:
                     put.on_done(self._drop("shutting down") if late else self._write(put))
                 if verification and not late:
-                    self._store.verify(verification)
+                    self._verify(verification)
                 if (stopping and idle) or time.monotonic() >= next_flush:
                     self._store.flush()
                     next_flush = time.monotonic() + self._flush_interval_s
             except Exception:
                 logger.exception("a bug in the writer, which goes on")
                 next_flush = time.monotonic() + self._flush_interval_s
-            if put:
-                with self._condition:
-                    self._queued_bytes -= len(put.data)
-                    self._condition.notify_all()
-            elif stopping and idle:
+            if stopping and idle:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._puts or self._verifications or self._stopping)
+        # How much there is must be known before anything is added.
+        has_puts = len(self._puts) > 0 and self._store.is_loaded
+        return bool(has_puts or self._verifications or self._stopping)
+
+    def _verify(self, key: BlockKey) -> None:
+        try:
+            self._store.verify(key)
+        except OSError as error:
+            self._store.health.failed(error)
 
     def _write(self, put: PendingWrite) -> str:
         """Return why the block could not be written; "" if it was."""
+        health = self._store.health
+        if refusal := health.refusal():
+            return self._drop(refusal, log=False)
         for attempt in range(self._max_retries + 1):
             try:
                 self._store.put(put.key, put.data, durable=self.persistent)
+                health.worked()
                 return ""
             except BlockFileError as error:
                 return self._drop(f"not a block file: {error}")
+            except BlockTooLarge as error:
+                return self._drop(f"more than the whole tier may take: {error}")
             except OSError as error:
-                if error.errno in DISK_FULL:
-                    with self._condition:
-                        self._full_until = time.monotonic() + FULL_DISK_PAUSE_S
-                    return self._drop("the disk is full")
-                reason = f"cannot write: {errno.errorcode.get(error.errno or 0, error)}"
+                failure = error
+            if failure.errno in _NAME_TAKEN:
+                return self._drop(f"something else has its name: {failure}")
+            if failure.errno in DISK_FULL or self._stopping:
+                break
             if attempt < self._max_retries:
                 time.sleep(_RETRY_PAUSE_S * 2**attempt)
-        return self._drop(reason)
+        health.failed(failure)
+        code = errno.errorcode.get(failure.errno or 0, str(failure))
+        return self._drop(f"{health.reason} ({code})", log=False)
 
-    def _drop(self, reason: str) -> str:
+    def _drop(self, reason: str, *, log: bool = True) -> str:
+        """Count a block that is not stored. The state of the disk has a log line of its own."""
         with self._condition:
             self._drops += 1
             drops = self._drops
-        self._drop_log.warning("a block was not stored, %s (%d so far)", reason, drops)
+        if log:
+            self._drop_log.warning("a block was not stored, %s (%d so far)", reason, drops)
         return reason

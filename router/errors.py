@@ -96,6 +96,17 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
         return {"www-authenticate": "Bearer"}
 
 
+class Forbidden(ApiError, status=403, type="permission_error"):
+    """The API key may not use the model, or a server without keys is called by a name that is not
+    its own."""
+
+
+class ModelForbidden(Forbidden, code="model_not_allowed"): ...
+
+
+class HostForbidden(Forbidden, code="host_not_allowed"): ...
+
+
 class NotFound(ApiError, status=404, type="invalid_request_error", code="not_found"):
     """The path is unknown."""
 
@@ -173,5 +184,5 @@ class ClientDisconnected(Exception):
 
 BODY_ERRORS = (InvalidRequest, BodyTimeout, BodyTooLarge, UnsupportedMediaType)
 """Raised while a body is read and checked."""
-MODEL_ERRORS = (ModelNotFound, TooManyRequests, Unavailable)
+MODEL_ERRORS = (ModelForbidden, ModelNotFound, TooManyRequests, Unavailable)
 """Raised by whatever needs a model."""

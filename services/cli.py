@@ -14,6 +14,7 @@ PROG = "mlx-lm-server"
 
 COMMANDS = {
     "serve": ("services.local", "serve a model (the default)"),
+    "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
     "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }
 """Name -> (module with ``main(argv) -> int``, help). A module is imported when it is needed."""

@@ -19,11 +19,15 @@ from engine.batch import device
 from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
+from engine.io.traces import SequenceTraces
 from engine.model.errors import ModelUnavailable
 from shared import logs, settings, wire
+from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from shared.hashing import state_namespace
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
+from shared.tracing import TracingUnavailable, open_tracing
 from shared.version import installed_version
 
 if TYPE_CHECKING:  # these import mlx
@@ -45,10 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = settings.parse(sys.argv[1:] if argv is None else argv, os.environ, "services.engine")
     name = os.environ.get(ENGINE_NAME_VARIABLE, f"engine-{socket.gethostname()}-{os.getpid()}")
     logs.setup(name, options.log_level, options.log_format)
+    raise_descriptor_limit()
     supervisor = SupervisorLink.from_environment()
     if options.engine_socket is None:
         logger.error("--engine-socket is needed: the address of this engine's router")
         return EXIT_USAGE
+    try:
+        tracing = open_tracing(options.otlp_endpoint, name)
+    except TracingUnavailable as error:
+        logger.error("--otlp-endpoint: %s", error)
+        return EXIT_CONFIG
     if supervisor is not None:
         supervisor.watch(lambda: os._exit(EXIT_OK))
     status, inbox = EngineStatus(), Inbox()
@@ -64,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor=supervisor,
         stall_timeout_s=options.stall_timeout_s,
         drain_timeout_s=options.drain_timeout_s,
+        traces=None if tracing is None else SequenceTraces(tracing, name),
     )
     io_thread.catch_signals()
     io_thread.start()
@@ -77,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     io_thread.send([wire.Bye(engine=name, incarnation=incarnation)])
     io_thread.stop()
+    if tracing is not None:
+        tracing.close()
     logger.info("drained")
     return EXIT_OK
 
@@ -146,15 +159,19 @@ def _connect_store(
     """Return the client of the kvstore; None without a kvstore, or a use for it."""
     if options.kvstore_socket is None or not replica.uses_store:
         return None
+    from engine.io.block_fetch import FileKind
     from engine.io.store_client import StoreClient
 
+    spec = replica.executor.spec
+    states = state_namespace(replica.namespace, spec.state_layout)
     store = StoreClient(
         context,
         options.kvstore_socket,
-        replica.namespace.hex(),
+        FileKind(replica.namespace.hex(), spec.block_buffers),
         ThreadPoolExecutor(4, thread_name_prefix="files"),
-        on_fetched=lambda ticket, payloads: inbox.put(BlocksFetched(ticket, payloads)),
+        on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
         wake=io_thread.wake,
+        states=FileKind(states.hex(), spec.state_buffers),
     )
     io_thread.use_store(store)
     return store

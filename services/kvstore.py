@@ -19,6 +19,7 @@ from kvstore.server import Server
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import logs
+from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
@@ -38,6 +39,7 @@ logger = logging.getLogger("kvstore")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    raise_descriptor_limit()
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
     if settings.kvstore_socket is None:
@@ -56,12 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     store = DiskStore(
         directory,
         max_bytes=int(settings.ssd_max_size_gb * 1e9),
+        reserve_bytes=int(settings.disk_reserve_gb * 1e9),
         ttl_s=settings.ssd_ttl_days * _DAY_S,
     )
     writer = _make_writer(settings, store)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        server = Server(context, settings.kvstore_socket, directory, store, writer)
+        server = Server(
+            context,
+            settings.kvstore_socket,
+            directory,
+            store,
+            writer,
+            acknowledges_early=settings.ssd_async_writes and not writer.persistent,
+        )
     except zmq.ZMQError as error:
         directory.close()
         return fail(PROG, f"--kvstore-socket: cannot bind {settings.kvstore_socket}: {error}")
@@ -104,7 +114,6 @@ def _make_writer(settings: Settings, store: DiskStore) -> Writer:
     return Writer(
         store,
         persistent=settings.ssd_durability == "persistent",
-        in_background=settings.ssd_async_writes,
         queue_size=settings.ssd_writer_queue_size,
         max_retries=settings.ssd_persistent_max_retries,
         flush_interval_s=settings.ssd_flush_interval_s,

@@ -15,6 +15,7 @@ from services.supervisor import Limits, Supervisor
 from services.supervisor_child import ChildSpec
 from services.supervisor_output import LogCollector
 from shared import logs, settings
+from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_FAILED, fail
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import Settings
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     options = settings.parse(argv, os.environ, PROG)
+    raise_descriptor_limit()
     try:
         # The socket is made here and not in the router, so that connections wait, and are not
         # refused, while the router is restarted.
@@ -43,19 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def children(
     options: Settings, argv: Sequence[str], http: socket.socket, run_dir: RunDir
 ) -> list[ChildSpec]:
-    """Return the processes of one server. They get the supervisor's own flags, and the sockets."""
+    """Return the processes of one server. They get the supervisor's own flags, and the sockets.
+
+    Keys are left out of the flags, which every user of the machine can see. The router gets them
+    in its environment; the others have no use for them.
+    """
     engine_socket = options.engine_socket or run_dir.socket("engines")
     kvstore_socket = options.kvstore_socket or run_dir.socket("kvstore")
-    flags = [*argv, f"--engine-socket={engine_socket}", f"--kvstore-socket={kvstore_socket}"]
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {
-        RUN_DIR_VARIABLE: str(run_dir.path),
-        # Our packages have plain names. With -P and this path, a folder of the same name in
-        # the working directory is not imported in place of one of them.
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
+    flags = [
+        *settings.without_secrets(argv),
+        f"--engine-socket={engine_socket}",
+        f"--kvstore-socket={kvstore_socket}",
+    ]
+    environment = _environment(run_dir)
+    hidden = settings.secret_variables()
 
     def command(module: str) -> tuple[str, ...]:
         return (sys.executable, "-P", "-m", module, *flags)
@@ -63,9 +66,11 @@ def children(
     router = ChildSpec(
         name="router",
         command=command("services.router"),
-        environment=environment,
+        environment={**environment, settings.SECRETS_VARIABLE: settings.secrets_of(options)},
+        hidden_variables=hidden,
         descriptors={HTTP_VARIABLE: http.fileno()},
         announces_ready=True,
+        takes_hang_up=True,
     )
     engines = [
         ChildSpec(
@@ -76,14 +81,32 @@ def children(
                 **allocation.environment(os.environ),
                 ENGINE_NAME_VARIABLE: f"engine-{number}",
             },
+            hidden_variables=hidden,
             stop_stage=1,
         )
         for number in range(options.engines)
     ]
     kvstore = ChildSpec(
-        name="kvstore", command=command("services.kvstore"), environment=environment, stop_stage=2
+        name="kvstore",
+        command=command("services.kvstore"),
+        environment=environment,
+        hidden_variables=hidden,
+        stop_stage=2,
     )
     return [*([] if options.no_ssd else [kvstore]), *engines, router]
+
+
+def _environment(run_dir: RunDir) -> dict[str, str]:
+    """Return the variables that all children get."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return {
+        RUN_DIR_VARIABLE: str(run_dir.path),
+        # Our packages have plain names. With -P and this path, a folder of the same name in
+        # the working directory is not imported in place of one of them.
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
 
 
 def url(options: Settings, http: socket.socket) -> str:
@@ -102,6 +125,7 @@ def _supervise(options: Settings, argv: Sequence[str], http: socket.socket, run_
         on_ready=_make_announcement(options, http),
         # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,
+        on_turn=run_dir.keep_fresh,
     )
     try:
         return supervisor.run()

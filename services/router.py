@@ -16,15 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from router.fleet.engine_socket import EngineSocketError
+from router.fleet.rate_windows import LimitsStoreError
 from router.fleet.router import Router
 from router.http.api_keys import ApiKeys
 from router.http.app import create_app
 from router.http.connections import Connection
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
+from services.terminal import Terminal
 from shared import logs
+from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
-from shared.settings import parse
+from shared.settings import is_loopback, parse
 from shared.supervisor_link import SupervisorLink
+from shared.tracing import Tracing, TracingUnavailable, open_tracing
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
@@ -32,6 +36,7 @@ BEAT_EVERY_S = 0.5
 FLUSH_S = 5
 """How long the last events may take to reach the clients after a drain."""
 KEEP_ALIVE_S = 75
+SWITCH_INTERVAL_S = 0.0005
 
 logger = logging.getLogger("router")
 
@@ -39,29 +44,40 @@ logger = logging.getLogger("router")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    raise_descriptor_limit()
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
     if settings.engine_socket is None:
         return fail(PROG, "--engine-socket: a router started alone needs it", EXIT_USAGE)
     try:
-        keys = ApiKeys.from_settings(settings)
+        keys = ApiKeys(settings)
+        tracing = open_tracing(settings.otlp_endpoint, "router")
         listener = inherited() or listen(settings.host, settings.port)
+    except TracingUnavailable as error:
+        return fail(PROG, f"--otlp-endpoint: {error}")
     except (OSError, ValueError, ListenError) as error:
         return fail(PROG, error)
     try:
         router = Router(settings, settings.engine_socket, installed_version())
-    except EngineSocketError as error:
+    except (EngineSocketError, LimitsStoreError) as error:
         listener.close()
-        return fail(PROG, f"--engine-socket: {error}")
+        flag = "--limits-url" if isinstance(error, LimitsStoreError) else "--engine-socket"
+        return fail(PROG, f"{flag}: {error}")
     try:
-        server = _server(router, keys)
+        server = _server(router, keys, tracing)
     except (ssl.SSLError, OSError) as error:
         listener.close()
         router.engine_socket.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
+    # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for so long
+    # each time that the event loop wants it: with the default of 5 ms a stream with ten of its
+    # turns waits 50.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # uvloop if it is installed: asyncio's own loop takes twice the time for a token.
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, router, listener, link))
+        runner.run(_serve(server, router, keys, listener, link))
+    if tracing is not None:
+        tracing.close()
     return EXIT_OK
 
 
@@ -73,10 +89,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(router: Router, keys: ApiKeys) -> _Server:
+def _server(router: Router, keys: ApiKeys, tracing: Tracing | None) -> _Server:
     settings = router.settings
     config = uvicorn.Config(
-        create_app(router, keys),
+        create_app(router, keys, tracing),
         http=Connection,
         lifespan="off",
         ws="none",
@@ -94,9 +110,14 @@ def _server(router: Router, keys: ApiKeys) -> _Server:
 
 
 async def _serve(
-    server: _Server, router: Router, listener: socket.socket, link: SupervisorLink | None
+    server: _Server,
+    router: Router,
+    keys: ApiKeys,
+    listener: socket.socket,
+    link: SupervisorLink | None,
 ) -> None:
     loop = asyncio.get_running_loop()
+    terminal = Terminal()
     stopping: list[asyncio.Task[None]] = []
 
     async def drain() -> None:
@@ -115,17 +136,34 @@ async def _serve(
         router.abort_all("The server is shutting down.")
         server.should_exit = server.force_exit = True
 
+    def hang_up() -> None:
+        if link is None and terminal.is_closed():
+            stop()
+        else:
+            keys.reload_soon()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     if link is not None:
         link.watch(lambda: _on_supervisor_gone(loop, stop_now))
-    beats = asyncio.create_task(_beat(router, link))
+    if not str(router.settings.engine_socket).startswith("ipc:"):
+        logger.warning(
+            "every process of this machine can join --engine-socket as an engine, and then reads"
+            " prompts: only ipc:// is private"
+        )
+    background = [asyncio.create_task(_beat(router, link)), asyncio.create_task(keys.follow())]
     await router.start()
     try:
         logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))
+        if not keys and not is_loopback(listener.getsockname()[0]):
+            logger.warning(
+                "no API key is set: everybody who can reach this machine can use the models"
+                " (--api-key-file sets keys, --host 127.0.0.1 keeps others out)"
+            )
         await server.serve(sockets=[listener])
     finally:
-        for task in [beats, *stopping]:
+        for task in [*background, *stopping]:
             task.cancel()
         await router.stop()
 

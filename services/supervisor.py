@@ -2,7 +2,8 @@
 
 A child that ends is restarted, with growing pauses while it keeps failing. A child whose
 beats stop (it is stopped, or hangs) is killed first. SIGTERM and SIGINT drain the children
-stage by stage; a second signal ends all at once. The children notice by themselves when the
+stage by stage; a second signal ends all at once. SIGHUP is passed on, unless it says that the
+terminal is closed: then it ends the server too. The children notice by themselves when the
 supervisor is gone (`shared.supervisor_link`).
 """
 
@@ -19,11 +20,12 @@ from types import FrameType
 
 from services.supervisor_child import Child, ChildSpec
 from services.supervisor_output import LogCollector
+from services.terminal import Terminal
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STUCK, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
 _MAX_WAIT_S = 0.25
 
@@ -46,7 +48,8 @@ class Supervisor:
     """Runs the children of ``specs``.
 
     ``on_ready`` is called once, when all that announce it are ready for the first time.
-    ``on_stopping`` is called once, before the first child is told to stop.
+    ``on_stopping`` is called once, before the first child is told to stop. ``on_turn`` is called
+    several times a second.
     """
 
     def __init__(
@@ -57,14 +60,18 @@ class Supervisor:
         limits: Limits | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_stopping: Callable[[], None] = lambda: None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits = limits or Limits()
         self._output = output
         self._on_ready = on_ready
         self._on_stopping = on_stopping
+        self._on_turn = on_turn
         self._children = [_ManagedChild(spec) for spec in specs]
         self._announced = False
         self._signals: list[int] = []
+        self._hang_up = False
+        self._terminal = Terminal()
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -77,8 +84,8 @@ class Supervisor:
         theirs.setblocking(False)
         self._selector.register(ours, selectors.EVENT_READ)
         watched = [*STOP_SIGNALS, signal.SIGCHLD]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            watched.remove(signal.SIGHUP)  # nohup
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            watched.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in watched}
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
@@ -103,6 +110,9 @@ class Supervisor:
                     if code is not None:
                         return code
             self._wait_for_events(now)
+            self._on_turn()
+            if self._hang_up:
+                self._pass_on_hang_up()
             for managed, child in self._running():
                 code = self._check_child(managed, child, time.monotonic())
                 if code is not None:
@@ -111,6 +121,13 @@ class Supervisor:
                 self._announced = True
                 self._on_ready()
         return None
+
+    def _pass_on_hang_up(self) -> None:
+        """Send SIGHUP to the children that take it: they read their configuration again."""
+        self._hang_up = False
+        for managed, child in self._running():
+            if managed.spec.takes_hang_up and child.last_beat_at is not None:
+                child.hang_up()
 
     def _is_ready(self) -> bool:
         return all(
@@ -242,6 +259,11 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS:
+            self._signals.append(number)
+        elif number == signal.SIGHUP and not self._terminal.is_closed():
+            self._hang_up = True
+        elif number == signal.SIGHUP and number not in self._signals:
+            # Both the system and the shell send one, which does not mean "at once".
             self._signals.append(number)
 
 

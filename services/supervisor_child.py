@@ -23,10 +23,13 @@ class ChildSpec:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Variables of our own environment that the child does not get.
+    hidden_variables: frozenset[str] = frozenset()
     # Environment variable -> inherited descriptor, whose number is its value.
     descriptors: Mapping[str, int] = field(default_factory=dict)
     stop_stage: int = 0  # children of a lower stage end before those of the next are told to
     announces_ready: bool = False  # the server is ready when all of these children are
+    takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a beat
 
 
 class Child:
@@ -47,7 +50,11 @@ class Child:
             self._process = subprocess.Popen(
                 spec.command,
                 env={
-                    **os.environ,
+                    **{
+                        name: value
+                        for name, value in os.environ.items()
+                        if name not in spec.hidden_variables
+                    },
                     **spec.environment,
                     **{name: str(number) for name, number in descriptors.items()},
                 },
@@ -94,6 +101,10 @@ class Child:
                 os.killpg(self._process.pid, number)
             except (ProcessLookupError, PermissionError):
                 pass  # it has just ended (macOS reports "not permitted" for a zombie)
+
+    def hang_up(self) -> None:
+        """Send SIGHUP to the child alone; do nothing if it has ended."""
+        self._process.send_signal(signal.SIGHUP)
 
     def close(self) -> None:
         """Release the resources of a child that has ended."""

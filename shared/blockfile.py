@@ -17,7 +17,7 @@ FORMAT = "mlx-lm-server-block-2"
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """A larger file is not a block: it is neither sent nor read into memory."""
 
-_MAX_HEADER_BYTES = 1024 * 1024
+MAX_HEADER_BYTES = 1024 * 1024
 _LENGTH_BYTES = 8
 
 
@@ -55,7 +55,7 @@ def decode(data: bytes | memoryview, hash: bytes, namespace: str) -> tuple[memor
     view = memoryview(data)
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + length
-    if length > _MAX_HEADER_BYTES or view.nbytes < start:
+    if length > MAX_HEADER_BYTES or view.nbytes < start:
         raise BlockFileError("short, or not a block file")
     metadata, tensors = _parse_header(view[_LENGTH_BYTES:start])
     if metadata.format != FORMAT:

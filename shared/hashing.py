@@ -44,6 +44,19 @@ def namespace_root(
     return digest.digest()
 
 
+def state_namespace(root: bytes, layout: Sequence[str]) -> bytes:
+    """Return the namespace of stored recurrent states that follow blocks under ``root``.
+
+    States have the hashes of blocks, so they need a namespace of their own. States with arrays of
+    another ``layout`` are in another one.
+    """
+    digest = blake2b(root, digest_size=HASH_BYTES, person=b"state-v1")
+    for part in layout:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.digest()
+
+
 def salted_root(root: bytes, cache_salt: str) -> bytes:
     """Return the root for requests with ``cache_salt``, which share blocks only with each other."""
     if not cache_salt:

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 LogFormat = Literal["text", "json"]
@@ -64,6 +65,15 @@ def format_line(process: str, level: str, message: str, format: LogFormat) -> st
     return _json(time.time(), level, process, message)
 
 
+def event(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
+    """Log ``message`` with ``fields``: as ``name=value`` after it, or as fields of the JSON object.
+
+    None is left out.
+    """
+    present = {name: value for name, value in fields.items() if value is not None}
+    logger.log(level, "%s", message, extra={"fields": present})
+
+
 class RateLimitedLogger:
     """A logger of at most one warning in ``interval_s``; those in between are dropped.
 
@@ -93,19 +103,28 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
+        fields: dict[str, object] = getattr(record, "fields", {})
         trace = self.formatException(record.exc_info) if record.exc_info else None
         level = record.levelname.lower()
         if self._format == "json":
             return _json(
-                record.created, level, self._process, message, logger=record.name, trace=trace
+                record.created,
+                level,
+                self._process,
+                message,
+                logger=record.name,
+                trace=trace,
+                **fields,
             )
+        if fields:
+            message = " ".join([message, *(f"{name}={value}" for name, value in fields.items())])
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         head = f"{clock} {level} {self._process}: "
         lines = (message if trace is None else f"{message}\n{trace}").splitlines() or [""]
         return "\n".join(head + one for one in lines)
 
 
-def _json(created: float, level: str, process: str, message: str, **more: str | None) -> str:
+def _json(created: float, level: str, process: str, message: str, **more: object) -> str:
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
     fields = {
         "time": f"{stamp}.{int(created % 1 * 1000):03d}Z",

@@ -11,12 +11,18 @@ import os
 import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shared.locks import try_lock
 
 RUN_DIR_VARIABLE = "_MLX_LM_SERVER_RUN_DIR"
 MAX_SOCKET_PATH_BYTES = 103
+
+FRESH_S = 3600.0
+"""How often the files are touched."""
 
 _PREFIX = "mlxlm-"
 _LOCK = "lock"
@@ -30,9 +36,12 @@ class RunDirError(Exception):
 class RunDir:
     """A locked run-time directory; leaving the context removes it."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: int, clock: Callable[[], float] = time.time) -> None:
+        """``clock`` tells wall time, since that goes on while the machine sleeps."""
         self.path = path
         self._lock = lock
+        self._clock = clock
+        self._touched_at = clock()
 
     @classmethod
     def create(cls, parent: Path | None = None) -> RunDir:
@@ -61,6 +70,19 @@ class RunDir:
     def socket(self, name: str) -> str:
         """Return the ZeroMQ address of the socket ``name`` in this directory."""
         return f"ipc://{self.path / name}"
+
+    def keep_fresh(self) -> None:
+        """Touch everything in the directory, if that is due; cheap otherwise.
+
+        Systems remove old files of temporary directories: macOS after three days. Without its
+        socket, an engine that is restarted would not find its router.
+        """
+        if abs(self._clock() - self._touched_at) < FRESH_S:
+            return
+        self._touched_at = self._clock()
+        for path in (self.path, *self.path.rglob("*")):
+            with suppress(OSError):  # it was removed meanwhile
+                os.utime(path, follow_symlinks=False)
 
     def remove(self) -> None:
         """Remove the directory, then release the lock. Do nothing the second time."""

@@ -265,7 +265,7 @@ def _range(schema: dict[str, Any]) -> str:
 def _openapi() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         router = _router(directory)
-        app = create_app(router, ApiKeys(["key"]))
+        app = create_app(router, ApiKeys(Settings(api_key=("key",))))
         router.engine_socket.close()
     found: dict[str, Any] = json.loads(app.state.openapi)
     return found

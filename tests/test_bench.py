@@ -19,6 +19,8 @@ def test_a_side_answers_each_call_with_seconds(name: str, tmp_path: Path) -> Non
         assert one.call("prefill", 32, 16) > 0
         assert one.call("decode", [20, 20], 2) > 0
         assert one.call("generate", [40, 7], 2) > 0
+        if name == "ours":
+            assert one.call("read") > 0
 
 
 def test_primitives_are_counted_without_views_and_without_what_was_evaluated() -> None:
@@ -57,9 +59,10 @@ from engine.cache.layout import probe_layout
 ragged.install()
 model = mlx_lm.load(sys.argv[1])[0]
 layout = probe_layout(model)
-builds = [kernels.theirs(model, layout, [40, 9], 1)]
-builds += [kernels.ours(model, layout, [40, 9], 1, bits) for bits in (16, 8)]
-print(*(cost.per_layer for cost in kernels.measure(builds, 2, 1)))
+for lengths, width in (([40] * 8, 1), ([40, 9] * 4, 1), ([40] * 8, 16), ([40, 9] * 4, 16)):
+    steps = [kernels.theirs(model, layout, lengths, width)]
+    steps += [kernels.ours(model, layout, lengths, width, bits) for bits in (16, 8)]
+    print(*(cost.per_layer for cost in kernels.measure(steps, 2, 1)))
 """
 
 
@@ -67,7 +70,43 @@ def test_a_step_of_ours_is_counted_beside_that_of_mlx_lm(tmp_path: Path) -> None
     """In a process of its own: other tests put operations for CPUs in the place of mlx-lm's."""
     command = [sys.executable, "-c", _COUNTS, str(make_tiny("llama", tmp_path))]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-    theirs, ours, quantized = map(float, ended.stdout.split())
-    # Norms and projections, rope, writes, attention, the gate: 17 a layer and the rest.
-    assert 17 < theirs < 24
-    assert 17 < ours <= 1.15 * theirs and quantized <= 1.4 * theirs
+    steps = [map(float, line.split()) for line in ended.stdout.splitlines()]
+    assert len(steps) == 4  # decodes and chunks of 8 rows, even and uneven
+    for theirs, ours, quantized in steps:
+        # Norms and projections, rope, writes, attention, the gate: 17 a layer and the rest.
+        assert 17 < theirs < 24
+        assert 17 < ours <= 1.15 * theirs and quantized <= 1.4 * theirs
+
+
+@pytest.mark.slow
+def test_the_page_about_a_gpu_is_right_on_a_cpu_that_computes_as_one(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    command = [sys.executable, "-m", "bench", "metal", "--runs=1", f"--model={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "look-ahead: True" in done.stdout
+    assert done.stdout.endswith("**All is right.**\n")
+    speeds = [line.split("|")[-2] for line in done.stdout.splitlines() if " tokens |" in line]
+    assert len(speeds) == 10 and all(float(ratio) > 0 for ratio in speeds)
+
+
+def test_a_wrong_engine_is_found(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    broken = """
+import sys
+from engine.backend.blas import load_fast_blas
+load_fast_blas()
+import mlx.core as mx
+from bench.metal import metal
+from engine.batch.gpu import GPUBatch
+from engine.proving import choose
+choose.prove = lambda *_: None  # which would keep such batches from being used
+write = GPUBatch.write
+GPUBatch.write = lambda batch, layer, *new: write(batch, layer, *(mx.roll(a, 1, 0) for a in new))
+metal(sys.argv[1], 1)
+"""
+    command = [sys.executable, "-c", broken, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "**WRONG: logits differ by " in done.stdout
+    assert "texts differ where the next token is clear" in done.stdout

@@ -17,7 +17,7 @@ from tests import generated_docs
 from tests.generated_docs import ROOT
 
 DOCUMENTS = generated_docs.documents()
-MEASURED = ("benchmarks.md", "clients.md", "models.md")
+MEASURED = ("benchmarks.md", "clients.md", "metal.md", "models.md")
 """Pages about runs of commands, which have flags of their own."""
 FOR_CONTRIBUTORS = [
     ROOT / "ARCHITECTURE.md",

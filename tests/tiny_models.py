@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
+import mlx_lm
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -142,6 +144,18 @@ def _tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator([_TRAINING_TEXT, CHAT_TEMPLATE], trainer)
     return tokenizer
+
+
+def make_quantized(model: Path, path: Path, bits: int = 4, group_size: int = 32) -> Path:
+    """Write the tiny model in ``model`` with quantized weights into ``path``, and return it."""
+    shutil.copytree(model, path)
+    loaded, config = mlx_lm.utils.load_model(model)
+    loaded, config = mlx_lm.utils.quantize_model(loaded, config, group_size, bits)
+    mx.save_safetensors(
+        str(path / "model.safetensors"), dict(tree_flatten(loaded.parameters())), {"format": "mlx"}
+    )
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    return path
 
 
 def make_adapter(model: Path, path: Path, seed: int = 0, rank: int = 4) -> Path:

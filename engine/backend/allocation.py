@@ -7,6 +7,7 @@ have to be in the environment of an engine. Other systems ignore them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 
@@ -27,6 +28,13 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     if VARIABLE in given:
         return {}
     return {VARIABLE: ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
+
+
+def give_back() -> None:
+    """Give free memory back to the system, which glibc does not do with these settings."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def prefault(size: int) -> None:

@@ -16,15 +16,11 @@ import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
 BLAS_VARIABLE = "MLX_LM_SERVER_BLAS"
 """Environment variable: path of the library to load, or ``none``."""
-
-ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112
-"""Orders of matrices, in the numbers of the C interface of a BLAS."""
 
 _loaded: str | None = None
 
@@ -69,30 +65,6 @@ def load_fast_blas() -> str | None:
         "; ".join(failures) or "none found",
     )
     return None
-
-
-def cblas_sgemm() -> Any | None:
-    """Return the matrix product of the loaded library, a C function."""
-    integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
-    matrix = (pointer, integer)
-    return _function("cblas_sgemm", *[integer] * 6, real, *matrix, *matrix, real, *matrix)
-
-
-def cblas_sgemm_batch() -> Any | None:
-    """Return the C function for many products of different sizes in one call, if there is one.
-
-    Its arguments are an order and arrays: addresses have an element for each product, the other
-    arrays for each group of products."""
-    integer, pointer = ctypes.c_int, ctypes.c_void_p
-    return _function("cblas_sgemm_batch", integer, *[pointer] * 13, integer, pointer)
-
-
-def _function(name: str, *types: Any) -> Any | None:
-    function = None if _loaded is None else getattr(ctypes.CDLL(_loaded), name, None)
-    if function is not None:
-        function.restype = None
-        function.argtypes = types
-    return function
 
 
 def _prepare_openblas() -> None:

@@ -8,14 +8,16 @@ but it is still one pass for all rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from engine.batch.graph import GraphBatch, Mask
+from engine.batch.graph import GraphBatch
+from engine.batch.groups import Mask
 from engine.batch.ragged import Row, effective_window
 from engine.cache.layout import AttentionLayout, Layout
-from engine.cache.slabs import Slabs
+from engine.cache.slabs import Slab, Slabs
 
 
 class DenseBatch(GraphBatch):
@@ -36,17 +38,24 @@ class DenseBatch(GraphBatch):
     def kv_view(self, number: int, layer: AttentionLayout) -> Any:
         return DenseKVCacheView(self, number, layer)
 
+    @cached_property
+    def _picked(self) -> list[tuple[Slab, slice | mx.array]]:
+        """Each slab and its rows: a slice if they are neighbours, which copies nothing."""
+        found: list[tuple[Slab, slice | mx.array]] = []
+        for slab, _, rows in self.by_slab():
+            numbers = [row.slot.row for row in rows]
+            are_neighbours = numbers == list(range(numbers[0], numbers[-1] + 1))
+            stretch = slice(numbers[0], numbers[-1] + 1)
+            found.append((slab, stretch if are_neighbours else mx.array(numbers)))
+        return found
+
     def fetch(self, number: int) -> mx.array:
         """Return array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
         parts = []
-        for slab, _, rows in self.by_slab():
-            numbers = [row.slot.row for row in rows]
+        for slab, rows in self._picked:
             if slab.arrays[number].size == 0:
                 return slab.arrays[number][: len(self.rows), :, : self.longest]
-            picked: slice | mx.array = mx.array(numbers)
-            if numbers == list(range(numbers[0], numbers[-1] + 1)):
-                picked = slice(numbers[0], numbers[-1] + 1)
-            part = slab.read(number, picked, self.longest)
+            part = slab.read(number, rows, self.longest)
             missing = self.longest - part.shape[2]
             if missing > 0:
                 part = mx.pad(part, [(0, 0), (0, 0), (0, missing), (0, 0)])

@@ -3,12 +3,16 @@ MLX's own where those are slow."""
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # not at run time, since a fast BLAS has to be loaded before MLX
+    from engine.batch.cpu.layers import CPUPrecision, Layers
     from engine.batch.ragged import RaggedBatch
     from engine.cache.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 HOST_VARIABLE = "MLX_LM_SERVER_HOST_OPS"
 """Environment variable: ``0`` leaves everything on the CPU to MLX."""
@@ -26,14 +30,26 @@ def prepare() -> None:
         gates.install()
 
 
-def tune(model: Any) -> None:
-    """Fit our operations to the loaded ``model`` and to this machine."""
-    from engine.batch.cpu.matmuls import Matmuls, install
+def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> Layers | None:
+    """Move layers of ``model`` out of MLX on a CPU; None if they stay.
 
-    if uses_host():
-        matmuls = Matmuls()
-        matmuls.measure(model)
-        install(matmuls)
+    Layers in fp32 stay where the whole model leaves MLX, see `batch_classes`."""
+    from engine.backend import graphs
+    from engine.batch.cpu import decoder, layers
+
+    if not uses_host():
+        return None
+    if graphs.unusable():
+        logger.warning("products on the CPU will be slow: %s", graphs.unusable())
+        return None
+    precision = layers.chosen_precision(model, wanted, memory_bytes)
+    return layers.Layers(model, precision, dense=not decoder.knows(model))
+
+
+def rounds_activations(model: Any) -> bool:
+    """Return whether layers of ``model`` multiply activations in 8 bits, as `tune` chose."""
+    layers = (module for _, module in model.named_modules())
+    return any(vars(layer).get("precision") == "fast" for layer in layers)
 
 
 def uses_host() -> bool:
@@ -73,6 +89,8 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     from engine.batch.graph import GraphBatch
 
     if mx.default_device() == mx.gpu:
+        if (layer := next((each for each in layout.layers if each.value_dim), None)) is not None:
+            GPUBatch.measure(layer)
         return [GPUBatch]
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):
         return [GraphBatch]

@@ -55,6 +55,9 @@ class RaggedBatch(ABC):
     one_row_per_pass = False
     """Whether every row needs a pass of its own."""
 
+    runs_model = True
+    """Whether a pass calls the model's own code, which needs its weights."""
+
     writes_in_place = False
     """Whether slabs are written directly in the host's memory, outside MLX's graph."""
 
@@ -93,6 +96,17 @@ class RaggedBatch(ABC):
             stretch = list(members)
             yield self.slabs[number], first, stretch
             first += len(stretch)
+
+    @classmethod
+    def make_deterministic(cls) -> bool:
+        """Give a row's logits the same bits whatever rows and chunks are computed with it, from
+        now on. Return whether that is possible."""
+        return False
+
+    @classmethod
+    def release_weights(cls) -> None:
+        """Give up those of the model's weights that passes do not use. Called after the proof."""
+        return
 
     def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
         """Run ``model`` on ``inputs`` (batch, width) and return logits (batch, width, vocab).
@@ -159,16 +173,13 @@ class KVCacheView:
     """One layer's cache, as mlx-lm's models use it, and the handle for its keys and values."""
 
     def __init__(self, batch: RaggedBatch, number: int, layer: AttentionLayout) -> None:
+        # Made for each layer in each step, and asked twice for its offset: so little is computed.
         self.batch = batch
         self.layer = number
         self.window = layer.window
-        self.dtype = layer.dtype
-        self.heads_and_dim = (layer.kv_heads, layer.key_dim)
-
-    @property
-    def offset(self) -> int | mx.array:
+        self.layout = layer
+        self.offset = batch.offset
         """Position of each row's first new token. An array (batch,) for several rows."""
-        return self.batch.offset
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -186,9 +197,13 @@ class KVCacheView:
     @property
     def shape(self) -> tuple[int, int, int | mx.array, int]:
         """Shape of the keys, but with a length for each row, padding included."""
-        heads, dim = self.heads_and_dim
         width = max(row.width for row in self.batch.rows)
-        return len(self.batch.rows), heads, self.batch.offset + width, dim
+        heads, dim = self.layout.kv_heads, self.layout.key_dim
+        return len(self.batch.rows), heads, self.offset + width, dim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.layout.dtype
 
     def astype(self, dtype: mx.Dtype) -> KVCacheView:
         if dtype != self.dtype:

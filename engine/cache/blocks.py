@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from engine.cache import host_blocks
 from engine.cache.layout import Layout, StorageGroup
+from engine.cache.packing import Packing
 from engine.cache.quantization import Quantized, codes_of, pack, unpack
 from engine.cache.slabs import Slab, StoredKV, to_slab
 from engine.plan import Payload
+
+PIECE_BYTES = 128 << 20
+"""The most KV of slots that is copied from or to blocks in one graph: copies take memory beside
+it, several times as much where codes are computed."""
 
 
 class BlockStore:
     """The content of the pool's blocks, by the id that the scheduler assigned.
 
-    A block has the parts of each `StorageGroup` in order. They are evaluated when they are
-    made, so that a block keeps no other array alive.
+    A block has the parts of each `StorageGroup` in order, in one buffer. No part of it belongs to
+    another array, so that a block keeps nothing else alive.
     """
 
     def __init__(self, layout: Layout, block_size: int, in_place: bool = False) -> None:
@@ -27,63 +33,84 @@ class BlockStore:
         self._groups = layout.groups
         self._in_place = in_place
         self._block_size = block_size
-        self._blocks: dict[int, tuple[mx.array, ...]] = {}
+        self._packing = Packing([p for group in layout.groups for p in group.parts(block_size)])
+        slot_bytes = max(1, block_size * layout.slot_token_bytes)
+        self._blocks_at_once = max(1, PIECE_BYTES // slot_bytes)
+        self._blocks: dict[int, mx.array] = {}
 
     def __contains__(self, block: int) -> bool:
         return block in self._blocks
 
-    def save(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> list[mx.array]:
-        """Copy the slot's positions from ``start`` on. Return the arrays to evaluate."""
-        size = self._block_size
-        if self._in_place:
-            for first, block in enumerate(blocks):
-                stretch = slice(start + first * size, start + (first + 1) * size)
-                taken = (host_blocks.take(slab, group, row, stretch) for group in self._groups)
-                self._blocks[block] = tuple(part for parts in taken for part in parts)
-            return []
-        end = start + size * len(blocks)
-        saved: list[list[mx.array]] = [[] for _ in blocks]
-        for group in self._groups:
-            for whole in _read_slot(slab, group, row, start, end):
-                for position, parts in enumerate(saved):
-                    part = whole[..., position * size : (position + 1) * size, :]
-                    parts.append(part if len(blocks) == 1 else mx.contiguous(part))
-        for block, parts in zip(blocks, saved, strict=True):
-            self._blocks[block] = tuple(parts)
-        return [part for parts in saved for part in parts]
+    def save(
+        self, slab: Slab, row: int, start: int, blocks: Sequence[int]
+    ) -> Iterator[list[mx.array]]:
+        """Copy the slot's positions from ``start`` on, a bounded part of them at a time.
 
-    def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Copy ``blocks`` into the slot, the first of them at position ``start``."""
-        write = host_blocks.give if self._in_place else _write_slot
-        parts = zip(*(self._blocks[block] for block in blocks), strict=True)
-        for group in self._groups:
-            write(slab, group, row, start, [next(parts) for _ in group.parts(self._block_size)])
+        Yield the arrays to evaluate before the next part is made."""
+        for first, some in self._pieces(start, blocks):
+            save = self._save_in_place if self._in_place else self._save_graph
+            saved = save(slab, row, first, len(some))
+            self._blocks.update(zip(some, saved, strict=True))
+            yield [] if self._in_place else saved
 
-    def insert(self, block: int, payload: Payload) -> Sequence[mx.array]:
-        """Make ``block`` from bytes. Return the arrays to evaluate.
+    def restore(self, slab: Slab, row: int, start: int, blocks: Sequence[int]) -> Iterator[None]:
+        """Copy ``blocks`` into the slot, the first of them at position ``start``.
 
-        Raises ValueError when the bytes are not of the block's size."""
-        shapes = [part for group in self._groups for part in group.parts(self._block_size)]
-        parts = [array_from_bytes(*part, data) for part, data in zip(shapes, payload, strict=True)]
-        self._blocks[block] = tuple(parts)
-        return parts
+        Yield where the slab should be evaluated before the next part is copied. The last part is
+        left to the graph that writes the slab next."""
+        for first, some in self._pieces(start, blocks):
+            if first > start:
+                yield
+            packed = [self._blocks[block] for block in some]
+            if self._in_place:
+                whole = [self._packing.host_views(np.asarray(one)) for one in packed]
+                write: Callable[..., None] = host_blocks.give
+            else:
+                whole = [self._packing.unpack(one) for one in packed]
+                write = _write_slot
+            parts = zip(*whole, strict=True)
+            for group in self._groups:
+                write(slab, group, row, first, [next(parts) for _ in group.parts(self._block_size)])
 
-    def export(self, block: int) -> Payload:
-        """Return the bytes of ``block`` without a copy. They keep its memory alive."""
-        parts = self._blocks[block]
-        mx.eval(parts)
-        return tuple(np.asarray(part.view(mx.uint8)).reshape(-1).data for part in parts)
+    def insert(self, block: int, payload: Payload) -> None:
+        """Make ``block`` from bytes. Raises ValueError when they are not of the block's size."""
+        self._blocks[block] = self._packing.from_payload(payload)
+
+    def exporter(self, block: int) -> Callable[[], Payload]:
+        """Return a function that gives the bytes of ``block``, even after it was evicted.
+
+        They are not copied, and keep its memory alive. The call waits for the block."""
+        return partial(self._packing.payload, self._blocks[block])
 
     def evict(self, block: int) -> None:
         self._blocks.pop(block, None)
 
+    def _pieces(self, start: int, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield a few of ``blocks`` at a time, with their position in the slot."""
+        for first in range(0, len(blocks), self._blocks_at_once):
+            some = blocks[first : first + self._blocks_at_once]
+            yield start + first * self._block_size, some
 
-def array_from_bytes(shape: tuple[int, ...], dtype: mx.Dtype, data: bytes | memoryview) -> mx.array:
-    """Return a copy of ``data`` as an array. Raises ValueError when it is not of that size."""
-    # An array of one of NumPy's types is evaluated at once. A view of another type is not.
-    name = "uint16" if dtype == mx.bfloat16 else str(dtype).rpartition(".")[2]
-    array = mx.array(np.frombuffer(data, name).reshape(shape))
-    return array.view(dtype) if dtype == mx.bfloat16 else array
+    def _save_in_place(self, slab: Slab, row: int, start: int, count: int) -> list[mx.array]:
+        saved = []
+        for first in range(start, start + count * self._block_size, self._block_size):
+            packed = np.zeros(self._packing.packed_bytes, np.uint8)
+            parts = iter(self._packing.host_views(packed))
+            for group in self._groups:
+                targets = [next(parts) for _ in group.parts(self._block_size)]
+                host_blocks.take(slab, group, row, slice(first, first + self._block_size), targets)
+            saved.append(mx.array(packed))
+        return saved
+
+    def _save_graph(self, slab: Slab, row: int, start: int, count: int) -> list[mx.array]:
+        end = start + count * self._block_size
+        blocks: list[list[mx.array]] = [[] for _ in range(count)]
+        for group in self._groups:
+            for whole in _read_slot(slab, group, row, start, end):
+                pieces = mx.split(whole, count, axis=-2) if count > 1 else [whole]
+                for parts, piece in zip(blocks, pieces, strict=True):
+                    parts.append(piece if count == 1 else mx.contiguous(piece))
+        return [self._packing.pack(parts) for parts in blocks]
 
 
 def _read_slot(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:
@@ -102,11 +129,13 @@ def _write_slot(
     slab: Slab, group: StorageGroup, row: int, start: int, parts: Sequence[Sequence[mx.array]]
 ) -> None:
     """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
-    scheme, scales = group.kind.quantization, None
+    scheme = group.kind.quantization
     whole, *others = (mx.concatenate(list(part), axis=-2) for part in parts)
+    count = len(group.arrays)
+    scales: Sequence[mx.array | None] = [None] * count
     if scheme is not None:
-        (scales,) = others
-        whole = to_slab(Quantized(unpack(whole, scheme.bits), scales), group.kind)
-    for position, number in enumerate(group.arrays):
-        its = None if scales is None else scales[:, position]
-        slab.put(number, row, start, StoredKV(whole[position], its))
+        whole = to_slab(Quantized(unpack(whole, scheme.bits), others[0]), group.kind)
+        scales = [its.squeeze(1) for its in mx.split(others[0], count, axis=1)]
+    # Split, since an index would be a gather for each array.
+    for number, array, its in zip(group.arrays, mx.split(whole, count), scales, strict=True):
+        slab.put(number, row, start, StoredKV(array.squeeze(0), its))

@@ -19,7 +19,7 @@ class Run(NamedTuple):
     length: int  # tokens of the longest row
 
 
-def split_runs(rows: Sequence[int], lengths: Sequence[int], call_cost_tokens: int) -> list[Run]:
+def split_runs(rows: Sequence[int], lengths: Sequence[int], call_cost_tokens: float) -> list[Run]:
     """Split the ascending ``rows`` with their ``lengths`` (tokens) into runs.
 
     ``call_cost_tokens`` is the fixed cost of a call, as the positions of one row that attention

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from engine.backend.threads import in_parallel, num_threads
 from engine.cache.layout import StorageGroup
+from engine.cache.packing import HostArray
 from engine.cache.rounding import codes_in_place
 from engine.cache.slabs import Slab
 
@@ -18,32 +18,34 @@ WORTH_THREADS = 500_000
 """Number of elements from which threads are worth their cost."""
 
 
-def take(slab: Slab, group: StorageGroup, row: int, stretch: slice) -> tuple[mx.array, ...]:
-    """Return the parts of ``group`` in a block of the positions ``stretch``."""
+def take(
+    slab: Slab, group: StorageGroup, row: int, stretch: slice, targets: Sequence[HostArray]
+) -> None:
+    """Write the parts of ``group`` in a block of the positions ``stretch`` into ``targets``."""
     how = group.kind.quantization
-    whole = np.stack([np.asarray(slab.arrays[i])[row, :, stretch] for i in group.arrays])
+    found = [np.asarray(slab.arrays[i])[row, :, stretch] for i in group.arrays]
     if how is None:
-        return (mx.array(whole),)
-    scales = [np.asarray(slab.scales[i])[:, row, :, stretch] for i in group.arrays]
-    marks = np.stack(scales, axis=1)
-    codes = codes_in_place(np.ascontiguousarray(whole), marks, how)
+        np.stack(found, out=targets[0])
+        return
+    scales = np.stack([np.asarray(slab.scales[i])[:, row, :, stretch] for i in group.arrays], 1)
+    targets[1][...] = scales
+    codes = codes_in_place(np.stack(found), scales, how)
     if how.bits == 4:
         codes = codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
-    return mx.array(codes), mx.array(marks)
+    targets[0][...] = codes
 
 
 def give(
-    slab: Slab, group: StorageGroup, row: int, start: int, parts: Sequence[Sequence[mx.array]]
+    slab: Slab, group: StorageGroup, row: int, start: int, parts: Sequence[Sequence[HostArray]]
 ) -> None:
     """Write the ``parts`` of ``group`` of consecutive blocks into a slot."""
-    views = [[np.asarray(block) for block in part] for part in parts]
-    length = sum(view.shape[-2] for view in views[0])
+    length = sum(part.shape[-2] for part in parts[0])
     stretch = slice(start, start + length)
 
     def share(first: int) -> Callable[[], None]:
         def run() -> None:
             for position in range(first, len(group.arrays), step):
-                _give_one(slab, group, row, stretch, position, views)
+                _give_one(slab, group, row, stretch, position, parts)
 
         return run
 
@@ -58,16 +60,16 @@ def _give_one(
     row: int,
     stretch: slice,
     position: int,
-    views: Sequence[Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]],
+    parts: Sequence[Sequence[HostArray]],
 ) -> None:
     number, how = group.arrays[position], group.kind.quantization
     target = np.asarray(slab.arrays[number])[row, :, stretch]
-    found = [view[position] for view in views[0]]
+    found = [part[position] for part in parts[0]]
     if how is None:
         np.concatenate(found, axis=-2, out=target)
         return
     marks = np.asarray(slab.scales[number])[:, row, :, stretch]
-    np.concatenate([view[:, position] for view in views[1]], axis=-2, out=marks)
+    np.concatenate([part[:, position] for part in parts[1]], axis=-2, out=marks)
     codes = np.concatenate(found, axis=-2)
     if how.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=-1)

@@ -119,6 +119,8 @@ class Layout:
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     """The arrays of a slot, in the order of a slab's."""
     groups: tuple[StorageGroup, ...] = field(init=False)
+    kinds: tuple[int, ...] = field(init=False)
+    """For each array the index of the first one that is equal."""
 
     def __post_init__(self) -> None:
         arrays = []
@@ -134,6 +136,9 @@ class Layout:
         groups = (StorageGroup(kind, tuple(members)) for kind, members in grouped.items())
         object.__setattr__(self, "arrays", tuple(arrays))
         object.__setattr__(self, "groups", tuple(groups))
+        first: dict[ArrayLayout, int] = {}
+        kinds = tuple(first.setdefault(array, index) for index, array in enumerate(arrays))
+        object.__setattr__(self, "kinds", kinds)
 
     def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
         """Return the layout of the same model with keys and values kept in ``precision``."""
@@ -164,6 +169,11 @@ class Layout:
     def array_bytes(self) -> int:
         """Bytes of one position in the largest array of a slot."""
         return max((array.slot_token_bytes for array in self.arrays), default=0)
+
+    def block_buffers(self, tokens: int) -> tuple[int, ...]:
+        """Return the bytes of each buffer of a stored block of ``tokens`` tokens."""
+        parts = (part for group in self.groups for part in group.parts(tokens))
+        return tuple(prod(shape) * int(dtype.size) for shape, dtype in parts)
 
     @property
     def state_bytes(self) -> int:

@@ -18,7 +18,7 @@ A value that was read is never rounded again, so every value is quantized once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ MARGIN = 2.0**-10
 SMALLEST_SCALE = 2.0**-24
 """The least positive number of fp16, and the rounding error of small numbers."""
 LARGEST = 65_000.0
-LARGEST_SCALE = 65_504.0
 
 
 class Quantization(NamedTuple):
@@ -90,63 +89,66 @@ class Quantized(NamedTuple):
 def quantize(x: mx.array, scheme: Quantization) -> Quantized:
     """Quantize ``x`` (..., positions, dim). Elements beyond the range of fp16 are clipped."""
     groups = x.reshape(*x.shape[:-1], -1, scheme.group_size)
-    low, high = _clamped(groups.min(axis=-1)), groups.max(axis=-1)
-    bias = _bias(low)
-    scales = mx.stack([_scale(low, high, bias, scheme), bias])
+    bias = _bias(groups.min(axis=-1))
+    scales = mx.stack([_scale(groups.max(axis=-1), bias, scheme), bias])
     return Quantized(codes_of(x.astype(mx.float32), scales, scheme), scales)
 
 
-RoundedPair = tuple[mx.array, mx.array, mx.array, mx.array]
-"""Keys and values of a layer, rounded, in their own type, and the scales of each."""
+def round_together(
+    arrays: Sequence[mx.array], scheme: Quantization
+) -> list[tuple[mx.array, mx.array]]:
+    """Return one or two ``arrays`` (batch, kv_heads, width, dim), quantized and dequantized, in
+    their own type, and the scales of each. To be compiled, into few kernels for both.
+
+    The result is that of `quantize` and `dequantize`."""
+    first, count = arrays[0], len(arrays)
+    shape = (*first.shape[:-1], -1, scheme.group_size)
+    # fp32 from here on: with a step more, MLX would cut a kernel below in two.
+    wide = [array.reshape(shape).astype(mx.float32) for array in arrays]
+    groups = wide[0][None, None]
+    if count == 2:
+        # Stacked by a choice for each element: that is one kernel, a concatenation has two.
+        groups = mx.where(_first_of_two(0), *wide)
+    ordered = mx.sort(groups, axis=-1)  # the least and the largest, by one kernel
+    # Slices throughout: building the graph of a split takes the host three times as long.
+    bias = _bias(ordered[..., :1])
+    scales = mx.where(_first_of_two(1), _scale(ordered[..., -1:], bias, scheme), bias)
+    # Every step of a kernel has to have its shape.
+    scale, bias = (
+        mx.broadcast_to(x, groups.shape).astype(mx.float32) for x in (scales[:, :1], scales[:, 1:])
+    )
+    codes = _nearest(groups, scale, bias, scheme)
+    rounded = (codes * scale + bias).astype(first.dtype)
+    marks = 2, *shape[:-2], first.shape[-1] // scheme.group_size
+    return [
+        (rounded[i : i + 1].reshape(first.shape), scales[i : i + 1].reshape(marks))
+        for i in range(count)
+    ]
 
 
 @cache
-def compiled_rounding(scheme: Quantization) -> Callable[[mx.array, mx.array], RoundedPair]:
-    """Return a function that quantizes and dequantizes keys and values (..., dim) of one shape,
-    in a few kernels for both. The result is that of `quantize` and `dequantize`.
-
-    MLX traces it again for each shape."""
-
-    def run(keys: mx.array, values: mx.array) -> RoundedPair:
-        both = mx.stack([keys, values])
-        groups = both.reshape(*both.shape[:-1], -1, scheme.group_size)
-        low, high = groups.min(axis=-1), groups.max(axis=-1)
-        # The added axis ends a kernel: with more steps MLX would cut it in a worse place.
-        bias = _bias(_clamped(low))[None]
-        # Stacked by a choice for each element: a kernel computes that along.
-        shape = (2, *low.shape)
-        low, high, wide = (mx.broadcast_to(x, shape) for x in (low, high, bias))
-        is_scale = mx.array([True, False]).reshape(2, *[1] * (low.ndim - 1))
-        scales = mx.where(is_scale, _scale(_clamped(low), high, wide, scheme), wide)
-        # Every step of a kernel has to have its shape.
-        scale, bias = (
-            mx.broadcast_to(x.squeeze(0)[..., None], groups.shape).astype(mx.float32)
-            for x in mx.split(scales, 2)
-        )
-        codes = _nearest(groups.astype(mx.float32), scale, bias, scheme)
-        rounded = (codes * scale + bias).astype(both.dtype).reshape(both.shape)
-        first, second = mx.split(rounded, 2)
-        ours, theirs = mx.split(scales, 2, axis=1)
-        return first.squeeze(0), second.squeeze(0), ours.squeeze(1), theirs.squeeze(1)
-
-    compiled: Callable[[mx.array, mx.array], RoundedPair] = mx.compile(run)
-    return compiled
+def _first_of_two(axis: int) -> mx.array:
+    """Return ``[True, False]`` along ``axis`` of the seven that stacked groups have: which array,
+    scale or bias, row, head, position, group, element."""
+    chosen = mx.array([True, False]).reshape([2 if i == axis else 1 for i in range(7)])
+    mx.eval(chosen)  # or it would be computed in every call of a compiled function
+    return chosen
 
 
-def _clamped(low: mx.array) -> mx.array:
-    return mx.maximum(low.astype(mx.float32), -LARGEST)
+def _clamped(extreme: mx.array) -> mx.array:
+    return mx.minimum(mx.maximum(extreme.astype(mx.float32), -LARGEST), LARGEST)
 
 
 def _bias(low: mx.array) -> mx.array:
     """Return the bias, in fp16, of groups whose least element is ``low``."""
-    return mx.minimum(low - mx.abs(low) * MARGIN, LARGEST).astype(mx.float16)
+    low = _clamped(low)
+    return mx.minimum(low * (1 - MARGIN), low * (1 + MARGIN)).astype(mx.float16)
 
 
-def _scale(low: mx.array, high: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
-    """Return the scale, in fp16, of groups with elements from ``low`` to ``high``."""
-    span = mx.maximum(high.astype(mx.float32), low) - bias.astype(mx.float32)
-    scale = span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE
-    return mx.minimum(scale, LARGEST_SCALE).astype(mx.float16)
+def _scale(high: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
+    """Return the scale, in fp16, of groups with elements up to ``high``."""
+    span = _clamped(high) - bias.astype(mx.float32)
+    return (span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE).astype(mx.float16)
 
 
 def _nearest(groups: mx.array, scale: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,7 +10,6 @@ from engine.cache.layout import ArrayLayout, Layout
 from engine.cache.quantization import (
     KERNEL_GROUPS,
     Quantized,
-    compiled_rounding,
     dequantize,
     pack,
     quantize,
@@ -34,27 +32,6 @@ class StoredKV(NamedTuple):
             return cls(new, None)
         return cls(to_slab(quantized := quantize(new, kind.quantization), kind), quantized.scales)
 
-    @classmethod
-    def of_both(
-        cls, keys: mx.array, values: mx.array, kinds: Sequence[ArrayLayout]
-    ) -> tuple[StoredKV, StoredKV]:
-        """Convert keys and values of a layer in as few kernels as possible, to the same as `of`."""
-        scheme = kinds[0].quantization
-        if scheme is None or kinds[0] != kinds[1] or not kinds[0].dequantized:
-            return cls.of(keys, kinds[0]), cls.of(values, kinds[1])
-        rounded = compiled_rounding(scheme)(keys, values)
-        return cls(rounded[0], rounded[2]), cls(rounded[1], rounded[3])
-
-    def row(self, number: int, width: int) -> StoredKV:
-        """Return the first ``width`` positions of one row, without the batch axis."""
-        scales = None if self.scales is None else self.scales[:, number, :, :width]
-        return StoredKV(self.array[number, :, :width], scales)
-
-    def batch(self, first: int, end: int) -> StoredKV:
-        """Return the rows ``first`` to ``end``, exclusive."""
-        scales = None if self.scales is None else self.scales[:, first:end]
-        return StoredKV(self.array[first:end], scales)
-
 
 def to_slab(quantized: Quantized, kind: ArrayLayout) -> mx.array:
     """Return ``quantized`` in the form that a slab keeps: values, or codes packed in uint32."""
@@ -70,7 +47,8 @@ class Slab:
 
     The arrays are written in place, which MLX does only while nothing else holds a reference.
     So take slices, use them in a graph that is dispatched before the next write, and never
-    keep them.
+    keep them. An array that is evaluated by name is held until the device has done that: a new
+    slab is not evaluated here, but with what is written first.
     """
 
     def __init__(self, layout: Layout, rows: int, capacity: int) -> None:
@@ -92,7 +70,6 @@ class Slab:
             self.arrays.append(mx.zeros((*shape, dim), dtype))
         self.last_tokens = mx.zeros((rows,), mx.int32)
         """(rows,): the token that each row sampled last, on the device."""
-        mx.eval(self.contents)
 
     @property
     def contents(self) -> list[mx.array]:
@@ -106,21 +83,15 @@ class Slab:
         if kept.scales is not None:
             self.scales[number][:, row, :, start:end] = kept.scales
 
-    def put_each(self, number: int, rows: mx.array, positions: mx.array, kept: StoredKV) -> None:
-        """Write ``kept``, one position for each of ``rows``, at ``positions`` (rows,)."""
-        self.arrays[number][rows, :, positions] = kept.array[:, :, 0]
-        if kept.scales is not None:
-            scales = kept.scales[:, :, :, 0].swapaxes(0, 1)
-            self.scales[number][:, rows, :, positions] = scales
-
-    def read(self, number: int, rows: slice | mx.array, length: int) -> mx.array:
-        """Return array ``number`` as attention reads it: (rows, kv_heads, length, dim)."""
+    def read(self, number: int, rows: slice | mx.array, length: int, first: int = 0) -> mx.array:
+        """Return array ``number`` as attention reads it: (rows, kv_heads, positions, dim), from
+        position ``first`` to ``length``."""
         kind = self._kinds[number]
-        array = self.arrays[number][:, :, :length][rows]
+        array = self.arrays[number][:, :, first:length][rows]
         if kind.quantization is None or kind.dequantized:
             return array
         bits, size = kind.quantization
-        scales = self.scales[number][:, :, :, :length][:, rows]
+        scales = self.scales[number][:, :, :, first:length][:, rows]
         if size in KERNEL_GROUPS:
             wide = scales.astype(mx.float32)
             found = mx.dequantize(array, wide[0], wide[1], group_size=size, bits=bits)
@@ -147,13 +118,14 @@ class Slab:
         return written[(0,) * written.ndim] + 0
 
     def copy_row(self, row: int, source: Slab, source_row: int, length: int) -> None:
-        """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``."""
+        """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``.
+
+        Nothing is evaluated. ``source`` is read: write it only once `contents` are evaluated."""
         for ours, theirs in zip(self.arrays, source.arrays, strict=True):
             ours[row, :, :length] = theirs[source_row, :, :length]
         for number, scales in self.scales.items():
             scales[:, row, :, :length] = source.scales[number][:, source_row, :, :length]
         self.last_tokens[row] = source.last_tokens[source_row]
-        mx.eval(self.contents)
 
 
 def _resized(array: mx.array, axis: int, rows: int) -> mx.array:
@@ -183,8 +155,10 @@ class Slabs(dict[int, Slab]):
         self[number].resize(rows)
         self.states.free(number, rows)
 
-    def copy_row(self, source: Slot, target: Slot, length: int) -> None:
-        """Copy the first ``length`` positions of ``source``, and its state, to ``target``."""
+    def copy_row(self, source: Slot, target: Slot, length: int) -> list[mx.array]:
+        """Copy the first ``length`` positions of ``source``, and its state, to ``target``.
+
+        Return the arrays to evaluate, see `Slab.copy_row`."""
         slab = self[target.slab_id]
         slab.copy_row(target.row, self[source.slab_id], source.row, length)
-        mx.async_eval(self.states.copy(source, target))
+        return [*slab.contents, *self.states.copy(source, target)]

@@ -11,6 +11,7 @@ import mlx.core as mx
 from engine.plan import Decode, Plan, StepResult
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
+from engine.scheduler.chunks import MAX_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,32 @@ class ExecutorSpec:
     block_token_bytes: int  # bytes of KV of one position of a block
     slot_token_bytes: int  # the same of a slot, which may keep more than a block does
     state_bytes: int  # bytes of a slot's recurrent state, whatever its capacity
+    block_buffers: tuple[int, ...] = ()  # bytes of each buffer of a stored block
+    state_buffers: tuple[int, ...] = ()  # the same of a stored state
+    state_layout: tuple[str, ...] = ()
+    """Shapes and types of a state's arrays: stored states of another layout are not read."""
     shares_slabs: bool = False
     """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
     time, is in ``slot_token_bytes`` then."""
+    max_chunk_tokens: int = MAX_TOKENS  # the most that chunks of a plan should have together
 
 
 class PendingStep(ABC):
-    """A step that has been dispatched."""
+    """A step that has been dispatched, or of which the chunks are still to be."""
+
+    may_wait = False
+    """Whether it is worth while to dispatch the next plan before this one is read."""
 
     @abstractmethod
-    def read(self) -> StepResult:
-        """Wait for the step and return its result. Called once, in order of dispatch."""
+    def read(self, *, early: bool = False) -> StepResult:
+        """Wait for the step and return its result. Called once, in order of dispatch.
+
+        With ``early`` the result does not wait for chunks, if it need not. They are dispatched by
+        `finish` then; exports and times that are not known yet come with a later result."""
+
+    def finish(self) -> None:  # noqa: B027  # not abstract: most steps have nothing left
+        """Dispatch what is left of the plan. Called before the next plan is dispatched, or else
+        done by then; after an early `read`, so that tokens are not late."""
 
 
 class Executor(ABC):
@@ -52,6 +68,16 @@ class Executor(ABC):
     def use_grammars(self, masker: GrammarMasker) -> None:
         """Accept plans with constrained decodes from now on."""
         self._sampler.masker = masker
+
+    def make_deterministic(self) -> bool:
+        """Give a sequence's logits the same bits whatever else is computed, from now on. Return
+        whether that is possible."""
+        return False
+
+    def release_weights(self) -> None:
+        """Give up those of the model's weights that are not used. The model itself cannot be
+        called any more."""
+        return
 
     @abstractmethod
     def dispatch(self, plan: Plan) -> PendingStep:

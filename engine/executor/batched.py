@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,12 +15,20 @@ from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
 from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
-from engine.executor.base import Executor, ExecutorSpec, PendingStep, is_allocation_failure
+from engine.executor.base import Executor, ExecutorSpec
+from engine.executor.line import DeviceLine, Piece
+from engine.executor.prefill import Prefill
+from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
 from engine.executor.stopwatch import StepClock, Stopwatch
-from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
-from engine.sampling.logprobs import PendingLogprobs, target_logprobs
-from engine.sampling.sampler import Sampler, SamplerOutput
-from shared.wire import TokenLogprobs
+from engine.plan import Chunk, Decode, Plan, Slot
+from engine.sampling.sampler import Sampler
+from engine.scheduler.chunks import MAX_TOKENS
+
+GPU_CHUNK_TOKENS = 2048
+"""What mlx-lm computes of a prompt at once. Fewer leave a GPU idle between chunks."""
+FIRST_ARRAYS = 4
+"""Keys and values of so many first layers are dispatched before the rest of a step: enough for
+the device to be busy until the first tokens of the step before are sent."""
 
 
 class BatchedExecutor(Executor):
@@ -40,14 +48,12 @@ class BatchedExecutor(Executor):
         self.batch_class = batch_class
         self._sampler = Sampler()
         self.reset()
-        # There is one state per sequence and not one per position. Padding would change it.
-        self._batches_chunks = batch_class.pads_rows and not layout.states
-        shares_slabs = device.shares_slabs()
+        shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
         self.spec = ExecutorSpec(
             batching=batch_class.batching,
             # On the CPU MLX queues few operations: dispatching a step takes as long as running
             # the step before it, so looking ahead would only delay tokens by a step.
-            look_ahead=mx.default_device() == mx.gpu,
+            look_ahead=on_gpu,
             batches_decodes=not batch_class.one_row_per_pass,
             max_sequences=None,
             prefix_cache=True,
@@ -56,7 +62,11 @@ class BatchedExecutor(Executor):
             block_token_bytes=max(1, layout.block_token_bytes),
             slot_token_bytes=max(1, layout.slot_token_bytes + shares_slabs * layout.array_bytes),
             state_bytes=layout.state_bytes,
+            block_buffers=layout.block_buffers(block_size),
+            state_buffers=tuple(state.state_bytes for state in layout.states),
+            state_layout=tuple(f"{state.dtype} {state.shape}" for state in layout.states),
             shares_slabs=shares_slabs,
+            max_chunk_tokens=GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS,
         )
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
@@ -66,57 +76,138 @@ class BatchedExecutor(Executor):
         self._blocks = BlockStore(self.layout, self._block_size, self.batch_class.writes_in_place)
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
         self._sampler.reset()
+        self._line, self._late = DeviceLine(), LateResults()
+        self._last: BatchedStep | None = None
         mx.clear_cache()
 
-    def dispatch(self, plan: Plan) -> PendingStep:
+    def make_deterministic(self) -> bool:
+        return self.batch_class.make_deterministic()
+
+    def release_weights(self) -> None:
+        self.batch_class.release_weights()
+
+    def dispatch(self, plan: Plan) -> BatchedStep:
         started = time.perf_counter()
+        if self._last is not None:
+            self._last.finish()
         self._stopwatch.start()
-        exported = self._export(evict.block_id for evict in plan.evictions if evict.export)
+        self._export((evict.block_id for evict in plan.evictions if evict.export), self._line.piece)
         for evict in plan.evictions:
             self._blocks.evict(evict.block_id)
             self._snapshots.evict(evict.block_id)
         for number in plan.freed_slabs:
             self._slabs.free(number)
         self._sampler.free_slabs(plan.freed_slabs)
+        self._sampler.free_slots(plan.freed_slots)
+        failed = self._prepare_slots(plan)
+        step = BatchedStep(
+            plan=plan,
+            ahead=self.spec.look_ahead,
+            line=self._line,
+            late=self._late,
+            stopwatch=self._stopwatch,
+            clock=self._clock,
+            started=started,
+            failed=failed,
+            prefill=self._prefill(plan, failed),
+        )
+        self._compute_decodes(step)
+        self._last = step
+        if not step.ahead:
+            step.finish()
+        step.add_spent(self._stopwatch.stop())
+        return step
+
+    def _prepare_slots(self, plan: Plan) -> list[tuple[Slot, str]]:
+        """Make slabs, and run all that comes before the decodes. Return the slots whose blocks or
+        state were never saved."""
+        fills = plan.inserts or plan.restores or plan.state_restores or plan.moves
+        if plan.resized_slabs or plan.new_slabs or fills:
+            self._wait()  # what the plan frees is in use until then
         for resize in plan.resized_slabs:
             self._slabs.resize(resize.slab_id, resize.rows)
         for new in plan.new_slabs:
             self._slabs[new.slab_id] = Slab(self.layout, new.rows, new.capacity)
-        inserted: list[mx.array] = []
-        for insert in plan.inserts:
-            store = self._snapshots if insert.is_snapshot else self._blocks
-            inserted += store.insert(insert.block_id, insert.payload)
+            if not self.spec.look_ahead:
+                mx.eval(self._slabs[new.slab_id].contents)
         with self._stopwatch.computing():
-            mx.eval(inserted)  # all in one call: each call wakes another thread
-            failed = self._restore(plan)
-            failed += self._restore_states(plan)
+            for insert in plan.inserts:
+                store = self._snapshots if insert.is_snapshot else self._blocks
+                store.insert(insert.block_id, insert.payload)
+            failed = self._restore(plan) + self._restore_states(plan)
             for move in plan.moves:
-                self._slabs.copy_row(move.source, move.target, move.length)
+                self._line.send(self._slabs.copy_row(move.source, move.target, move.length))
                 self._sampler.move(move.source, move.target)
-        decoded = self._decode(plan.decodes) if plan.decodes else None
-        failed += decoded.failed if decoded else ()
-        finished: list[mx.array] = []
-        logprobs: list[tuple[Chunk, PendingLogprobs]] = []
-        for group in _chunk_groups(plan.chunks):
-            with self._stopwatch.computing():
-                not_computed, done = self._prefill(group, logprobs)
-            failed += not_computed
-            finished += done
+            if plan.moves and not self.spec.look_ahead:
+                self._line.wait()  # rows may be written outside of MLX from now on
+        return failed
+
+    def _compute_decodes(self, step: BatchedStep) -> None:
+        """Compute the decodes of ``step``, and save the slots that its chunks do not change.
+
+        With look-ahead, most of it is dispatched by `BatchedStep.finish`."""
+        plan = step.plan
+        if plan.decodes:
+            self._decode(step)
+        left = {restore.slot.slab_id for restore in plan.restores}
+        left -= {*_slab_ids(plan.decodes), *_slab_ids(plan.chunks)}
+        step.unsent += [self._slabs[number].contents for number in sorted(left)]
+        changed = {chunk.slot for chunk in plan.chunks}
+        with self._stopwatch.computing():
+            step.unsent += self._save(plan, lambda slot: slot not in changed, step.failed)
+        if step.unsent and step.ahead and step.piece is None:
+            self._wait_for_slabs()
+            slabs = [self._slabs[number] for number in _slab_ids(plan.decodes)]
+            # The first layers go apart: the device begins while the rest is being dispatched.
+            step.piece = self._line.send([slab.arrays[:FIRST_ARRAYS] for slab in slabs])
+        elif not plan.chunks:
+            step.piece = self._line.piece
+        exported = self._export(plan.exports, self._line.piece)
+        step.save_chunks = partial(
+            self._save_chunks, plan, changed, step.failed, set(plan.exports) - exported
+        )
+
+    def _save(
+        self, plan: Plan, wanted: Callable[[Slot], bool], failed: Sequence[tuple[Slot, str]]
+    ) -> Iterator[list[mx.array]]:
+        """Save the ``wanted`` slots that did not fail. Yield the arrays to evaluate at once."""
         broken = {slot for slot, _ in failed}
         for save in plan.saves:
-            if save.slot not in broken:
+            if wanted(save.slot) and save.slot not in broken:
                 slab, row = self._slabs[save.slot.slab_id], save.slot.row
-                with self._stopwatch.computing():
-                    mx.async_eval(self._blocks.save(slab, row, save.start, save.block_ids))
+                for saved in self._blocks.save(slab, row, save.start, save.block_ids):
+                    if saved:
+                        yield saved
         for keep in plan.state_saves:
-            if keep.slot not in broken:
-                with self._stopwatch.computing():
-                    mx.async_eval(self._snapshots.save(keep.slot, keep.snapshot_id))
-        exported += self._export(plan.exports)
-        spent_s = self._stopwatch.stop()
-        return BatchedStep(
-            plan, decoded, finished, logprobs, failed, exported, self._clock, started, spent_s
-        )
+            if wanted(keep.slot) and keep.slot not in broken:
+                yield self._snapshots.save(keep.slot, keep.snapshot_id)
+
+    def _save_chunks(
+        self,
+        plan: Plan,
+        changed: set[Slot],
+        failed: Sequence[tuple[Slot, str]],
+        exports: Iterable[int],
+    ) -> Piece | None:
+        """Save what the chunks of ``plan`` computed. Return the piece of work, if there is one."""
+        piece = None
+        with self._stopwatch.computing():
+            for saved in self._save(plan, changed.__contains__, failed):
+                piece = self._line.send(saved)
+        self._export(exports, self._line.piece)
+        return piece
+
+    def _wait(self) -> None:
+        """Wait for all that was dispatched, if the device may be busy with it."""
+        if self.spec.look_ahead:
+            with self._stopwatch.waiting():
+                self._line.wait()
+
+    def _wait_for_slabs(self) -> None:
+        """Wait until slabs can be written in place, see `DeviceLine`."""
+        if self.spec.look_ahead:
+            with self._stopwatch.waiting():
+                self._line.wait_for_slabs()
 
     def read_slot(self, slot: Slot, length: int) -> list[StoredKV]:
         """Return keys and values of each layer at the first ``length`` positions of ``slot``.
@@ -132,14 +223,14 @@ class BatchedExecutor(Executor):
             for number in range(len(self.layout.arrays))
         ]
 
-    def _export(self, blocks: Iterable[int]) -> list[Exported]:
-        """Return the bytes of ``blocks`` and snapshots, except those whose sequence failed."""
-        return [
-            Exported(block, store.export(block))
-            for block in blocks
-            for store in (self._blocks, self._snapshots)
-            if block in store
-        ]
+    def _export(self, blocks: Iterable[int], piece: Piece | None) -> set[int]:
+        """Export ``blocks`` and snapshots once ``piece`` is done. Return those that exist, which
+        are all except those whose sequence failed."""
+        stores = self._blocks, self._snapshots
+        found = {block: store for block in blocks for store in stores if block in store}
+        for block, store in found.items():
+            self._late.add_export(piece, block, store.exporter(block))
+        return set(found)
 
     def _restore(self, plan: Plan) -> list[tuple[Slot, str]]:
         """Run the plan's restores and return those whose blocks were never saved.
@@ -152,8 +243,9 @@ class BatchedExecutor(Executor):
                 failed.append((slot, "the blocks of its prefix could not be computed"))
                 continue
             slab = self._slabs[slot.slab_id]
-            self._blocks.restore(slab, slot.row, restore.start, restore.block_ids)
-            mx.async_eval(slab.contents)
+            for _ in self._blocks.restore(slab, slot.row, restore.start, restore.block_ids):
+                self._line.send(slab.contents)
+                self._line.wait()
         return failed
 
     def _restore_states(self, plan: Plan) -> list[tuple[Slot, str]]:
@@ -165,62 +257,80 @@ class BatchedExecutor(Executor):
             else:
                 failed.append((restore.slot, "the state of its prefix could not be computed"))
                 state = self._snapshots.reset(restore.slot)  # its decode may be in this plan
-            mx.async_eval(state)
+            self._line.send(state, holds_slabs=False)
         return failed
 
-    def _decode(self, decodes: Sequence[Decode]) -> _DecodeOutput:
+    def _decode(self, step: BatchedStep) -> None:
+        """Compute the decodes of ``step``. What is to be evaluated is added to its ``unsent``, and
+        ``piece`` is set if the pass has been dispatched."""
+        decodes = step.plan.decodes
         order = sorted(range(len(decodes)), key=lambda i: decodes[i].slot)
         ordered = [decodes[i] for i in order]
         inputs = self._inputs(ordered)
+        slabs = {number: self._slabs[number] for number in _slab_ids(ordered)}
         unseen = any(d.constrained and d.token_id is None for d in ordered)
-        if unseen:
-            mx.async_eval(inputs)  # apart from the pass, or reading them would wait for the pass
-            masks = None
-        else:
+        masks = None
+        if not unseen:
             masks = self._sampler.start_masks(ordered, [d.token_id for d in ordered])
+        elif not step.ahead:
+            mx.async_eval(inputs)  # apart from the pass, or reading them would wait for the pass
         with self._stopwatch.computing():
-            logits = self._logits(ordered, inputs)
-            if not self.spec.look_ahead:
+            logits, states = self._logits(step, ordered, inputs)
+            if not step.ahead:
                 mx.eval(logits)
         if unseen:
-            slabs = {d.slot.slab_id for d in ordered}
-            mx.async_eval(logits, [self._slabs[number].contents for number in slabs])
-            masks = self._sampler.start_masks(ordered, inputs.tolist())
+            if step.piece is None:
+                self._wait_for_slabs()
+            known = self._known_tokens(ordered) or inputs.tolist()
+            step.piece = self._line.send([logits, states, [s.contents for s in slabs.values()]])
+            masks = self._sampler.start_masks(ordered, known)
         if self.logits_observer is not None:
             self.logits_observer(ordered, logits)
         with self._stopwatch.sampling():
             sampled = self._sampler.sample(logits, ordered, inputs, masks)
-            if not self.spec.look_ahead:
+            if not step.ahead:
                 mx.eval(sampled.arrays)
-        touched = sampled.arrays
-        for number in {d.slot.slab_id for d in ordered}:
-            slab = self._slabs[number]
+        for number, slab in slabs.items():
             members = [i for i, d in enumerate(ordered) if d.slot.slab_id == number]
             rows = mx.array([ordered[i].slot.row for i in members])
             slab.last_tokens[rows] = sampled.tokens[members[0] : members[-1] + 1]
-            touched += slab.contents
-        mx.async_eval(touched)
-        failed = [(ordered[row].slot, why) for row, why in sampled.failed]
-        return _DecodeOutput(sampled, order, failed)
+        step.failed += [(ordered[row].slot, why) for row, why in sampled.failed]
+        step.decoded = DecodeOutput(sampled, [d.slot for d in ordered], order)
+        step.unsent.append([sampled.arrays, states, [s.contents for s in slabs.values()]])
 
-    def _logits(self, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
-        """Return logits (rows, vocab) of ``decodes``, ordered by slot, for their ``inputs``."""
+    def _known_tokens(self, decodes: Sequence[Decode]) -> list[int] | None:
+        """Return the input tokens if those that the plan lacks are in the host's memory already:
+        the step before sampled them, and was waited for."""
+        if not self.spec.look_ahead or self._last is None or self._last.decoded is None:
+            return None
+        last = self._last.decoded.tokens_by_slot()
+        known = [last.get(d.slot) if d.token_id is None else d.token_id for d in decodes]
+        return None if None in known else [token for token in known if token is not None]
+
+    def _logits(
+        self, step: BatchedStep, decodes: Sequence[Decode], inputs: mx.array
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Return logits (rows, vocab) of ``decodes``, ordered by slot, for their ``inputs``, and
+        the new states. Several passes are dispatched here, one after the other."""
         inputs = inputs[:, None]
         passes = self._passes(decodes)
-        logits = []
+        logits: list[mx.array] = []
+        states: list[mx.array] = []
         for places in passes:
-            rows = [Row(d.slot, d.position, d.position + 1) for d in (decodes[i] for i in places)]
+            some = [decodes[i] for i in places]
             part = inputs if len(passes) == 1 else inputs[mx.array(places)]
-            batch = self._batch(rows)
+            batch = self._batch([Row(d.slot, d.position, d.position + 1) for d in some])
             logits.append(batch.logits(self._model, part)[:, -1])
             states = batch.commit_states()
-            if states or len(passes) > 1:
-                slabs = {row.slot.slab_id for row in rows}
-                mx.async_eval(logits[-1], states, [self._slabs[s].contents for s in slabs])
+            if len(passes) > 1:
+                contents = [self._slabs[number].contents for number in _slab_ids(some)]
+                self._wait_for_slabs()
+                step.piece = self._line.send([logits[-1], states, contents])
         if len(passes) == 1:
-            return logits[0]
+            return logits[0], states
         places = [place for places in passes for place in places]
-        return mx.concatenate(logits)[mx.array(sorted(range(len(places)), key=places.__getitem__))]
+        back = mx.array(sorted(range(len(places)), key=places.__getitem__))
+        return mx.concatenate(logits)[back], []
 
     def _passes(self, decodes: Sequence[Decode]) -> list[list[int]]:
         """Return the indices of ``decodes`` of each pass: one pass if the model allows it.
@@ -241,106 +351,28 @@ class BatchedExecutor(Executor):
         if all(d.token_id is not None for d in decodes):
             return given
         last = []
-        for number in sorted({d.slot.slab_id for d in decodes}):
+        for number in _slab_ids(decodes):
             rows = [d.slot.row for d in decodes if d.slot.slab_id == number]
             last.append(self._slabs[number].last_tokens[mx.array(rows)])
         unknown = mx.array([d.token_id is None for d in decodes])
         return mx.where(unknown, mx.concatenate(last), given)
 
-    def _prefill(
-        self, chunks: Sequence[Chunk], logprobs: list[tuple[Chunk, PendingLogprobs]]
-    ) -> tuple[list[tuple[Slot, str]], list[mx.array]]:
-        """Run ``chunks``. Return those that failed, and arrays to evaluate for the others.
-
-        Log-probabilities that the chunks ask for are added to ``logprobs``."""
-        if not chunks:
-            return [], []
-        if self._batches_chunks or len(chunks) == 1:
-            try:
-                return [], [self._forward(sorted(chunks, key=lambda chunk: chunk.slot), logprobs)]
-            except Exception as error:
-                if is_allocation_failure(error):
-                    raise
-                if len(chunks) == 1:
-                    return [(chunks[0].slot, f"{type(error).__name__}: {error}")], []
-        # One by one. If that is because one chunk raised, the others are written again.
-        alone = [self._prefill([chunk], logprobs) for chunk in chunks]
-        return [f for failed, _ in alone for f in failed], [d for _, done in alone for d in done]
-
-    def _forward(
-        self, chunks: Sequence[Chunk], logprobs: list[tuple[Chunk, PendingLogprobs]]
-    ) -> mx.array:
-        width = max(len(chunk.token_ids) for chunk in chunks)
-        tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in chunks]
-        batch = self._batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in chunks])
-        kv_only = not any(chunk.target_ids for chunk in chunks)
-        logits = batch.logits(self._model, mx.array(tokens, mx.int32), kv_only=kv_only)
-        asked = [
-            (chunk, target_logprobs(logits[row], chunk.target_ids, chunk.logprobs))
-            for row, chunk in enumerate(chunks)
-            if chunk.target_ids
-        ]
-        slabs = [self._slabs[number] for number in {chunk.slot.slab_id for chunk in chunks}]
-        states = batch.commit_states()
-        # A new array, not a slice: a slice would keep the slab from being written in place.
-        done: mx.array = sum((slab.completion_marker() for slab in slabs), mx.array(0))
-        mx.async_eval(done, states, [s.arrays for _, s in asked], [slab.contents for slab in slabs])
-        logprobs += asked
-        return done
+    def _prefill(self, plan: Plan, failed: list[tuple[Slot, str]]) -> Prefill:
+        # There is one state per sequence and not one per position. Padding would change it.
+        together = self.batch_class.pads_rows and not self.layout.states
+        return Prefill(
+            chunks=plan.chunks,
+            failed=failed,
+            model=self._model,
+            slabs=self._slabs,
+            batch=self._batch,
+            together=together,
+            stopwatch=self._stopwatch,
+        )
 
     def _batch(self, rows: Sequence[Row]) -> RaggedBatch:
         return self.batch_class(self.layout, self._slabs, rows)
 
 
-def _chunk_groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Return the chunks that are computed together. Chunks with ``target_ids`` run one by one,
-    since the logits of a whole chunk are large."""
-    kv_only = [chunk for chunk in chunks if not chunk.target_ids]
-    return [kv_only, *([chunk] for chunk in chunks if chunk.target_ids)]
-
-
-class _DecodeOutput(NamedTuple):
-    sampled: SamplerOutput
-    order: list[int]  # index of the plan's decode, for each sampled row
-    failed: list[tuple[Slot, str]]  # slots whose tokens are invalid, and why
-
-    def read(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
-        """Return tokens and log-probabilities in the plan's order."""
-        read = zip(self.order, self.sampled.tokens.tolist(), strict=True)
-        tokens = tuple(token for _, token in sorted(read))
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if self.sampled.logprobs is not None:
-            rows = zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
-            for row, scores in rows:
-                logprobs[self.order[row]] = scores
-        return tokens, tuple(logprobs)
-
-
-@dataclass(frozen=True)
-class BatchedStep(PendingStep):
-    plan: Plan
-    decoded: _DecodeOutput | None
-    chunks_done: list[mx.array]  # evaluated once all chunks are computed
-    logprobs: list[tuple[Chunk, PendingLogprobs]]
-    failed: list[tuple[Slot, str]]
-    exported: list[Exported]
-    clock: StepClock
-    started: float
-    spent_s: tuple[float, float]  # for building and for sampling
-
-    def read(self) -> StepResult:
-        tokens, logprobs = self.decoded.read() if self.decoded else ((), ())
-        if self.decoded is None:
-            mx.eval(self.chunks_done)
-        prompt_logprobs = tuple(PromptLogprobs(c.slot, c.start, s.read()) for c, s in self.logprobs)
-        return StepResult(
-            step=self.plan.step,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            exported=tuple(self.exported),
-            failed=tuple(self.failed),
-            elapsed_s=self.clock.elapsed_s(self.started),
-            build_s=self.spent_s[0],
-            sample_s=self.spent_s[1],
-        )
+def _slab_ids(parts: Iterable[Decode | Chunk]) -> list[int]:
+    return sorted({part.slot.slab_id for part in parts})

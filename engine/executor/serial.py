@@ -57,6 +57,7 @@ class SerialExecutor(Executor):
         for number in plan.freed_slabs:
             self._running = {s: one for s, one in self._running.items() if s.slab_id != number}
         self._sampler.free_slabs(plan.freed_slabs)
+        self._sampler.free_slots(plan.freed_slots)
         for move in plan.moves:
             self._running[move.target] = self._running.pop(move.source)
             self._sampler.move(move.source, move.target)
@@ -162,7 +163,7 @@ class _SerialSequence:
 class _FinishedStep(PendingStep):
     result: StepResult
 
-    def read(self) -> StepResult:
+    def read(self, *, early: bool = False) -> StepResult:
         return self.result
 
 

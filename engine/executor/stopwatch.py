@@ -18,11 +18,11 @@ class Stopwatch:
 
     def start(self) -> None:
         self._started = time.perf_counter()
-        self._computing_s = self._sampling_s = 0.0
+        self._computing_s = self._sampling_s = self._waiting_s = 0.0
 
     def stop(self) -> tuple[float, float]:
         """Return the seconds of building and of sampling since the start."""
-        spent_s = time.perf_counter() - self._started - self._sampling_s
+        spent_s = time.perf_counter() - self._started - self._sampling_s - self._waiting_s
         return spent_s - (0.0 if self._asynchronous else self._computing_s), self._sampling_s
 
     @contextmanager
@@ -33,6 +33,15 @@ class Stopwatch:
             yield
         finally:
             self._computing_s += time.perf_counter() - begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave out time in which the host waits for the device."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waiting_s += time.perf_counter() - begun
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,9 @@ from shared.wire import Grammar
 
 TIME_LIMIT_S = 10.0
 START_LIMIT_S = 60.0
+ABANDON_EVERY_S = 0.5
+"""How often it is looked whether anyone still wants the grammar. Not at once: the process that has
+to be killed for it takes longer than most grammars to start."""
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Added to what the process has mapped when it is ready."""
 TRIED_TOKENS = 16
@@ -63,12 +67,13 @@ class GrammarChecker:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    def check(self, grammar: Grammar) -> None:
-        """Raise `GrammarError` if ``grammar`` is wrong or over the limits; `CheckerUnavailable`."""
+    def check(self, grammar: Grammar, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Raise `GrammarError` if ``grammar`` is wrong or over the limits, or once it is not
+        wanted any more; `CheckerUnavailable`."""
         process = self._running_process()
         try:
             _write(process.stdin, msgspec.msgpack.encode(grammar))
-            answer = self._answer(process, self._time_limit_s)
+            answer = self._answer(process, self._time_limit_s, is_wanted)
         except BrokenPipeError:
             answer = None
         except TimeoutError:
@@ -115,15 +120,24 @@ class GrammarChecker:
             raise CheckerUnavailable(f"no process to check grammars: {error}") from error
         return process
 
-    def _answer(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
+    def _answer(
+        self,
+        process: subprocess.Popen[bytes],
+        limit_s: float,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> bytes | None:
         """Return the next answer, None if the process ended. Raises TimeoutError."""
         assert process.stdout is not None
         deadline = time.monotonic() + limit_s
         data = b""
         while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+            if left <= 0:
                 raise TimeoutError(f"no answer within {limit_s:g} s")
+            if not select.select([process.stdout], [], [], min(left, ABANDON_EVERY_S))[0]:
+                if not is_wanted():
+                    raise TimeoutError("nobody waits for it")
+                continue
             more = os.read(process.stdout.fileno(), 65536)
             if not more:
                 return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 from llguidance import LLTokenizer
 
+from engine.grammar.cache import GrammarKey, grammar_key
 from engine.grammar.checker import CheckerUnavailable, GrammarChecker
 from engine.grammar.compiled import (
     STACK_BYTES,
@@ -40,7 +41,14 @@ class GrammarCompiler:
     ) -> None:
         self._tokenizer = tokenizer
         self._on_done = on_done
-        self._work: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+        self._waiting: OrderedDict[GrammarKey, Grammar] = OrderedDict()
+        self._abandoned: dict[GrammarKey, bool] = {}
+        """Whether nobody waits any more, for each grammar that a thread compiles."""
+        self._lock = threading.Lock()
+        """Guards the two above."""
+        self._work = threading.Semaphore(0)
+        """Counts what has been put into `_waiting`, also what was cancelled since."""
+        self._closed = False
         self._checkers = [GrammarChecker(tokenizer_spec) for _ in range(THREADS)]
         self._threads = [
             threading.Thread(target=self._run, args=(c,), name="grammars", daemon=True)
@@ -54,23 +62,44 @@ class GrammarCompiler:
             threading.stack_size(usual)
 
     def compile(self, grammar: Grammar) -> None:
-        self._work.put(grammar)
+        with self._lock:
+            self._waiting[grammar_key(grammar)] = grammar
+        self._work.release()
+
+    def cancel(self, grammar: Grammar) -> None:
+        """Note that nobody waits for ``grammar`` any more. Its outcome is passed on only if it
+        compiles in spite of that."""
+        key = grammar_key(grammar)
+        with self._lock:
+            self._waiting.pop(key, None)
+            if key in self._abandoned:
+                self._abandoned[key] = True
 
     def close(self) -> None:
         """End the checkers. ``on_done`` is not called any more."""
         self._on_done = lambda grammar, outcome: None
-        for _ in self._threads:
-            self._work.put(None)
+        self._closed = True
+        self._work.release(len(self._threads))
         for checker in self._checkers:
             checker.close()
 
     def _run(self, checker: GrammarChecker) -> None:
-        while (grammar := self._work.get()) is not None:
-            self._on_done(grammar, self._outcome(checker, grammar))
+        while self._work.acquire() and not self._closed:
+            with self._lock:
+                if not self._waiting:
+                    continue  # it was cancelled
+                key, grammar = self._waiting.popitem(last=False)
+                self._abandoned[key] = False
+            outcome = self._outcome(checker, grammar)
+            with self._lock:
+                abandoned = self._abandoned.pop(key, False)
+            if not abandoned or isinstance(outcome, CompiledGrammar):
+                self._on_done(grammar, outcome)
 
     def _outcome(self, checker: GrammarChecker, grammar: Grammar) -> CompileOutcome:
+        key = grammar_key(grammar)
         try:
-            checker.check(grammar)
+            checker.check(grammar, lambda: not self._abandoned.get(key))
             return compile_grammar(self._tokenizer, grammar)
         except (GrammarError, CheckerUnavailable) as error:
             return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,8 @@ class CompilerProtocol(Protocol):
     """The part of `engine.grammar.compiler.GrammarCompiler` that the queue uses."""
 
     def compile(self, grammar: wire.Grammar) -> None: ...
+
+    def cancel(self, grammar: wire.Grammar) -> None: ...
 
     def close(self) -> None: ...
 
@@ -81,9 +83,8 @@ class GrammarQueue:
         self._forget(request_id, only=attempt)
 
     def clear(self) -> None:
-        """Drop all waiting requests. Grammars under way are kept for later requests."""
-        for waiting in self._waiting.values():
-            waiting.clear()
+        """Drop all waiting requests."""
+        self._drop(lambda request: True)
 
     def refuse_all(self) -> list[wire.Refused]:
         """Refuse all waiting requests."""
@@ -108,14 +109,23 @@ class GrammarQueue:
             self._compiler.close()
 
     def _forget(self, request_id: str, only: int | None = None, before: int | None = None) -> None:
-        for waiting in self._waiting.values():
-            waiting[:] = [
-                request
-                for request in waiting
-                if request.request_id != request_id
-                or (only is not None and request.attempt != only)
-                or (before is not None and request.attempt >= before)
-            ]
+        self._drop(
+            lambda request: (
+                request.request_id == request_id
+                and (only is None or request.attempt == only)
+                and (before is None or request.attempt < before)
+            )
+        )
+
+    def _drop(self, is_dropped: Callable[[wire.Submit], bool]) -> None:
+        """Drop waiting requests, and the grammars that no other waits for: each may take its
+        compiler ten seconds."""
+        for key, waiting in list(self._waiting.items()):
+            grammars = [request.grammar for request in waiting if request.grammar is not None]
+            waiting[:] = [request for request in waiting if not is_dropped(request)]
+            if grammars and not waiting and self._compiler is not None:
+                self._compiler.cancel(grammars[0])
+                del self._waiting[key]
 
 
 def _ready_or_refused(request: wire.Submit, outcome: CompileOutcome) -> ReadyOrRefused:

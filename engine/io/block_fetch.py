@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode
@@ -12,12 +12,26 @@ from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode
 Payload = tuple[memoryview, ...]
 
 
+class WrongLayout(Exception):
+    """A whole file, but of an engine that keeps blocks in another way."""
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """What the files of one namespace are: blocks, or states."""
+
+    namespace: str
+    sizes: tuple[int, ...] = ()  # bytes of the buffers of a file; none: not known
+
+
 @dataclass(eq=False)
 class BlockFetch:
-    """One call of `StoreClient.fetch`."""
+    """A run of files that is asked for."""
 
-    ticket: int
+    kind: FileKind
     hashes: tuple[bytes, ...]
+    on_done: Callable[[list[Payload]], None]
+    """Called once, on the IO thread, with what was found from the first hash on."""
     deadline: float  # in time.monotonic(); put off whenever a block has been read
     get_ticket: int = 0  # that of the `wire.Get` which is under way
     payloads: list[Payload] = field(default_factory=list)
@@ -67,16 +81,20 @@ class FetchReply:
         return self._may_be_cut and self._first_bad == len(self._payloads)
 
 
-def read_block(source: str | bytes, hash: bytes, namespace: str) -> Payload | None:
+def read_block(source: str | bytes, hash: bytes, kind: FileKind) -> Payload | None:
     """Return the verified payload in ``source``, the path of a block file or its bytes.
 
-    None if the file is gone: it was evicted. Raises: OSError, BlockFileError.
+    None if the file is gone: it was evicted. Raises: OSError, BlockFileError, WrongLayout.
     """
     try:
         data = read_file(source, MAX_FILE_BYTES) if isinstance(source, str) else source
-        return decode(data, hash, namespace)
+        payload = decode(data, hash, kind.namespace)
     except FileNotFoundError:
         return None
+    sizes = tuple(buffer.nbytes for buffer in payload)
+    if kind.sizes and sizes != kind.sizes:
+        raise WrongLayout(f"buffers of {sizes} bytes, not of {kind.sizes}")
+    return payload
 
 
 def read_file(path: str, limit_bytes: int) -> bytes:

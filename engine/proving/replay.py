@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.cache.layout import KVNode, Layout, Node, StateNode
@@ -39,6 +40,7 @@ class Replay:
     def __init__(self, model: Any, executor: BatchedExecutor) -> None:
         self._model = model
         self._executor = executor
+        self._runs: dict[tuple[tuple[int, ...], int], _Run] = {}  # by tokens, and tokens at once
 
     def difference(self, slot: Slot, one: Reference, step: int, logits: mx.array) -> float:
         """Return the `logits_distance` of decode ``step`` of ``one`` in ``slot`` from mlx-lm's.
@@ -64,12 +66,60 @@ class Replay:
         self, one: Reference, step: int, stored: Sequence[StoredKV], at_once: int
     ) -> mx.array:
         """Return mlx-lm's logits (vocab,) after decode ``step``, over the ``stored`` rows."""
-        layout = self._executor.layout
-        caches = make_prompt_cache(self._model)
-        for part, number in _kv_caches(caches, layout.tree):
-            part.update_and_fetch = _CheckedUpdate(part.update_and_fetch, layout, number, stored)
+        key = one.tokens, at_once
+        run = self._runs.pop(key, None)
+        if run is None or run.steps != step or not run.has_seen(stored):
+            run = _Run(self._model, self._executor.layout)
         tokens = one.tokens[: one.position(step) + 1]
-        return compute_logits(self._model, caches, tokens, len(one.prompt), at_once)[-1]
+        logits = run.compute(tokens, len(one.prompt), at_once, stored)
+        self._runs[key] = run
+        return logits
+
+
+class _Run:
+    """mlx-lm computing one sequence, a few tokens at a time, over rows that a slot keeps.
+
+    It goes on from step to step while the rows that it has seen stay the same, byte for byte.
+    """
+
+    def __init__(self, model: Any, layout: Layout) -> None:
+        self._model = model
+        self._caches = make_prompt_cache(model)
+        self._updates: list[_CheckedUpdate] = []
+        for part, number in _kv_caches(self._caches, layout.tree):
+            part.update_and_fetch = _CheckedUpdate(part.update_and_fetch, layout, number)
+            self._updates.append(part.update_and_fetch)
+        self.steps = 0  # how many decodes have been computed
+        self._seen: list[np.ndarray] = []
+        self._length = 0
+
+    def has_seen(self, stored: Sequence[StoredKV]) -> bool:
+        """Return whether ``stored`` begins with the rows of the last call of `compute`."""
+        now = (rows[..., : self._length, :] for rows in _bytes_of(stored))
+        return all(map(np.array_equal, self._seen, now))
+
+    def compute(
+        self, tokens: tuple[int, ...], length: int, at_once: int, stored: Sequence[StoredKV]
+    ) -> mx.array:
+        """Return the logits (vocab,) after the last of ``tokens``. Raises `RoundingMismatch`.
+
+        The first call computes the prompt, which is the first ``length`` of ``tokens``; a later
+        one the tokens that are new."""
+        for update in self._updates:
+            update.stored = stored
+        new, prompt = (tokens[self._length :], 1) if self.steps else (tokens, length)
+        logits = compute_logits(self._model, self._caches, new, prompt, at_once)[-1]
+        for update in self._updates:
+            update.stored = ()  # or the slabs' next writes would copy them
+        self.steps += len(new) - prompt + 1
+        self._seen, self._length = _bytes_of(stored), len(tokens)
+        return logits
+
+
+def _bytes_of(stored: Sequence[StoredKV]) -> list[np.ndarray]:
+    """Return copies of the rows (..., length, bytes of a row), of values and of scales."""
+    parts = [part for kept in stored for part in kept if part is not None and part.size]
+    return [np.array(mx.contiguous(part).view(mx.uint8)) for part in parts]
 
 
 def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[Any, int]]:
@@ -84,16 +134,19 @@ def _kv_caches(caches: Sequence[Any], tree: Sequence[Node]) -> Iterator[tuple[An
 class _CheckedUpdate:
     """Replaces ``update_and_fetch``: checks keys and values, and keeps those of the slot."""
 
-    def __init__(self, stock: Any, layout: Layout, layer: int, stored: Sequence[StoredKV]) -> None:
+    stored: Sequence[StoredKV] = ()
+    """The slot's rows of all layers, keys and values in turn."""
+
+    def __init__(self, stock: Any, layout: Layout, layer: int) -> None:
         self._stock = stock
         self._layer = layer
-        self._stored = stored[2 * layer : 2 * layer + 2]
         self._schemes = [kind.quantization for kind in layout.arrays[2 * layer : 2 * layer + 2]]
         self._end = 0
 
     def __call__(self, *computed: mx.array) -> Any:
         start, self._end = self._end, self._end + computed[0].shape[2]
-        kept = [_stretch(whole, start, self._end) for whole in self._stored]
+        ours_of_layer = self.stored[2 * self._layer : 2 * self._layer + 2]
+        kept = [_stretch(whole, start, self._end) for whole in ours_of_layer]
         parts = zip(("keys", "values"), kept, computed, self._schemes, strict=True)
         for name, ours, theirs, scheme in parts:
             if theirs.size and not _is_rounding_of(ours, theirs, scheme):

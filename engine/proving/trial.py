@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from engine import plan
-from engine.executor.base import Executor
-from engine.plan import Chunk, Decode, Plan, SaveState, SlabSpec, Slot, StepResult
+from engine.executor.base import Executor, PendingStep
+from engine.plan import Chunk, Decode, Plan, ResizeSlab, SaveState, SlabSpec, Slot, StepResult
 from engine.proving.oracle import Reference
 from engine.proving.replay import Replay, RoundingMismatch
 from shared.wire import SamplingParams
@@ -17,6 +17,18 @@ from shared.wire import SamplingParams
 BLOCK_SIZE = 16
 CAPACITY = 96
 GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+_Input = tuple[Slot, Reference, int]
+"""A decode: slot, sequence and step."""
+
+
+class _Decoded(NamedTuple):
+    """A step that was dispatched, its decodes, and their logits."""
+
+    inputs: tuple[_Input, ...]
+    pending: PendingStep
+    logits: dict[Slot, mx.array]
 
 
 class StepFailed(Exception):
@@ -55,6 +67,8 @@ class Trial:
             self.rewind(references)
             self.reuse_a_prefix(references)
         self.move(references)
+        if self._spec.look_ahead and self._spec.shares_slabs:
+            self.look_ahead(references)
 
     # -- stages ----------------------------------------------------------------
 
@@ -148,14 +162,33 @@ class Trial:
         for step in range(1, one.steps):
             self.decode((Slot(1, 0), one, step), (Slot(0, 3), other, step))
 
+    def look_ahead(self, references: Sequence[Reference]) -> None:
+        """Let a slab grow and shrink, and dispatch each decode before the one before is read."""
+        self._stage = "looking ahead"
+        beside, *both = Slot(2, 2), (Slot(2, 0), references[4]), (Slot(2, 1), references[1])
+        self.run(new_slabs=(SlabSpec(2, 1, CAPACITY),))
+        self.prefill(*both[0])
+        self.run(resized_slabs=(ResizeSlab(2, 3),))
+        self.prefill(*both[1])
+        self.prefill(beside, references[2])
+        last = both[0][1].steps - 1
+        before = self._dispatch(tuple((*one, 0) for one in both))
+        for step in range(1, last):
+            decoded = self._dispatch(tuple((*one, step) for one in both))
+            self._read(before)
+            before = decoded
+        self._read(before)
+        self.run(resized_slabs=(ResizeSlab(2, 2),))
+        self.decode(*((*one, last) for one in both))
+
     # -- steps -----------------------------------------------------------------
 
     def run(self, **parts: Any) -> StepResult:
+        return _checked(self._executor.dispatch(self._plan(**parts)))
+
+    def _plan(self, **parts: Any) -> Plan:
         self._step += 1
-        result = self._executor.dispatch(Plan(step=self._step, **parts)).read()
-        if result.failed:
-            raise StepFailed(result.failed[0][1])
-        return result
+        return Plan(step=self._step, **parts)
 
     def prefill(self, slot: Slot, one: Reference) -> None:
         for chunk in _chunks(slot, one):
@@ -163,7 +196,7 @@ class Trial:
 
     def decode(
         self,
-        *decodes: tuple[Slot, Reference, int],
+        *decodes: _Input,
         chunks: tuple[Chunk, ...] = (),
         keep: tuple[SaveState, ...] = (),
     ) -> StepResult:
@@ -171,22 +204,32 @@ class Trial:
 
         ``keep`` is ignored if the model has no recurrent state.
         """
-        result = self.run(
+        decoded = self._dispatch(
+            decodes, chunks=chunks, state_saves=keep if self._spec.state_bytes else ()
+        )
+        return self._read(decoded)
+
+    def _dispatch(self, decodes: tuple[_Input, ...], **parts: Any) -> _Decoded:
+        plan = self._plan(
             decodes=tuple(
                 Decode(slot, one.position(step), one.token(step), step, GREEDY)
                 for slot, one, step in decodes
             ),
-            chunks=chunks,
-            state_saves=keep if self._spec.state_bytes else (),
+            **parts,
         )
-        for slot, one, step in decodes:
-            difference = self._difference(slot, one, step)
+        pending = self._executor.dispatch(plan)
+        return _Decoded(decodes, pending, self._logits)
+
+    def _read(self, decoded: _Decoded) -> StepResult:
+        """Wait for a step, and compare the logits of its decodes."""
+        result = _checked(decoded.pending)
+        for slot, one, step in decoded.inputs:
+            difference = self._difference(slot, one, step, decoded.logits[slot])
             if not difference <= self.max_difference:
                 self.max_difference, self.worst_stage = difference, self._stage
         return result
 
-    def _difference(self, slot: Slot, one: Reference, step: int) -> float:
-        logits = self._logits.pop(slot)
+    def _difference(self, slot: Slot, one: Reference, step: int, logits: mx.array) -> float:
         if self._replay is None:
             return one.difference(step, logits)
         try:
@@ -196,6 +239,14 @@ class Trial:
 
     def _observe(self, decodes: Sequence[Decode], logits: mx.array) -> None:
         self._logits = {decode.slot: row for decode, row in zip(decodes, logits, strict=True)}
+
+
+def _checked(pending: PendingStep) -> StepResult:
+    """Wait for a step. Raises `StepFailed`."""
+    result = pending.read()
+    if result.failed:
+        raise StepFailed(result.failed[0][1])
+    return result
 
 
 def _chunks(slot: Slot, one: Reference) -> tuple[Chunk, ...]:

@@ -6,8 +6,11 @@ import gc
 import logging
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from engine.backend import allocation
 from engine.batch import device
+from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor, ExecutorSpec
 from engine.model.load import LoadedModel
@@ -39,11 +42,20 @@ class Replica:
 
 def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
     """Choose the executor of ``loaded``, size the memory and configure the scheduler."""
-    device.tune(loaded.model)
+    room_bytes = memory.device_memory_bytes() // settings.engines
+    layers = device.tune(loaded.model, settings.cpu_precision, room_bytes)
     executor = _choose_executor(loaded, settings)
-    sizes = memory.size_memory(executor.spec, loaded, settings)
+    packed_bytes = 0
+    if layers is not None:
+        packed_bytes = layers.nbytes  # about as many where the whole pass has packed them anew
+        batch_class = getattr(executor, "batch_class", RaggedBatch)
+        layers.keep_packed() if batch_class.runs_model else layers.drop()
+    sizes = memory.size_memory(executor.spec, loaded, settings, packed_bytes)
     memory.set_limits(settings.engines)
+    executor.release_weights()
     gc.collect()  # the proof's leftovers
+    mx.clear_cache()
+    allocation.give_back()
     if device.uses_host():
         allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES))
     _log_sizes(executor.spec, loaded, settings, sizes)
@@ -70,6 +82,11 @@ def _choose_executor(loaded: LoadedModel, settings: Settings) -> Executor:
             executor.spec.batching,
             "with" if executor.spec.prefix_cache else "without",
             reason,
+        )
+    if settings.deterministic and not executor.make_deterministic():
+        logger.warning(
+            "--deterministic has no effect: this model's sums depend on the batch, as its weights "
+            "are quantized or MLX computes it"
         )
     if unquantized:
         logger.warning("the KV cache is not quantized in %s", unquantized)
@@ -118,6 +135,7 @@ def _scheduler_config(
         prefill_batch_size=spec.max_sequences or settings.prefill_batch_size,
         completion_batch_size=sizes.num_slots,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        max_chunk_tokens=spec.max_chunk_tokens,
         namespace=_block_namespace(loaded, settings),
         prefix_cache=reuses_prefixes,
         store_enabled=settings.kvstore_socket is not None and not settings.no_ssd,

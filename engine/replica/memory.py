@@ -17,11 +17,18 @@ logger = logging.getLogger(__name__)
 
 MIN_BLOCKS = 2048
 HEADROOM_BYTES = 1 << 30
-"""Left for a step's transients and for MLX's buffer cache."""
+"""Left for a step's transients. MLX dispatches ten command buffers ahead of a GPU, each with arrays
+of about 50 million elements; pieces of restored and saved blocks are among these."""
+METAL_SHARE = 0.6
 GPU_SHARE = 0.9
 HOST_SHARE = 0.4
-"""The shares of what the weights leave. A GPU's memory is ours, a machine's is shared."""
+"""The shares of what the weights leave. A GPU's own memory is ours, a machine's is shared. Metal's
+recommended working set is most of the memory of a Mac, on which people may work too."""
 BUFFER_CACHE_BYTES = 512 << 20
+"""Freed buffers that MLX keeps for later ones."""
+BLOCK_BUFFERS_SHARE = 0.5
+"""The part of the buffers that Metal allows which blocks may take: each is one. Weights, slabs,
+the arrays of a step, and freed buffers take a few tens of thousands at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +44,23 @@ class MemorySizes:
     limit_bytes: int  # the limit of the ledger: KV and recurrent state
 
 
-def size_memory(spec: ExecutorSpec, loaded: LoadedModel, settings: Settings) -> MemorySizes:
-    """Return the sizes that fit on this device, or that ``settings`` demand."""
+def size_memory(
+    spec: ExecutorSpec, loaded: LoadedModel, settings: Settings, packed_bytes: int = 0
+) -> MemorySizes:
+    """Return the sizes that fit on this device, or that ``settings`` demand.
+
+    ``packed_bytes`` are those of weights outside of the model's parameters."""
     block_bytes = spec.block_token_bytes * settings.block_size
     slot_block_bytes = spec.slot_token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
     weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     slot_states_bytes = num_slots * spec.state_bytes
     tables_bytes = table_bytes(num_slots, loaded.context_length)
-    other_bytes = weights_bytes + slot_states_bytes + tables_bytes
+    other_bytes = weights_bytes + packed_bytes + slot_states_bytes + tables_bytes
     max_snapshots = settings.sequence_cache_size if spec.state_bytes else 0
     if spec.keeps_kv:
-        num_blocks = settings.num_blocks or default_num_blocks(
-            block_bytes, other_bytes, settings.engines
+        num_blocks = _within_buffers(
+            settings.num_blocks or default_num_blocks(block_bytes, other_bytes, settings.engines)
         )
         kv_bytes = max(num_blocks * block_bytes, slot_block_bytes)
         limit_bytes = kv_bytes + slot_states_bytes
@@ -92,8 +103,17 @@ def default_num_blocks(block_bytes: int, other_bytes: int, engines: int) -> int:
 
 def room_bytes(other_bytes: int, engines: int) -> int:
     """Return what an engine may take of this device's memory beside ``other_bytes``."""
-    share = GPU_SHARE if mx.default_device() == mx.gpu else HOST_SHARE
+    share = HOST_SHARE
+    if mx.default_device() == mx.gpu:
+        share = METAL_SHARE if mx.metal.is_available() else GPU_SHARE
     return max(0, int(_left_bytes(other_bytes, engines) * share))
+
+
+def max_buffers() -> int | None:
+    """Return how many buffers Metal lets this process have, None where there is no such limit."""
+    if mx.default_device() != mx.gpu:
+        return None
+    return int(mx.device_info().get("resource_limit", 0)) or None
 
 
 def table_bytes(sequences: int, context_length: int) -> int:
@@ -130,7 +150,23 @@ def set_limits(engines: int) -> None:
 
 
 def _left_bytes(other_bytes: int, engines: int) -> int:
-    return device_memory_bytes() // engines - other_bytes - HEADROOM_BYTES
+    kept_bytes = BUFFER_CACHE_BYTES if mx.default_device() == mx.gpu else 0
+    return device_memory_bytes() // engines - other_bytes - kept_bytes - HEADROOM_BYTES
+
+
+def _within_buffers(num_blocks: int) -> int:
+    """Return ``num_blocks``, or as many as Metal has buffers for."""
+    most = int((max_buffers() or 0) * BLOCK_BUFFERS_SHARE)
+    if not most or num_blocks <= most:
+        return num_blocks
+    logger.warning(
+        "%d blocks of KV cache and not %d, since Metal allows %s buffers: "
+        "a larger --block-size makes use of more memory",
+        most,
+        num_blocks,
+        max_buffers(),
+    )
+    return most
 
 
 def _container_limit_bytes() -> int | None:

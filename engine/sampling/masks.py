@@ -94,8 +94,12 @@ class GrammarMasker:
     def free_slabs(self, slabs: Iterable[int]) -> None:
         """Drop the matchers of slots of freed ``slabs``."""
         gone = set(slabs)
-        for slot in [slot for slot in self._matchers if slot.slab_id in gone]:
-            del self._matchers[slot]
+        self.free_slots([slot for slot in self._matchers if slot.slab_id in gone])
+
+    def free_slots(self, slots: Iterable[Slot]) -> None:
+        """Drop the matchers of ``slots``: each may hold a hundred megabytes."""
+        for slot in slots:
+            self._matchers.pop(slot, None)
 
     def _matcher_for(self, decode: Decode) -> GrammarMatcher | None:
         """Return the matcher of a slot, None if there is none and none can be made."""

@@ -104,6 +104,11 @@ class Sampler:
         if self.masker is not None:
             self.masker.free_slabs(slabs)
 
+    def free_slots(self, slots: Sequence[Slot]) -> None:
+        self._history.free_slots(slots)
+        if self.masker is not None:
+            self.masker.free_slots(slots)
+
 
 def sample_tokens(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
     """Return tokens (rows,), int32, drawn from ``logits`` (rows, vocab) with each row's noise."""

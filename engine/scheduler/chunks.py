@@ -11,6 +11,8 @@ ALONE_TARGET_S = 0.75
 _DECODE_MIN_GROWTH = 1.02
 """Growth of the remembered shortest decode with each step, so that it is forgotten."""
 MAX_TOKENS = 512
+"""The most tokens that chunks of a plan have on a CPU. A GPU computes longer ones as fast as it
+can; there the executor says how many (`engine.executor.base`)."""
 MIN_TOKENS = 64
 
 
@@ -29,9 +31,12 @@ class ChunkPolicy:
     _INITIAL_SLOPE = 1 / 600
     _TRUSTED_SPREAD_TOKENS = 100.0
 
-    def __init__(self, block_size: int, fixed_tokens: int | None = None) -> None:
+    def __init__(
+        self, block_size: int, fixed_tokens: int | None = None, max_tokens: int = MAX_TOKENS
+    ) -> None:
         self._block_size = block_size
         self._fixed_tokens = fixed_tokens
+        self._max_tokens = max_tokens
         self._base_s = 3e-3
         self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
@@ -44,7 +49,7 @@ class ChunkPolicy:
         if self._fixed_tokens is not None:
             return ChunkBudget(self, float("inf"), self._fixed_tokens, self._block_size)
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
-        return ChunkBudget(self, target_s, MAX_TOKENS, self._block_size)
+        return ChunkBudget(self, target_s, self._max_tokens, self._block_size)
 
     def predict_s(self, start: int, tokens: int) -> float:
         """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""

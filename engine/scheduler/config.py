@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.scheduler.chunks import MAX_TOKENS
+
 StorePolicy = Literal["evict_only", "write_through"]
 
 ROOMY_TOKENS = 2048
@@ -28,6 +30,7 @@ class SchedulerConfig:
     """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` includes
     then what a slab takes while it is copied."""
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
+    max_chunk_tokens: int = MAX_TOKENS  # then the most that chunks of a plan have together
     prefix_cache: bool = True  # False for models whose KV cannot be cut into blocks
     store_enabled: bool = False
     store_policy: StorePolicy = "evict_only"
@@ -73,9 +76,18 @@ class SchedulerConfig:
 
     @property
     def uses_store(self) -> bool:
-        """Whether blocks go to the kvstore. They do not where a state belongs to them: blocks
-        without it would be of no use."""
-        return self.store_enabled and self.prefix_cache and not self.state_bytes
+        """Whether blocks, and the snapshots without which some are of no use, go to the kvstore."""
+        return self.store_enabled and self.prefix_cache
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether they do so once they are complete, and not only when they leave RAM."""
+        return self.uses_store and self.store_policy == "write_through"
+
+    @property
+    def state_blocks(self) -> int:
+        """The number of blocks that take at least as many bytes as a state."""
+        return -(-self.state_bytes // self.block_bytes)
 
     def slab_bytes(self, rows: int, capacity: int) -> int:
         """Return the bytes of ``rows`` rows of ``capacity`` tokens (whole blocks)."""

@@ -70,7 +70,8 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
     if len(sequences.live) != len(running) + len(sequences.waiting) + len(sequences.loading):
         yield f"{len(sequences.live)} sequences are live, another number has a status"
     for seq in memory.fetch_reservations:
-        if seq not in sequences.loading.values() and not seq.fetch.payloads:
+        has_come = seq.fetch.payloads or seq.fetch.state
+        if seq not in sequences.loading.values() and not has_come:
             yield f"{seq.request.request_id} has room for blocks that are not on their way"
     for seq in sequences.live.values():
         if len(seq.fetch.payloads) > memory.fetch_reservations.get(seq, 0):

@@ -54,10 +54,13 @@ class Memory:
         self.snapshots = SnapshotPool(config.max_snapshots, clock)
         self.slots = SlotTable()
         self.fetch_reservations: dict[Sequence, int] = {}
-        """Reserved blocks that come from the kvstore, or have come, by sequence without a slot."""
+        """Blocks that come from the kvstore, or have come, by sequence without a slot. A state
+        counts as so many blocks as take its bytes."""
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.evictions: list[Evict] = []
-        self.exported: dict[int, bytes] = {}  # hashes of evicted blocks whose bytes come back
+        self.exported: dict[int, Block] = {}  # evicted ones whose bytes come back
+        self.unexported: dict[int, Block] = {}
+        """Snapshots whose hash became known, and whose bytes are to come back."""
         self.freed_slabs: list[int] = []
         self.new_slabs: list[SlabSpec] = []
         self._resized: dict[int, tuple[int, SlabSpec]] = {}  # rows before this plan, and now
@@ -104,19 +107,23 @@ class Memory:
                 return slot, capacity
         return None
 
-    def reserve_fetch(self, seq: Sequence, blocks: int) -> int:
-        """Reserve memory for up to ``blocks`` blocks of ``seq`` that are to come from the kvstore.
+    def reserve_fetch(self, seq: Sequence, blocks: int) -> int | None:
+        """Reserve memory for up to ``blocks`` blocks of ``seq`` that are to come from the kvstore,
+        and for a state where the model has one.
 
-        Returns for how many. The memory stays reserved until `add_fetched_block` uses it or
-        `release_fetch` is called. If there is no other room, it is taken for something else, and
-        ``seq`` computes the blocks.
+        Returns for how many blocks, None if nothing can be fetched. The memory stays reserved
+        until `add_fetched_block` and `add_fetched_snapshot` use it or `release_fetch` is called. If
+        there is no other room, it is taken for something else, and ``seq`` computes the blocks.
         """
         free = self._empty_bytes() + self._cached_bytes() - self.ledger.shortfall(0)
-        blocks = max(0, min(blocks, free // self._config.block_bytes))
-        if blocks:
-            self._make_room(blocks * self._config.block_bytes)
-            self.ledger.reserve(blocks * self._config.block_bytes)
-            self.fetch_reservations[seq] = blocks
+        room = free // self._config.block_bytes - self._config.state_blocks
+        if room < (0 if self._config.state_bytes else 1):
+            return None
+        blocks = min(blocks, room)
+        total = blocks + self._config.state_blocks
+        self._make_room(total * self._config.block_bytes)
+        self.ledger.reserve(total * self._config.block_bytes)
+        self.fetch_reservations[seq] = total
         return blocks
 
     def release_fetch(self, seq: Sequence, keep: int = 0) -> int:
@@ -134,6 +141,12 @@ class Memory:
         self.release_fetch(seq, keep=self.fetch_reservations.get(seq, 0) - 1)
         return self.add_block(block_hash, stored=True)
 
+    def add_fetched_snapshot(self, block_hash: bytes, seq: Sequence) -> Block | None:
+        """Do `add_snapshot` for one that was fetched for ``seq``, in the room reserved for it."""
+        had = self.fetch_reservations.get(seq, 0)
+        self.release_fetch(seq, keep=max(0, had - self._config.state_blocks))
+        return self.add_snapshot(block_hash, stored=True)
+
     def add_block(self, block_hash: bytes, *, stored: bool = False) -> Block | None:
         """Add a pinned block. Return None if there is no room for it."""
         if not self._make_room(self._config.block_bytes):
@@ -141,7 +154,7 @@ class Memory:
         self.ledger.reserve(self._config.block_bytes)
         return self.blocks.add(block_hash, stored=stored)
 
-    def add_snapshot(self, block_hash: bytes | None) -> Block | None:
+    def add_snapshot(self, block_hash: bytes | None, *, stored: bool = False) -> Block | None:
         """Add a pinned snapshot, a private one without a hash. Return None if there is no room."""
         if self.withdrawn_bytes:  # some of them may be snapshots that still exist
             return None
@@ -154,20 +167,34 @@ class Memory:
         self.ledger.reserve(self._config.state_bytes)
         if block_hash is None:
             return self.snapshots.add_private()
-        return self.snapshots.add(block_hash)
+        return self.snapshots.add(block_hash, stored=stored)
+
+    def export_later(self, snapshot: Block) -> None:
+        """Have the bytes of a published snapshot come back with the next plan."""
+        if not snapshot.stored:
+            self.unexported[snapshot.id] = snapshot
+
+    def take_unexported(self) -> list[Block]:
+        taken = list(self.unexported.values())
+        self.unexported.clear()
+        return taken
 
     def evict_oldest(self, pool: BlockPool) -> None:
         """Evict the least recently used block of ``pool``, which must have an evictable one."""
         block = pool.pop_oldest()
-        export = self._evicting_exports and not block.stored and not block.is_snapshot
+        named = not block.is_snapshot or self.snapshots.is_published(block)
+        export = self._evicting_exports and not block.stored and named
+        if self.unexported.pop(block.id, None) is not None:
+            export = True
         if export:
-            self.exported[block.id] = block.hash
+            self.exported[block.id] = block
         self.evictions.append(Evict(block.id, export))
         self.ledger.release(self.bytes_of(block))
 
     def drop_snapshot(self, snapshot: Block) -> None:
         """Evict ``snapshot``, even if it is only about to be saved."""
         self.snapshots.remove(snapshot)
+        self.unexported.pop(snapshot.id, None)
         self.ledger.release(self._config.state_bytes)
         self.evictions.append(Evict(snapshot.id))
 
@@ -184,6 +211,7 @@ class Memory:
         if pool.get(block.hash) is not block:
             return False
         pool.remove(block)
+        self.unexported.pop(block.id, None)
         self.withdrawn_bytes += self.bytes_of(block)
         return True
 
@@ -199,8 +227,9 @@ class Memory:
         self.blocks.clear()
         self.snapshots.clear()
         self.slots.clear()
+        self.unexported.clear()
         for seq in self.fetch_reservations:
-            seq.fetch.payloads.clear()
+            seq.fetch.drop()
         self.fetch_reservations.clear()
         self.withdrawn_bytes = 0
         self.ledger.used_bytes = 0
@@ -302,7 +331,7 @@ class Memory:
         self._shrink(size_bytes, worth_it=False)
         while self.ledger.shortfall(size_bytes) > 0:
             last = max(self.fetch_reservations, key=lambda seq: seq.order)
-            last.fetch.payloads.clear()
+            last.fetch.drop()
             self.release_fetch(last)
         return True
 

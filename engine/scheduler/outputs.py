@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from engine.plan import Payload
+from engine.plan import Payload, StateSearch
 from engine.scheduler.sequence import Sequence
 from shared import wire
+
+
+class Fetch(NamedTuple):
+    """A request to the kvstore."""
+
+    ticket: int
+    hashes: list[bytes]  # of consecutive blocks
+    states: StateSearch | None = None  # for models with recurrent state
+
+
+class Store(NamedTuple):
+    """A block or a snapshot for the kvstore."""
+
+    hash: bytes
+    payload: Payload
+    is_state: bool = False
 
 
 @dataclass(slots=True)
@@ -15,10 +32,10 @@ class Outputs:
 
     messages: list[wire.Accepted | wire.Refused] = field(default_factory=list)
     deltas: list[wire.Delta] = field(default_factory=list)
-    fetches: list[tuple[int, list[bytes]]] = field(default_factory=list)
-    """Requests to the kvstore: a ticket, and hashes in order."""
-    stores: list[tuple[bytes, Payload]] = field(default_factory=list)  # blocks for the kvstore
+    fetches: list[Fetch] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
     touches: list[bytes] = field(default_factory=list)  # hashes of stored blocks that were used
+    state_touches: list[bytes] = field(default_factory=list)  # the same of snapshots
     cache_added: list[bytes] = field(default_factory=list)
     cache_removed: list[bytes] = field(default_factory=list)
     """Net changes of the set of hashes that sequences may start from."""
@@ -60,7 +77,8 @@ class Outputs:
     def take(self, added: list[bytes], removed: list[bytes]) -> Outputs:
         """Return everything so far, with these cache events, and keep nothing."""
         taken = replace(self, cache_added=added, cache_removed=removed)
-        self.messages, self.deltas, self.fetches, self.stores, self.touches = [], [], [], [], []
+        self.messages, self.deltas, self.fetches, self.stores = [], [], [], []
+        self.touches, self.state_touches = [], []
         return taken
 
 

@@ -25,8 +25,8 @@ class InFlightStep:
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
     """Blocks and snapshots that stay pinned until the result is here."""
-    exports: dict[int, bytes] = field(default_factory=dict)
-    """Hashes of the blocks whose bytes come back, by id."""
+    exports: dict[int, Block] = field(default_factory=dict)
+    """Blocks and snapshots whose bytes come back, by id."""
     discarded: set[Sequence] = field(default_factory=set)
     """Sequences whose part of the result is ignored."""
     invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
@@ -38,6 +38,7 @@ class PlanBuilder:
 
     def __init__(self, number: int) -> None:
         self.step = InFlightStep(number)
+        self.freed_slots: list[plan.Slot] = []
         self.inserts: list[plan.Insert] = []
         self.restores: list[plan.Restore] = []
         self.state_restores: list[plan.RestoreState] = []
@@ -88,11 +89,17 @@ class PlanBuilder:
         self.step.saved.setdefault(seq, []).extend(blocks)
         self.step.by_slot[seq.held_slot] = seq
         if export:
-            self.exports.extend(ids)
-            self.step.exports.update((block.id, block.hash) for block in blocks)
+            self.export(blocks)
 
-    def save_state(self, seq: Sequence, snapshot: Block) -> None:
+    def export(self, blocks: list[Block]) -> None:
+        """Have the bytes of blocks or snapshots come back."""
+        self.exports.extend(block.id for block in blocks)
+        self.step.exports.update((block.id, block) for block in blocks)
+
+    def save_state(self, seq: Sequence, snapshot: Block, *, export: bool = False) -> None:
         """Copy the slot's state into ``snapshot``."""
+        if export:
+            self.export([snapshot])
         state_save = plan.SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id)
         self.state_saves.append(state_save)
         self.step.saved.setdefault(seq, []).append(snapshot)

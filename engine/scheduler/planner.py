@@ -9,7 +9,7 @@ from engine.scheduler.backoff import ConcurrencyBackoff
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
-from engine.scheduler.outputs import Counters, Outputs
+from engine.scheduler.outputs import Counters, Fetch, Outputs
 from engine.scheduler.plan_builder import PlanBuilder
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
@@ -61,6 +61,7 @@ class Planner:
         if has_room:
             self._save_computed(builder)
         self._release_leaving(builder)
+        builder.export(self._memory.take_unexported())
 
     def _free_slots(self, builder: PlanBuilder) -> None:
         """Free the slots that no plan from here on uses. Finished sequences with blocks to save
@@ -77,6 +78,8 @@ class Planner:
             self._memory.slots.release(slot)
             builder.changed = True
         self._sequences.vacated.clear()
+        builder.freed_slots += self._sequences.forgettable
+        self._sequences.forgettable.clear()
 
     def _grow(self, builder: PlanBuilder) -> bool:
         """Move rows that are full to larger slots. Return False if one found no room: until it
@@ -136,11 +139,11 @@ class Planner:
                 seq.update_block_hashes()
                 self._snapshot_policy.publish_trailing(seq)
                 cached = self._memory.blocks.match_prefix(seq.block_hashes[:reusable])
-                if self._request_fetch(seq, cached, reusable):
+                end = cached if self._config.keeps_kv else reusable
+                if self._request_fetch(seq, end, reusable):
                     builder.changed = True
                     continue
                 # They are needed now: something else should be evicted to make room.
-                end = cached if self._config.keeps_kv else reusable
                 self._snapshot_policy.touch_prefix(seq, end)
                 self._memory.blocks.touch(seq.block_hashes[:cached])
             acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
@@ -151,23 +154,31 @@ class Planner:
             self._sequences.set_status(seq, Status.PREFILLING)
             self._prefix_cache.restore(seq, builder)
             self._snapshot_policy.choose_positions(seq)
-            seq.fetch.payloads.clear()
+            seq.fetch.drop()
             self._memory.release_fetch(seq)
 
     def _request_fetch(self, seq: Sequence, cached: int, reusable: int) -> bool:
         """Move ``seq`` from the head of the queue to those that wait for the kvstore, if that may
-        have blocks which memory lacks. Return whether it did."""
-        if not self._config.uses_store or seq.fetch.requested or cached == reusable:
+        have blocks or states which memory lacks. Return whether it did."""
+        if not self._config.uses_store or seq.fetch.requested:
             return False
-        if len(self._sequences.loading) >= self._config.completion_batch_size:
+        usable = self._snapshot_policy.restorable_end(seq, 0, cached)
+        if usable == reusable or len(self._sequences.loading) >= self._config.completion_batch_size:
             return False
         self._memory.blocks.touch(seq.block_hashes[:cached])
         room = self._memory.reserve_fetch(seq, reusable - cached)
-        if not room:
+        if room is None:
             return False
         self._sequences.waiting.pop()
         seq.fetch.requested, seq.fetch.first_block = True, cached
-        self._outputs.fetches.append((self._next_ticket, seq.block_hashes[cached : cached + room]))
+        seq.fetch.first_state = usable
+        self._outputs.fetches.append(
+            Fetch(
+                self._next_ticket,
+                seq.block_hashes[cached : cached + room],
+                self._snapshot_policy.search(seq, usable, cached, cached + room),
+            )
+        )
         self._sequences.start_loading(seq, self._next_ticket)
         self._next_ticket += 1
         return True

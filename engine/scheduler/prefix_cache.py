@@ -30,6 +30,7 @@ class PrefixCache:
         size = self._config.block_size
         first = seq.num_computed_tokens // size
         end = min(seq.num_restorable_tokens // size, len(seq.block_hashes))
+        fetched_end = self._insert_fetched_state(seq, first, end, builder)
         end = self.snapshot_policy.restorable_end(seq, first, end)
         known = len(builder.inserts)
         blocks = self._pin_blocks(seq, first, end, builder) if self._config.keeps_kv else []
@@ -40,6 +41,8 @@ class PrefixCache:
             return
         new = {insert.block_id for insert in builder.inserts[known:]}
         inserted = sum(block.id in new for block in blocks[: end - first])
+        if end == fetched_end and not self._config.keeps_kv:
+            inserted = end - first
         if blocks:
             builder.restore(seq, blocks[: end - first])
         self.snapshot_policy.restore(seq, end, builder)
@@ -47,7 +50,10 @@ class PrefixCache:
         self._counters.cached_ram_tokens += ram
         self._counters.cached_ssd_tokens += ssd
         if self._config.uses_store:
-            self._outputs.touches.extend(seq.block_hashes[first:end])
+            if self._config.keeps_kv:
+                self._outputs.touches.extend(seq.block_hashes[first:end])
+            if self._config.reuses_states:
+                self._outputs.state_touches.append(seq.block_hashes[end - 1])
         seq.advance(end * size)
         seq.snapshots.newest_position = end * size
         seq.num_saved_blocks = end
@@ -65,7 +71,7 @@ class PrefixCache:
         seq.update_block_hashes()
         if not self._config.keeps_kv:
             return
-        export = self._config.uses_store and self._config.store_policy == "write_through"
+        export = self._config.writes_through
         run: list[Block] = []
         while seq.num_saved_blocks < seq.num_savable_blocks:
             if seq.block_hashes[seq.num_saved_blocks] not in self._memory.blocks:
@@ -79,6 +85,36 @@ class PrefixCache:
             seq.num_saved_blocks += 1
         if run:
             builder.save(seq, seq.num_saved_blocks - len(run), run, export=export)
+
+    def _insert_fetched_state(
+        self, seq: Sequence, first: int, end: int, builder: PlanBuilder
+    ) -> int:
+        """Insert the state that came from the kvstore for ``seq``, if it makes more blocks of use
+        than the snapshots in RAM. Return the number of blocks that it follows, 0 if not."""
+        number, payload = seq.fetch.state_end, seq.fetch.state
+        reach = self._count_available(seq, first, end)
+        if payload is None or not first < number <= reach:
+            return 0
+        if self.snapshot_policy.restorable_end(seq, first, reach) >= number:
+            return 0
+        snapshot = self._memory.add_fetched_snapshot(seq.block_hashes[number - 1], seq)
+        seq.fetch.state = None
+        if snapshot is None:
+            return 0
+        builder.inserts.append(Insert(snapshot.id, payload, is_snapshot=True))
+        builder.keep_pinned(seq, [snapshot])
+        return number
+
+    def _count_available(self, seq: Sequence, first: int, end: int) -> int:
+        """Return up to which block number, from ``first`` on and without a gap, blocks are there or
+        came from the kvstore."""
+        if not self._config.keeps_kv:
+            return end
+        for number in range(first, end):
+            in_ram = seq.block_hashes[number] in self._memory.blocks
+            if not in_ram and number not in seq.fetch.payloads:
+                return number
+        return end
 
     def _pin_blocks(self, seq: Sequence, first: int, end: int, builder: PlanBuilder) -> list[Block]:
         """Return the blocks of ``seq`` from number ``first`` to ``end``, pinned, as far as there is

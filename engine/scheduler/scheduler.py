@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 
-from engine.plan import Payload, Plan, StepResult
+from engine.plan import FoundState, Payload, Plan, StepResult
 from engine.scheduler import integrity
+from engine.scheduler.block_pool import Block
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.failures import discard_failed_saves
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
-from engine.scheduler.outputs import Counters, Outputs
+from engine.scheduler.outputs import Counters, Outputs, Store
 from engine.scheduler.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planner import Clock, Planner
 from engine.scheduler.prefix_cache import PrefixCache
@@ -42,7 +43,9 @@ class Scheduler:
         self._outputs = Outputs()
         self._counters = Counters()
         self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
-        self._chunk_policy = ChunkPolicy(config.block_size, config.prefill_chunk_tokens)
+        self._chunk_policy = ChunkPolicy(
+            config.block_size, config.prefill_chunk_tokens, config.max_chunk_tokens
+        )
         self.planner = Planner(
             config,
             self.sequences,
@@ -54,6 +57,10 @@ class Scheduler:
             clock,
         )
         self._in_flight: deque[InFlightStep] = deque()
+        self._exports: dict[int, Block] = {}
+        """Blocks and snapshots whose bytes are to come back, by id."""
+        self._unmeasured: dict[int, list[tuple[int, int]]] = {}
+        """Chunks (start, tokens) of which the time is to come, by the number of their step."""
         self._arrivals = 0
         self._steps = 0
         self._draining = False
@@ -114,11 +121,19 @@ class Scheduler:
         """Refuse new requests from now on."""
         self._draining = True
 
-    def on_fetched(self, ticket: int, payloads: SequenceOf[Payload]) -> None:
-        """Take in the kvstore's answer to a fetch: its blocks from the first one on, or none."""
+    def on_fetched(
+        self, ticket: int, payloads: SequenceOf[Payload], state: FoundState | None = None
+    ) -> None:
+        """Take in the kvstore's answer to a fetch: its blocks from the first one on, or none, and
+        the state that was found."""
         seq = self.sequences.loading.pop(ticket, None)
         if seq is not None:
-            room = self.memory.release_fetch(seq, keep=len(payloads))
+            state_blocks = self.config.state_blocks if state else 0
+            room = self.memory.release_fetch(seq, keep=len(payloads) + state_blocks)
+            if state and room >= state_blocks:
+                seq.fetch.state_end = seq.fetch.first_state + state.end
+                seq.fetch.state = state.payload
+                room -= state_blocks
             seq.fetch.payloads = dict(enumerate(payloads[:room], seq.fetch.first_block))
             self.sequences.enqueue(seq)
 
@@ -177,6 +192,8 @@ class Scheduler:
             limit_bytes = max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
             self.memory.lower_limit(limit_bytes)
         self._in_flight.clear()
+        self._exports.clear()
+        self._unmeasured.clear()
         self.sequences.drop_slots()
         self.memory.clear()
         self.planner.backoff.step_failed(len(running))
@@ -200,7 +217,8 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is no request, and nothing in flight of an earlier one."""
         sequences = self.sequences
-        return not (sequences.live or self._in_flight or sequences.leaving or sequences.vacated)
+        unsent = sequences.leaving or sequences.vacated or self.memory.unexported
+        return not (sequences.live or self._in_flight or unsent)
 
     def live(self) -> list[wire.LiveRequest]:
         return [
@@ -328,21 +346,36 @@ class Scheduler:
 
     def _release_saved_blocks(self, step: InFlightStep, result: StepResult) -> None:
         """Unpin the blocks that were saved, and send those whose bytes came back to the kvstore."""
-        exported = dict(result.exported)
-        for blocks in reversed(step.saved.values()):
+        missing = {block.id for _, block in step.invalid_blocks}
+        failed = {step.by_slot[slot] for slot, _ in result.failed}
+        for seq, blocks in reversed(step.saved.items()):
+            if seq in failed:
+                missing.update(block.id for block in blocks)
             for block in reversed(blocks):
-                block.stored = block.stored or block.id in exported
                 self.memory.unpin(block)
-        invalid = {block.id for _, block in step.invalid_blocks}
-        for block_id, payload in exported.items():
-            if block_id in step.exports and block_id not in invalid:
-                self._outputs.stores.append((step.exports[block_id], payload))
+        for block in step.exports.values():
+            block.stored = True
+        self._exports.update(step.exports)
+        for block_id in missing:
+            self._exports.pop(block_id, None)
+        for block_id, payload in result.exported:
+            if block_id in self._exports:
+                block = self._exports.pop(block_id)
+                self._outputs.stores.append(Store(block.hash, payload, block.is_snapshot))
 
     def _measure(self, step: InFlightStep, result: StepResult) -> None:
         rows, chunks = len(step.decodes), [(start, tokens) for _, start, tokens in step.chunks]
+        observe = self._chunk_policy.observe
+        if result.chunks_apart:
+            observe(decode_rows=rows, chunks=(), elapsed_s=result.elapsed_s)
+            self._unmeasured[step.number] = [] if result.prompt_logprobs else chunks
+        elif not result.prompt_logprobs:  # chunks with these take longer than others
+            observe(decode_rows=rows, chunks=chunks, elapsed_s=result.elapsed_s)
+        for number, elapsed_s in result.chunk_times:
+            if seen := self._unmeasured.pop(number, []):
+                observe(decode_rows=0, chunks=seen, elapsed_s=elapsed_s)
+            self._counters.step_seconds += elapsed_s
         prefilled = sum(tokens for _, tokens in chunks)
-        if not result.prompt_logprobs:  # chunks with these take longer than others
-            self._chunk_policy.observe(decode_rows=rows, chunks=chunks, elapsed_s=result.elapsed_s)
         self._counters.steps += 1
         self._counters.step_seconds += result.elapsed_s
         self._counters.batch_rows += rows

@@ -39,11 +39,19 @@ HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
 
 @dataclass(slots=True)
 class SequenceFetch:
-    """The blocks of one sequence that the kvstore was asked for."""
+    """The blocks of one sequence that the kvstore was asked for, and the state behind them."""
 
     requested: bool = False
     first_block: int = 0  # number of the first block that was asked for
     payloads: dict[int, Payload] = field(default_factory=dict)  # what came, by block number
+    first_state: int = 0  # number of the first block after which a state was searched
+    state_end: int = 0  # number of blocks that end with the state that came
+    state: Payload | None = None
+
+    def drop(self) -> None:
+        """Forget what came."""
+        self.payloads.clear()
+        self.state = None
 
 
 @dataclass(slots=True)

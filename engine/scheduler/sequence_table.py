@@ -54,6 +54,8 @@ class SequenceTable:
         self.leaving: list[Sequence] = []
         """Finished sequences whose last blocks may still be saved out of their slots."""
         self.vacated: list[Slot] = []  # free from the next plan on
+        self.forgettable: list[Slot] = []
+        """Those of `vacated` of whose sequences the executor keeps a grammar or a history."""
         self._by_status: dict[Status, dict[Sequence, None]] = {each: {} for each in HOLDING_SLOT}
 
     def count(self, *statuses: Status) -> int:
@@ -92,12 +94,15 @@ class SequenceTable:
     def vacate(self, seq: Sequence) -> None:
         if seq.slot is not None:
             self.vacated.append(seq.slot)
+            if seq.request.grammar is not None or seq.request.sampling.needs_history:
+                self.forgettable.append(seq.slot)
             seq.slot = None
 
     def drop_slots(self) -> None:
         """Forget all slots: they no longer exist."""
         self.leaving.clear()
         self.vacated.clear()
+        self.forgettable.clear()
         for seq in self.live.values():
             seq.slot = None
 

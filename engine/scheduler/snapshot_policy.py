@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 
+from engine.plan import StateSearch
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.plan_builder import PlanBuilder
@@ -115,6 +116,8 @@ class SnapshotPolicy:
         number = seq.snapshots.trailing_position // self._block_size
         if number > len(hashes) or not pool.publish(snapshot, hashes[number - 1]):
             self._memory.drop_snapshot(snapshot)
+        elif self._config.writes_through:
+            self._memory.export_later(snapshot)
 
     def is_worth_saving(self, seq: Sequence) -> bool:
         """Return whether ``seq``, which must leave its slot, has state there worth a snapshot."""
@@ -133,6 +136,19 @@ class SnapshotPolicy:
         if not self._config.reuses_states:
             return end
         return self._memory.snapshots.longest_prefix(seq.block_hashes, first, end)
+
+    def search(self, seq: Sequence, usable: int, cached: int, end: int) -> StateSearch | None:
+        """Return which state of ``seq`` to ask the kvstore for: one after more than ``usable``
+        blocks and at most ``end``, of which ``cached`` are there. None where none is needed."""
+        if not self._config.reuses_states:
+            return None
+        hashes = seq.block_hashes[usable:end]
+        in_ram = (
+            number - usable
+            for number in range(cached + 1, end + 1)
+            if seq.block_hashes[number - 1] in self._memory.snapshots
+        )
+        return StateSearch(hashes, cached - usable, tuple(in_ram))
 
     def touch_prefix(self, seq: Sequence, end: int) -> None:
         """Mark the snapshot as used with which ``seq`` will begin."""
@@ -169,7 +185,7 @@ class SnapshotPolicy:
             return
         snapshot = self._memory.add_snapshot(block_hash)
         if snapshot is not None:
-            builder.save_state(seq, snapshot)
+            builder.save_state(seq, snapshot, export=self._config.writes_through)
 
     def _shared_tokens(self, ahead: Sequence, seq: Sequence) -> int:
         """Return how many tokens, in full blocks, ``ahead`` will have computed that ``seq`` needs;

@@ -44,6 +44,9 @@ class SnapshotPool(BlockPool):
         self.unpin(snapshot)
         return True
 
+    def is_published(self, snapshot: Block) -> bool:
+        return _is_block_hash(snapshot.hash)
+
     def published_hashes(self) -> list[bytes]:
         return [snapshot.hash for snapshot in self if _is_block_hash(snapshot.hash)]
 

@@ -6,28 +6,31 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import PIPE, Popen
 
 import msgspec
 
+from engine.backend.gpu_path import forced_gpu_path
 from engine.zoo.examine import ArchitectureReport, examine
 
 TIME_LIMIT_S = 180.0
+GPU_PATH = "--gpu-path"
 
 
 def examine_all(
-    names: Iterable[str], time_limit_s: float = TIME_LIMIT_S
+    names: Iterable[str], time_limit_s: float = TIME_LIMIT_S, *, gpu_path: bool = False
 ) -> Iterator[ArchitectureReport]:
     """Yield the report of `examine` for each of ``names`` that is a model.
 
-    One child examines them one after the other. If it dies, or takes longer than
-    ``time_limit_s`` for one, a new child continues with the next.
+    One child examines them one after the other, with ``gpu_path`` as on a GPU. If it dies, or
+    takes longer than ``time_limit_s`` for one, a new child continues with the next.
     """
     child: _Child | None = None
     try:
         for name in names:
-            child = child or _Child()
+            child = child or _Child(gpu_path)
             report, alive = child.examine(name, time_limit_s)
             if report is not None:
                 yield report
@@ -40,8 +43,8 @@ def examine_all(
 
 
 class _Child:
-    def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "engine.zoo.farm"]
+    def __init__(self, gpu_path: bool) -> None:
+        command = [sys.executable, "-P", "-m", "engine.zoo.farm", *[GPU_PATH] * gpu_path]
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=_environment())
 
     def examine(self, name: str, time_limit_s: float) -> tuple[ArchitectureReport | None, bool]:
@@ -83,4 +86,5 @@ def _work() -> None:
 
 
 if __name__ == "__main__":
-    _work()
+    with forced_gpu_path() if GPU_PATH in sys.argv else nullcontext():
+        _work()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from engine.zoo.common import WINDOW
@@ -30,16 +30,21 @@ rounding of what mlx-lm computes from the rows before it as the slot has them. A
 mlx-lm's over the same codes, as exactly as without quantization. The largest difference of a right
 one is {worst_int8:.0e}.
 
-{summary}.
+The column "as on a GPU" is a second run: the batches, shared slabs that grow and shrink, and steps
+dispatched before the last one is read, as they are on a GPU, but computed on the same CPU. It gives
+what is not right, or how it is batched; Metal itself computes with other kernels.
 
-| architecture | served | batched | how | prefix cache | INT8 | why not, or not the fastest way |
-| --- | --- | --- | --- | --- | --- | --- |
+* On a CPU: {summary}.
+* As on a GPU: {summary_gpu}.
+
+| architecture | served | batched | how | as on a GPU | prefixes | INT8 | why not the fastest way |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 """
 
 
-def page(reports: Sequence[ArchitectureReport]) -> str:
-    """Return the page, in Markdown."""
+def page(reports: Sequence[ArchitectureReport], as_on_gpu: Mapping[str, ArchitectureReport]) -> str:
+    """Return the page, in Markdown. The reports ``as_on_gpu`` are by name."""
     right = [report for report in reports if report.right]
     return _PAGE.format(
         mlx_lm=version("mlx-lm"),
@@ -49,7 +54,8 @@ def page(reports: Sequence[ArchitectureReport]) -> str:
         worst=max((report.difference for report in right), default=0.0),
         worst_int8=max((report.int8_difference for report in right), default=0.0),
         summary=summary(reports),
-        rows="\n".join(map(_row, reports)),
+        summary_gpu=summary(list(as_on_gpu.values())),
+        rows="\n".join(_row(report, as_on_gpu[report.name]) for report in reports),
     )
 
 
@@ -69,13 +75,15 @@ def summary(reports: Sequence[ArchitectureReport]) -> str:
     )
 
 
-def _row(report: ArchitectureReport) -> str:
+def _row(report: ArchitectureReport, as_on_gpu: ArchitectureReport) -> str:
     served = "right" if report.right else "WRONG" if report.loads else "does not load"
+    gpu = as_on_gpu.batching if as_on_gpu.right else f"WRONG: {as_on_gpu.error}"
     cells = [
         report.name,
         served,
         "yes" if report.batched else "no" if report.loads else "",
         report.batching,
+        gpu.replace("|", "\\|") if as_on_gpu.loads else "",
         "yes" if report.prefix_cache else "no" if report.loads else "",
         _int8(report),
         _why(report).replace("|", "\\|"),

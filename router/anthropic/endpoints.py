@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from router.anthropic.errors import AnthropicErrorResponse
 from router.anthropic.objects import AnthropicMessage, MessageStreamEvent, TokenCount
 from router.anthropic.schemas import CountTokensRequest, MessagesRequest
-from router.anthropic.translation import chat_request
+from router.anthropic.translation import chat_request, with_notes
 from router.anthropic.writer import MessageWriter
 from router.api.body import json_response, read_body
 from router.api.endpoints import ChatEndpoint
@@ -18,6 +18,7 @@ from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
 from router.fleet.engines import Model
 from router.fleet.router import Router
+from router.fleet.tenants import Tenant
 from router.schemas.requests import ChatRequest
 
 
@@ -50,7 +51,18 @@ class Messages(ChatEndpoint[MessagesRequest]):
     field_names: ClassVar = {"response_format.json_schema.schema": "output_config.format.schema"}
 
     def translate(self, body: MessagesRequest) -> ChatRequest:
+        return self.chat_request(body)
+
+    def chat_request(self, body: CountTokensRequest) -> ChatRequest:
+        """Return the chat request for ``body``. Raises `InvalidRequest`."""
+        if self._router.settings.skip_unsupported_content:
+            body = with_notes(body)
         return chat_request(body)
+
+    def max_tokens(self, request: ChatRequest) -> int | None:
+        """The field is required, so clients that want no limit send one that no model reaches."""
+        limit = self._router.settings.max_generation_tokens
+        return min(super().max_tokens(request) or limit, limit)
 
     def writer(self, body: MessagesRequest, model: Model) -> MessageWriter:
         return MessageWriter(body, model)
@@ -65,8 +77,14 @@ class CountTokens:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
-        http, max_bytes = Request(scope, receive), router.settings.max_request_bytes
-        request = chat_request(await read_body(http, max_bytes, CountTokensRequest))
-        model = router.model_for(request.model)
-        (prompt,) = await self._messages.tokenize_prompts(request, model)
+        http = Request(scope, receive)
+        body, size = await read_body(http, router, CountTokensRequest)
+        tenant: Tenant = http.state.tenant
+        model = router.model_for(body.model, tenant)
+
+        def tokenize() -> list[list[int]]:
+            return self._messages.tokenize_prompts(self._messages.chat_request(body), model)
+
+        async with router.admit(tenant, http.state.limits_left):
+            (prompt,) = await router.work.run(tenant.name, tokenize, size)
         await json_response(TokenCount(len(prompt)))(scope, receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -31,13 +32,19 @@ class MessageParam(Struct, frozen=True, kw_only=True):
 
 
 class AnthropicTool(Struct, frozen=True, kw_only=True):
-    """A tool of the client. Every ``type`` but ``custom`` is a tool of Anthropic's."""
+    """A tool of the client. A ``type`` other than ``custom`` is a tool of Anthropic's."""
 
     name: ToolName
-    type: str | None = None
+    type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def is_anthropics(self) -> bool:
+        """Whether Anthropic defines the tool, so that this server leaves it out. Such types end
+        in a date."""
+        return self.type is not None and re.search(r"_20\d{6}\Z", self.type) is not None
 
 
 class AnthropicToolChoice(Struct, frozen=True, kw_only=True):
@@ -89,6 +96,10 @@ class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
 
     container: Any = None
     mcp_servers: Any = None
+
+    @property
+    def left_out_tools(self) -> list[str]:
+        return [tool.type or "" for tool in self.tools or () if tool.is_anthropics]
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from router.anthropic.schemas import (
     AnthropicTool,
     AnthropicToolChoice,
@@ -18,6 +20,7 @@ from router.anthropic.schemas import (
 from router.api.translation import (
     PARAGRAPH_BREAK,
     assistant_message,
+    content_note,
     required,
     unsupported_content,
     with_paths,
@@ -35,6 +38,11 @@ from router.schemas.conversation import (
 )
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
+
+_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of Claude Code's that is not meant for the model, and that changes with its
+version: in the prompt it would only keep prefixes from being found."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
@@ -54,7 +62,11 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
             continue_final_message=messages[-1].role == "assistant",
             max_tokens=full.max_tokens if full else None,
             stop=full.stop_sequences if full else None,
-            tools=[_tool(tool, path) for path, tool in with_paths(body.tools or (), "tools")],
+            tools=[
+                _tool(tool, path)
+                for path, tool in with_paths(body.tools or (), "tools")
+                if not tool.is_anthropics
+            ],
             tool_choice=_tool_choice(choice) if choice else None,
             parallel_tool_calls=(False if choice and choice.disable_parallel_tool_use else None),
             reasoning_effort=config.effort if config else None,
@@ -66,6 +78,23 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     )
 
 
+def with_notes(body: CountTokensRequest) -> CountTokensRequest:
+    """Return ``body`` with a note in place of each block that is not supported."""
+    messages = [replace(param, content=_noted(param.content)) for param in body.messages]
+    return replace(body, messages=messages, system=_noted(body.system))
+
+
+def _noted(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        replace(block, content=_noted(block.content))
+        if block.type in _BLOCK_TYPES
+        else ContentBlockParam(type="text", text=content_note(block.type))
+        for block in content
+    ]
+
+
 def _response_format(output_format: OutputFormat) -> ResponseFormat:
     schema = JsonSchemaFormat(schema=output_format.schema)
     return ResponseFormat(type="json_schema", json_schema=schema)
@@ -74,8 +103,8 @@ def _response_format(output_format: OutputFormat) -> ResponseFormat:
 def _tool(tool: AnthropicTool, path: str) -> Tool:
     if tool.type not in (None, "custom"):
         raise NotSupported(
-            f"'{path}': tools of type '{tool.type}' are Anthropic's own and not supported"
-            " here; give a name and an 'input_schema'.",
+            f"'{path}': tools of type '{tool.type}' are not known here; give a name and an"
+            " 'input_schema'.",
             param=f"{path}.type",
         )
     return Tool(
@@ -115,7 +144,10 @@ def _template_args(thinking: ThinkingConfig) -> dict[str, Any]:
 def _messages(body: CountTokensRequest) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     if body.system:
-        messages.append(ChatMessage("system", _text(body.system, "system", PARAGRAPH_BREAK)))
+        system = body.system
+        if isinstance(system, list):
+            system = [block for block in system if not (block.text or "").startswith(_BILLING)]
+        messages.append(ChatMessage("system", _text(system, "system", PARAGRAPH_BREAK)))
     tool_names: dict[str, str] = {}  # by the id of a call
     for path, param in with_paths(body.messages, "messages"):
         match param.role:

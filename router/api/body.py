@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from router.errors import (
     BodyTimeout,
@@ -18,28 +20,40 @@ from router.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
+from router.fleet.router import Router
 from router.schemas.requests import RequestBody, parse_body
 
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0
+_PIECE_BYTES = 256 * 1024
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 _Body = TypeVar("_Body", bound=RequestBody)
 
 
-async def read_body(request: Request, max_bytes: int, body_type: type[_Body]) -> _Body:
-    """Return the body as a ``body_type``. Raises what `read_json_body` and `parse_body` raise."""
-    return parse_body(await read_json_body(request, max_bytes), body_type)
+async def read_body(request: Request, router: Router, body_type: type[_Body]) -> tuple[_Body, int]:
+    """Return the body as a ``body_type``, and its size. Large ones are decoded off the event loop.
+
+    Raises what `receive_body` and `parse_body` raise.
+    """
+    max_bytes = router.settings.max_request_bytes
+    raw, encoding = await receive_body(request, max_bytes)
+
+    def parse() -> tuple[_Body, int]:
+        body = raw if encoding is None else _decompress(raw, encoding, max_bytes)
+        return parse_body(body, body_type), len(body)
+
+    key = request.scope["state"].get("api_key", "")
+    return await router.work.run_large(key, parse, len(raw) if encoding is None else max_bytes)
 
 
-async def read_json_body(
+async def receive_body(
     request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
-) -> bytes:
-    """Return the decompressed body, which has at most ``max_bytes``.
+) -> tuple[bytes, str | None]:
+    """Return the body as it was sent, with at most ``max_bytes``, and its compression, if any.
 
     Raises `UnsupportedMediaType` for another media type or an unknown compression,
-    `BodyTooLarge`, `BodyTimeout`, `InvalidRequest` for damaged compression, and
-    `ClientDisconnected`.
+    `BodyTooLarge`, `BodyTimeout`, and `ClientDisconnected`.
     """
     _check_media_type(request.headers.get("content-type"))
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
@@ -54,7 +68,7 @@ async def read_json_body(
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
         raise ClientDisconnected from None
-    return raw if encoding == "identity" else _decompress(raw, _WINDOW_BITS[encoding], max_bytes)
+    return raw, None if encoding == "identity" else encoding
 
 
 def _check_media_type(content_type: str | None) -> None:
@@ -85,8 +99,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def _decompress(raw: bytes, window_bits: int, max_bytes: int) -> bytes:
-    inflate = zlib.decompressobj(window_bits)
+def _decompress(raw: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return ``raw`` decompressed. Raises `InvalidRequest` if it is damaged, `BodyTooLarge`."""
+    inflate = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
         body = inflate.decompress(raw, max_bytes + 1)
     except zlib.error:
@@ -100,6 +115,24 @@ def _decompress(raw: bytes, window_bits: int, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+
+
+async def send_json(send: Send, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Send an answer in pieces, so that no more than one is buffered for a slow client."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [
+                (b"content-length", str(len(body)).encode()),
+                (b"content-type", b"application/json"),
+                *headers,
+            ],
+        }
+    )
+    for start in range(0, len(body), _PIECE_BYTES):
+        piece, more = body[start : start + _PIECE_BYTES], start + _PIECE_BYTES < len(body)
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> Response:

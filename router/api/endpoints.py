@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.body import read_body
+from router.api.body import read_body, send_json
 from router.api.streaming import EventStream
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines import Model
 from router.fleet.router import Router
+from router.fleet.tenants import Tenant
 from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
 from router.generation.generation import Generation
@@ -28,6 +29,10 @@ from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from shared.wire import Grammar
+
+logger = logging.getLogger(__name__)
+_MAX_NAMED = 16
+"""Limit of the types of tools that a header names."""
 
 _Body = TypeVar("_Body", bound=RequestBody)
 _Request = TypeVar("_Request", bound=GenerationRequest)
@@ -56,14 +61,21 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
     @abstractmethod
     def translate(self, body: _Body) -> _Request:
-        """Return what ``body`` asks for. Raises `InvalidRequest`."""
+        """Return what ``body`` asks for. May run on any thread. Raises `InvalidRequest`."""
+
+    def stored_bytes(self, body: _Body) -> int:
+        """Return the size of what ``body`` refers to, beside its own. Raises `ApiError`."""
+        return 0
 
     @abstractmethod
     def writer(self, body: _Body, model: Model) -> OutputWriter:
         """Return the writer of the answer to ``body``."""
 
+    def num_prompts(self, request: _Request) -> int:
+        return 1
+
     @abstractmethod
-    async def tokenize_prompts(
+    def tokenize_prompts(
         self, request: _Request, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
         """Return the token ids of each prompt in ``request``.
@@ -93,38 +105,70 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
         http = Request(scope, receive)
-        body = await read_body(http, router.settings.max_request_bytes, self.body_type)
-        request = self.translate(body)
-        model = router.model_for(request.model)
+        tenant: Tenant = scope["state"]["tenant"]
+        body, size = await read_body(http, router, self.body_type)
+        size += self.stored_bytes(body)
+        request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
+        model = router.model_for(request.model, tenant)
         writer = self.writer(body, model)
-        key = scope["state"].get("api_key", "")
-        generation = Generation(router, model, request, writer.id, key)
-        with router.admission.limit_concurrency(), generation:
-            async with _abort_on_disconnect(receive, generation):
-                await self._submit(generation, request)
-                await generation.accepted()
-                headers = [(b"x-seed", str(generation.seed).encode())]
-                if http.headers.get("x-debug-cache", "") not in ("", "0"):
-                    headers.append((b"x-debug-cache", await explain(generation)))
-                if request.stream:
-                    timeout_s = router.settings.request_timeout_s
-                    stream = EventStream(generation, writer, send, write_timeout_s=timeout_s)
-                    await stream.run(headers)
-                    return
-                answer = await _full_response(generation, writer)
-            response = Response(answer, media_type="application/json")
-            response.raw_headers += headers
-            await response(scope, receive, send)
+        state = scope["state"]
+        generation = Generation(
+            router, model, request, writer.id, tenant, state.get("traceparent", "")
+        )
+        state["generation"] = generation  # for the log and for traces
+        async with router.admit(tenant, scope["state"]["limits_left"]):
+            with generation:
+                await self._answer(generation, request, body, size, writer, http, send)
 
-    async def _submit(self, generation: Generation, request: _Request) -> None:
+    async def _answer(
+        self,
+        generation: Generation,
+        request: _Request,
+        body: _Body,
+        size: int,
+        writer: OutputWriter,
+        http: Request,
+        send: Send,
+    ) -> None:
+        async with _abort_on_disconnect(http.receive, generation):
+            await self._submit(generation, request, size, http.state.limits_left)
+            await generation.accepted()
+            headers = [(b"x-seed", str(generation.seed).encode())]
+            if left_out := ", ".join(list(dict.fromkeys(body.left_out_tools))[:_MAX_NAMED]):
+                logger.info("Tools that cannot be run here are left out: %s", left_out)
+                headers.append((b"x-left-out-tools", left_out.encode()))
+            if http.headers.get("x-debug-cache", "") not in ("", "0"):
+                explanation = await generation.run(lambda: explain(generation), size)
+                headers.append((b"x-debug-cache", explanation))
+            if request.stream:
+                timeout_s = self._router.settings.request_timeout_s
+                stream = EventStream(generation, writer, send, write_timeout_s=timeout_s)
+                await stream.run(headers)
+                return
+            answer = await _full_response(generation, writer)
+        await send_json(send, answer, headers)
+
+    async def _submit(
+        self, generation: Generation, request: _Request, size: int, limits_left: dict[str, str]
+    ) -> None:
+        """Prepare the sequences of ``request``, whose body has ``size`` bytes, and admit them."""
         model = generation.model
+        generation.check_places(self.num_prompts(request))
+
+        def prepare() -> list[SequenceSpec]:
+            prompts = self.tokenize_prompts(request, model, generation.cache_scope)
+            limits = generation.check_lengths(prompts, self.max_tokens(request))
+            return list(self._sequence_specs(request, model, prompts, limits))
+
         try:
-            prompts = await self.tokenize_prompts(request, model, generation.cache_scope)
-            limits = generation.check(prompts, self.max_tokens(request))
-            generation.submit(list(self._sequence_specs(request, model, prompts, limits)))
+            specs = await generation.run(prepare, size)
         except ContextLengthExceeded as error:
             error.param = self.prompt_field
             raise
+        generation.check_places(self.num_prompts(request))  # others may have been quicker
+        prompts = [spec.prompt_token_ids for spec in specs if spec.choice == 0]
+        await generation.admit_prompts(prompts, limits_left)
+        generation.submit(specs)
 
     def _sequence_specs(
         self, request: _Request, model: Model, prompts: list[list[int]], limits: list[int]
@@ -147,11 +191,11 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
     def max_tokens(self, request: ChatRequest) -> int | None:
         return request.max_completion_tokens or request.max_tokens
 
-    async def tokenize_prompts(
+    def tokenize_prompts(
         self, request: ChatRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
         return [
-            await model.renderer.render_chat(
+            model.renderer.render_chat(
                 request.messages,
                 request.prompt_tools,
                 request.template_args,
@@ -179,12 +223,17 @@ def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
 async def _full_response(generation: Generation, writer: OutputWriter) -> bytes:
     deltas: list[list[OutputDelta]] = [[] for _ in generation.choices]
     while True:
+        await generation.begin_echoes()
         for choice in generation.choices:
             deltas[choice.index].append(generation.advance(choice))
         if generation.finished:
             break
         await generation.changed()
-    return writer.full_response(generation, [OutputDelta.join(each) for each in deltas])
+
+    def write() -> bytes:
+        return writer.full_response(generation, [OutputDelta.join(each) for each in deltas])
+
+    return await generation.format(write, generation.num_entries)
 
 
 @asynccontextmanager

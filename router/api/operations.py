@@ -21,6 +21,7 @@ from router.errors import (
     MODEL_ERRORS,
     ApiError,
     ErrorResponse,
+    Forbidden,
     GenerationTimeout,
     InternalError,
     Unauthorized,
@@ -62,7 +63,7 @@ class Operation:
     stream_terminator: str | None = None
     """The data of the last event, if that is not an ``event_type``."""
     errors: tuple[type[ApiError], ...] = ()
-    """Errors other than `InternalError` and `Unauthorized`."""
+    """Errors other than `InternalError`, `Unauthorized` and `Forbidden`."""
     error_type: Any = ErrorResponse
 
     @property
@@ -72,7 +73,7 @@ class Operation:
 
     @property
     def all_errors(self) -> tuple[type[ApiError], ...]:
-        closed = () if self.access == "open" else (Unauthorized,)
+        closed = () if self.access == "open" else (Unauthorized, Forbidden)
         return (*closed, *self.errors, InternalError)
 
 

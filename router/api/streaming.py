@@ -10,6 +10,7 @@ from starlette.types import Send
 
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, InternalError
+from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class EventStream:
         self._keep_alive_timer.start()
         while True:
             error: ApiError | None = None
+            await generation.begin_echoes()
             for choice in generation.choices:
                 if choice.finish_reason is not None:
                     continue
@@ -132,7 +134,7 @@ class EventStream:
                     error = raised
                     break
                 if delta:
-                    events.append(writer.delta(generation, choice, delta))
+                    events.append(await self._format(choice, delta))
                 if choice.finish_reason is not None:
                     events.append(writer.choice_end(generation, choice))
             if any(events):
@@ -147,6 +149,13 @@ class EventStream:
                 break
             await generation.changed()
         await self._write(writer.stream_end(generation), more=False)
+
+    async def _format(self, choice: Choice, delta: OutputDelta) -> bytes:
+        generation, writer = self._generation, self._writer
+        if not delta.tokens:
+            return writer.delta(generation, choice, delta)
+        entries = len(delta.tokens) * (1 + generation.logprobs_context.num_logprobs)
+        return await generation.format(lambda: writer.delta(generation, choice, delta), entries)
 
     async def _write(self, body: bytes, more: bool = True) -> None:
         self._write_timer.start()

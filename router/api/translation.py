@@ -38,6 +38,11 @@ def unsupported_content(content_type: str, path: str) -> InvalidRequest:
     )
 
 
+def content_note(content_type: str) -> str:
+    """Return the text that stands in place of content that is left out."""
+    return f"[Content of type '{content_type}' was left out: this server takes text.]"
+
+
 def assistant_message(
     texts: Iterable[str], thoughts: Iterable[str], calls: list[ToolCall]
 ) -> ChatMessage:

@@ -1,39 +1,25 @@
-"""Limits on new requests: concurrent requests, the length of the queue, memory pressure."""
+"""Limits on new requests: concurrent requests, the length of the queue, memory pressure.
+
+Where there are several tenants, none can fill what they share. One may take another place only
+while it has fewer places than are free: alone it gets half of them, beside k others that want as
+many a (k + 2)th, and some are always free for one that comes anew. (Dynamic thresholds: Choudhury
+and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998. Fixed shares
+were the alternative: two of a half leave nothing to a third.)
+"""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from router.errors import TooManyRequests, Unavailable
 from router.fleet.engines import ModelReplicas
+from router.fleet.model_queue import DepartureRate, ModelQueue
+from router.fleet.tenants import Tenant
 from shared.settings import Settings
 
-_RETRY_AFTER_S = 2.0
-_LONGEST_RETRY_AFTER_S = 120.0
 _MEMORY_RETRY_AFTER_S = 5.0
-
-
-class DepartureRate:
-    """The rate at which sequences leave engines, estimated from the last departures."""
-
-    def __init__(self, window: int = 32, clock: Callable[[], float] = time.monotonic) -> None:
-        self._departures: deque[float] = deque(maxlen=window)
-        self._clock = clock
-
-    def record(self) -> None:
-        self._departures.append(self._clock())
-
-    def wait_s(self, ahead: int) -> float:
-        """Estimate the time until ``ahead`` sequences have left and one more has a place."""
-        if len(self._departures) < 2:
-            return _RETRY_AFTER_S
-        # Counted up to now, or a queue that stands still would look fast.
-        elapsed_s = self._clock() - self._departures[0]
-        estimate_s = (ahead + 1) * elapsed_s / (len(self._departures) - 1)
-        return min(max(estimate_s, 1.0), _LONGEST_RETRY_AFTER_S)
 
 
 class Admission:
@@ -42,36 +28,66 @@ class Admission:
         self._departure_rate = departure_rate
         self.num_requests = 0
         """Running and queued ones."""
+        self.num_requests_of: Counter[str] = Counter()
+        """The same by tenant; only those that have any."""
 
     @contextmanager
-    def limit_concurrency(self) -> Iterator[None]:
-        """Count one request while it is served. Raises `TooManyRequests`."""
-        limit = self._settings.max_concurrent_requests
-        if limit and self.num_requests >= limit:
+    def limit_concurrency(self, tenant: Tenant) -> Iterator[None]:
+        """Count one request of ``tenant`` while it is served. Raises `TooManyRequests`."""
+        reason = self._too_many(tenant)
+        if reason is not None:
             raise TooManyRequests(
-                f"The server has {self.num_requests} requests, which is its limit.",
+                reason,
                 code="too_many_concurrent_requests",
                 retry_after_s=self._departure_rate.wait_s(0),
             )
         self.num_requests += 1
+        self.num_requests_of[tenant.name] += 1
         try:
             yield
         finally:
             self.num_requests -= 1
+            self.num_requests_of[tenant.name] -= 1
+            if not self.num_requests_of[tenant.name]:
+                del self.num_requests_of[tenant.name]
 
-    def check_queue(self, model: ModelReplicas, waiting: int, new: int) -> None:
-        """Check that ``new`` sequences may join ``waiting`` ones. Raises `TooManyRequests`.
+    def _too_many(self, tenant: Tenant) -> str | None:
+        """Return why no further request of ``tenant`` can be taken, if so."""
+        own, limit = self.num_requests_of[tenant.name], self._settings.max_concurrent_requests
+        if tenant.concurrency and own >= tenant.concurrency:
+            return f"This API key has {own} requests, which is its limit."
+        free = limit - self.num_requests
+        if not limit or own < free or (tenant.alone and free > 0):
+            return None
+        if free > 0:
+            return f"This API key has {own} requests. The other {free} places are for other keys."
+        return f"The server has {self.num_requests} requests, which is its limit."
 
-        While no sequence waits, a request may have more sequences than the queue holds. It would
-        never be admitted otherwise.
+    def check_queue(
+        self, model: ModelReplicas, queue: ModelQueue, tenant: Tenant, *, priority: int, new: int
+    ) -> None:
+        """Check that ``new`` sequences of ``tenant`` may join ``queue``. Raises `TooManyRequests`.
+
+        While none of its sequences waits, a request may have more sequences than the queue holds.
+        It would never be admitted otherwise.
         """
         capacity = sum(engine.free_capacity for engine in model.ready_engines)
-        limit = self._settings.max_queue_size
-        if waiting and waiting + new > limit + capacity:
+        waiting, own = len(queue), queue.num_waiting_of(tenant)
+        places = self._settings.max_queue_size + capacity - waiting
+        if own and new + (0 if tenant.alone else own) > places:
             raise TooManyRequests(
-                f"The queue is full ({waiting} waiting).",
+                f"The queue is full ({waiting} waiting, {own} of them with this API key).",
                 code="queue_full",
                 retry_after_s=self._departure_rate.wait_s(waiting),
+            )
+        limit_s = self._settings.first_token_timeout_s
+        wait_s = queue.predicted_wait_s(tenant, priority)
+        if wait_s > limit_s:
+            raise TooManyRequests(
+                f"The queue is too long: the first token would come after {wait_s:.0f} s, and the"
+                f" server ends what has none after {limit_s:g} s.",
+                code="queue_too_long",
+                retry_after_s=max(1.0, wait_s - limit_s),
             )
 
     def check_memory(self, model: ModelReplicas) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ from router.errors import (
     NotSupported,
     Unavailable,
 )
-from router.fleet.admission import DepartureRate
 from router.fleet.engines import Engine, ModelReplicas
-from router.fleet.fair_queue import FairQueue
 from router.fleet.metrics import Metrics
+from router.fleet.model_queue import DepartureRate, ModelQueue
 from router.fleet.placement import choose_engine
 from router.fleet.remote_sequence import MissingTokensError, RemoteSequence, RemoteSequenceState
+from router.fleet.tenants import Tenant
 from shared.settings import Settings
 from shared.wire import Abort, Accepted, Delta, LiveRequest, Message, Refused
 
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 2
 """A sequence fails once it has lost so many engines: it may be what killed them."""
+FORGIVEN_AFTER_TOKENS = 256
+"""So many tokens after a loss, the sequence was not its cause. The one that is can end an engine
+for each so many of its tokens at most."""
 
 _MISSED_BEATS = 2
 _SETTLE_S = 2.0
@@ -52,23 +55,31 @@ class Dispatcher:
     """The owner of every sequence from its admission to its end. Runs on the event loop."""
 
     def __init__(
-        self, settings: Settings, send: Callable[[Engine, Message], bool], metrics: Metrics
+        self,
+        settings: Settings,
+        send: Callable[[Engine, Message], bool],
+        metrics: Metrics,
+        on_generated: Callable[[Tenant, int], None],
     ) -> None:
+        """``on_generated`` is told of tokens as they come."""
         self._settings = settings
         self._send = send
         self._metrics = metrics
+        self._on_generated = on_generated
         self._in_flight: dict[str, _InFlight] = {}
-        self._queues: dict[str, FairQueue] = {}
-        self._running_by_key: Counter[str] = Counter()
+        self._queues: defaultdict[str, ModelQueue] = defaultdict(ModelQueue)
         self.departure_rate = DepartureRate()
 
     def num_waiting(self, model_id: str) -> int:
         return len(self._queues.get(model_id, ()))
 
+    def queue_of(self, model: ModelReplicas) -> ModelQueue:
+        return self._queues[model.id]
+
     # -- from the HTTP side ----------------------------------------------------
 
     def admit(self, model: ModelReplicas, sequences: list[RemoteSequence]) -> None:
-        queue = self._queues.setdefault(model.id, FairQueue())
+        queue = self._queues[model.id]
         for sequence in sequences:
             self._in_flight[sequence.request_id] = _InFlight(sequence, model)
             queue.push(sequence)
@@ -137,7 +148,8 @@ class Dispatcher:
             logger.error("engine %s failed %s: %s", engine.name, delta.request_id, delta.error)
             self._end(entry, lambda: entry.sequence.fail(InternalError()))
         elif delta.finish == "abort":
-            self._retry_or_fail(entry, f"engine {engine.name} gave it up")
+            planned = engine.phase == "draining"
+            self._retry_or_fail(entry, f"engine {engine.name} gave it up", planned=planned)
         else:
             self._apply(engine, entry, delta)
 
@@ -161,9 +173,10 @@ class Dispatcher:
             if self._find(engine, request_id, attempt) is None:
                 self._send(engine, Abort(request_id=request_id, attempt=attempt))
 
-    def on_engine_lost(self, engine: Engine, reason: str) -> None:
+    def on_engine_lost(self, engine: Engine, reason: str, *, planned: bool) -> None:
+        """Submit again what ``engine`` had. That it was ``planned`` is not held against it."""
         for entry in self._placed_on(engine):
-            self._retry_or_fail(entry, f"engine {engine.name} {reason}")
+            self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned)
 
     # -- time ------------------------------------------------------------------
 
@@ -177,7 +190,7 @@ class Dispatcher:
         queue = self._queues.get(model.id)
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
-            sequence = queue.pop(self._running_by_key) if open_engines else None
+            sequence = queue.pop(model) if open_engines else None
             if sequence is None:
                 return
             entry = self._in_flight[sequence.request_id]
@@ -186,14 +199,15 @@ class Dispatcher:
                 continue
             engine = choose_engine(open_engines, sequence)
             sequence.place()
-            if not self._send(engine, sequence.submit_message()):
+            message = sequence.submit_message(queue.engine_priority(sequence))
+            if not self._send(engine, message):
                 engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
                 sequence.requeue()
                 queue.push(sequence)
                 continue
             entry.engine = engine
             engine.request_ids[sequence.request_id] = None
-            self._running_by_key[sequence.key] += 1
+            queue.on_placed(sequence)
             self._metrics.queue_time.observe(sequence.placed_at - sequence.queued_at)
 
     # -- inside ----------------------------------------------------------------
@@ -218,6 +232,7 @@ class Dispatcher:
             self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
             return
         if delta.token_ids:
+            self._on_generated(sequence.tenant, len(delta.token_ids))
             if previous:
                 self._metrics.inter_token.observe(sequence.last_token_at - previous)
             else:
@@ -254,13 +269,16 @@ class Dispatcher:
         self._metrics.timeouts.inc()
         self._fail(entry, GenerationTimeout(message))
 
-    def _retry_or_fail(self, entry: _InFlight, reason: str) -> None:
+    def _retry_or_fail(self, entry: _InFlight, reason: str, *, planned: bool = False) -> None:
         """Start another attempt after one that the engine did not finish, or end with an error."""
         sequence = entry.sequence
         if sequence.state is RemoteSequenceState.STOPPING:
             self._end(entry, sequence.end)
             return
-        sequence.losses += 1
+        if len(sequence.output_token_ids) - sequence.tokens_at_loss >= FORGIVEN_AFTER_TOKENS:
+            sequence.losses = 0
+        sequence.losses += not planned
+        sequence.tokens_at_loss = len(sequence.output_token_ids)
         if sequence.losses >= MAX_LOSSES:
             logger.warning("%s ended with an error: %s", sequence.request_id, reason)
             wait_s = self._settings.restart_wait_s
@@ -294,16 +312,14 @@ class Dispatcher:
         mark()
         if placed:
             self.departure_rate.record()
+            self._queues[entry.model.id].on_departure()
             self.place(entry.model)
 
     def _detach(self, entry: _InFlight) -> None:
         if entry.engine is not None:
-            key = entry.sequence.key
             entry.engine.request_ids.pop(entry.sequence.request_id, None)
             entry.engine = None
-            self._running_by_key[key] -= 1
-            if self._running_by_key[key] <= 0:
-                del self._running_by_key[key]
+            self._queues[entry.model.id].on_removed(entry.sequence)
 
 
 def _abort_message(sequence: RemoteSequence) -> Abort:

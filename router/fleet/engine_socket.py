@@ -55,6 +55,7 @@ class EngineSocket:
             (zmq.ROUTER_HANDOVER, 1),
             (zmq.MAXMSGSIZE, _MAX_FRAME_BYTES),
             (zmq.LINGER, _LINGER_MS),
+            (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(option, value)
         self._fd = int(self._socket.getsockopt(zmq.FD))

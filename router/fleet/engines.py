@@ -26,6 +26,8 @@ class Engine:
         self.last_beat = time.monotonic()
         self.lost_reason: str | None = None
         """Why the engine is gone; None while it is there."""
+        self.left = False
+        """Whether the engine has said that it ends."""
         self.request_ids: dict[str, None] = {}
         """The sequences in flight here, in the order in which they were placed."""
         self.prefix_index = PrefixIndex()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from router.fleet.remote_sequence import RemoteSequence, RemoteSequenceState
 
@@ -54,25 +54,60 @@ class FairQueue:
             self._waiting.discard(sequence)
             self._count_out(sequence.key)
 
-    def pop(self, running: Counter[str]) -> RemoteSequence | None:
-        """Return the next sequence, if any; ``running`` counts the sequences in engines by key."""
+    def num_waiting_of(self, key: str) -> int:
+        return self._waiting_by_key.get(key, 0)
+
+    def num_ahead(self, key: str, priority: int, running: Counter[str]) -> int:
+        """Return how many waiting sequences go before a new one, if no others come.
+
+        Turns of age are left out: they only make it later.
+        """
+        own = running[key] + sum(
+            len(lanes.get(key, ())) for step, lanes in self._lanes.items() if step >= priority
+        )
+        ahead = 0
+        for step, lanes in self._lanes.items():
+            for other, lane in lanes.items():
+                if step > priority or (step == priority and other == key):
+                    ahead += len(lane)
+                elif step == priority:
+                    ahead += min(len(lane), max(0, own + 1 - running[other]))
+        return ahead
+
+    def pop(
+        self,
+        running: Counter[str],
+        is_held_back: Callable[[RemoteSequence], bool] = lambda _: False,
+    ) -> RemoteSequence | None:
+        """Return the next sequence, if any; ``running`` counts the sequences in engines by key.
+
+        Keys whose next sequence ``is_held_back`` are passed over.
+        """
         self._drop_stale()
-        if not self._lanes:
+        held = {
+            key
+            for lanes in self._lanes.values()
+            for key, lane in lanes.items()
+            if is_held_back(lane[0][2])
+        }
+        if held.issuperset(self._waiting_by_key):
             return None
         self._popped += 1
         turn_of_age = self._popped % AGE_TURN_EVERY == 0
-        lane = self._by_age() if turn_of_age else self._by_priority(running)
+        lane = self._by_age(held) if turn_of_age else self._by_priority(running, held)
         sequence = heapq.heappop(lane)[2]
         self._waiting.discard(sequence)
         self._count_out(sequence.key)
         return sequence
 
-    def _by_priority(self, running: Counter[str]) -> _Lane:
-        lanes = self._lanes[max(self._lanes)]
-        return lanes[min(lanes, key=lambda key: (running[key], lanes[key][0][:2]))]
+    def _by_priority(self, running: Counter[str], held: set[str]) -> _Lane:
+        lanes = next(
+            lanes for _, lanes in sorted(self._lanes.items(), reverse=True) if lanes.keys() - held
+        )
+        return lanes[min(lanes.keys() - held, key=lambda key: (running[key], lanes[key][0][:2]))]
 
-    def _by_age(self) -> _Lane:
-        key = next(iter(self._waiting_by_key))
+    def _by_age(self, held: set[str]) -> _Lane:
+        key = next(key for key in self._waiting_by_key if key not in held)
         self._waiting_by_key[key] = self._waiting_by_key.pop(key)  # the last in turn from now on
         return _oldest(lanes[key] for lanes in self._lanes.values() if key in lanes)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.fleet.engines import Engine, ModelReplicas
+from shared.wire import StoreState
 
 _PREFIX = "mlx_lm_server_"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _SHORT_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 5, 10)
+
+_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 _ENGINE_COUNTERS = {
     "steps": ("steps_total", "Steps that the engine has run"),
@@ -51,6 +55,18 @@ _ENGINE_GAUGES = {
     f"{_PREFIX}active_memory_bytes": ("active_memory_bytes", "Memory MLX has in use"),
 }
 
+_STORE_GAUGES = {
+    "store_blocks": ("blocks", "Blocks and states on SSD"),
+    "store_bytes": ("bytes", "Bytes that they take"),
+    "store_limit_bytes": ("limit_bytes", "The most that they may take now (0: no limit)"),
+}
+_STORE_COUNTERS = {
+    "store_evicted": ("evicted_total", "Blocks removed from SSD for want of room"),
+    "store_expired": ("expired_total", "Blocks removed from SSD since nobody used them"),
+    "store_disk_errors": ("disk_errors_total", "Operations on SSD that failed"),
+}
+"""By name: the field of `StoreStats`, and the help. Engines of one KV store report the same."""
+
 
 class Metrics:
     """The router's counters. An `EngineCollector` in ``registry`` adds those of its engines."""
@@ -78,8 +94,32 @@ class Metrics:
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
         self.restarts = counter("engine_restarts", "Engines that were lost", ("engine",))
         self.dropped_messages = counter("dropped_messages", "Wire messages not understood")
+        self.loop_lag = histogram("event_loop_lag", "How late the event loop is", _LAG_SECONDS)
+        self.work_refused = counter(
+            "work_refused", "Requests that the threads preparing them had no room or no time for"
+        )
+        self.key_requests = counter(
+            "key_requests", "Answers by API key and status", ("key", "status")
+        )
+        self.key_refusals = counter(
+            "key_refusals", "Requests refused with a 429, by API key and code", ("key", "code")
+        )
+        self.key_prompt_tokens = counter("key_prompt_tokens", "Tokens of prompts", ("key",))
+        self.key_generated_tokens = counter("key_generated_tokens", "Tokens generated", ("key",))
+        self.limits_store_errors = counter(
+            "limits_store_errors", "Times that the store of --limits-url did not answer"
+        )
+        self.limits_store_up = Gauge(
+            f"{_PREFIX}limits_store_up",
+            "0: the store of --limits-url is gone, and this router counts alone",
+            registry=self.registry,
+        )
         build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
         build.labels(version).set(1)
+
+    def add_gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
+        """Add a gauge that is read only when Prometheus asks."""
+        Gauge(_PREFIX + name, help_, registry=self.registry).set_function(value)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -104,6 +144,7 @@ class EngineCollector(Collector):
         for name, (field, help_) in _ENGINE_COUNTERS.items():
             counter = CounterMetricFamily(_PREFIX + name, help_, labels=_LABELS)
             yield _family(counter, engines, field)
+        yield from _store_metrics(engines)
         hits = GaugeMetricFamily(
             "cache_hit_rate", "Part of the prompts' tokens found in a cache", labels=_LABELS
         )
@@ -137,6 +178,25 @@ def _family(
     for model, engine in engines:
         family.add_metric([model, engine.name], getattr(engine.stats, field))
     return family
+
+
+def _store_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
+    """Yield the figures of the KV store, by each engine that it answers."""
+    stores = [(model, engine.name, engine.store) for model, engine in engines if engine.store]
+    state = GaugeMetricFamily(
+        f"{_PREFIX}store_state", "1 for the state of the SSD's disk", labels=(*_LABELS, "state")
+    )
+    for model, name, store in stores:
+        for value in get_args(StoreState):
+            state.add_metric([model, name, value], float(store.state == value))
+    yield state
+    tables = ((_STORE_GAUGES, GaugeMetricFamily), (_STORE_COUNTERS, CounterMetricFamily))
+    for table, make in tables:
+        for name, (field, help_) in table.items():
+            family = make(_PREFIX + name, help_, labels=_LABELS)
+            for model, engine_name, store in stores:
+                family.add_metric([model, engine_name], getattr(store, field))
+            yield family
 
 
 def _hit_rate(engine: Engine) -> float:

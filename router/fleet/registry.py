@@ -83,9 +83,6 @@ class Registry:
     def close(self) -> None:
         for task in self._load_tasks:
             task.cancel()
-        for model in self.models.values():
-            if model.renderer is not None:
-                model.renderer.close()
         self._file_store.close()
 
     # -- messages from peers ---------------------------------------------------
@@ -163,6 +160,7 @@ class Registry:
 
     def on_bye(self, peer: bytes) -> None:
         if engine := self._engines.get(peer):
+            engine.left = True
             self._remove(engine, "left")
 
     def on_unreachable(self, engine: Engine) -> None:
@@ -207,8 +205,6 @@ class Registry:
     def _remove_model(self, model: ModelReplicas) -> None:
         logger.info("model %s is no longer served: its engines have left", model.id)
         del self.models[model.id]
-        if model.renderer is not None:
-            model.renderer.close()
 
     def _retire_predecessors(self, name: str, incarnation: str, *, drop: bool) -> None:
         """Mark older engines called ``name`` lost, if they are silent: a new one replaces them.

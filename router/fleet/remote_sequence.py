@@ -9,6 +9,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from router.errors import ApiError
+from router.fleet.tenants import Tenant
 from shared.wire import Delta, Submit, TokenLogprobs, Usage
 
 
@@ -30,16 +31,18 @@ class MissingTokensError(Exception):
 class RemoteSequence:
     """The router's half of a sequence. Its dispatcher keeps its model and its engine."""
 
-    def __init__(self, submit: Submit, key: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, submit: Submit, tenant: Tenant, on_change: Callable[[], None]) -> None:
         self.submit = submit
         """The message of the first attempt."""
-        self.key = key
-        """The API key, for fairness between keys."""
+        self.tenant = tenant
         self._on_change = on_change
         """Called after every change that a reader of the fields below may wait for."""
         self.state = RemoteSequenceState.WAITING
         self.attempt = 0
         self.losses = 0
+        """Engines that it lost, but for those that left as planned."""
+        self.tokens_at_loss = 0
+        """The tokens that it had then."""
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         """Those of `output_token_ids`, if they are asked for."""
@@ -60,6 +63,11 @@ class RemoteSequence:
         return self.submit.request_id
 
     @property
+    def key(self) -> str:
+        """The name of the tenant, for fairness between keys."""
+        return self.tenant.name
+
+    @property
     def done(self) -> bool:
         return self.state is RemoteSequenceState.DONE
 
@@ -78,11 +86,12 @@ class RemoteSequence:
     def cached_tokens(self) -> int:
         return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
 
-    def submit_message(self) -> Submit:
+    def submit_message(self, priority: int) -> Submit:
         """Return the message of the current attempt."""
         return replace(
             self.submit,
             attempt=self.attempt,
+            priority=priority,
             generated=self.output_token_ids,
             prompt_logprobs=None if self.has_prompt_logprobs else self.submit.prompt_logprobs,
         )

@@ -6,17 +6,23 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from router.errors import ModelNotFound, Unavailable
+from router.errors import ModelForbidden, ModelNotFound, Unavailable
 from router.fleet.admission import Admission
 from router.fleet.dispatch import Dispatcher
 from router.fleet.engine_socket import EngineSocket
 from router.fleet.engines import Engine, Model, ModelReplicas
+from router.fleet.loop_lag import LoopLag
 from router.fleet.metrics import EngineCollector, Metrics
+from router.fleet.rate_limits import RateLimits
 from router.fleet.registry import Registry
+from router.fleet.tenants import Tenant
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
+from router.tokens.work_pool import WorkPool
 from shared.settings import Settings
 from shared.wire import (
     Accepted,
@@ -40,19 +46,38 @@ class Router:
     """The state of the router process, for handlers, and the messages of its engines."""
 
     def __init__(self, settings: Settings, socket_address: str, version: str) -> None:
-        """Bind the engines' socket, before the event loop runs. Raises `EngineSocketError`."""
+        """Bind the engines' socket, before the event loop runs.
+
+        Raises `EngineSocketError` and `LimitsStoreError`.
+        """
         self.settings = settings
         self.version = version
         self.metrics = Metrics(version)
+        self.rate_limits = RateLimits(settings.limits_url, self.metrics)
         self.engine_socket = EngineSocket(
             socket_address, self._on_message, self.metrics.dropped_messages.inc
         )
-        self.dispatcher = Dispatcher(settings, self._send_to, self.metrics)
+        self.dispatcher = Dispatcher(
+            settings, self._send_to, self.metrics, self.rate_limits.on_generated
+        )
         # Beside the socket: its lock keeps other routers out of the directory, even after a kill.
         scheme, _, path = socket_address.partition("://")
         store = TokenizerFileStore(Path(path + ".files") if scheme == "ipc" else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
         self.admission = Admission(settings, self.dispatcher.departure_rate)
+        self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
+        """Threads for what takes long."""
+        self._loop_lag = LoopLag(self.metrics.loop_lag)
+        self.metrics.add_gauge(
+            "event_loop_lag_max_seconds",
+            "The longest that the event loop stood still in the last minute",
+            self._loop_lag.worst_s,
+        )
+        self.metrics.add_gauge(
+            "work_waiting",
+            "Requests that wait for a thread that prepares them",
+            lambda: self.work.num_waiting,
+        )
         self.draining = False
         self.shutdown_clean = True
         """False after a shutdown has cut requests."""
@@ -66,6 +91,8 @@ class Router:
         self.engine_socket.start()
         self._tasks = [
             asyncio.create_task(self._tick()),
+            asyncio.create_task(self._loop_lag.run()),
+            asyncio.create_task(self.rate_limits.run()),
             asyncio.create_task(asyncio.to_thread(warm_up)),
         ]
 
@@ -75,6 +102,8 @@ class Router:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self.work.close()
+        await self.rate_limits.close()
         self.engine_socket.close()
         self.registry.close()
 
@@ -97,10 +126,20 @@ class Router:
 
     # -- for HTTP handlers -----------------------------------------------------
 
-    def model_for(self, name: str | None) -> Model:
-        """Return the model called ``name``, if it can take a request now or soon.
+    @asynccontextmanager
+    async def admit(self, tenant: Tenant, headers: dict[str, str]) -> AsyncIterator[None]:
+        """Count a request of ``tenant`` against all limits of requests, while it is served.
 
-        Raises `ModelNotFound` or `Unavailable`.
+        Puts what is left of the limits into ``headers``. Raises `TooManyRequests`.
+        """
+        with self.admission.limit_concurrency(tenant):
+            await self.rate_limits.admit_request(tenant, headers)
+            yield
+
+    def model_for(self, name: str | None, tenant: Tenant) -> Model:
+        """Return the model called ``name``, if it can take a request of ``tenant`` now or soon.
+
+        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`.
         """
         settings = self.settings
         if self.draining:
@@ -116,6 +155,8 @@ class Router:
             raise _not_ready(
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
+        if not tenant.may_use(replicas.names):
+            raise ModelForbidden(f"The API key may not use {replicas.id}.", param="model")
         if replicas.model is None:
             raise _not_ready("; ".join(replicas.troubles))
         self.admission.check_memory(replicas)
@@ -125,7 +166,8 @@ class Router:
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         self.metrics.restarts.labels(engine.name).inc()
-        self.dispatcher.on_engine_lost(engine, reason)
+        planned = engine.phase == "draining" or engine.left
+        self.dispatcher.on_engine_lost(engine, reason, planned=planned)
 
     def on_capacity_changed(self, model: ModelReplicas) -> None:
         self.dispatcher.place(model)

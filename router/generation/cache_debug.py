@@ -9,37 +9,47 @@ from router.generation.generation import Generation
 _BEFORE_TOKENS = 12
 
 
-async def explain(generation: Generation) -> bytes:
+def explain(generation: Generation) -> bytes:
     """Return ASCII JSON that compares the prompt with the closest earlier one, reply included.
 
     Earlier prompts are those of the same API key and ``cache_salt``. ``differs_at`` is null if the
     prompt begins with all tokens of the earlier one, so that all of its blocks can be used.
+
+    Without a ``cache_salt`` the earlier prompt may be another person's, as a key may be shared.
+    Then nothing of it is shown, and places are those of blocks: by exact ones its text could be
+    guessed, token for token.
     """
     model = generation.model
     vocabulary, block_size = model.renderer.vocabulary, model.hello.block_size
     prompt = generation.choices[0].sequence.submit.token_ids
-    found = await model.renderer.compare(generation.cache_scope, prompt)
+    found = model.renderer.compare(generation.cache_scope, prompt)
+    private = generation.has_cache_salt
+
+    def rounded(tokens: int) -> int:
+        return tokens if private else tokens // block_size * block_size
 
     def named(token: int | None) -> dict[str, object] | None:
-        return None if token is None else {"id": token, "text": vocabulary.token_text(token)}
+        if token is None or not private:
+            return None
+        return {"id": token, "text": vocabulary.token_text(token)}
 
     differs_at = None
     if found.earlier_token is not None:
-        before = prompt[max(0, found.common_tokens - _BEFORE_TOKENS) : found.common_tokens]
+        place = rounded(found.common_tokens)
         differs_at = {
-            "token": found.common_tokens,
-            "block": found.common_tokens // block_size,
-            "before": vocabulary.decode(before),
+            "token": place,
+            "block": place // block_size,
+            "before": vocabulary.decode(prompt[max(0, place - _BEFORE_TOKENS) : place]),
             "earlier": named(found.earlier_token),
             "now": named(found.token),
         }
     return json.dumps(
         {
             "prompt_tokens": len(prompt),
-            "earlier_tokens": found.earlier_tokens,
-            "same_tokens": found.common_tokens,
+            "earlier_tokens": rounded(found.earlier_tokens),
+            "same_tokens": rounded(found.common_tokens),
             "same_blocks": found.common_tokens // block_size,
-            "kept_tokens": found.reused_tokens,
+            "kept_tokens": rounded(found.reused_tokens),
             "differs_at": differs_at,
         }
     ).encode()

@@ -12,6 +12,9 @@ from router.tokens.logprobs import ScoredToken, TokenAligner
 from router.tokens.rendering import Renderer
 from router.tokens.reply_parser import CallDelta, ReplyDelta, ReplyParser
 
+_MAX_TOKENS = 256
+"""What is read at a time: a client that does not read may have left thousands of tokens."""
+
 
 class OutputDelta(NamedTuple):
     """A part of a choice."""
@@ -35,15 +38,16 @@ class OutputDelta(NamedTuple):
 def _join(
     deltas: Sequence[OutputDelta | ReplyDelta], tokens: list[ScoredToken] | None
 ) -> OutputDelta:
-    calls: dict[int, CallDelta] = {}
+    pieces: dict[int, list[CallDelta]] = {}
     for call in (call for delta in deltas for call in delta.calls):
-        begun = calls.get(call.number)
-        if begun is not None:
-            call = begun._replace(arguments=begun.arguments + call.arguments)
-        calls[call.number] = call
+        pieces.setdefault(call.number, []).append(call)
+    calls = tuple(
+        each[0]._replace(arguments="".join(piece.arguments for piece in each))
+        for each in pieces.values()
+    )
     text = "".join(delta.text for delta in deltas)
     reasoning = "".join(delta.reasoning for delta in deltas)
-    return OutputDelta(text, tokens, reasoning, tuple(calls.values()))
+    return OutputDelta(text, tokens, reasoning, calls)
 
 
 class Echo(NamedTuple):
@@ -85,6 +89,8 @@ class Choice:
         self._parser = parser
         self._aligner = aligner
         self._echo = echo
+        self._echoed: list[ReplyDelta] = []
+        """What has become of the prompt, until it is returned."""
         self._chars_shown = 0
         self._tokens_read = 0
         self._stop_requested = False
@@ -110,12 +116,9 @@ class Choice:
         """Return what has become certain since the last call. Raises the sequence's error."""
         if self.finish_reason is not None:
             return OutputDelta()
-        parsed: list[ReplyDelta] = []
         if self._echo is not None:
-            if self._aligner is not None and not self.prompt_logprobs_source.has_prompt_logprobs:
-                return self._wait_for_logprobs()
-            parsed.append(self._parse(self._begin_echo(self._echo)))
-            self._echo = None
+            return self._wait_for_logprobs()
+        parsed, self._echoed = self._echoed, []
         self._advance(parsed)
         tokens = None
         if self._aligner is not None:
@@ -123,6 +126,26 @@ class Choice:
             if self.finish_reason is not None and not self._cut_short:
                 tokens += self._aligner.take_rest()
         return _join(parsed, tokens)
+
+    @property
+    def behind(self) -> bool:
+        """Whether tokens are left for the next `advance`."""
+        waits = self._echo is not None or self.finish_reason is not None
+        return not waits and self._tokens_read < len(self.sequence.output_token_ids)
+
+    @property
+    def echo_is_due(self) -> bool:
+        """Whether `begin_echo` has to be called before anything can be returned."""
+        scored = self._aligner is not None
+        return self._echo is not None and (
+            not scored or self.prompt_logprobs_source.has_prompt_logprobs
+        )
+
+    def begin_echo(self) -> None:
+        """Repeat the prompt, which takes some microseconds a token."""
+        assert self._echo is not None
+        self._echoed.append(self._parse(self._begin_echo(self._echo)))
+        self._echo = None
 
     @property
     def _cut_short(self) -> bool:
@@ -154,10 +177,14 @@ class Choice:
     def _advance(self, parsed: list[ReplyDelta]) -> None:
         """Add what the new tokens became to ``parsed``."""
         sequence = self.sequence
-        new = [] if self._stop_requested else sequence.output_token_ids[self._tokens_read :]
-        logprobs = sequence.logprobs[self._tokens_read :]
-        self._tokens_read = len(sequence.output_token_ids)
-        ends_with_stop_token = sequence.done and sequence.stop_token is not None and bool(new)
+        start, end = self._tokens_read, len(sequence.output_token_ids)
+        if not self._stop_requested:
+            end = min(end, start + _MAX_TOKENS)
+        new = [] if self._stop_requested else sequence.output_token_ids[start:end]
+        logprobs = sequence.logprobs[start:end]
+        self._tokens_read = end
+        at_end = sequence.done and not self.behind
+        ends_with_stop_token = at_end and sequence.stop_token is not None and bool(new)
         text_tokens = new[:-1] if ends_with_stop_token else new
         for token in text_tokens:
             if self._detokenizer.stopped or self._parser.complete:
@@ -169,6 +196,10 @@ class Choice:
         if (self._detokenizer.stopped or self._parser.complete) and not self._stop_requested:
             self._stop_requested = True
             self._stop(sequence)
+        if self._stop_requested:
+            self._tokens_read = len(sequence.output_token_ids)
+        elif not at_end:
+            return
         if not sequence.done:
             return
         if sequence.error is not None and not self._stop_requested:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from router.errors import ClientDisconnected, InvalidRequest
 from router.fleet.engines import Model
 from router.fleet.remote_sequence import RemoteSequence
 from router.fleet.router import Router
+from router.fleet.tenants import Tenant
 from router.generation.choice import Choice, OutputDelta
 from router.generation.sampling import (
     MAX_SEQUENCES,
     SequenceSpec,
     check_lengths,
+    check_num_entries,
     check_vocabulary,
+    num_entries,
     submit_message,
 )
 from router.schemas.completions import (
@@ -32,59 +36,126 @@ from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprobs
 
 _TAIL_TOKENS = 64
-"""The length of the end of a prompt that the detokenizer sees before an answer that continues it.
-A detokenizer may drop a space at the beginning of a text."""
+"""The end of a prompt in which text is looked for."""
+_INLINE_ENTRIES = 256
+"""What is formatted on the event loop at most: each takes some microseconds."""
+_CHARS_PER_ENTRY = 2
+"""The characters that cost as much to tokenize as an entry costs to format."""
+
+_Result = TypeVar("_Result")
 
 
 class Generation:
     """All sequences of one request. Leaving the context frees those that still run."""
 
     def __init__(
-        self, router: Router, model: Model, request: GenerationRequest, request_id: str, key: str
+        self,
+        router: Router,
+        model: Model,
+        request: GenerationRequest,
+        request_id: str,
+        tenant: Tenant,
+        traceparent: str = "",
     ) -> None:
         self._router = router
         self._request = request
-        self._request_id = request_id
-        self._key = key
+        self.request_id = request_id
+        self._tenant = tenant
+        self._traceparent = traceparent
         self.model = model
-        self.cache_scope = f"{key}/{request.cache_salt or ''}"
+        self.cache_scope = f"{tenant.name}/{request.cache_salt or ''}"
         """Conversations of one scope may continue each other's tokens
         (`router.tokens.tokenization_cache`)."""
+        self.has_cache_salt = bool(request.cache_salt)
         self.choices: list[Choice] = []
         self.seed = request.seed if request.seed is not None else secrets.randbits(53)
         self._changed = asyncio.Event()
         self._client_gone = False
+        self._work: asyncio.Future[Any] | None = None
+        """What a thread does for the request now."""
+        self._prompt_logprobs: dict[RemoteSequence, Raw] = {}
         self._started_at = time.monotonic()
 
-    def check(self, prompts: Sequence[list[int]], max_tokens: int | None) -> list[int]:
-        """Return the max_tokens of each prompt.
+    async def run(self, work: Callable[[], _Result], size: int) -> _Result:
+        """Return the result of ``work``, done on a thread; ``size`` as for a `WorkPool`.
 
-        Raises `ApiError` if the model or the queue cannot take the request.
+        Raises what ``work`` and `WorkPool.run` raise, and `ClientDisconnected` as soon as the
+        client has gone.
         """
+        self._check_connected()
+        result = self._router.work.start(self._tenant.name, work, size)
+        self._work = result
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._check_connected()
+            raise
+        finally:
+            self._work = None
+
+    async def format(self, work: Callable[[], _Result], num_entries: int) -> _Result:
+        """Return the result of ``work``, which formats ``num_entries`` tokens or alternatives."""
+        if num_entries <= _INLINE_ENTRIES:
+            return work()
+        return await self.run(work, num_entries * _CHARS_PER_ENTRY)
+
+    def check_places(self, num_prompts: int) -> None:
+        """Raise `ApiError` if the queue cannot take so many prompts."""
         router, replicas, n = self._router, self.model.replicas, self._request.n or 1
-        if len(prompts) * n > MAX_SEQUENCES:
+        if num_prompts * n > MAX_SEQUENCES:
             raise InvalidRequest(
-                f"{len(prompts)} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
+                f"{num_prompts} prompts with n={n} are more than {MAX_SEQUENCES} sequences.",
                 param="n" if n > 1 else "prompt",
             )
-        waiting = router.dispatcher.num_waiting(replicas.id)
-        router.admission.check_queue(replicas, waiting, len(prompts) * n)
+        router.admission.check_queue(
+            replicas,
+            router.dispatcher.queue_of(replicas),
+            self._tenant,
+            priority=self._tenant.priority(self._request.priority),
+            new=num_prompts * n,
+        )
+
+    def check_lengths(self, prompts: Sequence[list[int]], max_tokens: int | None) -> list[int]:
+        """Return the max_tokens of each prompt.
+
+        Raises `InvalidRequest` if the model cannot take the request, or the answer would be too
+        large.
+        """
+        settings = self._router.settings
         check_vocabulary(self._request, self.model)
-        return [check_lengths(router.settings, self.model, each, max_tokens) for each in prompts]
+        limits = [check_lengths(settings, self.model, each, max_tokens) for each in prompts]
+        check_num_entries(self._request, prompts, limits)
+        return limits
+
+    async def admit_prompts(
+        self, prompts: Sequence[list[int]], limits_left: dict[str, str]
+    ) -> None:
+        """Count the tokens of ``prompts`` against the tenant's limit, and put into ``limits_left``
+        what is left. Raises `TooManyRequests` or `InvalidRequest`."""
+        num_tokens = sum(map(len, prompts))
+        await self._router.rate_limits.admit_prompt(self._tenant, num_tokens, limits_left)
 
     def submit(self, specs: Sequence[SequenceSpec]) -> None:
         """Admit a sequence for each of ``specs``."""
         router, request, renderer = self._router, self._request, self.model.renderer
         for index, spec in enumerate(specs):
             message = submit_message(
-                f"{self._request_id}:{index}", spec, request, self.model, router.settings, self.seed
+                f"{self.request_id}:{index}",
+                spec,
+                request,
+                self.model,
+                router.settings,
+                self._tenant,
+                self.seed,
+                self._traceparent,
             )
-            sequence = RemoteSequence(message, self._key, self.notify)
+            sequence = RemoteSequence(message, self._tenant, self.notify)
             detokenizer = IncrementalDetokenizer(
                 renderer.detokenizer(), request.stop_strings, request.min_tokens or 0
             )
-            if request.continues_prompt:
-                detokenizer.prime(spec.prompt_token_ids[-_TAIL_TOKENS:])
+            before = renderer.without_bos("", spec.prompt_token_ids[-_TAIL_TOKENS:])
+            continued = renderer.vocabulary.last_text(before) if request.continues_prompt else []
+            detokenizer.prime(continued)
             source = self.choices[-1].prompt_logprobs_source if spec.choice else sequence
             aligned = request.num_logprobs is not None
             self.choices.append(
@@ -95,7 +166,7 @@ class Generation:
                     spec.reply_parser,
                     stop=router.dispatcher.stop,
                     prompt_logprobs_source=source,
-                    aligner=TokenAligner(renderer.vocabulary) if aligned else None,
+                    aligner=TokenAligner(renderer.vocabulary, bool(continued)) if aligned else None,
                     echo=spec.echo,
                 )
             )
@@ -115,6 +186,8 @@ class Generation:
 
     async def changed(self) -> None:
         """Wait until a sequence has changed, or until `notify`. Raises `ClientDisconnected`."""
+        if self._changed.is_set():
+            await asyncio.sleep(0)  # others have their turn, also if there always is something new
         await self._changed.wait()
         self._changed.clear()
         self._check_connected()
@@ -127,11 +200,34 @@ class Generation:
         """Return what has become certain of ``choice``. Raises the error of its sequence."""
         running = choice.finish_reason is None
         delta = choice.advance()
+        if choice.behind:
+            self.notify()
         if running and choice.finish_reason is not None:
-            self.model.renderer.remember_reply(
-                self.cache_scope, choice.sequence.submit.token_ids, choice.output_token_ids
-            )
+            self._remember_reply(choice)
         return delta
+
+    async def begin_echoes(self) -> None:
+        """Repeat the prompts of choices that have to, as soon as that can be done."""
+        for choice in self.choices:
+            if choice.echo_is_due:
+                entries = len(choice.sequence.submit.token_ids)
+                await self.format(choice.begin_echo, entries)
+
+    def _remember_reply(self, choice: Choice) -> None:
+        renderer, scope = self.model.renderer, self.cache_scope
+        prompt, output = choice.sequence.submit.token_ids, choice.output_token_ids
+        self._router.work.start_unattended(
+            self._tenant.name, lambda: renderer.remember_reply(scope, prompt, output), len(prompt)
+        )
+
+    @property
+    def num_entries(self) -> int:
+        """The number of tokens and alternatives in the whole answer."""
+        return num_entries(
+            self._request,
+            [len(choice.sequence.submit.token_ids) for choice in self.choices],
+            [choice.completion_tokens for choice in self.choices],
+        )
 
     @property
     def logprobs_context(self) -> LogprobsContext:
@@ -139,14 +235,16 @@ class Generation:
         return self._logprobs_context(self._request.num_logprobs or 0)
 
     def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | UnsetType:
-        """Return those of the prompt of ``choice``, if they are asked for."""
+        """Return those of the prompt of ``choice`` in JSON, if they are asked for."""
         count = self._request.prompt_logprobs
         if count is None:
             return UNSET
         source = choice.prompt_logprobs_source
-        return prompt_logprobs(
-            source.submit.token_ids, source.prompt_logprobs, self._logprobs_context(count)
-        )
+        if source not in self._prompt_logprobs:
+            self._prompt_logprobs[source] = prompt_logprobs(
+                source.submit.token_ids, source.prompt_logprobs, self._logprobs_context(count)
+            )
+        return cast(PromptLogprobs, self._prompt_logprobs[source])
 
     @property
     def finished(self) -> bool:
@@ -155,6 +253,8 @@ class Generation:
     def abort(self) -> None:
         """Free everything at once: the client has gone. Waiters get `ClientDisconnected`."""
         self._client_gone = True
+        if self._work is not None:
+            self._work.cancel()
         self._release()
         self.notify()
 

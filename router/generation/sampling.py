@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from router.errors import ContextLengthExceeded, InvalidRequest, InvalidValue
 from router.fleet.engines import Model
+from router.fleet.tenants import Tenant
 from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
 from router.tokens.reply_parser import ReplyParser
@@ -15,6 +16,9 @@ from shared.settings import Settings
 from shared.wire import Grammar, SamplingParams, Submit
 
 MAX_SEQUENCES = 128
+MAX_ENTRIES = 500_000
+"""Limit of the tokens and alternatives that an answer with log-probabilities has, or that repeats
+its prompts. Each takes about a hundred bytes here and as many in the answer."""
 REPETITION_CONTEXT_SIZE = 20
 """mlx-lm's default of ``repetition_context_size``."""
 
@@ -39,6 +43,42 @@ def check_vocabulary(request: GenerationRequest, model: Model) -> None:
             raise InvalidValue(
                 f"'logit_bias' has the token id {token}, which is over {most}.", param="logit_bias"
             )
+
+
+def check_num_entries(
+    request: GenerationRequest, prompts: Sequence[Sequence[int]], limits: Sequence[int]
+) -> None:
+    """Raise `InvalidRequest` if the answers to ``prompts``, of at most ``limits`` tokens, would
+    have more than `MAX_ENTRIES`."""
+    scored = request.num_logprobs is not None or request.prompt_logprobs is not None
+    if not scored and request.echo_prompts is None:
+        return
+    n = request.n or 1
+    entries = num_entries(
+        request,
+        [len(prompt) for prompt in prompts for _ in range(n)],
+        [limit for limit in limits for _ in range(n)],
+    )
+    if entries > MAX_ENTRIES:
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            f"The answer may have {entries} tokens and alternatives, over the limit of"
+            f" {MAX_ENTRIES}: ask for fewer log-probabilities, tokens, prompts or choices.",
+            param=param if scored else "echo",
+            code="request_too_large",
+        )
+
+
+def num_entries(
+    request: GenerationRequest, prompt_lengths: Sequence[int], output_lengths: Sequence[int]
+) -> int:
+    """Return the number of tokens and alternatives in an answer; the lengths are by choice."""
+    output, per_prompt_token = (request.num_logprobs or 0) + 1, 0
+    if request.prompt_logprobs is not None:
+        per_prompt_token += request.prompt_logprobs + 1
+    if request.echo_prompts is not None:
+        per_prompt_token += output
+    return sum(prompt_lengths) * per_prompt_token + sum(output_lengths) * output
 
 
 def check_lengths(
@@ -76,7 +116,9 @@ def submit_message(
     request: GenerationRequest,
     model: Model,
     settings: Settings,
+    tenant: Tenant,
     seed: int,
+    traceparent: str = "",
 ) -> Submit:
     """Return the message for the first attempt of a sequence; ``seed`` is the request's."""
     return Submit(
@@ -87,13 +129,20 @@ def submit_message(
         max_tokens=spec.max_tokens,
         stop_token_ids=_stop_token_ids(request, model),
         min_tokens=min(request.min_tokens or 0, spec.max_tokens),
-        cache_salt=request.cache_salt or "",
-        priority=request.priority or 0,
+        cache_salt=_cache_salt(request, settings, tenant),
+        priority=tenant.priority(request.priority),
         logprobs=request.num_logprobs,
         # The prompt is the same for all its choices.
         prompt_logprobs=_prompt_logprobs(request) if spec.choice == 0 else None,
         grammar=spec.grammar,
+        traceparent=traceparent,
     )
+
+
+def _cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:
+    salt = request.cache_salt or ""
+    # Names have no slash, so that no salt of a client is another tenant's.
+    return f"{tenant.name}/{salt}" if settings.cache_salt_per_key else salt
 
 
 def _prompt_logprobs(request: GenerationRequest) -> int | None:

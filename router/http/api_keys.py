@@ -2,58 +2,112 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import contextlib
 import hmac
-from collections.abc import Sequence
+import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from starlette.datastructures import Headers
 
 from router.errors import Unauthorized
+from router.fleet.tenants import EVERYBODY, Tenant
+from router.http.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
 
 
 class ApiKeys:
-    """The keys that are accepted. Only digests are kept; they are compared in constant time."""
+    """The keys that are accepted. Only digests are kept."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> ApiKeys:
-        """Read ``--api-key`` and ``--api-key-file``, one key per line.
-
-        Raises `OSError` if the file cannot be read, `ValueError` if it has no key.
-        """
-        keys = list(settings.api_key)
-        if settings.api_key_file is not None:
-            lines = Path(settings.api_key_file).read_text(encoding="utf-8").splitlines()
-            found = [line.strip() for line in lines]
-            found = [line for line in found if line and not line.startswith("#")]
-            if not found:
-                raise ValueError(f"--api-key-file: no key in {settings.api_key_file}")
-            keys += found
-        return cls(keys)
+    def __init__(self, settings: Settings) -> None:
+        """Read ``--api-key`` and ``--api-key-file``. Raises `KeyFileError`."""
+        self._settings = settings
+        self._path = settings.api_key_file
+        self._stamp = _stamp(self._path)
+        self._tenants = read_tenants(settings)
+        self._everybody = replace(
+            EVERYBODY,
+            requests_per_minute=settings.rate_limit_requests,
+            tokens_per_minute=settings.rate_limit_tokens,
+        )
+        self._reload_asked = asyncio.Event()
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._tenants)
 
-    def identify(self, headers: Headers) -> str:
-        """Return a short name of the key in ``headers``, safe to log. Raises `Unauthorized`."""
-        given = _bearer(headers) or headers.get("x-api-key", "")
-        if not given:
-            raise Unauthorized("An API key is needed: Authorization: Bearer KEY.")
-        digest = _digest(given)
-        found = [known for known in self._digests if hmac.compare_digest(known, digest)]
-        if not found:
+    def identify(self, headers: Headers) -> Tenant:
+        """Return the tenant of the key in ``headers``. Raises `Unauthorized`."""
+        if not self._tenants:
+            return self._everybody
+        # The lookup takes a digest: its time tells nothing about keys that are nearly right.
+        tenant = self._tenants.get(digest(given_key(headers)))
+        if tenant is None:
             raise Unauthorized("The API key is not valid.")
-        return found[0].hex()[:12]
+        return tenant
+
+    def reload_soon(self) -> None:
+        """Make `follow` read the keys again, whether or not the file seems to have changed."""
+        self._reload_asked.set()
+
+    async def follow(self) -> NoReturn:
+        """Read the keys again whenever the file has changed and then kept still for a moment.
+
+        A file that is being written would be read in part otherwise.
+        """
+        seen = self._stamp
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._reload_asked.wait(), _POLL_S)
+            stamp = await asyncio.to_thread(_stamp, self._path)
+            settled, seen = stamp == seen, stamp
+            if self._reload_asked.is_set() or (settled and stamp != self._stamp):
+                self._reload_asked.clear()
+                self._stamp = stamp
+                await self._reload()
+
+    async def _reload(self) -> None:
+        """Read the keys again. If that fails, the old ones stay. Running requests go on."""
+        try:
+            self._tenants = await asyncio.to_thread(read_tenants, self._settings)
+        except KeyFileError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("API keys read again: %d", len(self._tenants))
 
 
-def _bearer(headers: Headers) -> str:
+class SingleKey:
+    """The one key of a path, such as ``--metrics-key``; None lets everybody in."""
+
+    def __init__(self, key: str | None) -> None:
+        self._digest = None if key is None else digest(key)
+
+    def check(self, headers: Headers) -> None:
+        """Raise `Unauthorized` unless ``headers`` have the key."""
+        if self._digest is None or hmac.compare_digest(self._digest, digest(given_key(headers))):
+            return
+        raise Unauthorized("The key is not valid.")
+
+
+def given_key(headers: Headers) -> str:
+    """Return the key that a client sends. Raises `Unauthorized` if there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    given = token.strip() if scheme.lower() == "bearer" else ""
+    given = given or headers.get("x-api-key", "")
+    if not given:
+        raise Unauthorized("An API key is needed: Authorization: Bearer KEY.")
+    return given
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+    """Return what changes with the contents of the file; None if there is none."""
+    try:
+        status = None if path is None else path.stat()
+    except OSError:
+        return None
+    return status and (status.st_mtime_ns, status.st_size, status.st_ino)

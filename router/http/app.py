@@ -17,6 +17,7 @@ from router.http.api_keys import ApiKeys
 from router.http.error_responses import http_exception_handler
 from router.http.middleware import RequestMiddleware
 from router.http.unsupported import unsupported_routes
+from shared.tracing import Tracing
 
 
 def operations(router: Router) -> list[Operation]:
@@ -32,7 +33,7 @@ def operations(router: Router) -> list[Operation]:
     ]
 
 
-def create_app(router: Router, keys: ApiKeys) -> Starlette:
+def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) -> Starlette:
     """Return the application of ``router``. The caller starts and stops ``router``."""
     settings = router.settings
     table = operations(router)
@@ -55,6 +56,7 @@ def create_app(router: Router, keys: ApiKeys) -> Starlette:
             metric_paths=frozenset(operation.path for operation in table),
             public_paths=frozenset(each.path for each in table if each.access == "open"),
             metrics=router.metrics,
+            tracing=tracing,
         )
     )
     app = Starlette(

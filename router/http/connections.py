@@ -1,15 +1,18 @@
-"""Time and size limits for headers: uvicorn alone would wait for them without end."""
+"""Limits of a connection: uvicorn alone would wait for headers and for readers without end."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 from http import HTTPStatus
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError, HeadersTimeout, HeadersTooLarge, InvalidRequest
+from router.http.transports import DrainingTransport
 
 
 class Connection(HttpToolsProtocol):
@@ -20,17 +23,39 @@ class Connection(HttpToolsProtocol):
     """For complete headers, from the connection's start or the first byte after an answer."""
     max_header_bytes: ClassVar[int] = 64 * 1024
     """Approximate: bytes are counted as they arrive."""
+    max_headers: ClassVar[int] = 256
+    """Each header is looked at for each one that is read."""
+    max_pipelined: ClassVar[int] = 8
+    """Requests that may wait behind the one that is answered."""
+    write_timeout_s: ClassVar[float] = 120.0
+    """The time in which a client has to take something, once its buffers are full."""
 
     _headers_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
+    _refusal: ApiError | None = None
+    """Why the parser was stopped; None if the input is not HTTP."""
+    _answered: RequestResponseCycle | None = None
+    """The request that is answered now. `cycle` is the last one, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        draining = DrainingTransport(transport, self.loop, self.write_timeout_s)
+        super().connection_made(cast(asyncio.Transport, draining))
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_headers_timer()
+        cast(DrainingTransport, self.transport).lost()
+        # uvicorn tells the last request only: the one that is answered would go on to its end.
+        for cycle in (self._answered, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        cast(DrainingTransport, self.transport).watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -42,20 +67,51 @@ class Connection(HttpToolsProtocol):
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
-            self._respond_and_close(
-                HeadersTooLarge(f"Headers are over {self.max_header_bytes} bytes.")
-            )
+            self._respond_and_close(self._headers_too_large)
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= self.max_pipelined:
+            self._stop_parser(InvalidRequest("Too many requests at once on one connection."))
         super().on_message_begin()
         self._expect_headers()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > self.max_headers:
+            self._stop_parser(HeadersTooLarge(f"There are over {self.max_headers} headers."))
+
     def on_headers_complete(self) -> None:
         self._cancel_headers_timer()
+        # They may have come all at once, with the end.
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self.max_header_bytes:
+            self._stop_parser(self._headers_too_large)
         super().on_headers_complete()
+        if self.pipeline:
+            # uvicorn stops to read here, and would not see that the client closes.
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
+            self._stop_parser(InvalidRequest("A pipelined request has a large body."))
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        self._respond_and_close(InvalidRequest("This is not valid HTTP.", code="invalid_http"))
+        not_http = InvalidRequest("This is not valid HTTP.", code="invalid_http")
+        self._respond_and_close(self._refusal or not_http)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _headers_too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(f"Headers are over {self.max_header_bytes} bytes.")
+
+    def _stop_parser(self, refusal: ApiError) -> None:
+        """Raise out of the parser: it would go on with all that has arrived."""
+        self._refusal = refusal
+        raise refusal
 
     def _expect_headers(self) -> None:
         if self._headers_timer is None:
@@ -87,7 +143,8 @@ class Connection(HttpToolsProtocol):
     def _respond_and_close(self, error: ApiError) -> None:
         """Answer input that did not become a request, and close. While an answer is being
         sent, only close."""
-        if self._responding and self.cycle.response_started:
+        answered = self._answered
+        if answered is not None and answered.response_started and not answered.response_complete:
             self.transport.close()
             return
         body = error.body()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.anthropic.errors import is_anthropic_path
-from router.errors import ApiError, ClientDisconnected, InternalError
+from router.errors import ApiError, ClientDisconnected, HostForbidden, InternalError
 from router.fleet.metrics import Metrics
-from router.http.api_keys import ApiKeys
+from router.fleet.tenants import EVERYBODY, Tenant
+from router.http.access_log import RequestRecord
+from router.http.api_keys import ApiKeys, SingleKey
 from router.http.error_responses import error_response
+from router.http.hosts import AllowedHosts
+from router.http.traces import RequestTrace
 from shared.settings import Settings
+from shared.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -34,64 +38,95 @@ class RequestMiddleware:
         metric_paths: frozenset[str],
         public_paths: frozenset[str],
         metrics: Metrics,
+        tracing: Tracing | None,
     ) -> None:
         """``public_paths`` never need a key. ``metrics`` counts ``metric_paths`` by name."""
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys
-        self._metrics_keys = ApiKeys([settings.metrics_key] if settings.metrics_key else [])
+        self._hosts = AllowedHosts(settings.allowed_host)
+        self._metrics_key = SingleKey(settings.metrics_key)
         self._metric_paths = metric_paths
         self._public_paths = public_paths
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.monotonic()
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = "req_" + uuid.uuid4().hex
         path = self._strip_root_path(scope)
-        status = 0
+        record = RequestRecord.begin(scope, path, request_id, headers)
+        limits_left: dict[str, str] = {}
+        """Headers that `router.fleet.rate_limits` fills while the request is admitted."""
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if is_anthropic_path(path):
                     headers["request-id"] = request_id
+                if traceparent := scope["state"].get("traceparent"):
+                    headers["traceparent"] = traceparent
+                for name, value in limits_left.items():
+                    headers[name] = value
             await send(message)
 
-        scope.setdefault("state", {}).update(request_id=request_id, path=path)
+        scope.setdefault("state", {}).update(
+            request_id=request_id, path=path, tenant=EVERYBODY, limits_left=limits_left
+        )
+        if self._tracing is not None and path not in self._public_paths:
+            trace = scope["state"]["trace"] = RequestTrace(self._tracing, headers, record)
+            scope["state"]["traceparent"] = trace.traceparent
         try:
-            scope["state"]["api_key"] = self._authorize(path, headers)
+            tenant = self._authorize(path, headers)
+            scope["state"].update(tenant=tenant, api_key=tenant.name)
             await self._app(scope, receive, send_with_id)
         except ClientDisconnected:
-            logger.debug("%s: the client is gone", request_id)
+            record.error_code = "client_disconnected"
         except ApiError as error:
+            record.error_code = error.code or error.type
             await error_response(error, scope)(scope, receive, send_with_id)
         except Exception:
+            record.error_code = "internal_error"
             logger.exception("%s %s failed (%s)", scope["method"], path, request_id)
-            if status:
+            if record.status:
                 raise  # the answer has begun: the server closes the connection
             await error_response(InternalError(), scope)(scope, receive, send_with_id)
         finally:
-            known = path if path in self._metric_paths else scope["state"].get("template", "other")
-            self._metrics.requests.labels(known, str(status or 499)).inc()
-            elapsed_ms = 1000 * (time.monotonic() - began)
-            logger.debug(
-                "%s %s %d %.0f ms (%s)", scope["method"], path, status, elapsed_ms, request_id
-            )
+            self._finish(scope, path, record)
 
-    def _authorize(self, path: str, headers: Headers) -> str:
+    def _finish(self, scope: Scope, path: str, record: RequestRecord) -> None:
+        """Count and log a request that has been answered."""
+        state, status = scope["state"], str(record.final_status)
+        known = path if path in self._metric_paths else state.get("template", "other")
+        self._metrics.requests.labels(known, status).inc()
+        is_probe = path in self._public_paths or path == "/metrics"
+        if not is_probe:
+            self._metrics.key_requests.labels(state["tenant"].name, status).inc()
+        if record.status == 429:
+            self._metrics.key_refusals.labels(state["tenant"].name, record.error_code).inc()
+        if (trace := state.get("trace")) is not None:
+            trace.end(scope, known)
+        record.write(scope, logging.DEBUG if is_probe else logging.INFO)
+
+    def _authorize(self, path: str, headers: Headers) -> Tenant:
         if path in self._public_paths:
-            return ""
-        keys = self._metrics_keys if path == "/metrics" else self._keys
-        return keys.identify(headers) if keys else ""
+            return EVERYBODY
+        if path == "/metrics":
+            self._metrics_key.check(headers)
+            return EVERYBODY
+        if not self._keys and not self._hosts.allows(headers.get("host")):
+            raise HostForbidden(
+                "This server has no keys, and answers only to names that it knows: set"
+                " --allowed-host to this name, or use keys."
+            )
+        return self._keys.identify(headers)
 
     def _strip_root_path(self, scope: Scope) -> str:
         """Return the path without ``--root-path``, which some proxies pass on and others strip."""

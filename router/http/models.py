@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
-from router.errors import ModelNotFound
+from router.errors import ModelForbidden, ModelNotFound
 from router.fleet.engines import ModelReplicas
+from router.fleet.tenants import Tenant
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -48,7 +49,9 @@ class ModelList(Struct, frozen=True, kw_only=True):
 
 async def list_models(http: Request) -> Response:
     models = http.app.state.router.registry.models.values()
-    data = [_card(model, name) for model in models for name in model.names]
+    tenant: Tenant = http.state.tenant
+    usable = [model for model in models if tenant.may_use(model.names)]
+    data = [_card(model, name) for model in usable for name in model.names]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(ModelList(data=data, first_id=first_id, last_id=last_id))
 
@@ -58,6 +61,8 @@ async def show_model(http: Request) -> Response:
     model = http.app.state.router.registry.find_model(name)
     if model is None:
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
+    if not http.state.tenant.may_use(model.names):
+        raise ModelForbidden(f"The API key may not use {name}.", param="model")
     return json_response(_card(model, name))
 
 
@@ -87,6 +92,6 @@ OPERATIONS = (
         "Show one model",
         "OpenAI",
         response_type=ModelCard,
-        errors=(ModelNotFound,),
+        errors=(ModelForbidden, ModelNotFound),
     ),
 )

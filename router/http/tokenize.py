@@ -12,7 +12,9 @@ from starlette.responses import Response
 from router.api.body import json_response, read_body
 from router.api.operations import Operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest, InvalidValue
+from router.fleet.engines import Model
 from router.fleet.router import Router
+from router.fleet.tenants import Tenant
 from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
 from router.schemas.requests import RequestBody, TokenId
 
@@ -70,21 +72,26 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
 
 async def tokenize(http: Request) -> Response:
     router: Router = http.app.state.router
-    request = await read_body(http, router.settings.max_request_bytes, TokenizeRequest)
-    model = router.model_for(request.model)
-    with router.admission.limit_concurrency():
-        if request.messages is None:
-            special = True if request.add_special_tokens is None else request.add_special_tokens
-            tokens = await model.renderer.encode(request.prompt or "", add_special_tokens=special)
-        else:
-            tokens = await model.renderer.render_chat(
-                request.messages,
-                request.tools or (),
-                request.chat_template_kwargs or {},
-                ending=request.prompt_ending,
-                add_special_tokens=bool(request.add_special_tokens),
-            )
-        texts = await model.renderer.token_strings(tokens) if request.return_token_strs else None
+    request, size = await read_body(http, router, TokenizeRequest)
+    tenant: Tenant = http.state.tenant
+    model = router.model_for(request.model, tenant)
+    async with router.admit(tenant, http.state.limits_left):
+        return await router.work.run(tenant.name, lambda: _tokenized(request, model), size)
+
+
+def _tokenized(request: TokenizeRequest, model: Model) -> Response:
+    renderer, special = model.renderer, request.add_special_tokens
+    if request.messages is None:
+        tokens = renderer.encode(request.prompt or "", add_special_tokens=special is not False)
+    else:
+        tokens = renderer.render_chat(
+            request.messages,
+            request.tools or (),
+            request.chat_template_kwargs or {},
+            ending=request.prompt_ending,
+            add_special_tokens=bool(special),
+        )
+    texts = renderer.token_strings(tokens) if request.return_token_strs else None
     context = model.hello.context_length
     return json_response(
         TokenizeResponse(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
@@ -93,16 +100,21 @@ async def tokenize(http: Request) -> Response:
 
 async def detokenize(http: Request) -> Response:
     router: Router = http.app.state.router
-    request = await read_body(http, router.settings.max_request_bytes, DetokenizeRequest)
-    model = router.model_for(request.model)
+    request, size = await read_body(http, router, DetokenizeRequest)
+    tenant: Tenant = http.state.tenant
+    model = router.model_for(request.model, tenant)
+    async with router.admit(tenant, http.state.limits_left):
+        return await router.work.run(tenant.name, lambda: _detokenized(request, model), size)
+
+
+def _detokenized(request: DetokenizeRequest, model: Model) -> Response:
     over = next((i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size), None)
     if over is not None:
         raise InvalidValue(
             f"'tokens[{over}]' is over {model.hello.vocab_size - 1}, the model's last token id.",
             param=f"tokens[{over}]",
         )
-    with router.admission.limit_concurrency():
-        return json_response(DetokenizeResponse(prompt=await model.renderer.decode(request.tokens)))
+    return json_response(DetokenizeResponse(prompt=model.renderer.decode(request.tokens)))
 
 
 _operation = partial(Operation, tag="Tokens", method="POST", errors=(*BODY_ERRORS, *MODEL_ERRORS))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from router.api.endpoints import ChatEndpoint, GenerationEndpoint
 from router.api.operations import Operation, generation_operation
+from router.api.translation import content_note
 from router.errors import InvalidValue
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
+from router.schemas.conversation import TEXT_PARTS, ChatMessage, ContentPart
 from router.schemas.requests import ChatRequest, CompletionRequest
 
 
@@ -30,10 +34,23 @@ class ChatCompletions(ChatEndpoint[ChatRequest]):
     example: ClassVar = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
 
     def translate(self, body: ChatRequest) -> ChatRequest:
-        return body
+        if not self._router.settings.skip_unsupported_content:
+            return body
+        return replace(body, messages=[_with_notes(message) for message in body.messages])
 
     def writer(self, body: ChatRequest, model: Model) -> ChatCompletionWriter:
         return ChatCompletionWriter(body, model)
+
+
+def _with_notes(message: ChatMessage) -> ChatMessage:
+    """Return ``message`` with a note in place of each part that is not supported."""
+    if not isinstance(message.content, list):
+        return message
+    parts = [
+        part if part.type in TEXT_PARTS else ContentPart("text", content_note(part.type))
+        for part in message.content
+    ]
+    return replace(message, content=parts)
 
 
 class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
@@ -49,13 +66,16 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
     def writer(self, body: CompletionRequest, model: Model) -> TextCompletionWriter:
         return TextCompletionWriter(body, model)
 
-    async def tokenize_prompts(
+    def num_prompts(self, request: CompletionRequest) -> int:
+        return len(request.prompts)
+
+    def tokenize_prompts(
         self, request: CompletionRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
         found: list[list[int]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                found.append(await model.renderer.encode(prompt))
+                found.append(model.renderer.encode(prompt))
             elif any(token >= model.hello.vocab_size for token in prompt):
                 raise InvalidValue(
                     f"'prompt' has a token id over {model.hello.vocab_size - 1}.", param="prompt"

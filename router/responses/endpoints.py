@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,14 +17,20 @@ from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.responses.objects import DeletedResponse, ItemList, ResponseObject, ResponseStreamEvent
 from router.responses.schemas import InputItem, ResponsesRequest
-from router.responses.store import ResponseStore, StoredResponse
-from router.responses.translation import chat_request, resolve_input
+from router.responses.sealing import ReasoningSeal
+from router.responses.store import ItemReferences, ResponseStore, StoredResponse
+from router.responses.tools import ClientTool, client_tools
+from router.responses.translation import chat_request, resolve_input, with_notes
 from router.responses.truncation import truncate_to_fit
 from router.responses.writer import ResponseWriter
 from router.schemas.requests import ChatRequest
 
 _MB = 1_000_000
 _MAX_PAGE_ITEMS = 100
+_UNLIMITED_TOKENS = 16_384
+_BYTES_PER_TOKEN = 64
+"""A stored conversation with more JSON than this for each token of the longest prompt is refused,
+or cut, before it is read: text has four bytes a token, and reasoning is not rendered again."""
 _TAG = "OpenAI Responses"
 _PATH = "/v1/responses/{response_id}"
 
@@ -92,45 +98,70 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         "response_format.json_schema": "text.format",
     }
 
-    def __init__(self, router: Router, store: ResponseStore, key: str) -> None:
+    def __init__(self, router: Router, store: ResponseStore, seal: ReasoningSeal, key: str) -> None:
         super().__init__(router)
+        self._seal = seal
         self._store = store
         self._key = key
         self._previous: StoredResponse | None = None
         self._new_items: list[InputItem] = []
+        self._input_json = b""
+        self._tools: list[ClientTool] = []
         self._may_truncate = False
 
     def translate(self, body: ResponsesRequest) -> ChatRequest:
-        store, key, previous_id = self._store, self._key, body.previous_response_id
+        limit_bytes = _BYTES_PER_TOKEN * self._router.settings.max_prompt_tokens
         earlier_items: list[InputItem] = []
-        if previous_id is not None:
-            self._previous = store.find(key, previous_id, "previous_response_id")
-            earlier_items = self._previous.conversation()
-        self._new_items = resolve_input(body.input, lambda item_id: store.item(key, item_id))
+        if self._previous is not None:
+            whole = body.truncation != "auto"
+            earlier_items = self._previous.conversation(limit_bytes, whole=whole)
+        given = body.input
+        if self._router.settings.skip_unsupported_content and isinstance(given, list):
+            given = with_notes(given)
+        references = ItemReferences(self._store, self._key, limit_bytes)
+        self._new_items = resolve_input(given, references.find, self._seal.unseal)
+        self._input_json = msgspec.json.encode(self._new_items)
         self._may_truncate = body.truncation == "auto"
-        return chat_request(body, [*earlier_items, *self._new_items])
+        self._tools = client_tools(body.tools or ())
+        return chat_request(body, [*earlier_items, *self._new_items], self._tools)
+
+    def max_tokens(self, request: ChatRequest) -> int:
+        """Without a limit OpenAI's answers end where the model ends them. Agents give none, and an
+        answer that is cut short within a call is of no use to them."""
+        settings = self._router.settings
+        unlimited = min(_UNLIMITED_TOKENS, settings.max_generation_tokens)
+        return super().max_tokens(request) or max(unlimited, settings.default_max_tokens)
+
+    def stored_bytes(self, body: ResponsesRequest) -> int:
+        previous_id = body.previous_response_id
+        if previous_id is not None:
+            self._previous = self._store.find(self._key, previous_id, "previous_response_id")
+        refers = not isinstance(body.input, str) and any(
+            item.role is None and item.content is None for item in body.input
+        )
+        chain_bytes = 0 if self._previous is None else self._previous.chain_bytes
+        return max(chain_bytes, self._store.size_bytes if refers else 0)
 
     def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
         def store(response_id: str, response: bytes) -> None:
             if body.store is not False:
-                items = msgspec.json.encode(self._new_items)
-                stored = StoredResponse(self._key, self._previous, items, response)
+                stored = StoredResponse(self._key, self._previous, self._input_json, response)
                 self._store.put(response_id, stored)
 
-        return ResponseWriter(body, model, store)
+        return ResponseWriter(body, model, self._tools, store, self._seal.seal)
 
-    async def tokenize_prompts(
+    def tokenize_prompts(
         self, request: ChatRequest, model: Model, cache_scope: str | None = None
     ) -> list[list[int]]:
-        prompts = await super().tokenize_prompts(request, model, cache_scope)
+        prompts = super().tokenize_prompts(request, model, cache_scope)
         if not self._may_truncate:
             return prompts
         settings, context = self._router.settings, model.hello.context_length
         # The answer gets the tokens it may have, but at most half of the context.
-        max_tokens = self.max_tokens(request) or settings.default_max_tokens
-        limit = min(context - min(max_tokens, context // 2), settings.max_prompt_tokens)
+        max_tokens = min(self.max_tokens(request), context // 2)
+        limit = min(context - max_tokens, settings.max_prompt_tokens)
         render = super().tokenize_prompts
-        return await truncate_to_fit(
+        return truncate_to_fit(
             prompts, request, limit, lambda shorter: render(shorter, model, cache_scope)
         )
 
@@ -141,10 +172,11 @@ class Responses:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._store = ResponseStore(router.settings.response_store_mb * _MB)
+        self._seal = ReasoningSeal(router.settings.reasoning_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = scope["state"].get("api_key", "")
-        await _CreateResponse(self._router, self._store, key)(scope, receive, send)
+        key = scope["state"]["api_key"]
+        await _CreateResponse(self._router, self._store, self._seal, key)(scope, receive, send)
 
     async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
@@ -164,29 +196,23 @@ class Responses:
         )
 
     async def list_input_items(self, request: Request) -> Response:
-        items: list[Any] = [msgspec.json.decode(item) for item in self._find(request).full_input()]
         query = request.query_params
         order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order")
-        if order == "desc":
-            items.reverse()
-        if (after := query.get("after")) is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise InvalidRequest(f"There is no item '{after}' here.", param="after")
-            items = items[ids.index(after) + 1 :]
-        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_PAGE_ITEMS:
+        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_PAGE_ITEMS:
             raise InvalidRequest(f"'limit' must be 1 to {_MAX_PAGE_ITEMS}.", param="limit")
-        page = items[: int(limit)]
-        return json_response(
-            ItemList(
-                data=page,
-                first_id=page[0]["id"] if page else None,
-                last_id=page[-1]["id"] if page else None,
-                has_more=len(page) < len(items),
+        stored, after = self._find(request), query.get("after")
+
+        def page() -> Response:
+            items, has_more = stored.input_page(after, int(limit), newest_first=order == "desc")
+            first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+            return json_response(
+                ItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)
             )
-        )
+
+        key: str = request.state.api_key
+        return await self._router.work.run(key, page, stored.chain_bytes)
 
     def _find(self, request: Request) -> StoredResponse:
         return self._store.find(request.state.api_key, request.path_params["response_id"])

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from router.api.output import BlockStatus
-from router.responses.schemas import FunctionTool, ReasoningConfig, ResponsesToolChoice, TextConfig
+from router.responses.schemas import (
+    ReasoningConfig,
+    ResponsesTool,
+    ResponsesToolChoice,
+    TextConfig,
+)
 from router.schemas.completions import ChatCompletionTokenLogprob
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -42,7 +47,9 @@ class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
     content: Annotated[
         list[ReasoningText], Meta(description="All reasoning, if no summary was requested.")
     ]
-    encrypted_content: None = None
+    encrypted_content: Annotated[
+        str | None, Meta(description="All reasoning, sealed, if `include` asks for it.")
+    ] = None
     status: BlockStatus
 
 
@@ -50,11 +57,70 @@ class FunctionCallItem(Struct, frozen=True, kw_only=True, tag="function_call"):
     id: str
     call_id: Annotated[str, Meta(description="The id that the result of the call refers to.")]
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
     status: BlockStatus
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomCallItem(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+    status: BlockStatus
+
+
+class LocalShellAction(Struct, frozen=True, kw_only=True, tag="exec"):
+    command: list[str]
+    env: dict[str, str] = {}
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class LocalShellCallItem(Struct, frozen=True, kw_only=True, tag="local_shell_call"):
+    id: str
+    call_id: str
+    action: LocalShellAction
+    status: BlockStatus
+
+
+class ShellAction(Struct, frozen=True, kw_only=True):
+    commands: list[str]
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class ShellCallItem(Struct, frozen=True, kw_only=True, tag="shell_call"):
+    id: str
+    call_id: str
+    action: ShellAction
+    status: BlockStatus
+
+
+class PatchOperation(Struct, frozen=True, kw_only=True):
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str | UnsetType = UNSET
+
+
+class ApplyPatchCallItem(Struct, frozen=True, kw_only=True, tag="apply_patch_call"):
+    id: str
+    call_id: str
+    operation: PatchOperation
+    status: BlockStatus
+
+
+OutputItem = (
+    MessageItem
+    | ReasoningItem
+    | FunctionCallItem
+    | CustomCallItem
+    | LocalShellCallItem
+    | ShellCallItem
+    | ApplyPatchCallItem
+)
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -109,7 +175,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     temperature: float | None
     text: TextConfig
     tool_choice: str | ResponsesToolChoice
-    tools: list[FunctionTool]
+    tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float | None
     truncation: Literal["auto", "disabled"]
@@ -248,6 +314,18 @@ class ArgumentsDoneEvent(
     arguments: str
 
 
+class CustomInputDeltaEvent(
+    ItemDetailEvent, kw_only=True, tag="response.custom_tool_call_input.delta"
+):
+    delta: str
+
+
+class CustomInputDoneEvent(
+    ItemDetailEvent, kw_only=True, tag="response.custom_tool_call_input.done"
+):
+    input: str
+
+
 ResponseStreamEvent = (
     ResponseCreatedEvent
     | ResponseInProgressEvent
@@ -269,4 +347,6 @@ ResponseStreamEvent = (
     | SummaryTextDoneEvent
     | ArgumentsDeltaEvent
     | ArgumentsDoneEvent
+    | CustomInputDeltaEvent
+    | CustomInputDoneEvent
 )

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import MAX_TOOLS, ToolName
 from router.schemas.requests import Count, LogprobsCount, SamplingRequest
 
 MAX_ITEMS = 10_000
+_HOSTED = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
+    *("computer", "tool_search", "programmatic"),
+)
+"""How the types of tools begin that OpenAI runs."""
+
+
+class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a command of a `shell` tool ended."""
+
+    type: Literal["exit", "timeout"]
+    exit_code: int | None = None
 
 
 class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item's content, of any type. Only text is accepted."""
+    """A part of an item's content, of any type. Only text is accepted. A part of the result of
+    a `shell` tool has no type: it is what one command wrote."""
 
-    type: str
+    type: str | None = None
     text: str | None = None
     refusal: str | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: CommandOutcome | None = None
 
 
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,25 +47,47 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: str | None = None
     content: str | list[ItemContentPart] | None = None
     summary: list[ItemContentPart] | None = None
+    encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
     output: str | list[ItemContentPart] | dict[str, Any] | None = None
 
 
-class FunctionTool(Struct, frozen=True, kw_only=True):
-    """A function of the client. Types other than ``function`` are tools that OpenAI runs."""
+class ToolFormat(Struct, frozen=True, kw_only=True):
+    """What a custom tool takes: any text, or text that a grammar describes."""
 
-    type: str
-    name: ToolName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | UnsetType = UNSET
+    definition: str | UnsetType = UNSET
+
+
+class ResponsesTool(Struct, frozen=True, kw_only=True):
+    """A tool that the client runs, a ``namespace`` of such tools, or a tool that OpenAI runs. The
+    type decides which fields are required."""
+
+    type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+    name: ToolName | UnsetType | None = UNSET
+    description: str | UnsetType | None = UNSET
+    parameters: dict[str, Any] | UnsetType | None = UNSET
+    strict: bool | UnsetType | None = UNSET
+    format: ToolFormat | UnsetType | None = UNSET
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | UnsetType = UNSET
+
+
+def is_hosted(tool_type: str) -> bool:
+    """Return whether OpenAI runs tools of ``tool_type``, so that this server leaves them out."""
+    return tool_type.startswith(_HOSTED)
 
 
 class ResponsesToolChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str
     name: ToolName | None = None
+    namespace: ToolName | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[ResponsesToolChoice], Meta(max_length=MAX_TOOLS)] | None = None
 
@@ -83,7 +121,7 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     store: bool | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -107,6 +145,14 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def wants_sealed_reasoning(self) -> bool:
+        return "reasoning.encrypted_content" in (self.include or ())
+
+    @property
+    def left_out_tools(self) -> list[str]:
+        return [tool.type for tool in self.tools or () if is_hosted(tool.type)]
 
     def check(self) -> None:
         text_format = self.text.format if self.text else None

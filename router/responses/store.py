@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
 
-from router.errors import NotFound
+from router.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from router.responses.schemas import InputItem
 
 MAX_RESPONSES = 4096
 _OVERHEAD_BYTES = 1024
 """Of Python objects, for each response."""
+_ID_BYTES = 100
 
 
 class _Output(Struct):
@@ -25,61 +27,114 @@ class _ItemId(Struct):
     id: str | None = None
 
 
-@dataclass(eq=False)
 class StoredResponse:
     """One turn of a conversation."""
 
-    key: str
-    """The API key of its request."""
-    previous: StoredResponse | None
-    """The turn before, which is kept as long as this one."""
-    input_items: bytes
-    """The items of its request, as a list in JSON; not those of ``previous``."""
-    response: bytes
-    """A `ResponseObject` in JSON."""
-    ref_count: int = field(default=0, repr=False)
-    """The number of its holders: its entry in the store, and turns after it."""
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.input_items) + len(self.response) + _OVERHEAD_BYTES
+    def __init__(
+        self, key: str, previous: StoredResponse | None, input_items: bytes, response: bytes
+    ) -> None:
+        self.key = key
+        """The API key of its request."""
+        self.previous = previous
+        """The turn before, which is kept as long as this one."""
+        self._input_items = input_items
+        """The items of its request, as a list in JSON; not those of ``previous``."""
+        self.response = response
+        """A `ResponseObject` in JSON."""
+        self.ref_count = 0
+        """The number of its holders: its entry in the store, and turns after it."""
+        self.input_ids = _ids(self.new_input)
+        self.output_ids = _ids(self.output)
+        """The ids of its items, to find one without decoding any."""
+        ids_bytes = _ID_BYTES * (len(self.input_ids) + len(self.output_ids))
+        self.size_bytes = len(input_items) + len(response) + ids_bytes + _OVERHEAD_BYTES
+        self.chain_bytes: int = self.size_bytes + (previous.chain_bytes if previous else 0)
+        """With all turns before."""
 
     @property
     def new_input(self) -> list[Raw]:
-        return msgspec.json.decode(self.input_items, type=list[Raw])
+        return msgspec.json.decode(self._input_items, type=list[Raw])
 
     @property
     def output(self) -> list[Raw]:
         return msgspec.json.decode(self.response, type=_Output).output
 
-    def full_input(self) -> list[Raw]:
-        """Return the conversation up to its answer."""
-        turns = [self.new_input]
-        earlier = self.previous
-        while earlier is not None:
-            turns.append(earlier.new_input + earlier.output)
-            earlier = earlier.previous
-        return list(itertools.chain.from_iterable(reversed(turns)))
+    @property
+    def turns(self) -> Iterator[StoredResponse]:
+        """This turn and those before, the latest first."""
+        turn: StoredResponse | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.previous
 
-    def conversation(self) -> list[InputItem]:
-        """Return the conversation with its answer."""
-        items = self.full_input() + self.output
-        return [msgspec.json.decode(item, type=InputItem) for item in items]
+    def conversation(self, limit_bytes: int, *, whole: bool) -> list[InputItem]:
+        """Return the conversation with its answer. If it has more than ``limit_bytes``, raise
+        `ContextLengthExceeded` if ``whole``, otherwise leave out the oldest turns."""
+        if whole and self.chain_bytes > limit_bytes:
+            raise ContextLengthExceeded(
+                f"The conversation has {self.chain_bytes} bytes, over the limit of {limit_bytes}.",
+                param="previous_response_id",
+            )
+        kept: list[list[Raw]] = []
+        room = limit_bytes
+        for turn in self.turns:
+            room -= turn.size_bytes
+            if room < 0 and kept:
+                break
+            kept.append(turn.new_input + turn.output)
+        return [_decode(item) for items in reversed(kept) for item in items]
 
-    def item_ids(self) -> list[str]:
-        ids = (msgspec.json.decode(item, type=_ItemId).id for item in self._new_items())
-        return [item_id for item_id in ids if item_id is not None]
+    def input_page(
+        self, after: str | None, limit: int, *, newest_first: bool
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Return at most ``limit`` items of the conversation up to its answer, those that follow
+        the id ``after``, and whether there are more. Decodes no other turns.
 
-    def item(self, item_id: str) -> InputItem:
-        """Return an item of this turn. Raises `KeyError`."""
-        for raw in self._new_items():
-            item = msgspec.json.decode(raw, type=InputItem)
-            if item.id == item_id:
-                return item
-        raise KeyError(item_id)
+        Raises `InvalidRequest` if there is no such item.
+        """
+        turns = list(self.turns) if newest_first else list(self.turns)[::-1]
+        places = [
+            (turn, index)
+            for turn in turns
+            for index in _in_order(turn.num_input_of(self), newest_first)
+        ]
+        start = 0
+        if after is not None:
+            ids = (turn.item_ids[index] for turn, index in places)
+            start = next((number for number, each in enumerate(ids, 1) if each == after), 0)
+            if not start:
+                raise InvalidRequest(f"There is no item '{after}' here.", param="after")
+        found: dict[StoredResponse, list[Raw]] = {}
+        page: list[dict[str, Any]] = []
+        for turn, index in places[start : start + limit]:
+            if turn not in found:
+                found[turn] = turn.new_items()
+            page.append(msgspec.json.decode(found[turn][index]))
+        return page, len(places) > start + limit
 
-    def _new_items(self) -> list[Raw]:
+    def num_input_of(self, last: StoredResponse) -> int:
+        """Return how many of the items are input of ``last``, which is this or a later turn."""
+        return len(self.input_ids) + (0 if self is last else len(self.output_ids))
+
+    @property
+    def item_ids(self) -> list[str | None]:
+        return self.input_ids + self.output_ids
+
+    def new_items(self) -> list[Raw]:
+        """Return the items of this turn, parallel to `item_ids`."""
         return self.new_input + self.output
+
+
+def _in_order(count: int, newest_first: bool) -> range:
+    return range(count - 1, -1, -1) if newest_first else range(count)
+
+
+def _ids(items: Iterable[Raw]) -> list[str | None]:
+    return [msgspec.json.decode(item, type=_ItemId).id for item in items]
+
+
+def _decode(item: Raw) -> InputItem:
+    return msgspec.json.decode(item, type=InputItem)
 
 
 class ResponseStore:
@@ -95,20 +150,26 @@ class ResponseStore:
         self._items: dict[tuple[str, str], StoredResponse] = {}
         """The turn that has an item, by API key and item id."""
         self.size_bytes = 0
+        self._lock = threading.RLock()
+        """Guards all of the above: responses are written on several threads."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        self._entries[stored.key, response_id] = stored
-        self._retain(stored)
-        while self.size_bytes > self._max_bytes or len(self._entries) > self._max_responses:
-            _, oldest = self._entries.popitem(last=False)
-            self._release(oldest)
+        with self._lock:
+            self._entries[stored.key, response_id] = stored
+            self._retain(stored)
+            while self.size_bytes > self._max_bytes or len(self._entries) > self._max_responses:
+                _, oldest = self._entries.popitem(last=False)
+                self._release(oldest)
 
     def find(self, key: str, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a response. Raises `NotFound`, which names ``param``."""
-        stored = self._entries.get((key, response_id))
+        with self._lock:
+            stored = self._entries.get((key, response_id))
+            if stored is not None:
+                self._entries.move_to_end((key, response_id))
         if stored is None:
             raise NotFound(
                 f"There is no response '{response_id}'. It was not stored or was deleted, belongs"
@@ -117,17 +178,17 @@ class ResponseStore:
                 param=param,
                 code="response_not_found",
             )
-        self._entries.move_to_end((key, response_id))
         return stored
 
-    def item(self, key: str, item_id: str) -> InputItem | None:
-        stored = self._items.get((key, item_id))
-        return None if stored is None else stored.item(item_id)
+    def find_turn(self, key: str, item_id: str) -> StoredResponse | None:
+        """Return the turn that has an item."""
+        return self._items.get((key, item_id))
 
     def delete(self, key: str, response_id: str) -> None:
         """Delete a response. Raises `NotFound`."""
-        self._release(self.find(key, response_id))
-        del self._entries[key, response_id]
+        with self._lock:
+            self._release(self.find(key, response_id))
+            del self._entries[key, response_id]
 
     def _retain(self, stored: StoredResponse | None) -> None:
         while stored is not None:
@@ -135,7 +196,9 @@ class ResponseStore:
             if stored.ref_count > 1:
                 return
             self.size_bytes += stored.size_bytes
-            self._items.update(((stored.key, item_id), stored) for item_id in stored.item_ids())
+            self._items.update(
+                ((stored.key, item_id), stored) for item_id in stored.item_ids if item_id
+            )
             stored = stored.previous
 
     def _release(self, stored: StoredResponse | None) -> None:
@@ -144,7 +207,38 @@ class ResponseStore:
             if stored.ref_count:
                 return
             self.size_bytes -= stored.size_bytes
-            for item_id in stored.item_ids():
+            for item_id in filter(None, stored.item_ids):
                 if self._items.get((stored.key, item_id)) is stored:
                     del self._items[stored.key, item_id]
             stored = stored.previous
+
+
+class ItemReferences:
+    """The stored items that one request refers to, of ``limit_bytes`` at most.
+
+    A reference has some ten bytes, and the item may have a million: a request that refers to one
+    again and again would become larger than memory.
+    """
+
+    def __init__(self, store: ResponseStore, key: str, limit_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self._limit_bytes = limit_bytes
+        self._room = limit_bytes
+        self._turns: dict[StoredResponse, dict[str | None, Raw]] = {}
+
+    def find(self, item_id: str) -> InputItem | None:
+        """Return an item. Raises `ContextLengthExceeded`."""
+        turn = self._store.find_turn(self._key, item_id)
+        if turn is None:
+            return None
+        if turn not in self._turns:
+            self._turns[turn] = dict(zip(turn.item_ids, turn.new_items(), strict=True))
+        item = self._turns[turn][item_id]
+        self._room -= len(bytes(item))
+        if self._room < 0:
+            raise ContextLengthExceeded(
+                f"The items that the input refers to have over {self._limit_bytes} bytes.",
+                param="input",
+            )
+        return _decode(item)

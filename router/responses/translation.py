@@ -4,47 +4,50 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from router.api.translation import (
     PARAGRAPH_BREAK,
     assistant_message,
+    content_note,
     required,
     unsupported_content,
     with_paths,
 )
 from router.errors import InvalidRequest, NotFound, NotSupported
-from router.responses.schemas import (
-    FunctionTool,
-    InputItem,
-    ItemContentPart,
-    ResponsesRequest,
-    ResponsesToolChoice,
-    TextFormat,
+from router.responses.calls import (
+    CALL_OUTPUT_TYPES,
+    CALL_TYPES,
+    called_function,
+    output_text,
+    tool_call,
 )
-from router.schemas.conversation import (
-    AllowedTools,
-    ChatMessage,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionName,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolMode,
-)
+from router.responses.schemas import InputItem, ItemContentPart, ResponsesRequest, TextFormat
+from router.responses.tools import ClientTool, tool_choice
+from router.schemas.conversation import ChatMessage, Tool
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
 _ID_PREFIXES = {"reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+_REQUIRED = {
+    "function_call": ("call_id", "name", "arguments"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "local_shell_call": ("call_id", "action"),
+    "shell_call": ("call_id", "action"),
+    "apply_patch_call": ("call_id", "operation"),
+}
+"""The required fields of calls."""
 _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "refusal")
 
 
-def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+def chat_request(
+    body: ResponsesRequest, items: Sequence[InputItem], tools: Sequence[ClientTool]
+) -> ChatRequest:
     """Return the chat request for ``body``, with the conversation ``items`` (`resolve_input`
-    returned them). Raises `InvalidRequest` that names the field."""
+    returned them) and its ``tools`` (`client_tools` did). Raises `InvalidRequest` that names the
+    field."""
     fields = sampling_fields(body)
     text_format = body.text.format if body.text else None
     if text_format is not None:
@@ -54,8 +57,8 @@ def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequ
             **fields,
             messages=_messages(items, body.instructions),
             max_tokens=body.max_output_tokens,
-            tools=[_tool(tool, path) for path, tool in with_paths(body.tools or (), "tools")],
-            tool_choice=_tool_choice(body.tool_choice),
+            tools=[Tool(function=tool.function) for tool in tools],
+            tool_choice=tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls,
             reasoning_effort=body.reasoning.effort if body.reasoning else None,
             logprobs=body.wants_logprobs or None,
@@ -77,41 +80,6 @@ def _response_format(text_format: TextFormat) -> ResponseFormat:
     )
 
 
-def _tool(tool: FunctionTool, path: str) -> Tool:
-    if tool.type != "function":
-        raise NotSupported(
-            f"'{path}': tools of type '{tool.type}' are not supported here; functions are.",
-            param=f"{path}.type",
-        )
-    return Tool(
-        function=FunctionDefinition(
-            name=required(tool.name, path, "name"),
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
-        )
-    )
-
-
-def _tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
-    if not isinstance(choice, ResponsesToolChoice):
-        return choice
-    match choice:
-        case ResponsesToolChoice(type="function", name=str(name)):
-            return ToolChoice(type="function", function=FunctionName(name))
-        case ResponsesToolChoice(type="allowed_tools", mode=mode, tools=list(tools)) if tools:
-            names = [tool.name for tool in tools if tool.type == "function" and tool.name]
-            if len(names) == len(tools):
-                named = [NamedTool(function=FunctionName(name)) for name in names]
-                allowed = AllowedTools(mode=mode or "auto", tools=named)
-                return ToolChoice(type="allowed_tools", allowed_tools=allowed)
-    raise NotSupported(
-        f"A 'tool_choice' of type '{choice.type}' like this is not supported: it takes the name"
-        " of a function, or 'allowed_tools' that are functions.",
-        param="tool_choice",
-    )
-
-
 # -- messages ------------------------------------------------------------------
 
 
@@ -124,10 +92,11 @@ def _messages(items: Sequence[InputItem], instructions: str | None) -> list[Chat
     tool_names: dict[str | None, str | None] = {}  # by the id of a call
     turn: list[InputItem] = []  # consecutive items of the assistant
     for item in items:
-        tool_names[item.call_id] = item.name or tool_names.get(item.call_id)
+        if (called := called_function(item)) is not None:
+            tool_names[item.call_id] = called
         if item.role in ("system", "developer") and not messages and not turn:
             system_texts.append(_text(item.content))
-        elif item.type in ("reasoning", "function_call") or item.role == "assistant":
+        elif item.type in ("reasoning", *CALL_TYPES) or item.role == "assistant":
             turn.append(item)
         else:
             messages += _assistant_messages(turn)
@@ -149,19 +118,14 @@ def _assistant_messages(turn: Sequence[InputItem]) -> Iterable[ChatMessage]:
         for item in turn
         if item.type == "reasoning"
     ]
-    calls = [
-        ToolCall(FunctionCall(item.name or "", item.arguments), id=item.call_id)
-        for item in turn
-        if item.type == "function_call"
-    ]
+    calls = [tool_call(item) for item in turn if item.type in CALL_TYPES]
     return (assistant_message(texts, thoughts, calls),)
 
 
 def _message(item: InputItem, tool_names: dict[str | None, str | None]) -> ChatMessage:
-    if item.type == "function_call_output":
-        assert not isinstance(item.output, dict)  # `resolve_input` refuses it
-        name, result = tool_names[item.call_id], _text(item.output)
-        return ChatMessage("tool", result, name=name, tool_call_id=item.call_id)
+    if item.type in CALL_OUTPUT_TYPES:
+        name = tool_names.get(item.call_id)
+        return ChatMessage("tool", output_text(item), name=name, tool_call_id=item.call_id)
     assert item.role is not None
     return ChatMessage(item.role, _text(item.content))
 
@@ -172,18 +136,47 @@ def _text(content: str | Sequence[ItemContentPart] | None, separator: str = "") 
     return separator.join(part.text or part.refusal or "" for part in content)
 
 
+def with_notes(items: Sequence[InputItem]) -> list[InputItem]:
+    """Return ``items`` with a note in place of each part that is not supported."""
+    return [
+        replace(item, content=_noted(item.content), output=_noted(item.output)) for item in items
+    ]
+
+
+def _noted(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        part
+        if part.type is None or part.type in _TEXT_TYPES
+        else ItemContentPart(type="input_text", text=content_note(part.type))
+        for part in content
+    ]
+
+
 # -- input items ---------------------------------------------------------------
 
 
 def resolve_input(
-    given: str | Sequence[InputItem], find_item: Callable[[str], InputItem | None]
+    given: str | Sequence[InputItem],
+    find_item: Callable[[str], InputItem | None],
+    unseal: Callable[[str], str | None],
 ) -> list[InputItem]:
     """Return the items of an input, each complete and with a type and an id. A reference is
-    replaced by what ``find_item`` returns for its id. Raises `NotFound` if that is None, and
-    `InvalidRequest`; both name the field."""
+    replaced by what ``find_item`` returns for its id, sealed reasoning by what ``unseal``
+    returns. Raises `NotFound` if there is no such item, and `InvalidRequest`; both name the
+    field."""
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
-    return [_resolve(item, path, find_item) for path, item in with_paths(given, "input")]
+    items = [_resolve(item, path, find_item) for path, item in with_paths(given, "input")]
+    return [_unsealed(item, unseal) if item.encrypted_content else item for item in items]
+
+
+def _unsealed(item: InputItem, unseal: Callable[[str], str | None]) -> InputItem:
+    text = unseal(item.encrypted_content or "")
+    if text is None:
+        return item
+    return replace(item, content=[ItemContentPart(type="reasoning_text", text=text)])
 
 
 def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | None]) -> InputItem:
@@ -197,17 +190,11 @@ def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | 
                 parts = [ItemContentPart(type=text_type, text=parts)]
             _check_text(required(parts, path, "content"), f"{path}.content")
             item = replace(item, content=parts, status=item.status or "completed")
-        case "function_call":
-            for name in ("call_id", "name", "arguments"):
+        case _ if item_type in CALL_TYPES:
+            for name in _REQUIRED[item_type]:
                 required(getattr(item, name), path, name)
-        case "function_call_output":
-            required(item.call_id, path, "call_id")
-            output = required(item.output, path, "output")
-            path += ".output"
-            if isinstance(output, dict):
-                raise InvalidRequest(f"'{path}' must be text or a list of parts.", param=path)
-            if isinstance(output, list):
-                _check_text(output, path)
+        case _ if item_type in CALL_OUTPUT_TYPES:
+            item = _checked_output(item, item_type, path)
         case "reasoning":
             if isinstance(item.content, list):
                 _check_text(item.content, f"{path}.content")
@@ -220,6 +207,23 @@ def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | 
             )
     prefix = _ID_PREFIXES.get(item_type, "msg_")
     return replace(item, type=item_type, id=item.id or prefix + uuid.uuid4().hex)
+
+
+def _checked_output(item: InputItem, item_type: str, path: str) -> InputItem:
+    """Return ``item``, the result of a call, with the id of the call."""
+    call_id = item.call_id
+    if item_type == "local_shell_call_output":
+        call_id = call_id or item.id  # OpenAI's specification has it there
+    call_id = required(call_id, path, "call_id")
+    output = item.output
+    if item_type != "apply_patch_call_output":  # whose status may say it all
+        required(output, path, "output")
+    path += ".output"
+    if isinstance(output, dict):
+        raise InvalidRequest(f"'{path}' must be text or a list of parts.", param=path)
+    if isinstance(output, list) and item_type != "shell_call_output":
+        _check_text(output, path)
+    return replace(item, call_id=call_id)
 
 
 def _referenced(item_id: str, path: str, find_item: Callable[[str], InputItem | None]) -> InputItem:
@@ -236,7 +240,7 @@ def _referenced(item_id: str, path: str, find_item: Callable[[str], InputItem | 
 
 def _check_text(parts: Sequence[ItemContentPart], path: str) -> None:
     for part_path, part in with_paths(parts, path):
-        if part.type not in _TEXT_TYPES:
-            raise unsupported_content(part.type, part_path)
+        if required(part.type, part_path, "type") not in _TEXT_TYPES:
+            raise unsupported_content(part.type or "", part_path)
         name = "refusal" if part.type == "refusal" else "text"
         required(getattr(part, name), part_path, name)

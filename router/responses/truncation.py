@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+import msgspec
 from msgspec.structs import replace
 
+from router.schemas.conversation import ChatMessage
 from router.schemas.requests import ChatRequest
 
 
-async def truncate_to_fit(
+def truncate_to_fit(
     prompts: list[list[int]],
     request: ChatRequest,
     limit: int,
-    render: Callable[[ChatRequest], Awaitable[list[list[int]]]],
+    render: Callable[[ChatRequest], list[list[int]]],
 ) -> list[list[int]]:
     """Return the prompt of ``request`` without its oldest turns, so that it has at most ``limit``
     tokens. ``prompts`` has the prompt with all turns, and ``render`` returns that of a request.
@@ -21,19 +24,36 @@ async def truncate_to_fit(
     As few turns as possible are dropped. A first message of the system's is kept. If the last
     turn alone is too long, ``prompts`` are returned.
     """
-    if len(prompts[0]) <= limit:
+    length = len(prompts[0])
+    if length <= limit:
         return prompts
     messages = request.messages
     system = messages[:1] if messages[0].role == "system" else []
     turn_starts = [index for index, message in enumerate(messages) if message.role == "user"][1:]
     fitting = prompts
     low, high = 0, len(turn_starts)
+    guess = _first_guess(messages, turn_starts, limit / length)
+    step = 1
     while low < high:
-        middle = (low + high) // 2
-        kept = system + messages[turn_starts[middle] :]
-        shorter = await render(replace(request, messages=kept))
+        kept = system + messages[turn_starts[guess] :]
+        shorter = render(replace(request, messages=kept))
+        # The guess is good, so the search goes on near it, in growing steps until both ends are
+        # known: each prompt takes as long as a request.
         if len(shorter[0]) <= limit:
-            fitting, high = shorter, middle
+            fitting, high = shorter, guess
+            guess = max(low, guess - step)
         else:
-            low = middle + 1
+            low = guess + 1
+            guess = min(high - 1, guess + step)
+        if low > 0 and high < len(turn_starts):
+            guess = (low + high) // 2
+        step *= 2
     return fitting
+
+
+def _first_guess(messages: Sequence[ChatMessage], turn_starts: Sequence[int], share: float) -> int:
+    """Return which of ``turn_starts`` leaves about ``share`` of the text of ``messages``."""
+    sizes = list(accumulate((len(msgspec.json.encode(each)) for each in messages), initial=0))
+    wanted = sizes[-1] * (1 - share)
+    found = (number for number, start in enumerate(turn_starts) if sizes[start] >= wanted)
+    return next(found, max(0, len(turn_starts) - 1))

@@ -33,7 +33,14 @@ from router.responses.objects import (
     SequencedEvent,
 )
 from router.responses.output import OutputItemBuilder
-from router.responses.schemas import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
+from router.responses.schemas import (
+    ReasoningConfig,
+    ResponsesRequest,
+    ResponsesTool,
+    TextConfig,
+    TextFormat,
+)
+from router.responses.tools import ClientTool
 from router.schemas.completions import ChatCompletionTokenLogprob
 from router.tokens.logprobs import chat_logprobs
 
@@ -44,7 +51,12 @@ class ResponseWriter:
     keep_alive = b": keep-alive\n\n"
 
     def __init__(
-        self, body: ResponsesRequest, model: Model, store: Callable[[str, bytes], None]
+        self,
+        body: ResponsesRequest,
+        model: Model,
+        tools: Sequence[ClientTool],
+        store: Callable[[str, bytes], None],
+        seal: Callable[[str], str],
     ) -> None:
         self.id = "resp_" + uuid.uuid4().hex
         self._body = body
@@ -54,7 +66,11 @@ class ResponseWriter:
         self._created_at = int(time.time())
         self._sequence_numbers = itertools.count()
         summarized = body.reasoning is not None and body.reasoning.summary is not None
-        self._output = OutputItemBuilder(summarized=summarized)
+        self._output = OutputItemBuilder(
+            summarized=summarized,
+            tools=tools,
+            seal=seal if body.wants_sealed_reasoning else None,
+        )
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
         (choice,), (delta,) = generation.choices, deltas
@@ -121,7 +137,7 @@ class ResponseWriter:
             temperature=body.temperature,
             text=msgspec.structs.replace(text, format=text.format or TextFormat(type="text")),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[_echoed(tool) for tool in body.tools or ()],
             top_logprobs=body.top_logprobs or 0,
             top_p=body.top_p,
             truncation=body.truncation or "disabled",
@@ -134,6 +150,14 @@ class ResponseWriter:
         for event in events:
             event.sequence_number = next(self._sequence_numbers)
         return encode_events(*events)
+
+
+def _echoed(tool: ResponsesTool) -> ResponsesTool:
+    """Return ``tool`` with the fields that OpenAI's answers have for a function."""
+    if tool.type != "function":
+        return tool
+    parameters, strict = tool.parameters or None, tool.strict or None
+    return msgspec.structs.replace(tool, parameters=parameters, strict=strict)
 
 
 def _status(choice: Choice) -> Literal["completed", "incomplete"]:

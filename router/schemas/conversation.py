@@ -20,6 +20,10 @@ MAX_SCHEMA_DEPTH = 100
 """Limit of nested objects and arrays in the parameters of a tool."""
 
 
+TEXT_PARTS = ("text", "refusal")
+"""The types of content that are supported."""
+
+
 class ContentPart(Struct, frozen=True):
     """A part of a message's content. Only text is supported."""
 

@@ -32,6 +32,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_PROMPTS = 128
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -54,6 +55,12 @@ class RequestBody(Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `InvalidRequest` for fields that do not go together."""
+
+    @property
+    def left_out_tools(self) -> list[str]:
+        """The types of tools that this server cannot run, so that the model is not offered
+        them."""
+        return []
 
 
 class SamplingRequest(StructuredOutputFields, RequestBody, frozen=True, kw_only=True):
@@ -237,7 +244,14 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 "Structured output does not go with an answer that continues a message.",
                 param="continue_final_message",
             )
+        self._check_messages()
         self._check_tools()
+
+    def _check_messages(self) -> None:
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role in ("user", "system", "developer"):
+                path = f"messages[{index}].content"
+                raise InvalidRequest(f"'{path}' is missing.", param=path)
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
@@ -268,6 +282,15 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     top_logprobs: Any = None
 
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.prompt, list) or isinstance(self.prompt[0], int):
+            return
+        if len(self.prompt) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"{len(self.prompt)} prompts are more than {MAX_PROMPTS}.", param="prompt"
+            )
+
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
@@ -275,6 +298,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def echo_prompts(self) -> list[str | list[int]] | None:
         return self.prompts if self.echo else None
+
+    @property
+    def continues_prompt(self) -> bool:
+        return not self.echo  # an echo is a part of the same text
 
     @property
     def prompts(self) -> list[str | list[int]]:

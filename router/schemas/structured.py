@@ -108,6 +108,7 @@ def json_schema_grammar(schema: SchemaOrText, param: str) -> Grammar:
     """Return the grammar of JSON that is valid by ``schema``. ``param`` is the field that errors
     name. Raises `InvalidRequest`."""
     if isinstance(schema, str):
+        check_grammar_size(len(schema), param)
         try:
             msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -158,11 +159,16 @@ def _given_grammars(
 
 
 def _grammar(kind: Literal["json_schema", "regex", "lark"], source: str, param: str) -> Grammar:
-    size = len(source.encode())
+    check_grammar_size(len(source.encode()), param)
+    return Grammar(kind=kind, source=source, param=param)
+
+
+def check_grammar_size(size: int, param: str) -> None:
+    """Raise `InvalidRequest` if a grammar of ``size`` bytes is too large; ``param`` is the field
+    that the error names."""
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"'{param}' has {size} bytes, over the limit of {MAX_GRAMMAR_BYTES}.",
             param=param,
             code="request_too_large",
         )
-    return Grammar(kind=kind, source=source, param=param)

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+from msgspec import Raw
 from msgspec.structs import asdict
 
 from router.schemas.completions import (
     ChatCompletionTokenLogprob,
     ChatLogprobs,
     PromptLogprob,
-    PromptLogprobs,
     TextLogprobs,
     TopLogprob,
 )
@@ -36,15 +37,16 @@ class TokenAligner:
     """Returns tokens along with the text that they became.
 
     Text may lag behind its tokens, by half a character or by the beginning of a stop string. A
-    token is returned with the first piece of text that shows a part of it.
+    token is returned with the first piece of text that shows a part of it. A text that
+    ``continues`` another one keeps its leading space.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, continues: bool = False) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: deque[ScoredToken] = deque()
         self._length = 0  # of the text, in characters
-        self._begun = False  # whether there is any text
+        self._begun = continues  # whether there is any text before
 
     def add_prompt(
         self, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str
@@ -141,23 +143,26 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
 
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], context: LogprobsContext
-) -> PromptLogprobs:
-    """Return log-probabilities of a prompt in vLLM's form."""
+) -> Raw:
+    """Return log-probabilities of a prompt in vLLM's form, `PromptLogprobs`, as JSON.
+
+    Each position is encoded by itself: all at once they would take some hundred bytes an
+    alternative, and the encoder does not let other threads run.
+    """
     vocabulary, count = context
-    out: PromptLogprobs = [None]
+    out = [b"null"]
     for token, own in zip(prompt[1:], logprobs, strict=True):
         ranks = {other: rank for rank, other in enumerate(own.top_ids, 1)}
-        out.append(
-            {
-                str(other): PromptLogprob(
-                    logprob=max(logprob, MIN_LOGPROB),
-                    rank=ranks.get(other),
-                    decoded_token=vocabulary.token_text(other),
-                )
-                for other, logprob in _alternatives(token, own, count)
-            }
-        )
-    return out
+        position: dict[str, PromptLogprob] = {
+            str(other): PromptLogprob(
+                logprob=max(logprob, MIN_LOGPROB),
+                rank=ranks.get(other),
+                decoded_token=vocabulary.token_text(other),
+            )
+            for other, logprob in _alternatives(token, own, count)
+        }
+        out.append(msgspec.json.encode(position))
+    return Raw(b"[" + b",".join(out) + b"]")
 
 
 def _alternatives(token: int, scores: TokenLogprobs, count: int) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from router.schemas.conversation import Tool
-from router.schemas.structured import lark_grammar
+from router.schemas.structured import check_grammar_size, lark_grammar
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import ReasoningMarkers, ReplyFormat, ReplyState
 from router.tokens.parsing.grammars import (
@@ -79,6 +79,7 @@ class ModelReplies:
             format.initial_state_after(self._tail(prompt)),
             [tool_schema(tool) for tool in tools],
             single_call=not policy.parallel,
+            only_calls=policy.required,
             new_id=self._new_id,
             call_stream=call_stream,
         )
@@ -116,6 +117,8 @@ class ModelReplies:
                 excluded_text = format.tools.start
             else:
                 alternative = _NOT_JSON
+        # Before it is written, and not after: each schema is in it.
+        check_grammar_size(sum(len(msgspec.json.encode(f.parameters)) for f in functions), "tools")
         text = calls_grammar(
             template,
             functions,

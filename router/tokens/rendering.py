@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from router.schemas.conversation import ChatMessage, PromptEnding, Tool
 from router.tokens.detokenizer import StreamingDetokenizer
@@ -21,8 +21,6 @@ from router.tokens.parsing.formats import ReplyFormat, detect_format
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
 from router.tokens.tokenization_cache import PrefixComparison, TokenizationCache
 from router.tokens.vocabulary import Vocabulary
-
-_Result = TypeVar("_Result")
 
 
 class SamplingDefaults:
@@ -47,24 +45,23 @@ def _number(config: Mapping[str, Any], name: str, default: float) -> float:
 
 
 class Renderer:
-    """One model's tokenizer. It runs on a thread of its own, off the event loop: it cannot be used
-    by two threads at once."""
+    """One model's tokenizer. What takes long runs on the threads of a `WorkPool`, several at once;
+    `detokenizer` is for the event loop."""
 
     def __init__(
         self,
         tokenizer: Any,
         detokenizer_source: Any,
-        pool: ThreadPoolExecutor,
         defaults: SamplingDefaults,
         template_args: Mapping[str, Any],
         format: ReplyFormat,
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer_source = detokenizer_source
-        self._pool = pool
         self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
         self.vocabulary = Vocabulary(detokenizer_source)
+        self._encoder = _Encoder(tokenizer)
         self.replies = ModelReplies(
             format, tokenizer, self.vocabulary, short_ids=self._template.short_ids
         )
@@ -88,7 +85,6 @@ class Renderer:
         reasoning_parser: str = "auto",
     ) -> Renderer:
         """Load the tokenizer files in ``directory``. Raises any exception of the loader."""
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
         def load() -> Renderer:
             tokenizer, detokenizer_source = _load(directory, tokenizer_options)
@@ -98,16 +94,9 @@ class Renderer:
                 tokenizer.has_chat_template = True
             defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
             format = detect_format(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
-            return cls(tokenizer, detokenizer_source, pool, defaults, template_args, format)
+            return cls(tokenizer, detokenizer_source, defaults, template_args, format)
 
-        try:
-            return await asyncio.get_running_loop().run_in_executor(pool, load)
-        except BaseException:
-            pool.shutdown(wait=False)
-            raise
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        return await asyncio.to_thread(load)
 
     def detokenizer(self) -> StreamingDetokenizer:
         """Return a new streaming detokenizer. It is cheap, for use on the event loop."""
@@ -123,21 +112,21 @@ class Renderer:
         }
         return [name for name, available in features.items() if available]
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a plain prompt, with the special tokens the model begins with."""
-        return await self._run(lambda: self._encode(text, add_special_tokens))
+        bos = self._tokenizer.bos_token
+        add_special_tokens &= bos is None or not text.startswith(bos)
+        return self._encoder.encode(text, add_special_tokens)
 
-    async def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
         """Return the text of ``tokens``, special ones included."""
-        return await self._run(
-            lambda: str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        )
+        return self._encoder.decode(tokens)
 
-    async def token_strings(self, tokens: list[int]) -> list[str]:
+    def token_strings(self, tokens: list[int]) -> list[str]:
         """Return the tokens as the vocabulary writes them."""
-        return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(tokens)))
+        return list(self._tokenizer.convert_ids_to_tokens(tokens))
 
-    async def render_chat(
+    def render_chat(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
@@ -149,29 +138,22 @@ class Renderer:
     ) -> list[int]:
         """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep the
         tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`."""
-
-        def render() -> list[int]:
-            text = self._template.render(messages, tools, template_args, ending=ending)
-            if add_special_tokens:
-                return self._encode(text.replace(TOKEN_BREAK, ""))
-            if cache_scope is None:
-                return self._encode_rendered(text)
-            return self._tokenization_cache.tokenize(cache_scope, text)
-
-        return await self._run(render)
+        text = self._template.render(messages, tools, template_args, ending=ending)
+        if add_special_tokens:
+            return self.encode(text.replace(TOKEN_BREAK, ""))
+        if cache_scope is None:
+            return self._encode_rendered(text)
+        return self._tokenization_cache.tokenize(cache_scope, text)
 
     def remember_reply(
         self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
         """Remember the tokens that followed ``prompt``, for a conversation that continues them."""
-        self._pool.submit(self._tokenization_cache.extend, cache_scope, list(prompt), list(output))
+        self._tokenization_cache.extend(cache_scope, prompt, output)
 
-    async def compare(self, cache_scope: str, prompt: Sequence[int]) -> PrefixComparison:
+    def compare(self, cache_scope: str, prompt: Sequence[int]) -> PrefixComparison:
         """Compare ``prompt``, a result of `render_chat`, to the closest earlier text."""
-        return await self._run(lambda: self._tokenization_cache.comparison(cache_scope, prompt))
-
-    async def _run(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return self._tokenization_cache.comparison(cache_scope, prompt)
 
     def without_bos(self, text: str, tokens: Sequence[int]) -> Sequence[int]:
         """Return the ``tokens`` of ``text`` without the begin token that `encode` put in front."""
@@ -179,16 +161,50 @@ class Renderer:
         added = bos is not None and not text.startswith(bos)
         return tokens[1:] if added and tokens[:1] == [self._tokenizer.bos_token_id] else tokens
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        bos = self._tokenizer.bos_token
-        add_special_tokens &= bos is None or not text.startswith(bos)
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
     def _encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt, which has its special tokens already."""
         pieces = [piece for piece in text.split(TOKEN_BREAK) if piece]
-        encode = self._tokenizer.encode
+        encode = self._encoder.encode
         return [t for piece in pieces for t in encode(piece, add_special_tokens=False)]
+
+
+class _Encoder:
+    """The encoding of one tokenizer, for several threads at once.
+
+    A fast tokenizer is called directly: that releases the interpreter, and the conversions of
+    transformers take some hundredths of a second more in which they do not. Others take turns.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerBase
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        inner = getattr(tokenizer, "_tokenizer", tokenizer)
+        kind = type(inner)
+        plain = (
+            isinstance(inner, TokenizersBackend)
+            and kind._encode_plus is TokenizersBackend._encode_plus
+            and kind.encode is PreTrainedTokenizerBase.encode
+        )
+        tokenizer.encode("a")  # sets the options of a fast tokenizer; later calls change nothing
+        self._fast: Any = inner.backend_tokenizer if plain else None
+        self._decodes_fast = plain and kind._decode is TokenizersBackend._decode
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._fast is not None:
+            # Not `encode`: that keeps the interpreter, for seconds if the text is a megabyte.
+            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(found.ids)
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, tokens: list[int]) -> str:
+        if self._decodes_fast:
+            return str(self._fast.decode(tokens, skip_special_tokens=False))
+        with self._lock:
+            return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def warm_up() -> None:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.errors import InvalidRequest
-from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool
+from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
+from router.tokens.literals import literal_pattern
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _RESERVED_ARGS = frozenset(
 """Arguments of `apply_chat_template` itself. A client's `chat_template` would be the client's code
 running here, and the others would change the result."""
 
+_PROBE_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
 _PROBE_CALL = {"id": "call00000", "type": "function"}
 _PROBE_TOOL = {
     "type": "function",
@@ -65,7 +67,7 @@ class ChatTemplate:
         self._arguments_as_text: bool | None = None  # None: not known yet
         added = tokenizer.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special and len(str(token)) > 1]
-        self._control_tokens = re.compile("|".join(map(re.escape, special))) if special else None
+        self._control_tokens = literal_pattern(special)
 
     def render(
         self,
@@ -103,21 +105,37 @@ class ChatTemplate:
     def _render(
         self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
     ) -> str:
-        # If this template or tokenizer raises, one argument is left out, beginning with the last;
-        # then all are.
-        attempts = [args]
-        attempts += [{k: v for k, v in args.items() if k != name} for name in reversed(args)]
-        attempts += [{}] if len(attempts) > 2 else []
-        failure: Exception | None = None
-        for attempt in attempts:
+        failure: Exception
+        try:
+            return self._apply(messages, tools, args, ending)
+        except Exception as error:  # a template is foreign code
+            failure = error
+        usable = self._usable_args(args)
+        if len(usable) < len(args):
             try:
-                return self._apply(messages, tools, attempt, ending)
-            except Exception as error:  # a template is foreign code
-                failure = failure or error
+                return self._apply(messages, tools, usable, ending)
+            except Exception:
+                pass
         logger.debug("the chat template raised", exc_info=failure)
         raise InvalidRequest(
             f"The model's chat template refused these messages: {failure}", param="messages"
         )
+
+    def _usable_args(self, args: _Json) -> _Json:
+        """Return those of ``args`` on which the template or the tokenizer does not raise: all of
+        them but one, beginning with the last, or none.
+
+        They are tried on one short message: the conversation takes as long as a request.
+        """
+        attempts = [args]
+        attempts += [{k: v for k, v in args.items() if k != name} for name in reversed(args)]
+        for attempt in attempts:
+            try:
+                self._apply(_PROBE_MESSAGES, None, attempt, "generation_prompt")
+            except Exception:  # a template is foreign code
+                continue
+            return attempt
+        return {}
 
     def _apply(
         self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
@@ -225,10 +243,8 @@ class ChatTemplate:
         def probe(arguments: Any) -> str:
             function = {"name": "probe", "arguments": arguments}
             call = {**_PROBE_CALL, "function": function}
-            messages: list[dict[str, Any]] = [
-                {"role": "user", "content": "x"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]
+            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+            messages = [*_PROBE_MESSAGES, reply]
             return self._apply(messages, [_PROBE_TOOL], self._template_args, "last_message")
 
         try:
@@ -258,7 +274,7 @@ def _content(message: ChatMessage, path: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(message.content):
         param = f"{path}.content[{index}]"
-        if part.type not in ("text", "refusal"):
+        if part.type not in TEXT_PARTS:
             raise InvalidRequest(
                 f"Content of type '{part.type}' is not supported; this server takes text.",
                 param=f"{param}.type",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import sys
+import threading
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -63,7 +64,8 @@ class TokenizationCache:
     Nothing is shared between scopes. The closest text is found by binary search.
 
     ``added`` holds the text of the tokenizer's added tokens, ``token_bytes`` returns the bytes of
-    any other token, ``encode`` tokenizes text without putting special tokens in front.
+    any other token, ``encode`` tokenizes text without putting special tokens in front. Threads may
+    call it at once, and they may call this.
     """
 
     def __init__(
@@ -82,25 +84,30 @@ class TokenizationCache:
         """Scope, text and key of each entry. Texts with long common prefixes are neighbours."""
         self._bytes = 0
         self._count = 0
+        self._lock = threading.Lock()
+        """Guards all of the above. Entries do not change once they are here."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def tokenize(self, scope: str, text: str) -> list[int]:
         """Return the tokens of the prompt ``text``, and remember them."""
-        closest, common = self._closest(scope, text)
+        with self._lock:
+            closest, common = self._closest(scope, text)
         prompt = self._continue(closest, common, text) if closest is not None else None
         if prompt is None:
             prompt = _Entry(text, array("i", self._encode(text)))
             self._add_anchors(prompt, 0, 0)
         if closest is not None:
             prompt.comparison = _compare(prompt, closest)
-        self._add(scope, prompt)
+        with self._lock:
+            self._add(scope, prompt)
         return prompt.tokens.tolist()
 
     def extend(self, scope: str, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Remember that ``output`` was the reply to ``prompt``. A forgotten prompt is ignored."""
-        entry = self._entries.get(_key(scope, array("i", prompt)))
+        with self._lock:
+            entry = self._entries.get(_key(scope, array("i", prompt)))
         if entry is None:
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -117,11 +124,13 @@ class TokenizationCache:
             pieces.append(decoder.decode(self._token_bytes(token)) if added is None else added)
             length += len(pieces[-1])
         text = entry.text + "".join(pieces)
-        self._add(scope, _Entry(text, entry.tokens + array("i", output), anchors))
+        with self._lock:
+            self._add(scope, _Entry(text, entry.tokens + array("i", output), anchors))
 
     def comparison(self, scope: str, prompt: Sequence[int]) -> PrefixComparison:
         """Compare ``prompt`` to the closest text that was there before it."""
-        entry = self._entries.get(_key(scope, array("i", prompt)))
+        with self._lock:
+            entry = self._entries.get(_key(scope, array("i", prompt)))
         if entry is None or entry.comparison is None:
             return PrefixComparison(len(prompt), 0, 0, 0, None, None)
         return entry.comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -26,6 +26,8 @@ class Vocabulary:
         detokenizer.finalize()
         self.trims_space = not detokenizer.text.startswith(" ")
         """Whether the detokenizer leaves out the leading space of a text."""
+        first = next(iter(self._token_map or ()), None)
+        self._adds_space = self.trims_space and not isinstance(first, str)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of ``token``: none for an id of a padded vocabulary, which the tokenizer
@@ -50,11 +52,21 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens`` as the detokenizer makes it, without half a character at
-        the end."""
+        """Return the text of ``tokens``, without half a character at the end. A leading space is
+        kept unless a tokenizer of SentencePiece's kind put it there."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(b"".join(map(self.token_bytes, tokens)))
-        return text[1:] if self.trims_space and text.startswith(" ") else text
+        return text[1:] if self._adds_space and text.startswith(" ") else text
+
+    def last_text(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last of ``tokens`` that has text of its own, or nothing. A detokenizer that
+        has seen it keeps the leading space of what follows. It holds back a part of a character
+        and a single space, so it would show them with the text that follows."""
+        for token in reversed(tokens):
+            text = self.token_text(token)
+            if text.strip(" ") and not text.endswith("\ufffd"):
+                return [token]
+        return []
 
     def _decoded(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)

@@ -12,11 +12,29 @@ from collections.abc import Mapping, Sequence
 
 from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, resolve
-from shared.settings.checks import check
+from shared.settings.checks import check, is_loopback
 from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
+from shared.settings.secrets import (
+    SECRETS_VARIABLE,
+    secret_variables,
+    secrets_of,
+    with_secrets,
+    without_secrets,
+)
 from shared.supervisor_link import LINK_VARIABLE
 
-__all__ = ["ReasoningParserName", "Settings", "ToolParserName", "check", "parse"]
+__all__ = [
+    "ReasoningParserName",
+    "Settings",
+    "ToolParserName",
+    "check",
+    "is_loopback",
+    "parse",
+    "SECRETS_VARIABLE",
+    "secret_variables",
+    "secrets_of",
+    "without_secrets",
+]
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> Settings:
@@ -35,6 +53,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> Setting
             "variable, --config file, default.",
             other_variables=("MLX_LM_SERVER_BLAS",),
         )
+        if SECRETS_VARIABLE in environ:
+            settings = with_secrets(settings, environ[SECRETS_VARIABLE])
         check(settings)
     except FlagError as error:
         raise SystemExit(fail(prog, error, EXIT_USAGE)) from None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from shared.flags import FlagError
 from shared.rundir import MAX_SOCKET_PATH_BYTES
 from shared.settings.groups import Settings
+
+_LIMITS_URL = re.compile(r"(redis|valkey)(s?://[^/]|\+unix:///)")
 
 
 def check(settings: Settings) -> None:
@@ -33,6 +36,10 @@ def check(settings: Settings) -> None:
         if not key.isascii() or not key.isprintable() or " " in key:
             name = "--api-key" if key in settings.api_key else "--metrics-key"
             raise FlagError(f"{name}: only printable ASCII without spaces can go into a header")
+    if settings.limits_url is not None and not _LIMITS_URL.match(settings.limits_url):
+        raise FlagError("--limits-url: not like redis://host:port/0 or redis+unix:///path")
+    if settings.otlp_endpoint is not None and not _is_url(settings.otlp_endpoint):
+        raise FlagError(f"--otlp-endpoint: {settings.otlp_endpoint!r} is not like http://host:4318")
     for name in ("engine_socket", "kvstore_socket"):
         address = getattr(settings, name)
         if address is not None:
@@ -52,11 +59,12 @@ def _check_socket(name: str, address: str) -> None:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
-    if not _is_loopback(host.strip("[]")):
+    if not is_loopback(host.strip("[]")):
         raise FlagError(f"{name}: {host} is not this machine, which needs --curve-dir")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -65,6 +73,15 @@ def _is_loopback(host: str) -> bool:
 
 def _is_path(path: str) -> bool:
     return path.startswith("/") and not path.endswith("/") and not set(path) & set("?# ")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  (raises for a bad one)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _is_origin(origin: str) -> bool:

@@ -51,7 +51,12 @@ class ServerSettings:
     host: str = flag("0.0.0.0", "address to listen on")
     port: int = flag(8000, "port to listen on (0: any free one)", at_least=0, at_most=65535)
     api_key: tuple[str, ...] = flag((), "bearer token that clients need", secret=True, split=False)
-    api_key_file: Path | None = flag(None, "file with one API key a line", existing_file=True)
+    api_key_file: Path | None = flag(
+        None,
+        "file with one API key a line, perhaps with name, rpm, tpm, concurrency, models, priority",
+        existing_file=True,
+    )
+    cache_salt_per_key: bool = flag(False, "share no cached prefixes between API keys")
     admin_key: str | None = flag(
         None, "key for /admin", secret=True, later="the admin interface is"
     )
@@ -59,6 +64,18 @@ class ServerSettings:
     max_request_bytes: int = flag(1048576, "largest request body", at_least=1)
     response_store_mb: int = flag(
         64, "MB of memory for stored responses (0: none is stored)", at_least=0
+    )
+    reasoning_key: str | None = flag(
+        None,
+        "key that seals reasoning which clients carry (the same for routers that share clients)",
+        secret=True,
+        shown_default="a stored one",
+    )
+    skip_unsupported_content: bool = flag(
+        False, "put a note in place of images and documents, instead of refusing them"
+    )
+    allowed_host: tuple[str, ...] = flag(
+        (), "name by which a server without keys may be called; .NAME: all below it; *: any"
     )
     cors_origin: tuple[str, ...] = flag((), "web origin that may call the API, or *")
     root_path: str = flag("", "path under which a proxy serves this")
@@ -93,6 +110,10 @@ class ModelSettings:
     )
     reasoning_parser: ReasoningParserName = flag(
         "auto", "how the model marks its reasoning; auto: as its tokenizer says"
+    )
+    cpu_precision: Literal["exact", "fast", "auto"] = flag(
+        "auto",
+        "activations beside quantized weights on a CPU: in fp32, or in 8 bits; auto: exact",
     )
     idle_unload_s: float = flag(
         0.0,
@@ -146,6 +167,9 @@ class SSDCacheSettings:
     ssd_persistent_max_retries: int = flag(3, "retries of a persistent write", at_least=0)
     ssd_flush_interval_s: float = flag(1.0, "seconds between flushes of the writer", more_than=0)
     ssd_max_size_gb: float = flag(50.0, "size limit in GB (0: none)", at_least=0)
+    disk_reserve_gb: float = flag(
+        5.0, "GB that the SSD tier leaves free on its disk (0: none)", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +182,9 @@ class BatchingSettings:
     completion_batch_size: int = flag(32, "sequences an engine holds at once", at_least=1)
     prefill_chunk_tokens: int | None = flag(
         None, "most prompt tokens between two decode steps", at_least=1, word="auto"
+    )
+    deterministic: bool = flag(
+        False, "give a token's scores the same bits in every batch, on a CPU; slower"
     )
 
 
@@ -195,11 +222,13 @@ class AdmissionSettings:
         more_than=0,
         at_most=1,
     )
-    rate_limit_requests: int = flag(
-        0, "requests per key and minute (0: no limit)", at_least=0, later="rate limits are"
-    )
-    rate_limit_tokens: int = flag(
-        0, "tokens per key and minute (0: no limit)", at_least=0, later="rate limits are"
+    rate_limit_requests: int = flag(0, "requests per key and minute (0: no limit)", at_least=0)
+    rate_limit_tokens: int = flag(0, "tokens per key and minute (0: no limit)", at_least=0)
+    limits_url: str | None = flag(
+        None,
+        "Redis or Valkey that holds the limits of several routers: redis://HOST:PORT",
+        secret=True,
+        shown_default="in memory",
     )
     drain_timeout_s: float = flag(30.0, "seconds that a graceful stop may take", at_least=0)
     restart_wait_s: float = flag(30.0, "seconds that requests wait for a lost engine", at_least=0)
@@ -271,6 +300,12 @@ class ProcessSettings:
         shown_default="a private one",
     )
     curve_dir: Path | None = flag(None, "ZeroMQ CURVE keys for tcp sockets", later="CURVE is")
+    otlp_endpoint: str | None = flag(
+        None,
+        "collector of OpenTelemetry traces, OTLP over HTTP: http://HOST:4318",
+        shown_default="no traces",
+        variables=("OTEL_EXPORTER_OTLP_ENDPOINT",),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", "lowest level that is logged"
     )

@@ -65,6 +65,7 @@ class Submit(Message, frozen=True, tag="submit"):
     # The same for the prompt, which is then computed even if blocks of it are cached.
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # the request is accepted once this is compiled
+    traceparent: str = ""  # W3C's name of the span to trace it under; empty: it is not traced
 
 
 class Abort(Message, frozen=True, tag="abort"):

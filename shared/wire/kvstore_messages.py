@@ -29,6 +29,15 @@ class Has(Message, frozen=True, tag="has"):
     hashes: list[bytes]
 
 
+class FindLast(Message, frozen=True, tag="find_last"):
+    """Ask which of ``hashes`` that are there comes last. Only for a kvstore that says it can
+    (`Nonce`)."""
+
+    ticket: int
+    namespace: str
+    hashes: list[bytes]
+
+
 class Get(Message, frozen=True, tag="get"):
     """Ask for the blocks of ``hashes`` up to the first that is missing."""
 
@@ -70,6 +79,12 @@ class Nonce(Message, frozen=True, tag="nonce"):
     """The reply to `Locate`."""
 
     path: str
+    finds_last: bool = False  # it answers `FindLast`
+
+
+class FindLastReply(Message, frozen=True, tag="find_last_reply"):
+    ticket: int
+    position: int | None  # in the hashes that were asked for; None: none of them is there
 
 
 class HasReply(Message, frozen=True, tag="has_reply"):
@@ -95,5 +110,5 @@ class StoreStatsReply(Message, frozen=True, tag="store_stats"):
     stats: StoreStats
 
 
-ToStore = Locate | Located | Has | Get | Put | Touch | Corrupt | StoreStatsWanted
-FromStore = Nonce | HasReply | GetReply | PutReply | StoreStatsReply
+ToStore = Locate | Located | Has | FindLast | Get | Put | Touch | Corrupt | StoreStatsWanted
+FromStore = Nonce | HasReply | FindLastReply | GetReply | PutReply | StoreStatsReply

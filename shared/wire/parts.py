@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 Phase = Literal["loading", "warming", "ready", "draining"]
+StoreState = Literal["ok", "full", "read_only", "failing", "gone"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -152,6 +153,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     limit_bytes: int = 0
     indexing: bool = False  # the index is still being rebuilt
+    state: StoreState = "ok"  # otherwise nothing is written until the disk works again
+    disk_errors_total: int = 0
     reads_total: int = 0
     writes_total: int = 0
     misses_total: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,10 @@ from engine.core import EngineCore
 from engine.grammar.queue import GrammarQueue
 from engine.io.inbox import Inbox
 from engine.io.status import EngineStatus
+from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
 from engine.model.load import load
+from engine.plan import Payload, StateSearch
 from engine.replica.build import build_replica
 from engine.scheduler import Scheduler
 from shared import wire
@@ -36,11 +39,13 @@ class Whole:
         self.executor = self.replica.executor
         self.renew(self.executor.spec.look_ahead)
 
-    def renew(self, look_ahead: bool) -> None:
-        """Put the engine in the state of a new one."""
+    def renew(self, look_ahead: bool, **config: Any) -> None:
+        """Put the engine in the state of a new one, with changes of the scheduler's ``config``."""
         self.executor.reset()
         self.executor.spec = replace(self.executor.spec, look_ahead=look_ahead)
-        self.scheduler = Scheduler(replace(self.replica.scheduler.config, look_ahead=look_ahead))
+        config = {"look_ahead": look_ahead, **config}
+        self.scheduler = Scheduler(replace(self.replica.scheduler.config, **config))
+        self.stored: dict[bytes, Payload] = {}  # blocks that were sent to the kvstore
         self.texts: dict[str, list[int]] = {}  # the outputs of each request
         self.ends: dict[str, wire.Delta] = {}  # the last delta of each request
         self.refused: dict[str, wire.Refused] = {}
@@ -52,7 +57,7 @@ class Whole:
             inbox=Inbox(),
             io_thread=cast(IOThread, self),
             status=EngineStatus(),
-            store=None,
+            store=cast(StoreClient, self),
             grammar_queue=GrammarQueue(None, None),
             check_integrity=True,
         )
@@ -89,6 +94,20 @@ class Whole:
         while self.turn():
             pass
         assert self.scheduler.idle
+
+    def fetch(
+        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+    ) -> None:
+        """Answer a fetch from ``stored``, in place of the kvstore; it has no states."""
+        found = list(takewhile(lambda block: block in self.stored, hashes))
+        self.scheduler.on_fetched(ticket, [self.stored[block] for block in found])
+
+    def store(self, block_hash: bytes, payload: Payload, is_state: bool = False) -> None:
+        if not is_state:
+            self.stored[block_hash] = tuple(bytes(part) for part in payload)
+
+    def touch(self, hashes: Sequence[bytes], states: Sequence[bytes]) -> None:
+        """Do nothing: what is stored here has no order of use."""
 
     def send(self, messages: Sequence[wire.Message]) -> None:
         """Collect ``messages``, in place of the IO thread."""

@@ -20,6 +20,7 @@ class Process:
         self.endpoint = f"ipc://{socket_path}"
         self.command = [
             *(sys.executable, "-m", "services.kvstore"),
+            *("--disk-reserve-gb", "0"),
             *("--ssd-cache-dir", str(directory), "--kvstore-socket", self.endpoint),
             *flags,
         ]

@@ -58,7 +58,7 @@ def test_leftovers_of_a_crash_are_removed_at_start(tmp_path: Path) -> None:
 def test_a_scan_finds_written_blocks_and_keeps_foreign_files(tmp_path: Path, durable: bool) -> None:
     directory = BlockDirectory(tmp_path)
     for number in range(3):
-        directory.write(key_of(number), file_of(number), durable)
+        directory.write(key_of(number), file_of(number), 0.0, durable)
     foreign = [
         tmp_path / "README",
         tmp_path / "photos" / "cat.jpg",
@@ -80,7 +80,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     directory = BlockDirectory(tmp_path)
     directory.path(key_of(1)).mkdir(parents=True)  # a rename onto it fails
     with pytest.raises(OSError):
-        directory.write(key_of(1), file_of(1), durable=False)
+        directory.write(key_of(1), file_of(1), 0.0, durable=False)
     assert list((tmp_path / "tmp").iterdir()) == []
     directory.close()
 
@@ -88,7 +88,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_the_quarantine_keeps_only_the_last_few(tmp_path: Path) -> None:
     directory = BlockDirectory(tmp_path)
     for number in range(QUARANTINED_FILES + 3):
-        directory.write(key_of(number), b"bad", durable=False)
+        directory.write(key_of(number), b"bad", 0.0, durable=False)
         os.utime(directory.path(key_of(number)), (number, number))
         directory.quarantine(key_of(number))
         assert directory.info(key_of(number)) is None
@@ -124,6 +124,6 @@ from kvstore.directory import BlockDirectory
 from tests.kvstore.blocks import file_of, key_of
 directory = BlockDirectory(Path(sys.argv[1]))
 for number in count():
-    directory.write(key_of(number), file_of(number, 200_000), durable=False)
+    directory.write(key_of(number), file_of(number, 200_000), 0.0, durable=False)
     print(number, flush=True)
 """

@@ -62,9 +62,9 @@ def test_kill_9_under_load_leaves_only_whole_blocks(kvstore: Process, context: C
             engine.put(number, 300_000)
         kvstore.kill()
     kvstore.start()
-    assert list((kvstore.directory / "tmp").iterdir()) == []
     engine = Engine(context, kvstore.endpoint)
     wait_until(lambda: not engine.stats().indexing)
+    wait_until(lambda: list((kvstore.directory / "tmp").iterdir()) == [])
     paths = list(kvstore.directory.glob("*/rank_0/*/*.safetensors"))
     assert paths
     for path in paths:
@@ -140,25 +140,53 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("durability", ["best_effort", "persistent"])
-def test_a_full_disk_drops_puts_while_gets_go_on_and_recovers(
+def test_the_tier_shrinks_on_a_full_disk_and_grows_again(
     small_disk: Path, socket_dir: Path, context: Context, durability: str
 ) -> None:
     kvstore = Process(small_disk / "blocks", socket_dir / "kvstore", "--ssd-durability", durability)
     kvstore.start()
     filler = small_disk / "filler"
-    filler.write_bytes(bytes(1_500_000))
+    filler.write_bytes(bytes(1_100_000))
     engine = Engine(context, kvstore.endpoint)
-    assert engine.put(1).stored
-    wait_until(lambda: engine.has(1) == 1)
-    for number in range(2, 12):
+    for number in range(12):
         engine.put(number, 300_000)
-    wait_until(lambda: engine.stats().drops_total >= 8)
+    wait_until(lambda: engine.stats().writes_total == 12)
+    stats = engine.stats()
+    assert stats.drops_total == 0 and stats.evicted_total == 12 - stats.blocks >= 9
+    assert engine.has(11) == 1  # the newest ones stay
+    with filler.open("ab") as more:  # now there is no room for any block
+        more.write(bytes(small_disk_free(small_disk)))
+        wait_until(lambda: engine.put(20, 1_200_000).stored is False)
+    wait_until(lambda: engine.stats().state == "full")
     assert list((kvstore.directory / "tmp").iterdir()) == []
-    reply, frames = engine.get(1)
-    assert reply.count == 1 and frames == [file_of(1)]
     filler.unlink()
-    wait_until(lambda: engine.put(20).stored and engine.has(20) == 1)
+    wait_until(lambda: engine.stats().state == "ok", 60)
+    wait_until(lambda: engine.put(30).stored and engine.has(30) == 1)
     assert kvstore.stop() == 0
+
+
+def test_the_tier_leaves_the_reserve_to_others(
+    small_disk: Path, socket_dir: Path, context: Context
+) -> None:
+    kvstore = Process(small_disk / "blocks", socket_dir / "kvstore")
+    kvstore.command[kvstore.command.index("--disk-reserve-gb") + 1] = "0.001"
+    kvstore.start()
+    engine = Engine(context, kvstore.endpoint)
+    for number in range(12):
+        engine.put(number, 100_000)
+    wait_until(lambda: engine.stats().writes_total == 12)
+    assert small_disk_free(small_disk) >= 1_000_000
+    before = engine.stats().blocks
+    (small_disk / "others").write_bytes(bytes(500_000))
+    wait_until(lambda: engine.stats().blocks <= before - 4)  # it gives way without any put
+    assert small_disk_free(small_disk) >= 1_000_000
+    assert engine.has(11) == 1
+    assert kvstore.stop() == 0
+
+
+def small_disk_free(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def test_the_size_limit_holds_under_load(tmp_path: Path, socket_dir: Path) -> None:

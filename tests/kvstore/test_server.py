@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import zmq
 
+from kvstore import lookups
 from kvstore import server as server_module
-from kvstore.directory import BlockDirectory
+from kvstore.directory import BlockDirectory, BlockKey, FileInfo
+from kvstore.disk import Disk
 from kvstore.server import Server
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import wire
 from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, wait_until
+from tests.kvstore.faulty_disk import FaultyDisk
 
 
 @dataclass
@@ -92,20 +96,33 @@ def running(tmp_path: Path, socket_dir: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def persistent(tmp_path: Path, socket_dir: Path) -> Iterator[Running]:
-    yield from run(tmp_path, socket_dir, lambda store: Writer(store, persistent=True))
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def persistent(tmp_path: Path, socket_dir: Path, disk: FaultyDisk) -> Iterator[Running]:
+    yield from run(tmp_path, socket_dir, persistent=True, disk=disk)
 
 
 def run(
-    tmp_path: Path, socket_dir: Path, make_writer: Callable[[DiskStore], Writer] = Writer
+    tmp_path: Path, socket_dir: Path, *, persistent: bool = False, disk: Disk | None = None
 ) -> Iterator[Running]:
     endpoint = f"ipc://{socket_dir}/kvstore"
-    directory = BlockDirectory(tmp_path / "blocks")
+    directory = BlockDirectory(tmp_path / "blocks", disk)
     store = DiskStore(directory)
     store.load()
-    writer = make_writer(store)
+    writer = Writer(store, persistent=persistent)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = Server(context, endpoint, directory, store, writer, max_reply_bytes=25_000)
+    server = Server(
+        context,
+        endpoint,
+        directory,
+        store,
+        writer,
+        acknowledges_early=not persistent,
+        max_reply_bytes=25_000,
+    )
     stop = threading.Event()
 
     def serve() -> None:
@@ -174,6 +191,63 @@ def test_a_persistent_put_is_answered_once_the_block_is_on_the_disk(persistent: 
     for number in range(5):
         assert engine.put(number).stored
         assert engine.has(number) == 1
+
+
+def test_puts_on_a_slow_disk_do_not_delay_reads(persistent: Running, disk: FaultyDisk) -> None:
+    writing, reading = persistent.engine(), persistent.local_engine()
+    assert writing.put(1).stored
+    disk.may_write.clear()
+    for number in range(2, 600):  # more than the queue takes
+        message = wire.Put(ticket=number, namespace=NAMESPACE, hash=hash_of(number))
+        writing.send(message, file_of(number))
+    wait_until(lambda: persistent.writer.drops > 0)
+    started = time.monotonic()
+    for _ in range(20):
+        assert reading.get(1)[0].count == 1
+    assert time.monotonic() - started < 1.0
+    disk.may_write.set()
+
+
+def test_look_ups_on_a_disk_that_hangs_are_misses_at_once(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "PATIENCE_S", 0.2)
+    one, other = running.local_engine(), running.local_engine()
+    one.put(1)
+    wait_until(lambda: one.has(1) == 1)
+    hangs, info = threading.Event(), running.directory.info
+
+    def hanging(key: BlockKey) -> FileInfo | None:
+        assert hangs.wait(30)
+        return info(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.directory, "info", hanging)
+        one.send(wire.Get(ticket=5, namespace=NAMESPACE, hashes=[hash_of(1)]))
+        time.sleep(0.4)
+        assert other.get(1)[0].count == 0
+        assert other.stats().blocks == 1
+        hangs.set()
+    assert one.receive()[0].count == 1
+    wait_until(lambda: other.get(1)[0].count == 1)
+
+
+def test_the_last_block_that_is_there_is_found(running: Running) -> None:
+    engine = running.engine()
+    assert engine.ask(wire.Locate())[0].finds_last
+    engine.put(2)
+    engine.put(4)
+    wait_until(lambda: engine.has(2) + engine.has(4) == 2)
+
+    def find(*numbers: int) -> int | None:
+        hashes = [hash_of(number) for number in numbers]
+        reply, _ = engine.ask(wire.FindLast(ticket=9, namespace=NAMESPACE, hashes=hashes))
+        assert isinstance(reply, wire.FindLastReply) and reply.ticket == 9
+        return reply.position
+
+    assert find(1, 2, 3, 4, 5) == 3
+    assert find(1, 2, 3) == 1
+    assert find(1, 3) is None and find() is None
 
 
 def test_a_persistent_put_of_an_invalid_block_is_answered_with_the_reason(

@@ -2,23 +2,26 @@ from __future__ import annotations
 
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvstore.clock import StoreClock
 from kvstore.directory import BlockDirectory
-from kvstore.store import DiskStore
+from kvstore.store import BlockTooLarge, DiskStore
 from shared.blockfile import BlockFileError
 from tests.kvstore.blocks import file_of, key_of
+from tests.kvstore.faulty_disk import FaultyDisk
 
 SIZE = len(file_of(1))
 DAY_S = 86400.0
 
 
 class Clock:
+    """Wall time and monotonic time at once."""
+
     def __init__(self) -> None:
         self.now = 1_000_000.0
 
@@ -44,10 +47,12 @@ def loaded(
     *,
     max_bytes: int = 0,
     ttl_s: float = 0.0,
-    clock: Callable[[], float] = time.time,
+    clock: Clock | None = None,
 ) -> DiskStore:
-    store = DiskStore(directory, max_bytes=max_bytes, ttl_s=ttl_s, clock=clock)
+    ages = StoreClock(wall=clock, monotonic=clock) if clock else None
+    store = DiskStore(directory, max_bytes=max_bytes, ttl_s=ttl_s, clock=ages)
     store.load()
+    store.flush()
     return store
 
 
@@ -142,9 +147,10 @@ def test_an_expired_block_is_not_found_while_indexing_either(
 ) -> None:
     put(loaded(directory, clock=clock), 1)
     os.utime(directory.path(key_of(1)), (clock.now - 8 * DAY_S,) * 2)
-    store = DiskStore(directory, ttl_s=7 * DAY_S, clock=clock)
+    store = DiskStore(directory, ttl_s=7 * DAY_S, clock=StoreClock(wall=clock, monotonic=clock))
     assert there(store, 1) == set()
     store.load()
+    store.flush()
     assert store.stats().expired_total == 1
     assert not directory.path(key_of(1)).exists()
 
@@ -153,12 +159,12 @@ def test_the_store_is_usable_before_its_index_is_complete(
     directory: BlockDirectory, clock: Clock
 ) -> None:
     put(loaded(directory, clock=clock), 1, 2, 3)
-    store = DiskStore(directory, max_bytes=3 * SIZE, clock=clock)
+    store = DiskStore(directory, max_bytes=3 * SIZE, clock=StoreClock(wall=clock, monotonic=clock))
     assert store.stats().indexing
     assert store.has([key_of(1), key_of(2), key_of(9)]) == 2
     assert len(store.get([key_of(1)])) == 1
-    put(store, 4)
     store.load()
+    put(store, 4)
     assert not store.stats().indexing
     assert len(there(store, 2, 3)) == 1  # one of the two not used since the start
     assert there(store, 1, 4) == {1, 4}
@@ -205,17 +211,95 @@ def test_the_directory_may_be_removed_under_the_store(directory: BlockDirectory)
     assert there(store, 1, 2) == {2}
 
 
+def test_a_clock_that_is_set_right_deletes_nothing(tmp_path: Path) -> None:
+    wall, monotonic = Clock(), Clock()
+    wall.now, monotonic.now = 0.0, 50.0  # a machine without a battery thinks that it is 1970
+
+    def open_store() -> tuple[BlockDirectory, DiskStore]:
+        directory = BlockDirectory(tmp_path)
+        clock = StoreClock(directory.read_clock(), wall, monotonic)
+        store = DiskStore(directory, ttl_s=7 * DAY_S, clock=clock)
+        store.load()
+        store.flush()
+        return directory, store
+
+    directory, store = open_store()
+    put(store, 1, 2, 3)
+    wall.now = 56 * 365 * DAY_S
+    store.touch([key_of(1)])
+    store.flush()
+    assert there(store, 1, 2, 3) == {1, 2, 3}
+    for _ in range(2):  # again after a restart, which trusts wall time for a day at most
+        directory.close()
+        directory, store = open_store()
+        assert there(store, 1, 2, 3) == {1, 2, 3}
+    monotonic.now += 6.5 * DAY_S
+    store.touch([key_of(1)])
+    store.flush()
+    assert there(store, 1, 2, 3) == {1}
+    directory.close()
+
+
+def test_a_file_that_cannot_be_removed_still_counts(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    directory = BlockDirectory(tmp_path, disk)
+    store = loaded(directory, max_bytes=3 * SIZE)
+    put(store, 1, 2, 3)
+    disk.unremovable.add(directory.path(key_of(1)))
+    with pytest.raises(PermissionError):
+        put(store, 4)
+    assert there(store, 1, 2, 3, 4) == {2, 3}
+    assert store.stats().bytes == 3 * SIZE
+    put(store, 4)
+    assert there(store, 1, 2, 3, 4) == {3, 4}
+    assert store.stats().bytes == 3 * SIZE
+    disk.unremovable.clear()
+    store.flush()
+    assert store.stats().bytes == 2 * SIZE
+    put(store, 5)
+    assert there(store, 3, 4, 5) == {3, 4, 5}
+    directory.close()
+
+
+def test_room_is_made_before_a_block_is_written(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    directory = BlockDirectory(tmp_path, disk)
+    store = loaded(directory, max_bytes=3 * SIZE)
+    clock_bytes, disk.most_bytes = sum(disk.sizes.values()), 0
+    put(store, *range(9))
+    assert disk.most_bytes <= clock_bytes + 3 * SIZE
+    with pytest.raises(BlockTooLarge):
+        store.put(key_of(99), file_of(99, 10 * SIZE), durable=False)
+    assert there(store, *range(9)) == {6, 7, 8}  # nothing was evicted in vain
+    directory.close()
+
+
+def test_a_disk_that_is_full_although_it_has_free_space_shrinks_the_tier(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    directory = BlockDirectory(tmp_path, disk)
+    store = loaded(directory)
+    put(store, *range(10, 20))
+    disk.hidden_quota, disk.capacity_bytes = True, sum(disk.sizes.values())
+    put(store, 20)
+    assert there(store, *range(10, 21)) == set(range(12, 21))
+    put(store, 21)  # within what it took before
+    assert there(store, 20, 21) == {20, 21}
+    directory.close()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_keep_index_and_files_in_step(
     directory: BlockDirectory, clock: Clock, seed: int
 ) -> None:
     rng = random.Random(seed)
-    make_store = partial(DiskStore, directory, max_bytes=12 * SIZE, ttl_s=100.0, clock=clock)
+    ages = StoreClock(wall=clock, monotonic=clock)
+    make_store = partial(DiskStore, directory, max_bytes=12 * SIZE, ttl_s=100.0, clock=ages)
     store = make_store()
     for _ in range(400):
         number = rng.randrange(30)
         match rng.randrange(8):
             case 0 | 1 | 2:
+                store.load()
                 put(store, number)
             case 3:
                 chain = [key_of(n) for n in range(number, number + 5)]
@@ -239,7 +323,8 @@ def test_random_operations_keep_index_and_files_in_step(
         if not store.stats().indexing:
             files = dict(directory.scan())
             assert store.stats().blocks == len(files)
-            assert store.stats().bytes == sum(info.size for info in files.values())
+            blocks_bytes = sum(info.size for info in files.values())
+            assert store.stats().bytes == blocks_bytes + directory.quarantined_bytes
             assert store.stats().bytes <= 12 * SIZE
 
 

@@ -32,6 +32,7 @@ from shared.wire import (
     Message,
     Ping,
     Refused,
+    StoreStats,
     Submit,
     ToEngine,
     TokenLogprobs,
@@ -110,6 +111,7 @@ class Behaviour:
     phase: str = "ready"
     stalled_s: float = 0.0
     stats: EngineStats = field(default_factory=EngineStats)
+    store: StoreStats | None = None
     answer_aborts: bool = True
     cached_tokens: int = 0
     forget: bool = False
@@ -194,6 +196,7 @@ class ScriptedEngine:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200 if self._bye else 0)
+        socket.setsockopt(zmq.IPV6, int("[" in self.address))
         socket.connect(self.address)
         beat_at, number = 0.0, 0
         try:
@@ -241,6 +244,7 @@ class ScriptedEngine:
             stalled_s=self.behaviour.stalled_s,
             live=live,
             stats=self.behaviour.stats,
+            store=self.behaviour.store,
         )
 
     def _answer(self, message: Message) -> list[list[Frame]]:

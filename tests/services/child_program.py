@@ -29,6 +29,7 @@ def main(folder: str, name: str, behaviour: str) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         stopping.append(number)
 
+    signal.signal(signal.SIGHUP, lambda *_: _note(journal, "hangup", name))
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else stop)
     if behaviour == "refuse" or (behaviour == "refuse-later" and starts == 1):
         sys.stderr.write("no such model: nonsense\n")

@@ -32,6 +32,7 @@ def main(folder: str, limits: str, *children: str) -> int:
                     environment={RUN_DIR_VARIABLE: str(run_dir.path)},
                     stop_stage=int(stage),
                     announces_ready=True,
+                    takes_hang_up=name == "router",
                 )
             )
         supervisor = Supervisor(

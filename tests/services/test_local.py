@@ -114,6 +114,30 @@ def test_children_use_sockets_in_the_run_directory(tmp_path: Path) -> None:
         assert stages["router"] < stages["engine"] < stages["kvstore"]
 
 
+def test_keys_are_in_no_childs_arguments_and_only_in_the_routers_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_LM_SERVER_METRICS_KEY", "sesame")
+    argv = ["--api-key", "sesame", "--model=demo", "--api-key=sesame2"]
+    settings = parse(argv, os.environ, "prog")
+    with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
+        specs = local.children(settings, argv, http, run_dir)
+    for spec in specs:
+        assert not any("sesame" in word for word in spec.command)
+        environment = {
+            **{name: os.environ[name] for name in os.environ.keys() - spec.hidden_variables},
+            **spec.environment,
+        }
+        again = parse(spec.command[4:], environment, "prog")
+        assert again.model == "demo"
+        if spec.name == "router":
+            assert again.api_key == ("sesame", "sesame2")
+            assert again.metrics_key == "sesame"
+        else:
+            assert "sesame" not in str(environment)
+            assert (again.api_key, again.metrics_key) == ((), None)
+
+
 def test_configured_sockets_are_used_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
     argv = ["--no-ssd", "--engine-socket=ipc:///run/e"]
     settings = parse(argv, {}, "prog")

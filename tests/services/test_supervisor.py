@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -183,6 +184,33 @@ def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     code, _, _ = server.end()
     assert code == 128 + signal.SIGTERM
     assert not alive(server.journal()[0].pid)
+
+
+def test_a_hang_up_goes_to_the_router_and_nothing_ends(start: Start) -> None:
+    server = start("router:serve:0", "engine:serve:1")
+    server.wait_until_ready()
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: len(server.journal("hangup")) == 1)
+    assert server.journal("hangup")[0].name == "router"
+    assert server.process.poll() is None
+    server.process.terminate()
+    assert server.end()[0] == EXIT_OK
+
+
+def test_a_closed_terminal_ends_the_server(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:  # pragma: no cover (the child)
+        os.environ["XDG_RUNTIME_DIR"] = str(tmp_path)
+        os.chdir(ROOT)
+        program = (sys.executable, "-m", "tests.services.supervised")
+        os.execv(sys.executable, [*program, str(tmp_path), "{}", "router:serve:0"])
+    said = b""
+    while b"ready " not in said:  # log lines may come before it
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid)
+    journal = (tmp_path / "journal").read_text()
+    assert "end router" in journal and "hangup" not in journal
 
 
 def test_a_child_that_does_not_stop_in_time_is_killed(start: Start) -> None:

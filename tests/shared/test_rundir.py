@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from shared.rundir import (
+    FRESH_S,
     MAX_SOCKET_PATH_BYTES,
     RunDir,
     RunDirError,
@@ -92,3 +95,24 @@ def test_a_missing_directory_is_not_removed(tmp_path: Path) -> None:
 def test_a_parent_that_cannot_be_written_raises_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"no private directory in .*: No such file"):
         RunDir.create(tmp_path / os.urandom(4).hex())
+
+
+def test_old_files_are_touched_so_that_no_cleaner_removes_them(socket_dir: Path) -> None:
+    now = time.time()
+    held = RunDir.open(socket_dir)
+    run_dir = RunDir(socket_dir, held._lock, clock=lambda: now)
+    (socket_dir / "engines.files").mkdir()
+    files = [socket_dir / "engines", socket_dir / "engines.files" / "config.json"]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(files[0]))
+        files[1].touch()
+        watched = [socket_dir, socket_dir / "lock", *files]
+        for path in reversed(watched):
+            os.utime(path, (1000, 1000))
+        run_dir.keep_fresh()
+        assert all(path.stat().st_mtime == 1000 for path in watched)
+        now += FRESH_S
+        run_dir.keep_fresh()
+        for path in watched:
+            assert min(path.stat().st_mtime, path.stat().st_atime) > 1000
+    run_dir.remove()

@@ -72,8 +72,6 @@ REFERENCE = {
 LATER = {
     "--idle-unload-s": "5",
     "--admin-key": "x",
-    "--rate-limit-requests": "5",
-    "--rate-limit-tokens": "5",
     "--spec-decode": "ngram",
     "--num-speculative-tokens": "4",
     "--spec-decode-disable-batch-size": "4",

@@ -1,193 +1,188 @@
-"""Decoders like Llama's in NumPy, for fp32 on the CPU: a pass without MLX.
+"""Decoders like Llama's on CPUs, in fp32: a pass without MLX.
 
 On Linux MLX computes everything but matmuls with one thread. Each operation of a graph costs
 several microseconds to build and to dispatch, and so does each way out of the graph and back.
-NumPy's wheels contain an OpenBLAS that multiplies few rows by a large weight faster than MLX's
-BLAS. So a model that consists only of the layers below is computed here, on the model's own
-weights, and directly into the slabs.
+So a model that consists only of the layers below is computed here: what is between two
+attentions by one call of ONNX Runtime, and attention in the slabs.
 
 Arrays are (tokens, ...): rows of a prefill are packed one after the other without padding.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from engine.backend.threads import num_threads, numpy_threads
-from engine.batch.cpu.gates import silu_times
+from engine.backend import graphs
+from engine.backend.graphs import Session, Unsupported
+from engine.backend.weights import DenseWeight, weight_of
+from engine.batch.cpu import stretches
+from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
-from engine.batch.cpu.products import Products
-from engine.batch.cpu.rotary import Rotary, Unsupported
-from engine.batch.cpu.together import Together
+from engine.batch.cpu.rotary import Rotary
+from engine.batch.cpu.stretches import Head
 from engine.batch.ragged import Row
 from engine.cache.layout import KVNode, Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.slabs import Slabs
 
-FAMILY = ("llama", "qwen2", "qwen3")
+logger = logging.getLogger(__name__)
+
+FAMILY = (
+    *("llama", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo2"),
+    *("gemma2", "gemma3", "gemma3_text"),
+)
 """Modules of mlx-lm whose `Model` can be computed by `Decoder`."""
-FEW_ROWS = 64
-"""Up to so many rows are stored by columns, as products of a few rows often are."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: Array
-    eps: float
+class _Layer(NamedTuple):
+    """What attention asks of a layer."""
 
-    @classmethod
-    def of(cls, module: Any) -> _Norm:
-        _expect(module, nn.RMSNorm)
-        return cls(np.asarray(module.weight), module.eps)
-
-    def __call__(self, x: Array) -> Array:
-        scale = np.einsum("...d,...d->...", x, x)
-        scale /= x.shape[-1]
-        scale += self.eps
-        np.sqrt(scale, out=scale)
-        out: Array = x / scale[..., None]
-        out *= self.weight
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """A linear layer."""
-
-    products: Products
-    weight: Array  # (out, in)
-    bias: Array | None = None  # (out,)
-
-    @classmethod
-    def of(cls, products: Products, *modules: Any) -> _Linear:
-        """Join ``modules`` side by side.
-
-        Their weights become parts of one array, which replaces the old ones."""
-        for module in modules:
-            _expect(module, nn.Linear)
-        if len(modules) > 1:
-            whole = mx.concatenate([module.weight for module in modules])
-            ends = list(accumulate(len(module.weight) for module in modules))
-            for module, start, end in zip(modules, [0, *ends], ends, strict=False):
-                module.weight = whole[start:end]
-            mx.eval(whole, [module.weight for module in modules])
-        else:
-            whole = modules[0].weight
-        biases = [np.asarray(module.bias) for module in modules if "bias" in module]
-        if len(biases) not in (0, len(modules)):
-            raise Unsupported("some of its layers have a bias and others do not")
-        return cls(products, np.asarray(whole), np.concatenate(biases) if biases else None)
-
-    def __call__(self, x: Array) -> Array:
-        """Return (rows, out) for (rows, in), in memory by rows or by columns, as is faster."""
-        out = self.products(x, self.weight)
-        if self.bias is not None:
-            out += self.bias
-        return out
-
-
-class _Layer:
-    def __init__(self, block: Any, rotary: Rotary, products: Products) -> None:
-        attention, mlp = block.self_attn, block.mlp
-        self.before_attention = _Norm.of(block.input_layernorm)
-        self.before_mlp = _Norm.of(block.post_attention_layernorm)
-        self.heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
-        self.scale = np.float32(attention.scale)
-        self.qkv = _Linear.of(products, attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _Linear.of(products, attention.o_proj)
-        self.gate_up = _Linear.of(products, mlp.gate_proj, mlp.up_proj)
-        self.down = _Linear.of(products, mlp.down_proj)
-        self.norms = None
-        if "q_norm" in attention:
-            self.norms = _Norm.of(attention.q_norm), _Norm.of(attention.k_norm)
-        self.rotary = rotary
-        self.linears = (self.qkv, self.out, self.gate_up, self.down)
-
-    def attend(self, x: Array, batch: DecoderBatch, number: int, *, last: bool) -> Array | None:
-        """Return what attention adds to ``x`` (tokens, hidden).
-
-        With ``last`` only store keys and values, and return None."""
-        rotated = self.heads + self.kv_heads
-        new = self.qkv(self.before_attention(x))
-        new = new.reshape(len(x), rotated + self.kv_heads, -1)
-        queries_and_keys, values = new[:, :rotated], new[:, rotated:]
-        if self.norms is not None:
-            queries_and_keys = np.concatenate(
-                [
-                    self.norms[0](queries_and_keys[:, : self.heads]),
-                    self.norms[1](queries_and_keys[:, self.heads :]),
-                ],
-                axis=1,
-            )
-        turned = self.rotary(queries_and_keys, batch.positions)
-        queries, keys = turned[:, : self.heads], turned[:, self.heads :]
-        batch.store(number, batch.unpacked(keys), batch.unpacked(values))
-        if last:
-            return None
-        queries *= self.scale
-        grouped = queries.reshape(len(x), self.kv_heads, self.heads // self.kv_heads, -1)
-        shape = (*grouped.shape[:-1], batch.layout.layers[number].value_dim)
-        found: Array = np.empty(shape, np.float32)
-        window = batch.layout.layers[number].window
-        batch.attend_to(number, batch.unpacked(grouped), batch.unpacked(found), window)
-        return self.out(found.reshape(len(x), -1))
-
-    def think(self, x: Array) -> Array:
-        both = self.gate_up(self.before_mlp(x))
-        half = both.shape[1] // 2
-        return self.down(silu_times(both[:, :half], both[:, half:]))
+    heads: int
+    kv_heads: int
+    softcap: float | None
 
 
 class Decoder:
     """Computes passes of ``model``. Raises `Unsupported` if it cannot be computed here."""
 
     def __init__(self, model: Any, layout: Layout) -> None:
-        if model.__class__.__module__ not in {f"mlx_lm.models.{name}" for name in FAMILY}:
+        if not knows(model):
             raise Unsupported("it is of another kind")
         if layout.tree != tuple(KVNode(i) for i in range(len(layout.layers))):
             raise Unsupported("it keeps something else than keys and values of each layer")
+        model = getattr(model, "language_model", model)
         inner = model.model
-        _expect(inner.embed_tokens, nn.Embedding)
-        self._embedding: Array = np.asarray(inner.embed_tokens.weight)
-        self.products = products = Products()
-        self._head = _Linear(products, self._embedding)
-        if not model.args.tie_word_embeddings:
-            self._head = _Linear.of(products, model.lm_head)
-        self._norm = _Norm.of(inner.norm)
-        rotary = Rotary(inner.layers[0].self_attn.rope, layout.layers[0].key_dim)
-        for block in inner.layers:
-            rotary.check(block.self_attn.rope)
-        self._layers = [_Layer(block, rotary, products) for block in inner.layers]
-        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
-        with numpy_threads(num_threads()):
-            products.measure([linear.weight for linear in linears])
+        self._embedding = weight_of(inner.embed_tokens)
+        self._embedding_scale = _embedding_scale(model)
+        head = Head(
+            Norm.of(inner.norm),
+            self._embedding if "lm_head" not in model else weight_of(model.lm_head),
+            1 / getattr(model, "logits_scaling", 1),
+            getattr(model, "final_logit_softcapping", None),
+        )
+        ropes = [block.self_attn.rope for block in inner.layers]
+        self._rotaries = _rotaries(ropes, [layer.key_dim for layer in layout.layers])
+        self._owned = [model.lm_head] if "lm_head" in model else []
+        self._layers: list[_Layer] = []
+        self._stretches: list[Session] = []
+        hidden = self._embedding.shape[1]
+        before: TransformerBlock | None = None
+        for module, rotary in zip(inner.layers, self._rotaries, strict=True):
+            block = TransformerBlock(module)
+            if before is None:
+                self._stretches.append(stretches.first(hidden, block, rotary))
+            else:
+                self._stretches.append(stretches.between(hidden, before, block, rotary))
+            self._layers.append(_Layer(block.heads, block.kv_heads, block.softcap))
+            self._owned += block.owned
+            before = block
+        assert before is not None
+        self._stretches.append(stretches.last(hidden, before, head))
+        self.keeps_bits = isinstance(before.qkv.weight, DenseWeight)
+        """Whether a row's products have the same bits in every batch. Quantized ones do not."""
 
     def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
         """Return logits (tokens, vocabulary) of the packed ``tokens``, None if ``silent``."""
-        with numpy_threads(num_threads()), np.errstate(over="ignore"):
-            x: Array = self._embedding[tokens]
-            if len(tokens) <= FEW_ROWS:
-                x = np.asfortranarray(x)
-            end = len(self._layers) - 1
-            for number, layer in enumerate(self._layers):
-                added = layer.attend(x, batch, number, last=silent and number == end)
-                if added is None:
-                    return None
-                x += added
-                x += layer.think(x)
-            return self._head(self._norm(x))
+        x = self._embedding.gather(tokens)
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
+        tables = self._tables(batch.positions)
+        x, *new = self._stretches[0](x, *tables[self._rotaries[0]])
+        for number in range(len(self._layers)):
+            found = self._attend(batch, number, *new, last=silent)
+            if found is None:
+                return None
+            if number + 1 == len(self._layers):
+                break
+            turns = tables[self._rotaries[number + 1]]
+            x, *new = self._stretches[number + 1](x, found, *turns)
+        logits: Array = self._stretches[-1](x, found)[0]
+        return logits
+
+    def _attend(
+        self,
+        batch: DecoderBatch,
+        number: int,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        *,
+        last: bool,
+    ) -> Array | None:
+        """Store keys and values, and return what the queries find: (tokens, heads * dim).
+
+        With ``last`` return None after the last layer's are stored."""
+        layer, kept, tokens = self._layers[number], batch.layout.layers[number], len(queries)
+        heads = layer.kv_heads
+        keys, values = keys.reshape(tokens, heads, -1), values.reshape(tokens, heads, -1)
+        batch.store(number, batch.unpacked(keys), batch.unpacked(values))
+        if last and number + 1 == len(self._layers):
+            return None
+        grouped = queries.reshape(tokens, heads, layer.heads // heads, -1)
+        found: Array = np.empty((*grouped.shape[:-1], kept.value_dim), np.float32)
+        batch.attend_to(
+            number,
+            batch.unpacked(grouped),
+            batch.unpacked(found),
+            kept.window,
+            softcap=layer.softcap,
+        )
+        return found.reshape(tokens, -1)
+
+    def _tables(self, positions: np.ndarray[Any, Any]) -> dict[Rotary, list[Any]]:
+        """Return the arguments of each kind of positions."""
+        numbers = np.arange(len(positions))[None]
+        return {
+            rotary: [*rotary.tables(positions), numbers] if rotary.turned else []
+            for rotary in set(self._rotaries)
+        }
+
+    def release_weights(self) -> None:
+        """Drop MLX's copies of the weights that are packed here."""
+        for module in self._owned:
+            module.weight = mx.zeros((0,))
+
+
+def _embedding_scale(model: Any) -> np.float32:
+    """Return the factor of embeddings."""
+    size = model.args.hidden_size**0.5
+    match type(model).__module__.rpartition(".")[2]:
+        case "gemma2":
+            return np.float32(size)
+        case "gemma3_text":
+            return np.float32(mx.array(size, mx.bfloat16).item())
+    return np.float32(getattr(model.model, "embedding_multiplier", 1))
+
+
+def _rotaries(ropes: Sequence[nn.Module], dims: Sequence[int]) -> list[Rotary]:
+    """Return the rotation of each layer. Layers with the same one share its tables."""
+    known: list[tuple[int, Rotary]] = []
+    found = []
+    for rope, dim in zip(ropes, dims, strict=True):
+        same = next((r for size, r in known if size == dim and r.same_as(rope)), None)
+        if same is None:
+            same = Rotary(rope, dim)
+            known.append((dim, same))
+        found.append(same)
+    return found
+
+
+def knows(model: Any) -> bool:
+    """Return whether ``model`` is of the `FAMILY`."""
+    return model.__class__.__module__ in {f"mlx_lm.models.{name}" for name in FAMILY}
 
 
 class DecoderBatch(HostBatch):
     """A pass of `decoder`, which replaces the model, see `bind`."""
 
+    runs_model = False
     decoder: ClassVar[Decoder]
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
@@ -195,9 +190,15 @@ class DecoderBatch(HostBatch):
         self.positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
         ends = list(accumulate(row.width for row in rows))
         self._cuts = list(zip([0, *ends], ends, strict=False))
-        gemm = self.decoder.products.gemm_batch(len(rows)) if self.decoding else None
-        if gemm is not None:
-            self._together = Together(gemm, layout, list(self.by_slab()))
+
+    @classmethod
+    def make_deterministic(cls) -> bool:
+        cls.deterministic = cls.decoder.keeps_bits
+        return cls.deterministic
+
+    @classmethod
+    def release_weights(cls) -> None:
+        cls.decoder.release_weights()
 
     def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
         given = np.asarray(inputs)
@@ -222,13 +223,12 @@ class DecoderBatch(HostBatch):
 
 def bind(model: Any, layout: Layout) -> type[DecoderBatch] | None:
     """Return the class of batches for ``model``, None if it cannot be computed here."""
+    if why := graphs.unusable():
+        logger.warning("the model is computed by MLX, which is slower: %s", why)
+        return None
     try:
         decoder = Decoder(model, layout)
-    except Unsupported:
+    except Unsupported as reason:
+        logger.info("the model is computed layer by layer in MLX: %s", reason)
         return None
     return type("DecoderBatch", (DecoderBatch,), {"decoder": decoder})
-
-
-def _expect(module: Any, kind: type[nn.Module]) -> None:
-    if type(module) is not kind or module.weight.dtype != mx.float32:
-        raise Unsupported(f"a {type(module).__name__} is not a {kind.__name__} in fp32")

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from engine.backend.threads import in_parallel, num_threads
-from engine.batch.cpu.together import Together
+from engine.batch.cpu import tiles
+from engine.batch.cpu.tiles import Span
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
 from engine.cache.layout import Layout
@@ -67,15 +69,28 @@ class _Prefill:
         return (self.last - self.first) * (self.row.start + self.last)
 
 
+class _How(NamedTuple):
+    """How a layer attends, beside the lengths of rows."""
+
+    window: int | None
+    sinks: Array | None
+    """(kv_heads, queries of a kv head, 1, 1): other scores, with a share and no value."""
+    softcap: float | None
+
+
 class HostBatch(RaggedBatch):
     """A batch for layers in float32. All state is evaluated when the model's code returns."""
 
     writes_in_place = True
+    deterministic: ClassVar[bool] = False
+    """Whether attention is that of `engine.batch.cpu.tiles`."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
-        self._together: Together | None = None
+        # For this pass only: MLX would copy a slab that a view still refers to.
+        self._views: dict[Slab, list[Array]] = {}
+        self._spans: dict[tuple[int, int, int | None], Span] = {}
         self._stretches = [
             (
                 slab,
@@ -87,10 +102,21 @@ class HostBatch(RaggedBatch):
             for slab, first, rows in self.by_slab()
         ]
 
+    def _array(self, slab: Slab, number: int) -> Array:
+        """Return array ``number`` of ``slab``."""
+        if slab not in self._views:
+            self._views[slab] = [np.asarray(array) for array in slab.arrays]
+        return self._views[slab][number]
+
+    def _both(self, layer: int, slab: Slab) -> tuple[Array, Array]:
+        """Return keys and values of ``layer``."""
+        return self._array(slab, 2 * layer), self._array(slab, 2 * layer + 1)
+
     @cached_property
     def _shares(self) -> list[list[_Decode | _Prefill]]:
         """The work of each thread, if NumPy computes attention."""
-        return _share(self._decodes() if self.decoding else self._prefills())
+        by_runs = self.decoding and not self.deterministic
+        return _share(self._decodes() if by_runs else self._prefills())
 
     def _decodes(self) -> list[_Decode]:
         work = []
@@ -150,7 +176,7 @@ class HostBatch(RaggedBatch):
         kept = keep(keys, values, kinds[0].quantization, kinds[1].quantization)
         for number, (new, scales) in enumerate(kept, 2 * layer):
             for slab, first, rows, numbers, starts in self._stretches:
-                target = np.asarray(slab.arrays[number])
+                target = self._array(slab, number)
                 marks = None if scales is None else np.asarray(slab.scales[number])
                 if self.decoding and isinstance(new, np.ndarray):
                     last = first + len(rows)
@@ -165,39 +191,49 @@ class HostBatch(RaggedBatch):
                         place[...] = scales[i][:, :, : row.width]
 
     def attend_to(
-        self, layer: int, asked: Arrays, out: Arrays, window: int | None, sinks: Array | None = None
+        self,
+        layer: int,
+        asked: Arrays,
+        out: Arrays,
+        window: int | None,
+        sinks: Array | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Write the attention of each row's scaled queries to the same places of ``out``.
 
         A row is (kv_heads, queries of a kv head, width, dim). Decoding rows are one array."""
-        if self._together is not None:
-            assert isinstance(asked, np.ndarray) and isinstance(out, np.ndarray) and sinks is None
-            self._together.attend_to(layer, asked, out, window)
-            return
+        how = _How(window, sinks, softcap)
 
         def share(pieces: Sequence[_Decode | _Prefill]) -> Callable[[], None]:
             def run() -> None:
                 for piece in pieces:
-                    if isinstance(piece, _Prefill):
-                        _prefill(piece, layer, asked, out, window, sinks)
+                    if isinstance(piece, _Prefill) and self.deterministic:
+                        self._in_tiles(piece, layer, asked, out, how)
+                    elif isinstance(piece, _Prefill):
+                        _prefill(piece, self._both(layer, piece.slab), asked, out, how)
                     elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                        _decode(piece, layer, asked, out, window, sinks)
+                        _decode(piece, self._both(layer, piece.slab), asked, out, how)
 
             return run
 
         in_parallel([share(pieces) for pieces in self._shares])
 
+    def _in_tiles(self, piece: _Prefill, layer: int, asked: Arrays, out: Arrays, how: _How) -> None:
+        """Attend like `_prefill`, in an order that depends on nothing but positions."""
+        row, place = piece.row, (piece.member, piece.first, how.window)
+        if place not in self._spans:
+            self._spans[place] = Span(row.start + piece.first, row.start + piece.last, how.window)
+        keys, values = (array[row.slot.row] for array in self._both(layer, piece.slab))
+        for head in range(len(keys)):
+            queries = asked[piece.member][head, :, piece.first : piece.last]
+            out[piece.member][head, :, piece.first : piece.last] = tiles.attend(
+                queries, keys[head], values[head], self._spans[place], how.softcap
+            )
 
-def _decode(
-    piece: _Decode, layer: int, asked: Array, out: Array, window: int | None, sinks: Array | None
-) -> None:
-    low = 0 if window is None else max(0, min(piece.lengths) - window)
-    keys, values = (
-        np.asarray(piece.slab.arrays[2 * layer + i])[
-            piece.first : piece.last + 1, :, low : piece.length
-        ]
-        for i in (0, 1)
-    )
+
+def _decode(piece: _Decode, kept: tuple[Array, Array], asked: Array, out: Array, how: _How) -> None:
+    low = 0 if how.window is None else max(0, min(piece.lengths) - how.window)
+    keys, values = (array[piece.first : piece.last + 1, :, low : piece.length] for array in kept)
     members, rows = list(piece.members), piece.last - piece.first + 1
     queries = asked[members, :, :, 0]
     if rows != len(members):  # rows in between attend too, but their output is not read
@@ -206,33 +242,43 @@ def _decode(
         queries = spread
     # Many rows by few: OpenBLAS takes half as long for it as for few by many.
     scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
+    _cap(scores, how.softcap)
     for place, length in zip(piece.places, piece.lengths, strict=True):
         scores[place, :, :, length - low :] = -np.inf
-        if window is not None and length - window > low:
-            scores[place, :, :, : length - window - low] = -np.inf
-    result = _softmax_times(scores, values, None if sinks is None else sinks[..., 0])
+        if how.window is not None and length - how.window > low:
+            scores[place, :, :, : length - how.window - low] = -np.inf
+    result = _softmax_times(scores, values, None if how.sinks is None else how.sinks[..., 0])
     out[members, :, :, 0] = result if rows == len(members) else result[list(piece.places)]
 
 
 def _prefill(
-    piece: _Prefill, layer: int, asked: Arrays, out: Arrays, window: int | None, sinks: Array | None
+    piece: _Prefill, kept: tuple[Array, Array], asked: Arrays, out: Arrays, how: _How
 ) -> None:
-    row, count = piece.row, piece.last - piece.first
+    row, count, window = piece.row, piece.last - piece.first, how.window
     start, end = row.start + piece.first, row.start + piece.last
     low = 0 if window is None else max(0, start - window + 1)
-    keys, values = (
-        np.asarray(piece.slab.arrays[2 * layer + i])[row.slot.row, :, low:end] for i in (0, 1)
-    )
+    keys, values = (array[row.slot.row, :, low:end] for array in kept)
     for head in range(keys.shape[0]):
         queries = asked[piece.member][head, :, piece.first : piece.last]
         scores = (queries.reshape(-1, queries.shape[-1]) @ keys[head].T).reshape(
             -1, count, end - low
         )
+        _cap(scores, how.softcap)
         scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
         if window is not None and end - low > window:
             scores += _outside(start - low, count, end - low, window)
-        result = _softmax_times(scores, values[head], None if sinks is None else sinks[head])
+        result = _softmax_times(
+            scores, values[head], None if how.sinks is None else how.sinks[head]
+        )
         out[piece.member][head, :, piece.first : piece.last] = result
+
+
+def _cap(scores: Array, softcap: float | None) -> None:
+    """Bound ``scores`` smoothly, in place."""
+    if softcap is not None:
+        scores /= softcap
+        np.tanh(scores, out=scores)
+        scores *= softcap
 
 
 def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:

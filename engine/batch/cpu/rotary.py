@@ -1,4 +1,4 @@
-"""Rotary positions in NumPy, from tables that the model's own module computes."""
+"""Tables of rotary positions, computed by the model's own modules."""
 
 from __future__ import annotations
 
@@ -8,67 +8,77 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backend.graphs import Unsupported
+from engine.cache.rounding import Array
+
 FIRST_TABLE = 2048
 """Positions of the first table, which doubles when it is too short."""
+_FAR = 1000
 _CHECKED = (0, 1, 13, 400, 5_000)
 _TOLERANCE = 1e-4
 
 
-class Unsupported(Exception):
-    """The model cannot be computed here. The message says why."""
-
-
 class Rotary:
-    """Rotates (tokens, heads, dim) as the module ``rope`` does.
+    """The rotation of heads of ``dim`` elements by the module ``rope``.
 
     A rotation is linear, so its result for the first element of each pair determines a position.
-    Pairs are neighbours, or the elements at the same place of both halves. Raises `Unsupported`
-    if ``rope`` does anything else.
+    Pairs are neighbours, or the elements at the same place of both halves. Elements beyond
+    ``turned`` stay as they are. Raises `Unsupported` if ``rope`` does anything else.
     """
 
     def __init__(self, rope: Any, dim: int) -> None:
         self._rope, self._dim = rope, dim
-        one = np.asarray(rope(mx.eye(dim)[:1].reshape(1, 1, 1, dim), offset=1)).reshape(-1)
-        self._neighbours = bool(one[1])
-        self._table = np.empty((0, dim // 2), np.complex64)
+        changed = np.flatnonzero(self._of_module(np.ones(dim, np.float32), _FAR) != 1)
+        self.turned = int(changed[-1]) + 1 if changed.size else 0
+        """How many elements are rotated: an even number, 0 if the layer has no positions."""
+        if self.turned % 2:
+            raise Unsupported("its positions are of another kind")
+        one = self._of_module(np.eye(1, dim, dtype=np.float32)[0], 1)
+        self.neighbours = bool(self.turned and one[1])
+        self._tables: tuple[Array, Array] = (np.empty((0, self.turned // 2), np.float32),) * 2
         self._reach(FIRST_TABLE)
-        self.check(rope)
+        self._check()
 
-    def __call__(self, x: Any, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return ``x`` with each token rotated to its position in ``positions`` (tokens,)."""
+    def tables(self, positions: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Return cosines and sines of ``positions`` (tokens,): (tokens, turned / 2) each."""
         self._reach(int(positions.max()) + 1)
-        turns = self._table[positions][:, None]
-        if self._neighbours:
-            pairs = np.ascontiguousarray(x).view(np.complex64)
-            neighbours: NDArray[np.float32] = (pairs * turns).view(np.float32)
-            return neighbours
-        half = self._dim // 2
-        left, right = x[..., :half], x[..., half:]
-        out = np.empty(x.shape, np.float32)
-        np.multiply(left, turns.real, out=out[..., :half])
-        out[..., :half] -= right * turns.imag
-        np.multiply(right, turns.real, out=out[..., half:])
-        out[..., half:] += left * turns.imag
-        return out
+        return self._tables[0][positions], self._tables[1][positions]
 
-    def check(self, rope: Any) -> None:
-        """Raise `Unsupported` if ``rope`` computes anything else."""
-        x = mx.random.normal((1, 1, 1, self._dim), key=mx.random.key(0))
+    def same_as(self, rope: Any) -> bool:
+        """Return whether ``rope`` rotates as this one does."""
+        x = np.random.default_rng(0).standard_normal(self._dim, np.float32)
+        return all(
+            np.array_equal(self._of_module(x, at, rope), self._of_module(x, at)) for at in _CHECKED
+        )
+
+    def _of_module(self, x: Array, position: int, rope: Any = None) -> Array:
+        """Return ``x`` (dim,) as the module rotates it."""
+        rope = self._rope if rope is None else rope
+        rotated = rope(mx.array(x).reshape(1, 1, 1, -1), offset=position)
+        return np.asarray(rotated).reshape(-1)
+
+    def _check(self) -> None:
+        x = np.random.default_rng(0).standard_normal(self._dim, np.float32)
+        half = self.turned // 2
         for position in _CHECKED:
-            theirs = np.asarray(rope(x, offset=position)).reshape(1, 1, -1)
-            ours = self(np.asarray(x).reshape(1, 1, -1), np.array([position]))
-            if not np.allclose(ours, theirs, rtol=_TOLERANCE, atol=_TOLERANCE):
+            (cosines,), (sines,) = self.tables(np.array([position]))
+            ours, pairs = x.copy(), x[: self.turned]
+            pairs = pairs.reshape(half, 2).T if self.neighbours else pairs.reshape(2, half)
+            turned = np.stack(
+                [pairs[0] * cosines - pairs[1] * sines, pairs[0] * sines + pairs[1] * cosines]
+            )
+            ours[: self.turned] = (turned.T if self.neighbours else turned).reshape(-1)
+            if not np.allclose(ours, self._of_module(x, position), _TOLERANCE, _TOLERANCE):
                 raise Unsupported("its positions are of another kind")
 
     def _reach(self, length: int) -> None:
-        if length <= len(self._table):
+        if length <= len(self._tables[0]):
             return
-        length = max(length, 2 * len(self._table))
+        length, half = max(length, 2 * len(self._tables[0])), self.turned // 2
         first = np.zeros(self._dim, np.float32)
-        first[slice(0, None, 2) if self._neighbours else slice(0, self._dim // 2)] = 1
-        turned = self._rope(mx.broadcast_to(mx.array(first), (1, 1, length, self._dim)), offset=0)
-        pairs = np.asarray(turned.astype(mx.float32))[0, 0].reshape(
-            (length, -1, 2) if self._neighbours else (length, 2, -1)
-        )
-        axis = 2 if self._neighbours else 1
-        self._table = pairs.take(0, axis) + np.complex64(1j) * pairs.take(1, axis)
+        first[slice(0, self.turned, 2) if self.neighbours else slice(0, half)] = 1
+        rotated = self._rope(mx.broadcast_to(mx.array(first), (1, 1, length, self._dim)), offset=0)
+        pairs = np.asarray(rotated)[0, 0, :, : self.turned]
+        pairs = pairs.reshape((length, half, 2) if self.neighbours else (length, 2, half))
+        axis = 2 if self.neighbours else 1
+        self._tables = pairs.take(0, axis), pairs.take(1, axis)

@@ -124,13 +124,14 @@ def is_unfinished_json(text: str) -> bool:
     return False
 
 
-def may_become_json_calls(pieces: Sequence[str]) -> bool:
-    """Return whether a reply that begins with ``pieces`` may consist of calls, written as JSON."""
-    start = ""
-    for piece in pieces:
-        if len(start) > _LONGEST_BEGINNING:
-            break
-        start += "".join(piece.split())
+def add_to_beginning(start: str, piece: str) -> str:
+    """Return ``start``, the beginning of a reply without whitespace, with what ``piece`` adds."""
+    return start if len(start) > _LONGEST_BEGINNING else start + "".join(piece.split())
+
+
+def may_become_json_calls(start: str) -> bool:
+    """Return whether a reply whose beginning is ``start``, by `add_to_beginning`, may consist of
+    calls, written as JSON."""
     return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
 
 

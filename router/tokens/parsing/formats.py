@@ -47,7 +47,7 @@ REASONING = {
 
 _ALSO_DETECTED = ("mistral", "seed_oss")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-_HARMONY_CALL = re.compile(r"to=(?:functions\.)?([^\s<]+).*?<\|message\|>(.*)", re.DOTALL)
+_HARMONY_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,12 @@ def harmony_state(header: str) -> ReplyState:
 
 
 def _harmony_call(text: str, tools: Any) -> dict[str, Any]:
-    match = _HARMONY_CALL.search(text)
-    if match is None:
+    # Not one expression: it would look for the end of the header from each recipient on.
+    header, message, arguments = text.partition("<|message|>")
+    match = _HARMONY_RECIPIENT.search(header)
+    if match is None or not message:
         raise ValueError("no recipient")
-    return {"name": match[1], "arguments": match[2]}
+    return {"name": match[1], "arguments": arguments}
 
 
 HARMONY_CALLS = ToolSyntax("harmony", "", "<|call|>", _harmony_call)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.schemas.conversation import FunctionDefinition
+from router.tokens.literals import literal_pattern
 from router.tokens.parsing.formats import ReasoningMarkers
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -102,32 +103,38 @@ CALL_TEMPLATES: Mapping[str, CallTemplate] = {
 """By the name of the tool parser that reads such calls."""
 
 
-class ControlTokens(NamedTuple):
+class ControlTokens:
     """The tokens of a tokenizer that match only as themselves in a grammar, never as text."""
 
-    control: Mapping[str, int]  # their ids by their text
+    def __init__(self, control: Mapping[str, int]) -> None:
+        self.control = control
+        """Their ids by their text."""
+        self._pattern = literal_pattern(control)
+
+    def occur_in(self, text: str) -> bool:
+        return self._pattern is not None and self._pattern.search(text) is not None
 
     def to_lark(self, text: str) -> str:
         """Return an expression that matches exactly ``text``, an empty one if there is no text."""
         if not text:
             return ""
-        if not self.control:
-            return json.dumps(text, ensure_ascii=False)
-        longest_first = sorted(self.control, key=len, reverse=True)
-        pieces = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
-        return " ".join(
-            f"<[{self.control[each]}]>"
-            if each in self.control
-            else json.dumps(each, ensure_ascii=False)
-            for each in pieces
-            if each
-        )
+        pieces: list[str] = []
+        end = 0
+        for found in self._pattern.finditer(text) if self._pattern is not None else ():
+            pieces += (_quoted(text[end : found.start()]), f"<[{self.control[found[0]]}]>")
+            end = found.end()
+        return " ".join(filter(None, [*pieces, _quoted(text[end:])]))
 
     def text_without(self, *excluded: str) -> str:
         """Return a terminal for any text without ``excluded`` and without control tokens."""
         spelled = [each for each in excluded if each not in self.control]
         anything = "/(?s:.*)/"
         return " & ".join([anything, *(f"~/(?s:.*{_regex(each)}.*)/" for each in spelled if each)])
+
+
+def _quoted(text: str) -> str:
+    """Return the string of Lark for ``text``, nothing if that is empty."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def call_template(
@@ -226,7 +233,7 @@ def _arguments(
     Parameters that are not required may be left out."""
     expressions, rules = [], []
     parameters: Mapping[str, Any] = function.parameters or {}
-    required = parameters.get("required", ())
+    required = frozenset(parameters.get("required") or ())
     end = tokens.to_lark(template.argument_end)
     for number, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
         name = f"{rule}_argument{number}"
@@ -249,7 +256,7 @@ def _arguments(
 
 
 def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:
-    if any(control in end for control in tokens.control):
+    if tokens.occur_in(end):
         # Text cannot contain its control token, so whitespace before that may belong to the text.
         return f"{rule}: /(?s:.*)/ {tokens.to_lark(end.lstrip())}"
     return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"

@@ -10,6 +10,7 @@ from router.tokens.parsing.calls import (
     JSON,
     ParsedCall,
     ToolSchemas,
+    add_to_beginning,
     is_unfinished_json,
     may_become_json_calls,
     parse_calls,
@@ -39,7 +40,8 @@ class MarkedReplyParser:
 
     Only calls of ``tools`` count, each as a whole. Text that looks like a call but does not parse
     stays text. With ``call_stream``, a grammar allows only calls after the reasoning. With
-    ``single_call``, everything after the first call is ignored.
+    ``single_call``, everything after the first call is ignored, with ``only_calls`` everything from
+    the first call on that repeats an earlier one exactly.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class MarkedReplyParser:
         tools: ToolSchemas,
         *,
         single_call: bool = False,
+        only_calls: bool = False,
         new_id: Callable[[], str] = call_id,
         call_stream: StreamingCallParser | None = None,
     ) -> None:
@@ -56,6 +59,9 @@ class MarkedReplyParser:
         self._state = state
         self._tools = with_plain_properties(tools)
         self._single_call = single_call
+        self._only_calls = only_calls
+        self._taken: set[tuple[str, str]] = set()  # names and arguments of calls
+        self._repeated = False  # whether a call has repeated one of them
         self._new_id = new_id
         self._call_stream = call_stream
         self._markers = format.markers(calls=bool(tools))
@@ -67,6 +73,7 @@ class MarkedReplyParser:
         self._inner_ends = 0
         # Text that may turn out to be calls. None: it cannot.
         self._maybe_json: list[str] | None = [] if tools and format.tools is JSON else None
+        self._beginning = ""  # of that, without whitespace
         self._text = WhitespaceTrimmer()
         self._reasoning = WhitespaceTrimmer(at_marker=True)
         self._ids: set[str] = set()
@@ -77,7 +84,7 @@ class MarkedReplyParser:
 
     @property
     def called(self) -> bool:
-        in_call = self._call_stream is not None and self._call_stream.in_call
+        in_call = self._call_stream is not None and self._call_stream.in_reported_call
         return len(self._ids) > int(in_call)  # a call counts when it is complete
 
     @property
@@ -89,11 +96,12 @@ class MarkedReplyParser:
     @property
     def _has_text(self) -> bool:
         """Whether there has been something besides reasoning: text or the beginning of calls."""
-        return not self._text.blank or any(piece.strip() for piece in self._maybe_json or ())
+        return not self._text.blank or (self._maybe_json is not None and bool(self._beginning))
 
     @property
     def complete(self) -> bool:
-        return self._single_call and self.called
+        repeated = self._repeated or (self._call_stream is not None and self._call_stream.repeated)
+        return repeated or (self._single_call and self.called)
 
     def feed(self, text: str) -> ReplyDelta:
         self._pending += text
@@ -146,8 +154,9 @@ class MarkedReplyParser:
         match self._state:
             case ReplyState.NORMAL if self._maybe_json is not None:
                 self._maybe_json.append(text)
+                self._beginning = add_to_beginning(self._beginning, text)
                 self._stream_call(text, out)
-                if not may_become_json_calls(self._maybe_json):
+                if not may_become_json_calls(self._beginning):
                     out.text.append(self._text.feed("".join(self._maybe_json)))
                     self._maybe_json = None
             case ReplyState.NORMAL:
@@ -239,6 +248,10 @@ class MarkedReplyParser:
         if calls:
             self._text.at_marker()
         for call in calls[:1] if self._single_call else calls:
+            if self._only_calls and (call.name, call.arguments) in self._taken:
+                self._repeated = True
+                return
+            self._taken.add((call.name, call.arguments))
             out.calls.append(self._call_delta(call))
 
     def _call_delta(self, call: ParsedCall) -> CallDelta:

@@ -25,7 +25,12 @@ class CallFragment(NamedTuple):
 
 
 class StreamingCallParser:
-    """Reads calls of ``names`` written by ``template``, whose arguments are a JSON object each."""
+    """Reads calls of ``names`` written by ``template``, whose arguments are a JSON object each.
+
+    A call that begins like an earlier one is reported once it differs. A small model may go on
+    calling the same thing for as long as a grammar allows it, so a call that repeats an earlier one
+    exactly is not reported and ends the reply.
+    """
 
     def __init__(self, template: CallTemplate, names: Iterable[str]) -> None:
         longest_first = sorted(names, key=len, reverse=True)
@@ -37,23 +42,49 @@ class StreamingCallParser:
         self._in_string = self._escaped = False
         self.started = False  # whether there has been a call
         self.in_call = False
+        self._name = self._arguments = ""  # of the last call
+        self._reported = False  # whether that has been
+        self._earlier: set[tuple[str, str]] = set()  # names and arguments of complete calls
+        self.repeated = False  # whether a call has repeated an earlier one
+
+    @property
+    def in_reported_call(self) -> bool:
+        return self.in_call and self._reported
 
     def feed(self, text: str) -> list[CallFragment]:
         """Return the pieces of calls in ``text``."""
         fragments: list[CallFragment] = []
-        while text:
-            name = None
+        while text and not self.repeated:
             if not self.in_call:
                 self._outside += text
                 found = self._begin.search(self._outside)
                 if found is None:
                     break
-                name, text = found["name"], self._outside[found.end() :]
-                self._outside = ""
+                self._name, text = found["name"], self._outside[found.end() :]
+                self._outside = self._arguments = ""
+                self._reported = False
                 self.started = self.in_call = True
             end = self._end_of_object(text)
-            fragments.append(CallFragment(name, text[:end]))
+            fragments += self._fragments(text[:end])
             text = text[end:]
+        return fragments
+
+    def _fragments(self, arguments: str) -> list[CallFragment]:
+        """Return what can be reported of the last call, now that ``arguments`` are added to it."""
+        self._arguments += arguments
+        call = (self._name, self._arguments)
+        if self._reported:
+            fragments = [CallFragment(None, arguments)]
+        elif call in self._earlier:
+            self.repeated = not self.in_call
+            return []
+        elif any(name == call[0] and text.startswith(call[1]) for name, text in self._earlier):
+            return []
+        else:
+            fragments = [CallFragment(*call)]
+            self._reported = True
+        if not self.in_call:
+            self._earlier.add(call)
         return fragments
 
     def _end_of_object(self, text: str) -> int:

@@ -166,7 +166,7 @@ def responses_errors() -> None:
     except openai.NotFoundError as error:
         check(error.code == "response_not_found", error.code)
     try:
-        client.responses.create(model=MODEL, input=QUESTION, tools=[{"type": "web_search"}])
+        client.responses.create(model=MODEL, input=QUESTION, tools=[{"type": "nonsense"}])
         check(False, "no error")
     except openai.BadRequestError as error:
         check(error.param == "tools[0].type", error.param)

@@ -43,3 +43,12 @@ def test_the_split_is_the_cheapest_of_all() -> None:
             )
         best = min(cost(split, 60) for split in every_split)
         assert cost(split_runs(rows, lengths, 60), 60) == best
+
+
+def test_rows_between_those_that_attend_cost_at_most_a_call() -> None:
+    choose = random.Random(5)
+    for _ in range(200):
+        rows = sorted(choose.sample(range(64), choose.randint(1, 12)))
+        runs = split_runs(rows, [length := choose.randint(1, 3000)] * len(rows), 4000)
+        wasted = sum(run.last - run.first + 1 for run in runs) - len(rows)
+        assert wasted * length <= 4000 * (len(rows) - len(runs))

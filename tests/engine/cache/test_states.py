@@ -81,7 +81,7 @@ def test_a_snapshot_does_not_follow_its_slot_and_pins_its_own_row_only() -> None
     states.free(0)
     assert mx.get_active_memory() - before == -4 << 20
     states.put((A,), [mx.full((1, 1 << 20), 7.0)])
-    copied = tuple(bytes(part) for part in snapshots.export(1))
+    copied = tuple(bytes(part) for part in snapshots.exporter(1)())
     snapshots.insert(2, copied)
     for number, slot in ((1, A), (2, C)):
         snapshots.restore(slot, number)

@@ -16,7 +16,7 @@ from engine.batch.cpu.decoder import DecoderBatch, bind
 from engine.batch.cpu.host import HostBatch
 from engine.batch.gpu import GPUBatch
 from engine.batch.graph import GraphBatch
-from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
+from engine.cache.layout import AttentionLayout, Layout, UnsupportedLayout, probe_layout
 from engine.cache.slabs import Slab
 from engine.executor.base import PendingStep
 from engine.executor.batched import BatchedExecutor
@@ -182,8 +182,14 @@ def test_the_proof_accepts_models_of_plain_and_sliding_layers(
 def test_the_proof_notices_a_wrong_position(
     model: Any, batch_class: type[ragged.RaggedBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offset = vars(ragged.KVCacheView)["offset"].fget
-    monkeypatch.setattr(ragged.KVCacheView, "offset", property(lambda view: offset(view) * 2))
+    view_of = ragged.RaggedBatch.kv_view
+
+    def moved(batch: ragged.RaggedBatch, number: int, layer: AttentionLayout) -> Any:
+        view = view_of(batch, number, layer)
+        view.offset = view.offset * 2
+        return view
+
+    monkeypatch.setattr(ragged.RaggedBatch, "kv_view", moved)
     with pytest.raises(NotBatchable):
         prove(model, batch_class)
 
@@ -465,6 +471,7 @@ def test_resizing_a_slab_takes_no_more_than_one_array(model: Any, rows: int) -> 
     layout = probe_layout(model)
     capacity = (64 << 20) // (6 * layout.slot_token_bytes)
     slab = Slab(layout, 6, capacity)
+    mx.eval(slab.contents)
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -14,8 +14,9 @@ import pytest
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
 from engine.cache.slabs import Slab
-from engine.executor.batched import BatchedExecutor, BatchedStep
+from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
+from engine.executor.steps import BatchedStep
 from engine.sampling.sampler import Sampler
 from tests.engine.whole import Whole
 from tests.oracle import oracle

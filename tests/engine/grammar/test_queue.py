@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 
 import pytest
 from llguidance import LLTokenizer
 
 from engine.grammar import cache as grammar_cache
+from engine.grammar import checker
 from engine.grammar.cache import GrammarCache
 from engine.grammar.checker import CheckerUnavailable
 from engine.grammar.compiled import CompiledGrammar, GrammarError, TokenizerSpec, compile_grammar
@@ -39,6 +41,9 @@ class RecordingCompiler:
 
     def compile(self, grammar: wire.Grammar) -> None:
         self.grammars.append(grammar)
+
+    def cancel(self, grammar: wire.Grammar) -> None:
+        self.grammars.remove(grammar)
 
     def close(self) -> None:
         pass
@@ -129,6 +134,22 @@ def test_aborted_and_superseded_requests_do_not_pass(
     assert grammar_queue.on_compiled(wire.Grammar(kind="regex", source="x"), digits) == []
 
 
+def test_a_grammar_is_cancelled_with_the_last_request_that_waits_for_it(
+    grammar_queue: GrammarQueue, recorder: RecordingCompiler, digits: CompiledGrammar
+) -> None:
+    for name in "ab":
+        grammar_queue.add(submit(name))
+    grammar_queue.abort("a", None)
+    assert recorder.grammars == [DIGITS]
+    grammar_queue.abort("b", None)
+    assert recorder.grammars == []
+    grammar_queue.add(submit("c"))
+    assert recorder.grammars == [DIGITS]
+    grammar_queue.clear()
+    assert recorder.grammars == []
+    assert grammar_queue.on_compiled(DIGITS, digits) == []  # one that was on its way
+
+
 def test_a_draining_engine_refuses_waiting_requests(grammar_queue: GrammarQueue) -> None:
     grammar_queue.add(submit("a"))
     (refused,) = grammar_queue.refuse_all()
@@ -211,4 +232,26 @@ def test_a_slow_grammar_does_not_delay_others(
         outcomes[grammar.source] = outcome
     assert isinstance(outcomes["[0-9]{2}"], CompiledGrammar)
     assert isinstance(outcomes["("], GrammarError)
+    assert done.empty()
+
+
+def test_grammars_that_nobody_waits_for_do_not_hold_up_others(
+    compiler: GrammarCompiler, done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]]
+) -> None:
+    slow = [
+        wire.Grammar(kind="json_schema", source=f'{{"type":"integer","multipleOf":{number}}}')
+        for number in (9999991, 9999973, 9999971, 9999943)
+    ]
+    compiler.compile(DIGITS)
+    assert done.get(timeout=60)[0] == DIGITS  # the processes run
+    for grammar in slow:
+        compiler.compile(grammar)
+    time.sleep(0.2)
+    for grammar in slow:
+        compiler.cancel(grammar)
+    compiler.compile(DIGITS)
+    began = time.monotonic()
+    grammar, outcome = done.get(timeout=60)
+    assert grammar == DIGITS and isinstance(outcome, CompiledGrammar)
+    assert time.monotonic() - began < checker.TIME_LIMIT_S / 2
     assert done.empty()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 
@@ -32,6 +33,31 @@ def test_the_demo_tokenizer_splits_numbers_and_keeps_every_character(demo_model:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("2023")) == 4
     assert tokenizer.encode("<|im_end|>") == [2]
+
+
+@pytest.mark.slow
+def test_the_quantized_demo_has_the_codes_of_the_original(demo_model: Path) -> None:
+    path = resolve("demo-4bit")
+    assert (path / "model.safetensors").stat().st_size < 100e6
+    assert resolve("demo-fp32") == demo_model
+    small, whole = (mx.load(str(folder / "model.safetensors")) for folder in (path, demo_model))
+    assert isinstance(small, dict) and isinstance(whole, dict)
+    chosen = [name for name in whole if ".layers." not in name or ".layers.7." in name]
+    assert len(chosen) == 2 + 9
+    for name in chosen:
+        packed = small[name]
+        if packed.dtype == mx.uint32:
+            parts = [small[name.replace(".weight", part)] for part in (".scales", ".biases")]
+            wide = [part.astype(mx.float32) for part in parts]
+            bits = 8 if "embed" in name else 4
+            packed = mx.dequantize(packed, *wide, group_size=32, bits=bits)
+        assert mx.array_equal(packed, whole[name]), name
+    answer = load(path).config["quantization"]
+    assert answer == {
+        "group_size": 32,
+        "bits": 4,
+        "model.embed_tokens": {"group_size": 32, "bits": 8},
+    }
 
 
 def test_two_processes_share_one_conversion_and_damage_is_repaired(

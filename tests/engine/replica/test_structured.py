@@ -4,6 +4,7 @@ The output of such a model is noise, so any valid output shows that the grammar 
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
+from engine.grammar import cache as grammar_cache
 from engine.grammar.cache import GrammarCache
 from engine.proving.choose import ChosenExecutor
 from engine.replica import build as replica
@@ -58,6 +60,10 @@ def text(whole: Whole, name: str) -> str:
     return decoded
 
 
+def serial_executor(model: Any, *_: object) -> ChosenExecutor:
+    return ChosenExecutor(SerialExecutor(model, 512), "for this test")
+
+
 def assert_bound(whole: Whole, *names: str) -> None:
     for name in names:
         assert whole.ends[name].finish == "stop", whole.ends[name]
@@ -80,6 +86,24 @@ def test_an_answer_matches_its_grammar_and_ends_with_it(whole: Build, kind: str)
     assert len({text(engine, f"a{number}") for number in range(6)}) > 1
 
 
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_matcher_is_released_with_the_slot_of_its_sequence(
+    whole: Build, monkeypatch: pytest.MonkeyPatch, serial: bool
+) -> None:
+    if serial:
+        monkeypatch.setattr(replica, "choose_executor", serial_executor)
+    monkeypatch.setattr(grammar_cache, "CAPACITY", 0)  # only what is in use stays
+    engine = whole()
+    grammars = GrammarCache(tokenizer_spec_of(engine.loaded).load())
+    engine.executor.use_grammars(GrammarMasker(grammars, engine.loaded.vocab_size))
+    ask(engine, "a")
+    ask(engine, "b", 30)
+    engine.run()
+    assert_bound(engine, "a", "b")
+    gc.collect()
+    assert grammars.find(WORDS) is None
+
+
 def test_rows_with_a_grammar_do_not_change_rows_without(whole: Build) -> None:
     texts = []
     for neighbours in (0, 3):
@@ -94,10 +118,7 @@ def test_rows_with_a_grammar_do_not_change_rows_without(whole: Build) -> None:
 
 
 def test_grammars_are_enforced_one_at_a_time(whole: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serial(model: Any, *_: object) -> ChosenExecutor:
-        return ChosenExecutor(SerialExecutor(model, 512), "for this test")
-
-    monkeypatch.setattr(replica, "choose_executor", serial)
+    monkeypatch.setattr(replica, "choose_executor", serial_executor)
     engine = whole()
     assert isinstance(engine.executor, SerialExecutor)
     ask(engine, "a")

@@ -120,7 +120,7 @@ class FakeExecutor:
         self._save(plan)
         self._save_states(plan)
         exported += [
-            Exported(block, self._payload(self.blocks[block]))
+            Exported(block, self._payload((self.blocks | self.snapshots)[block]))
             for block in plan.exports
             if block not in self.unsaved
         ]
@@ -178,7 +178,11 @@ class FakeExecutor:
             self.slabs[slab.slab_id] = (slab.rows, slab.capacity)
             self._check_memory()
         for insert in plan.inserts:
-            self._new_block(insert.block_id, content_of(insert.payload))
+            content = content_of(insert.payload)
+            if insert.is_snapshot:
+                self._new_snapshot(insert.block_id, content)
+            else:
+                self._new_block(insert.block_id, content)
 
     def _restore(self, plan: Plan) -> None:
         for restore in plan.restores:
@@ -289,10 +293,7 @@ class FakeExecutor:
                 self.unsaved.add(save.snapshot_id)
                 continue
             assert len(self.states[save.slot]) == save.position, "the state of that position"
-            assert save.snapshot_id not in self.seen_blocks, "ids are never used twice"
-            self.seen_blocks.add(save.snapshot_id)
-            self.snapshots[save.snapshot_id] = tuple(self.states[save.slot])
-            self._check_memory()
+            self._new_snapshot(save.snapshot_id, tuple(self.states[save.slot]))
 
     def check_hashes(self, hashes: dict[int, bytes], *, settled: bool) -> None:
         """Check that the scheduler's blocks hold the prefixes of their hashes. As long as results
@@ -317,6 +318,12 @@ class FakeExecutor:
         assert len(content) % self.config.block_size == 0
         self.seen_blocks.add(block)
         self.blocks[block] = content
+        self._check_memory()
+
+    def _new_snapshot(self, snapshot: int, content: tuple[int, ...]) -> None:
+        assert snapshot not in self.seen_blocks, "ids are never used twice"
+        self.seen_blocks.add(snapshot)
+        self.snapshots[snapshot] = content
         self._check_memory()
 
     def _payload(self, content: tuple[int, ...]) -> tuple[memoryview, ...]:

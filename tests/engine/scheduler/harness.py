@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
-from engine.plan import Payload, Plan, StepResult
+from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.outputs import Fetch
 from shared import wire
 from tests.engine.scheduler.fake_executor import (
     FakeExecutor,
@@ -80,8 +82,9 @@ class Engine:
         self.results: deque[StepResult] = deque()
         self.plans: list[Plan] = []
         self.clients: dict[tuple[str, int], Client] = {}
-        self.fetches: deque[tuple[int, list[bytes]]] = deque()
+        self.fetches: deque[Fetch] = deque()
         self.stored: dict[bytes, Payload] = {}
+        self.stored_states: dict[bytes, Payload] = {}
         self.cached: set[bytes] = set()
         self.store_answers = True
 
@@ -114,14 +117,25 @@ class Engine:
 
     def answer_store(self) -> None:
         """Answer the oldest fetch with the stored blocks up to the first that is missing."""
-        ticket, hashes = self.fetches.popleft()
-        found = []
-        for block_hash in hashes:
-            if block_hash not in self.stored:
-                break
-            found.append(self.stored[block_hash])
-        self.scheduler.on_fetched(ticket, found)
+        ticket, hashes, states = self.fetches.popleft()
+        run = list(takewhile(self.stored.__contains__, hashes))
+        state = None if states is None else self._find_state(states, len(run))
+        if states is not None:
+            end = max(
+                (count for count in states.in_ram if count <= states.num_ready + len(run)),
+                default=0,
+            )
+            run = run[: max(0, max(end, state.end if state else 0) - states.num_ready)]
+        self.scheduler.on_fetched(ticket, [self.stored[block_hash] for block_hash in run], state)
         self.check()
+
+    def _find_state(self, states: StateSearch, run: int) -> FoundState | None:
+        for count in range(states.num_ready + run, 0, -1):
+            if count in states.in_ram:
+                return None
+            if payload := self.stored_states.get(states.hashes[count - 1]):
+                return FoundState(count, payload)
+        return None
 
     def turn(self) -> bool:
         """Do one turn of the loop. Return False if there is nothing left to do."""
@@ -168,9 +182,9 @@ class Engine:
             if delta.finish is not None:
                 client.end = delta
         self.fetches.extend(outputs.fetches)
-        for block_hash, payload in outputs.stores:
+        for block_hash, payload, is_state in outputs.stores:
             self.executor.check_content(block_hash, content_of(payload))
-            self.stored[block_hash] = payload
+            (self.stored_states if is_state else self.stored)[block_hash] = payload
         assert self.cached.isdisjoint(outputs.cache_added)
         assert self.cached.issuperset(outputs.cache_removed)
         self.cached = (self.cached | set(outputs.cache_added)) - set(outputs.cache_removed)

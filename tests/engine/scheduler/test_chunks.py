@@ -90,3 +90,14 @@ def test_a_chunk_ends_with_a_block_or_with_the_prompt(fixed: int) -> None:
     while start < 333:
         start += policy.budget(streaming=False).take(start, 333 - start)
         assert start % 16 == 0 or start == 333
+
+
+def test_a_gpu_gets_longer_chunks_within_the_same_time() -> None:
+    policy = ChunkPolicy(16, max_tokens=2048)
+    assert policy.budget(streaming=False).take(0, 4000) < MAX_TOKENS, "before anything is known"
+    for _ in range(10):
+        policy.observe(decode_rows=0, chunks=[(0, 500)], elapsed_s=0.01)
+    assert policy.budget(streaming=True).take(0, 4000) == 2048
+    learn(policy, 1e-3, 0.0)
+    tokens = policy.budget(streaming=True).take(0, 4000)
+    assert tokens < MAX_TOKENS and policy.predict_s(0, tokens) <= STREAMING_TARGET_S

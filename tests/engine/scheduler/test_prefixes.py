@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from engine.plan import Exported
 from shared import wire
 from tests.engine.scheduler.harness import Client, Engine, config, request
 
@@ -135,13 +137,39 @@ def test_after_a_restart_the_prefix_comes_from_the_kvstore() -> None:
     assert (stats.cached_ram_tokens_total, stats.cached_ssd_tokens_total) == (48, 48)
 
 
+def test_bytes_and_times_of_chunks_may_come_with_a_later_result() -> None:
+    """As from an executor whose results do not wait for chunks."""
+    usual, late = (Engine(config(store_enabled=True, store_policy="write_through")) for _ in "ab")
+    serve(usual, request("a", SHARED[:50]))
+    late.submit(request("a", SHARED[:50]))
+    observed: list[tuple[int, list[tuple[int, int]]]] = []
+    late.scheduler._chunk_policy.observe = lambda **seen: observed.append(  # type: ignore[method-assign]
+        (seen["decode_rows"], list(seen["chunks"]))
+    )
+    exported: tuple[Exported, ...] = ()
+    times: tuple[tuple[int, float], ...] = ()
+    late.schedule()
+    late.answer_store()
+    while (plan := late.schedule()) is not None:
+        result = late.results.popleft()
+        fields = {"exported": exported, "chunk_times": times, "chunks_apart": bool(plan.chunks)}
+        late.results.append(msgspec.structs.replace(result, **fields))
+        exported, times = result.exported, ((plan.step, 0.5),) * bool(plan.chunks)
+        late.apply()
+    assert len(late.stored) > 10 and late.stored.keys() == usual.stored.keys()
+    chunks = [(c.start, len(c.token_ids)) for plan in late.plans for c in plan.chunks]
+    assert [seen for rows, seen in observed if seen] == [[chunk] for chunk in chunks]
+    assert all(rows == 0 for rows, seen in observed if seen)
+    assert late.scheduler.stats().step_seconds_total > 0.5 * len(chunks)
+
+
 def test_a_fetch_begins_where_the_cached_prefix_ends() -> None:
     engine = Engine(config(store_enabled=True, store_policy="write_through"))
     serve(engine, request("a", SHARED[:21]))
     engine.store_answers = False
     engine.submit(request("b", SHARED[:41]))
     engine.schedule()
-    ((_, hashes),) = engine.fetches
+    ((_, hashes, _),) = engine.fetches
     assert len(hashes) == 5
     assert not any(block_hash in engine.cached for block_hash in hashes)
 
@@ -182,7 +210,7 @@ def test_blocks_on_their_way_from_the_kvstore_are_reserved_in_the_ledger() -> No
     assert engine.scheduler.stats().used_blocks == 12
     engine.submit(second)
     engine.schedule()
-    (_, hashes), (_, rest) = engine.fetches
+    (_, hashes, _), (_, rest, _) = engine.fetches
     assert (len(hashes), len(rest)) == (12, 20), "no more is asked for than there is room"
     engine.scheduler.abort("first")
     engine.scheduler.abort("second")

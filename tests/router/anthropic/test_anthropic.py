@@ -21,6 +21,9 @@ from tests.router.scripted_engine import ScriptedEngine
 HI = [{"role": "user", "content": "hi"}]
 
 
+ADD = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
+
+
 def ask(server: Server, messages: list[Any] | None = None, **fields: Any) -> httpx.Response:
     body = {"max_tokens": 50, "messages": HI if messages is None else messages, **fields}
     return server.client.post("/v1/messages", json=body)
@@ -196,6 +199,14 @@ def test_sampling_fields_reach_the_engine(server: Server, engine: ScriptedEngine
     assert submit.max_tokens == 50
 
 
+def test_tools_that_anthropic_runs_are_left_out(server: Server, engine: ScriptedEngine) -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}, ADD]
+    answer = ask(server, messages=HI, tools=tools)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-left-out-tools"] == "web_search_20250305"
+    assert "x-left-out-tools" not in ask(server, messages=HI, tools=[ADD]).headers
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -222,8 +233,15 @@ def test_sampling_fields_reach_the_engine(server: Server, engine: ScriptedEngine
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
             "messages[0].content[0].tool_use_id",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
-        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "computer_20250124"),
+        ({"tools": [{"type": "nonsense", "name": "f"}]}, "nonsense"),
+        ({"tools": [{"type": "a\r\nb_20250305", "name": "f"}]}, "tools[0].type"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "web_search",
+        ),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from router.errors import InvalidRequest
+from router.schemas.requests import CompletionRequest, parse_body
 from shared.wire import Refused, Submit
 from tests.router.conftest import Server
 from tests.router.scripted_engine import ScriptedEngine
@@ -313,3 +315,11 @@ def test_a_tool_whose_parameters_nest_deeply_is_an_error(server: Server, kind: s
         schema = {"type": "object", "properties": {"a": schema}}
     tools = [{"type": "function", "function": {"name": "get", "parameters": schema}}]
     assert_error(server.chat(tools=tools, tool_choice=kind), 400, "tools")
+
+
+def test_the_number_of_prompts_is_checked_before_any_is_tokenized() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_body(json.dumps({"prompt": ["x"] * 129}).encode(), CompletionRequest)
+    assert refused.value.param == "prompt"
+    parse_body(json.dumps({"prompt": ["x"] * 128}).encode(), CompletionRequest)
+    parse_body(json.dumps({"prompt": [5] * 1000}).encode(), CompletionRequest)

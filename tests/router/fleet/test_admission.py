@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.admission import DepartureRate
 from router.fleet.engines import Engine
 from router.fleet.fair_queue import AGE_TURN_EVERY, FairQueue
+from router.fleet.model_queue import DepartureRate
 from router.fleet.placement import choose_engine
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.tenants import Tenant
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, Refused, SamplingParams, Submit
 from tests.router.conftest import Server, eventually
@@ -38,7 +39,7 @@ def sequence(
         cache_salt=cache_salt,
         priority=priority,
     )
-    return RemoteSequence(submit, key, lambda: None)
+    return RemoteSequence(submit, Tenant(name=key), lambda: None)
 
 
 def names(queue: FairQueue, running: Counter[str]) -> list[str]:
@@ -136,6 +137,19 @@ def test_a_sequence_goes_to_the_engine_with_its_prefix_unless_that_is_clearly_bu
     assert choose_engine([idle := engine_with(0), engine_with(9, cached)], one) is idle
 
 
+def test_a_salt_for_each_key_keeps_their_prefixes_apart(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--api-key=one", "--api-key=two", "--cache-salt-per-key")
+    engine = start_engine(server, script=says("hi"))
+    server.wait_ready()
+    for key in ("one", "two"):
+        server.client.headers["x-api-key"] = key
+        assert server.chat("x", cache_salt="s").status_code == 200
+    salts = [submit.cache_salt for submit in engine.got(Submit)]
+    assert len(set(salts)) == 2 and all(salt.endswith("/s") for salt in salts)
+
+
 def test_a_placed_prefix_is_assumed_to_be_cached() -> None:
     prompt = list(range(64))
     engines = [engine_with(1), engine_with(0)]
@@ -161,6 +175,35 @@ def test_assumed_blocks_are_bounded() -> None:
     index = PrefixIndex(assumed_limit=2)
     index.assume([b"a", b"b", b"c"])
     assert [index.num_cached_blocks([block]) for block in (b"a", b"b", b"c")] == [0, 1, 1]
+
+
+def test_the_number_ahead_counts_what_goes_first() -> None:
+    queue = FairQueue()
+    for index in range(5):
+        queue.push(sequence(f"greedy{index}", "greedy"))
+    queue.push(sequence("urgent", "other", priority=1))
+    running = Counter({"greedy": 2})
+    assert queue.num_ahead("greedy", 0, running) == 6
+    assert queue.num_ahead("new", 0, running) == 1
+    assert queue.num_ahead("new", 2, running) == 0
+    assert queue.num_ahead("new", 0, Counter()) == 2
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--first-token-timeout-s=3", "--max-concurrent-requests=0")
+    start_engine(server, script=says("hi"), step_s=0.04, max_sequences=1)
+    server.wait_ready()
+    with ThreadPoolExecutor(64) as pool:
+        answers = [pool.submit(server.chat, "x") for _ in range(14)]
+        eventually(lambda: sum(answer.done() for answer in answers) >= 10, 30)
+        more = [pool.submit(server.chat, "x") for _ in range(50)]
+        eventually(lambda: any(answer.done() for answer in more))
+        refused = next(answer.result() for answer in more if answer.done())
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_too_long"
+        assert int(refused.headers["retry-after"]) >= 1
 
 
 def test_the_wait_is_estimated_from_the_rate_of_departures() -> None:

@@ -136,6 +136,46 @@ def test_a_stream_that_lost_two_engines_ends_with_one_error_event(
     assert not third.got(Submit)
 
 
+def test_a_stream_outlives_any_number_of_planned_restarts(
+    server: Server, start_engine: Start, says: Any, background: Any
+) -> None:
+    script = says("hello world")
+    engine, answer = start_answer(server, start_engine, background, script, stream=True)
+    for held in (3, 4):
+        engine.leave()
+        engine = start_engine(server, script=script, hold_tokens_after=held)
+        eventually(lambda engine=engine, held=held: held in engine.sent_counts)  # type: ignore[misc]
+    engine.behaviour.phase = "draining"
+    time.sleep(0.3)
+    engine.kill()
+    last = start_engine(server, script=script)
+    text = answer.result(10).text
+    assert "[DONE]" in text and '"error"' not in text
+    assert [submit.attempt for submit in last.got(Submit)] == [3]
+
+
+def test_losses_are_forgotten_as_tokens_come(
+    server: Server, start_engine: Start, tokenizer: Tokenizer, background: Any
+) -> None:
+    script = (tokenizer.encode("hello").ids * 400)[:400]
+    engine = start_engine(server, script=lambda _: script, hold_tokens_after=2, tokens_per_step=20)
+    server.wait_ready()
+    answer = background(server.chat, "x", stream=True, max_tokens=400)
+    eventually(lambda: 2 in engine.sent_counts)
+    time.sleep(0.3)
+    engine.kill()
+    for held in (258, None):
+        engine = start_engine(
+            server, script=lambda _: script, hold_tokens_after=held, tokens_per_step=20
+        )
+        if held:
+            eventually(lambda engine=engine, held=held: held in engine.sent_counts)  # type: ignore[misc]
+            time.sleep(0.3)
+            engine.kill()
+    text = answer.result(20).text
+    assert "[DONE]" in text and '"error"' not in text
+
+
 def test_a_stream_that_waits_to_resume_times_out(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
@@ -417,7 +457,9 @@ def test_a_client_that_does_not_read_blocks_no_others_and_is_disconnected(
     )
     server.wait_ready()
     address = urlsplit(server.url)
-    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 30_000}).encode()
+    fields = {"prompt": "x", "stream": True, "max_tokens": 30_000}
+    # Many bytes a token: on a busy machine several tokens are one event.
+    body = json.dumps({**fields, "logprobs": 5}).encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((address.hostname, address.port))

@@ -11,23 +11,53 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import uvicorn
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from router.http import transports
 from router.http.connections import Connection
 
 TIMEOUT_S = 1.0
 MAX_BYTES = 4096
+LARGE_BYTES = 16 * 2**20
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class StrictConnection(Connection):
     headers_timeout_s = TIMEOUT_S
     max_header_bytes = MAX_BYTES
+    write_timeout_s = TIMEOUT_S
+
+
+left_early: list[str] = []
+"""The requests on `/watched` whose client has gone, by their query."""
+finished: list[str] = []
+"""The requests on `/watched` that ran to their end."""
+
+
+async def watch_client(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer in a second, unless the client closes its connection before."""
+    query = scope["query_string"].decode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        left_early.append(query)
+    except TimeoutError:
+        await send({"type": "http.response.body", "body": b"end"})
+        finished.append(query)
 
 
 async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
-    """Stream eight parts; on `/slow` this takes twice as long as headers may."""
+    """Stream eight parts; on `/slow` this takes twice as long as headers may, on `/large` they are
+    more than any buffer takes."""
+    if scope["path"] == "/watched":
+        await watch_client(scope, receive, send)
+        return
+    if scope["path"] == "/large":
+        await Response(bytes(LARGE_BYTES))(scope, receive, send)
+        return
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(8):
@@ -41,8 +71,15 @@ async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
+    """The address of a server on a thread of its own, with short limits."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(answer_slowly, http=StrictConnection, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        answer_slowly,
+        http=StrictConnection,
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=1,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -130,3 +167,60 @@ def test_a_connection_serves_several_requests(client: socket.socket) -> None:
         while not found.endswith(b"0\r\n\r\n"):
             found += client.recv(65536)
         assert found.startswith(b"HTTP/1.1 200")
+
+
+def test_a_flood_of_headers_is_a_431_also_in_one_piece(client: socket.socket) -> None:
+    client.sendall(REQUEST[:-2] + b"a:b\r\n" * 500 + b"\r\n")
+    assert error_code(read_to_end(client), 431) == "headers_too_large"
+
+
+def test_complete_headers_that_are_too_long_are_a_431(client: socket.socket) -> None:
+    client.sendall(REQUEST[:-2] + b"a: " + b"b" * MAX_BYTES + b"\r\n\r\n")
+    assert error_code(read_to_end(client), 431) == "headers_too_large"
+
+
+def test_a_client_that_closes_ends_its_pipelined_requests(address: tuple[str, int]) -> None:
+    left_early.clear()
+    with socket.create_connection(address) as client:
+        for number in range(3):
+            client.sendall(b"GET /watched?%d HTTP/1.1\r\nhost: x\r\n\r\n" % number)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")  # the first one runs
+    time.sleep(2 * TIMEOUT_S)
+    assert left_early == ["0"]
+    assert not finished
+
+
+def test_few_requests_may_wait_on_one_connection(client: socket.socket) -> None:
+    client.sendall(b"GET /watched HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+    read_to_end(client)
+    finished.clear()
+
+
+@pytest.mark.parametrize("ending", [b"", b"connection: close\r\n"])
+def test_a_client_that_never_reads_is_cut_off(
+    address: tuple[str, int], ending: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        client.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n" + ending + b"\r\n")
+        time.sleep(2.5 * TIMEOUT_S)
+        client.settimeout(5)
+        received = 0
+        try:
+            while piece := client.recv(2**20):
+                received += len(piece)
+        except ConnectionResetError:
+            pass
+        assert received < LARGE_BYTES
+
+
+def test_a_client_that_reads_slowly_gets_everything(address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        received = 0
+        while piece := client.recv(2**20):
+            received += len(piece)
+            time.sleep(0.05)
+        assert received > LARGE_BYTES

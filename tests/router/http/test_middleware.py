@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from router.api.body import read_json_body
+from router.api.body import receive_body
 from router.errors import BodyTimeout
-from shared.wire import EngineStats
+from shared.wire import EngineStats, StoreStats
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -74,6 +76,114 @@ def test_keys_are_never_logged(guarded: Server) -> None:
 @pytest.mark.parametrize("path", ["/health", "/livez", "/readyz", "/version"])
 def test_probes_need_no_key(guarded: Server, path: str) -> None:
     assert guarded.client.get(path).status_code in (200, 503)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("192.168.0.7", 200),
+        ("localhost:8000", 200),
+        ("LocalHost.", 200),
+        ("router:8000", 200),
+        (f"{socket.gethostname()}:80", 200),
+        ("llm.example.com", 200),
+        ("a.b.internal.example:8000", 200),
+        ("internal.example.evil.com", 403),
+        ("rebound.evil.com:8000", 403),
+        ("127.0.0.1.evil.com", 403),
+        ("example.com", 403),
+    ],
+)
+def test_a_server_without_keys_answers_to_its_own_names_only(
+    keyless: Server, host: str, status: int
+) -> None:
+    answer = keyless.client.get("/v1/models", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+        assert "--allowed-host" in answer.json()["error"]["message"]
+    assert keyless.client.get("/livez", headers={"host": host}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyless(start_server: Callable[..., Server]) -> Server:
+    return start_server(
+        "--host=0.0.0.0",
+        "--allowed-host=llm.example.com",
+        "--allowed-host=.internal.example",
+        "--log-format=json",
+    )
+
+
+def test_a_server_with_keys_may_have_any_name(guarded: Server) -> None:
+    headers = {"host": "evil.com", **bearer("sesame")}
+    assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_server_without_keys_says_that_everybody_can_use_it(
+    keyless: Server, guarded: Server, server: Server
+) -> None:
+    line = "no API key is set: everybody who can reach this machine can use the models"
+    assert keyless.log.read_text().count(line) == 1
+    assert line not in guarded.log.read_text() + server.log.read_text()
+
+
+def log_lines(server: Server, word: str) -> list[str]:
+    eventually(lambda: word in server.log.read_text())
+    return [line for line in server.log.read_text().splitlines() if word in line]
+
+
+def test_each_request_is_one_line_of_the_log(
+    guarded: Server, start_engine: Start, says: Any
+) -> None:
+    start_engine(guarded, script=says("secret reply"), cached_tokens=2)
+    guarded.wait_ready()
+    body = {"prompt": "secret prompt", "max_tokens": 3}
+    headers = {**bearer("from-file"), "x-client-request-id": "mine-1", "x-request-id": "r-1"}
+    answer = guarded.client.post("/v1/completions", json=body, headers=headers).json()
+    (line,) = log_lines(guarded, "r-1")
+    assert " info router: POST /v1/completions 200 key=key-" in line
+    usage = answer["usage"]
+    for word in (
+        "model=tiny",
+        f"prompt_tokens={usage['prompt_tokens']}",
+        "cached_tokens=2",
+        "output_tokens=3",
+        "queue_s=0.0",
+        "first_token_s=",
+        "total_s=",
+        "finish=length",
+        f"id={answer['id']}",
+        "request_id=r-1",
+        "client_id=mine-1",
+    ):
+        assert f" {word}" in line, word
+    assert "secret" not in guarded.log.read_text()
+
+
+def test_requests_that_fail_and_probes_are_told_apart_in_the_log(
+    keyless: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(keyless, script=says("hello world"), hold_tokens_after=2)
+    keyless.wait_ready()
+    bad = {"model": "no", "prompt": "x"}
+    keyless.client.post("/v1/completions", json=bad, headers={"x-request-id": "r-2"})
+    found = json.loads(log_lines(keyless, "r-2")[0])
+    assert found["message"] == "POST /v1/completions 404"
+    assert (found["error"], found["level"]) == ("model_not_found", "info")
+    body = {"prompt": "x", "stream": True}
+    headers = {"x-request-id": "r-3"}
+    with keyless.client.stream("POST", "/v1/completions", json=body, headers=headers):
+        eventually(lambda: 2 in engine.sent_counts)
+    found = json.loads(log_lines(keyless, "r-3")[0])
+    assert found["error"] == "client_disconnected"
+    assert (found["output_tokens"], found["model"]) == (2, "tiny")
+    keyless.client.get("/a%0Ab info router: forged", headers={"x-request-id": "r-4"})
+    found = json.loads(log_lines(keyless, "r-4")[0])
+    assert found["message"] == r"GET '/a\nb info router: forged' 404"
+    assert not any("/livez" in line for line in keyless.log.read_text().splitlines())
 
 
 def test_metrics_have_a_key_of_their_own(guarded: Server) -> None:
@@ -165,6 +275,7 @@ def test_metrics_have_the_names_that_dashboards_use(server: Server, engine: Scri
         prompt_tokens_total=100,
         cached_ram_tokens_total=25,
     )
+    engine.behaviour.store = StoreStats(blocks=7, bytes=900, state="full", disk_errors_total=3)
     assert server.chat().status_code == 200
     label = '{engine="engine-0",model="tiny"}'
     eventually(lambda: f"used_blocks{label} 5.0" in scrape(server))
@@ -177,6 +288,10 @@ def test_metrics_have_the_names_that_dashboards_use(server: Server, engine: Scri
         "dist_fatal 0.0",
         "shutdown_clean 1.0",
         f"mlx_lm_server_cached_ram_tokens_total{label} 25.0",
+        f"mlx_lm_server_store_bytes{label} 900.0",
+        f"mlx_lm_server_store_disk_errors_total{label} 3.0",
+        'mlx_lm_server_store_state{engine="engine-0",model="tiny",state="full"} 1.0',
+        'mlx_lm_server_store_state{engine="engine-0",model="tiny",state="ok"} 0.0',
     ):
         assert line in text, line
     for name in ("time_to_first_token", "inter_token", "end_to_end", "queue_time"):
@@ -198,9 +313,7 @@ def scrape(server: Server) -> str:
     answer = server.client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     # The order of labels means nothing to Prometheus; this test needs a fixed one.
-    return answer.text.replace(
-        '{model="tiny",engine="engine-0"}', '{engine="engine-0",model="tiny"}'
-    )
+    return answer.text.replace('{model="tiny",engine="engine-0"', '{engine="engine-0",model="tiny"')
 
 
 def test_a_slow_body_is_a_408() -> None:
@@ -210,4 +323,4 @@ def test_a_slow_body_is_a_408() -> None:
 
     scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
     with pytest.raises(BodyTimeout):
-        asyncio.run(read_json_body(Request(scope, receive), 100, timeout_s=0.05))
+        asyncio.run(receive_body(Request(scope, receive), 100, timeout_s=0.05))

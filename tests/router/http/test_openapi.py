@@ -60,7 +60,7 @@ def check(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Res
 
 
 def test_errors_are_described(document: dict[str, Any], server: Server) -> None:
-    statuses = "200 400 401 404 408 413 415 429 500 503 504"
+    statuses = "200 400 401 403 404 408 413 415 429 500 503 504"
     for path in ("/v1/chat/completions", "/v1/messages"):
         operation = document["paths"][path]["post"]
         assert list(operation["responses"]) == statuses.split()

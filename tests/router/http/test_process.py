@@ -118,6 +118,18 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_processes_can_meet_at_an_ipv6_address(
+    start_server: Callable[..., Server], start_engine: Start, says: Any, free_port: int
+) -> None:
+    address = f"tcp://[::1]:{free_port}"
+    server = start_server(f"--engine-socket={address}")
+    server.address = address
+    start_engine(server, script=says("hi"))
+    server.wait_ready()
+    assert server.chat("x").status_code == 200
+    assert server.log.read_text().count("can join --engine-socket as an engine") == 1
+
+
 def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -125,6 +137,15 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
     assert result.returncode == EXIT_CONFIG
     assert len(result.stderr.splitlines()) == 1
     assert str(port) in result.stderr
+
+
+def test_unusable_keys_are_reported_in_one_line(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret rpm=many\n")
+    result = run("--port=0", f"--engine-socket=ipc://{tmp_path}/e", f"--api-key-file={keys}")
+    assert result.returncode == EXIT_CONFIG
+    assert len(result.stderr.splitlines()) == 1
+    assert "line 1: Expected `int" in result.stderr and "secret" not in result.stderr
 
 
 def test_an_engine_socket_in_use_is_reported_in_one_line(

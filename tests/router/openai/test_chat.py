@@ -299,11 +299,14 @@ def test_required_calls_are_sent_to_the_engine_as_a_grammar(
 def test_arguments_of_required_calls_are_streamed(
     server: Server, engine: ScriptedEngine, says: Callable[..., Any]
 ) -> None:
-    engine.behaviour.script = says(f"<think>So: add</think>\n\n{CALL}\n{CALL}")
+    other = CALL.replace("2", "3")
+    engine.behaviour.script = says(f"<think>So: add</think>\n\n{CALL}\n{other}\n{CALL}")
     engine.behaviour.step_s = 0.01  # or tokens come together, and so do deltas
     fields: dict[str, Any] = {"tools": [ADD], "tool_choice": "required"}
     whole = message_of(ask(server, **fields))["tool_calls"]
-    assert [call["function"]["arguments"] for call in whole] == ['{"a": 1, "b": 2}'] * 2
+    # The third call repeats the first, so it ends the calls.
+    expected = ['{"a": 1, "b": 2}', '{"a": 1, "b": 3}']
+    assert [call["function"]["arguments"] for call in whole] == expected
     choices = deltas_of(server, **fields)
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls") or ()]
     assert len(deltas) > 8
@@ -312,7 +315,7 @@ def test_arguments_of_required_calls_are_streamed(
         assert first["id"] and first["function"]["name"] == "add"
         assert not any("id" in delta or "name" in delta["function"] for delta in rest)
         text = "".join(delta["function"]["arguments"] for delta in (first, *rest))
-        assert json.loads(text) == {"a": 1, "b": 2}
+        assert text == expected[index]
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
@@ -488,10 +491,11 @@ def test_a_reply_in_a_later_turn_has_its_generated_tokens(
     assert output[:-1] != tokenizer.encode("hello world").ids
     engine.behaviour.script = lambda submit: output
     first = [{"role": "user", "content": "hello"}]
-    reply = message_of(ask(server, *first))
+    reply = message_of(ask(server, *first, cache_salt="later"))
     asked = engine.got(Submit)[-1].token_ids
     following = [*first, reply, {"role": "user", "content": "hello"}]
-    answer = server.client.post(PATH, json={"messages": following}, headers={"x-debug-cache": "1"})
+    body = {"messages": following, "cache_salt": "later"}
+    answer = server.client.post(PATH, json=body, headers={"x-debug-cache": "1"})
     prompt = engine.got(Submit)[-1].token_ids
     assert prompt[: len(asked) + len(output)] == [*asked, *output]
     debug = json.loads(answer.headers["x-debug-cache"])
@@ -519,6 +523,22 @@ def test_a_changed_reply_is_tokenized_again_and_the_change_is_reported(
     assert prompt_of(engine, tokenizer).endswith(
         "hello there<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_nothing_of_earlier_prompts_is_shown_without_a_salt(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    """Without keys, or with a shared one, they may be another person's."""
+    secret = "my secret begins as yours does, and goes on: "
+    ask(server, {"role": "user", "content": secret + "hello"})
+    body = {"messages": [{"role": "user", "content": secret + "world"}]}
+    answer = server.client.post(PATH, json=body, headers={"x-debug-cache": "1"})
+    debug = json.loads(answer.headers["x-debug-cache"])
+    assert debug["same_blocks"] > 0
+    differs_at = debug["differs_at"]
+    assert differs_at["earlier"] is None and differs_at["now"] is None
+    assert differs_at["token"] == debug["same_tokens"] == 16 * debug["same_blocks"]
+    assert debug["earlier_tokens"] % 16 == debug["kept_tokens"] % 16 == 0
 
 
 def test_conversations_of_another_salt_are_not_reused(

@@ -82,6 +82,18 @@ def test_a_template_argument_that_raises_is_left_out(
     assert tokenizer.decode(engine.got(Submit)[0].token_ids).endswith("<|assistant|>?")
 
 
+def test_many_tokens_at_once_are_read_in_pieces(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
+) -> None:
+    text = "hello world" * 60
+    engine.behaviour.script = says(text)
+    engine.behaviour.tokens_per_step = 1000
+    assert server.complete(max_tokens=400).json()["choices"][0]["text"] == text
+    events = server.complete(max_tokens=400, stream=True).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
 @pytest.mark.parametrize("text", ["hello world", "日本語 🌍🏽 é", "a\n\n  b ", "ends with \ufffd"])
 @pytest.mark.parametrize("stop", [None, ["🌍"], [" w", "b"], ["本語 ", "orl"]])
@@ -268,3 +280,26 @@ def test_many_clients_at_once_are_all_answered(server: Server, engine: ScriptedE
         answers = list(pool.map(lambda i: server.chat(f"hello {i}"), range(64)))
     assert {answer.status_code for answer in answers} == {200}
     assert not engine.running
+
+
+@pytest.mark.parametrize("prompt", ["hello", "hello ", [74, 71]])
+def test_prompt_and_text_read_on(
+    server: Server,
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[..., Any],
+    prompt: Any,
+) -> None:
+    start_engine(server, script=says(" world wor"))
+    server.wait_ready()
+    expected = " world wor"
+    choice = server.complete(prompt, logprobs=1).json()["choices"][0]
+    assert choice["text"] == expected
+    assert choice["logprobs"]["text_offset"][:2] == [0, expected.index("l")]
+    stream = events(server.complete(prompt, stream=True).text)
+    assert "".join(each["choices"][0]["text"] for each in stream) == expected
+    echoed = server.complete(prompt, echo=True, logprobs=1).json()["choices"][0]
+    text = echoed["text"]
+    assert text.endswith(" world wor") and len(text) > len(expected)
+    offsets = echoed["logprobs"]["text_offset"]
+    tokens = echoed["logprobs"]["tokens"]
+    assert all(text.startswith(t, o) for t, o in zip(tokens, offsets, strict=True) if o)

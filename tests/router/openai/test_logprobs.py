@@ -202,6 +202,37 @@ def test_log_probabilities_of_a_prompt_have_vllms_form(
     assert "prompt_logprobs" not in server.chat().json()
 
 
+def test_choices_that_wait_for_the_prompts_scores_do_not_hold_up_the_server(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    """Tokens of the other choices come before the scores, which come with the first choice."""
+    answer = server.complete([[5] * 100] * 3, n=4, echo=True, logprobs=2, max_tokens=3)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 12
+    assert server.client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"logprobs": 20, "max_tokens": 200}, "logprobs"),
+        ({"echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs"),
+    ],
+)
+def test_an_answer_with_too_many_log_probabilities_is_refused(
+    server: Server, engine: ScriptedEngine, fields: dict[str, Any], param: str
+) -> None:
+    """The fields are small by themselves, and their product is not."""
+    prompt = [[5] * 250] * 8
+    answer = server.complete(prompt, n=16, **fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "request_too_large")
+    assert not engine.got(Submit)
+    assert server.complete(prompt[:1], n=2, **fields).status_code == 200
+
+
 @pytest.mark.parametrize("field", [{"logprobs": 1}, {"prompt_logprobs": 1}])
 def test_an_engine_that_omits_log_probabilities_is_a_503(
     server: Server, engine: ScriptedEngine, field: dict[str, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from router.errors import NotFound
+from router.errors import ContextLengthExceeded, NotFound
 from router.generation.choice import OutputDelta
 from router.responses.output import OutputItemBuilder
-from router.responses.store import ResponseStore, StoredResponse
+from router.responses.store import ItemReferences, ResponseStore, StoredResponse
+from router.responses.truncation import truncate_to_fit
+from router.schemas.conversation import ChatMessage
+from router.schemas.requests import ChatRequest
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, eventually
@@ -274,7 +278,7 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "nonsense"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -397,8 +401,8 @@ def test_the_store_drops_the_least_recently_used_response() -> None:
     store.put("c", turn(3))
     with pytest.raises(NotFound):
         store.find("k", "b")
-    assert store.item("k", "in_2") is None
-    assert store.find("k", "a").item_ids() == ["in_1", "out_1"]
+    assert store.find_turn("k", "in_2") is None
+    assert store.find("k", "a").item_ids == ["in_1", "out_1"]
 
 
 def test_a_turn_that_later_turns_build_on_stays_and_counts() -> None:
@@ -409,11 +413,11 @@ def test_a_turn_that_later_turns_build_on_stays_and_counts() -> None:
     both = store.size_bytes
     store.delete("k", "a")
     assert store.size_bytes == both
-    assert len(store.find("k", "b").conversation()) == 4
-    assert store.item("k", "in_1") is not None
+    assert len(store.find("k", "b").conversation(10**6, whole=True)) == 4
+    assert store.find_turn("k", "in_1") is one
     store.delete("k", "b")
     assert store.size_bytes == 0
-    assert store.item("k", "in_1") is None
+    assert store.find_turn("k", "in_1") is None
 
 
 def test_a_dropped_turn_counts_again_with_a_turn_that_builds_on_it() -> None:
@@ -423,7 +427,7 @@ def test_a_dropped_turn_counts_again_with_a_turn_that_builds_on_it() -> None:
     store.delete("k", "a")
     store.put("b", turn(2, one))
     assert store.size_bytes == one.size_bytes + turn(2).size_bytes
-    assert len(store.find("k", "b").conversation()) == 4
+    assert len(store.find("k", "b").conversation(10**6, whole=True)) == 4
 
 
 def test_the_store_never_exceeds_its_limit() -> None:
@@ -437,3 +441,67 @@ def test_the_store_never_exceeds_its_limit() -> None:
     nothing = ResponseStore(max_bytes=0)
     nothing.put("a", turn(1))
     assert (len(nothing), nothing.size_bytes) == (0, 0)
+
+
+def test_a_stored_conversation_is_read_up_to_a_limit() -> None:
+    last: StoredResponse | None = None
+    for number in range(10):
+        last = turn(number, last)
+    assert last is not None
+    limit = 3 * last.size_bytes + 100
+    with pytest.raises(ContextLengthExceeded) as refused:
+        last.conversation(limit, whole=True)
+    assert refused.value.param == "previous_response_id"
+    ids = [item.id for item in last.conversation(limit, whole=False)]
+    assert ids == ["in_7", "out_7", "in_8", "out_8", "in_9", "out_9"]
+    assert len(last.conversation(10, whole=False)) == 2  # the last turn at least
+
+
+def test_a_page_decodes_only_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    last: StoredResponse | None = None
+    for number in range(10):
+        last = turn(number, last)
+    assert last is not None
+    read: list[StoredResponse] = []
+    new_items = StoredResponse.new_items
+
+    def record(stored: StoredResponse) -> list[msgspec.Raw]:
+        read.append(stored)
+        return new_items(stored)
+
+    monkeypatch.setattr(StoredResponse, "new_items", record)
+    items, more = last.input_page("out_8", 3, newest_first=True)
+    assert ([item["id"] for item in items], more) == (["in_8", "out_7", "in_7"], True)
+    items, more = last.input_page("in_8", 3, newest_first=False)
+    assert ([item["id"] for item in items], more) == (["out_8", "in_9"], False)
+    assert len(read) == 4
+
+
+def test_an_item_is_not_referred_to_without_end() -> None:
+    store = ResponseStore(max_bytes=10**6)
+    store.put("a", turn(1))
+    references = ItemReferences(store, "k", 2000)
+    assert references.find("nothing") is None
+    for _ in range(3):
+        item = references.find("in_1")
+        assert item is not None and item.id == "in_1"
+    with pytest.raises(ContextLengthExceeded):
+        references.find("in_1")
+
+
+@pytest.mark.parametrize("limit", [25, 40, 77, 250, 1000])
+def test_as_few_turns_as_possible_are_dropped_in_few_tries(limit: int) -> None:
+    rng = random.Random(limit)
+    lengths = [rng.randrange(1, 20) for _ in range(200)]
+    messages = [ChatMessage("user", "word " * length) for length in lengths]
+    request = ChatRequest(messages=messages)
+    tries: list[int] = []
+
+    def render(shorter: ChatRequest) -> list[list[int]]:
+        tries.append(len(shorter.messages))
+        return [[0] * sum(len(str(message.content)) // 5 for message in shorter.messages)]
+
+    (found,) = truncate_to_fit(render(request), request, limit, render)
+    best = max(sum(lengths[start:]) for start in range(200) if sum(lengths[start:]) <= limit)
+    assert len(found) == best
+    assert len(tries) <= 7

@@ -17,7 +17,7 @@ from tests.router.responses import test_responses
 from tests.router.scripted_engine import ScriptedEngine
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-REPLY = f"<think>\nwhich 🌍?\n</think>\n\nAdding 日本.\n{CALL}\n{CALL}"
+REPLY = f"<think>\nwhich 🌍?\n</think>\n\nAdding 日本.\n{CALL}\n{CALL.replace('2', '3')}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "add", "input_schema": SCHEMA}
 FUNCTION = {"type": "function", "name": "add", "parameters": SCHEMA}
@@ -80,7 +80,7 @@ def test_a_message_has_blocks_of_each_kind(
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "which 🌍?")
     assert (text["type"], text["text"]) == ("text", "Adding 日本.")
     assert first["type"] == second["type"] == "tool_use"
-    assert first["input"] == second["input"] == {"a": 1, "b": 2}
+    assert first["input"] == {"a": 1, "b": 2} and second["input"] == {"a": 1, "b": 3}
     assert message["stop_reason"] == "tool_use"
     assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
     events = test_anthropic.streamed(server, **fields)
@@ -92,7 +92,7 @@ def test_a_message_has_blocks_of_each_kind(
         for block, whole in zip(streamed, message["content"], strict=False)
     ]
     assert kept == [thinking, text]
-    assert one["partial"] == two["partial"] == '{"a": 1, "b": 2}'
+    assert (one["partial"], two["partial"]) == ('{"a": 1, "b": 2}', '{"a": 1, "b": 3}')
     assert one["id"].startswith("toolu_") and one["id"] != two["id"]
 
 
@@ -112,7 +112,7 @@ def test_a_response_has_items_of_each_kind(
     events = test_responses.streamed(server, **fields)
     deltas = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
     assert (len(deltas) > 2) == (choice == "required" and step < 200)
-    assert "".join(delta["delta"] for delta in deltas) == '{"a": 1, "b": 2}' * 2
+    assert "".join(delta["delta"] for delta in deltas) == '{"a": 1, "b": 2}{"a": 1, "b": 3}'
     assert [bare(item) for item in events[-1]["response"]["output"]] == [
         bare(item) for item in answer.json()["output"]
     ]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from router.schemas.conversation import (
     Tool,
     ToolCall,
 )
+from router.tokens.literals import literal_pattern
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import HARMONY_CALLS, REASONING, ReplyState, detect_format
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
@@ -169,3 +171,51 @@ def test_the_format_of_replies_in_messages_is_detected(tmp_path: Path) -> None:
     found = detect_format(loaded(tmp_path, NAMES, *tokens), reasoning="auto", tools="auto")
     assert found.initial_state is ReplyState.HEADER and found.tools is HARMONY_CALLS
     assert not found.is_plain
+
+
+def test_a_conversation_that_the_template_refuses_is_rendered_twice_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = loaded(tmp_path)
+    sizes: list[int] = []
+    apply = type(tokenizer).apply_chat_template
+
+    def record(self: Any, messages: Any, **args: Any) -> Any:
+        sizes.append(len(str(messages)))
+        return apply(self, messages, **args)
+
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", record)
+    template = ChatTemplate(tokenizer, {}, has_reasoning=False)
+    long = ChatMessage(role="user", content="x" * 10_000)
+    refused = ChatMessage(role="function", content="x")
+    many = {f"argument{number}": number for number in range(31)}
+    for args in (many, {**many, "explode": True}, {"explode": True, **many}):
+        sizes.clear()
+        with pytest.raises(InvalidRequest):
+            template.render([long, refused], [], args)
+        assert sum(size > 10_000 for size in sizes) <= 2
+        sizes.clear()
+        assert template.render([long], [], args)
+        assert sum(size > 10_000 for size in sizes) <= 2
+
+
+def test_any_of_many_texts_is_found_the_longest_first() -> None:
+    texts = ["<a>", "<ab>", "<a", "b.c", "<unused1>", "<unused12>", "<unused"]
+    pattern = literal_pattern(texts)
+    assert pattern is not None
+    text = "<ab><a><a!<unused12><unused2>bxc b.c <"
+    assert pattern.findall(text) == ["<ab>", "<a>", "<a", "<unused12>", "<unused", "b.c"]
+    assert literal_pattern([]) is None
+    assert literal_pattern([""]) is None
+
+
+def test_thousands_of_control_tokens_take_no_longer_than_a_few() -> None:
+    few, many = (literal_pattern(f"<unused{n}>" for n in range(count)) for count in (10, 6000))
+    text = "<unused5" * 50_000
+    assert few is not None and many is not None
+    took = []
+    for pattern in (few, many):
+        began = time.thread_time()
+        assert not pattern.findall(text)
+        took.append(time.thread_time() - began)
+    assert took[1] < 20 * took[0] + 0.1, took

@@ -7,16 +7,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.backend.blas import cblas_sgemm_batch
+from engine.backend import graphs
+from engine.backend.graphs import Unsupported
 from engine.batch import device, ragged
 from engine.batch.cpu import decoder
 from engine.batch.cpu.decoder import DecoderBatch
 from engine.batch.cpu.host import HostBatch
-from engine.batch.cpu.products import Products
-from engine.batch.cpu.rotary import Rotary, Unsupported
+from engine.batch.cpu.rotary import Rotary
 from engine.batch.ragged import Row
 from engine.cache.layout import probe_layout
 from engine.cache.slabs import Slab, Slabs
@@ -52,17 +52,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "layers without positions": ("smollm3", {}),
+    "half of each head rotated": ("phi3", {"partial_rotary_factor": 0.5}),
+    "multipliers": ("granite", {}),
+    "norms after": ("olmo2", {}),
+    "scores within bounds": ("gemma2", {"attn_logit_softcapping": 2.0}),
+    "two kinds of positions": ("gemma3_text", {}),
 }
 
 
-@pytest.fixture(autouse=True, params=["by NumPy", "together"])
-def _ours_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run attention by each of the libraries, whichever is faster on this machine."""
+@pytest.fixture(autouse=True)
+def _ours_in_place() -> None:
     ragged.install()
-    gemm = None if request.param == "by NumPy" else cblas_sgemm_batch()
-    if gemm is None and request.param == "together":
-        pytest.skip("the BLAS that was loaded does not multiply many at once")
-    monkeypatch.setattr(Products, "gemm_batch", lambda self, rows: gemm)
 
 
 def tiny(name: str, **changes: Any) -> Any:
@@ -124,8 +125,8 @@ def test_the_proof_accepts_it(model: Any) -> None:
 
 def test_the_proof_notices_a_wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    layout, kind, turn = probe_layout(model), bound(model), Rotary.__call__
-    monkeypatch.setattr(Rotary, "__call__", lambda self, x, at: turn(self, x, at // 2))
+    layout, kind, tables = probe_layout(model), bound(model), Rotary.tables
+    monkeypatch.setattr(Rotary, "tables", lambda self, at: tables(self, at // 2))
     with pytest.raises(NotBatchable):
         prove(model, layout, kind, proof_references(model, layout, 90))
 
@@ -153,45 +154,71 @@ def test_a_pass_without_logits_stores_the_same_kv(model: Any) -> None:
     assert all(np.array_equal(a, b) and a.any() for a, b in zip(*kept, strict=True))
 
 
-def test_weights_are_not_copied(model: Any) -> None:
-    logits = model(mx.array([[5, 6]]))
-    mx.eval(logits)
-    before = mx.get_active_memory()
-    kind = bound(model)
-    assert mx.get_active_memory() - before < 4096
-    assert mx.allclose(model(mx.array([[5, 6]])), logits)  # the model computes with them, too
-    assert kind.decoder
+def test_weights_are_kept_once_when_the_model_has_given_them_up(model: Any) -> None:
+    layout, kind = probe_layout(model), bound(model)
+    before = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    slabs, rows, tokens = Slabs(), [Row(Slot(0, 0), 0, 2)], mx.array([[5, 6]])
+    slabs[0] = Slab(layout, 1, 16)
+    logits = kind(layout, slabs, rows).logits(model, tokens)
+    kind.release_weights()
+    left = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    embedding = model.model.embed_tokens.weight.nbytes  # rows of it are looked up
+    assert left < embedding + before / 10
+    assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", "mamba", "qwen3_moe"])
+def test_without_onnx_runtime_mlx_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(graphs, "unusable", lambda: "there is no module named 'onnxruntime'")
+    (only,) = device.batch_classes(model, probe_layout(model))
+    assert only is HostBatch
+    assert "no module named 'onnxruntime'" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mamba", "qwen3_moe"])
 def test_models_of_another_kind_are_left_to_mlx(name: str) -> None:
     model = build(name)
     assert decoder.bind(model, probe_layout(model)) is None
 
 
 def test_layers_of_another_kind_are_left_to_mlx() -> None:
-    quantized, adapted, half = tiny("llama"), tiny("llama"), tiny("llama")
-    nn.quantize(quantized, group_size=32)
+    adapted, half = tiny("llama"), tiny("llama")
     adapted.model.layers[1].mlp.up_proj = nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     half.set_dtype(mx.float16)
-    for model in (quantized, adapted, half):
+    for model in (adapted, half):
         assert decoder.bind(model, probe_layout(model)) is None
+
+
+class Odd(nn.Module):
+    """Positions that are not a rotation."""
+
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        return x * (1 + offset)
 
 
 def test_positions_of_another_kind_are_left_to_mlx() -> None:
     with pytest.raises(Unsupported):
-        Rotary(nn.RoPE(8), 16)  # half of each head
-    rotary = Rotary(nn.RoPE(16), 16)
-    with pytest.raises(Unsupported):
-        rotary.check(nn.RoPE(16, base=500_000))
+        Rotary(Odd(), 16)
+    assert not Rotary(nn.RoPE(16), 16).same_as(nn.RoPE(16, base=500_000))
 
 
-def test_far_positions_are_rotated_like_near_ones() -> None:
-    for traditional in (False, True):
-        rope = nn.RoPE(16, traditional=traditional)
-        x = mx.random.normal((1, 3, 1, 16))
-        ours = Rotary(rope, 16)(np.asarray(x)[:, :, 0], np.array([9_999]))
-        assert np.allclose(ours, np.asarray(rope(x, offset=9_999))[:, :, 0], atol=1e-4)
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("turned", [16, 8])
+def test_far_positions_are_rotated_like_near_ones(traditional: bool, turned: int) -> None:
+    rope = nn.RoPE(turned, traditional=traditional)
+    rotary = Rotary(rope, 16)
+    assert (rotary.turned, rotary.neighbours) == (turned, traditional)
+    (cosines,), (sines,) = rotary.tables(np.array([9_999]))
+    x = np.zeros(16, np.float32)
+    x[0] = 1
+    expected = np.asarray(rope(mx.array(x).reshape(1, 1, 1, 16), offset=9_999)).reshape(16)
+    assert np.allclose(
+        [cosines[0], sines[0]],
+        [expected[0], expected[1 if traditional else turned // 2]],
+        atol=1e-4,
+    )
 
 
 def test_the_decoder_is_chosen_on_the_cpu_unless_switched_off(

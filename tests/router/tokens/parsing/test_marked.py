@@ -12,6 +12,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.tenants import EVERYBODY
 from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing.calls import JSON, ToolSyntax
@@ -298,7 +299,7 @@ def answers(
         max_tokens=len(ids),
         stop_token_ids=[],
     )
-    sequence = RemoteSequence(submit, "", lambda: None)
+    sequence = RemoteSequence(submit, EVERYBODY, lambda: None)
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
     text = IncrementalDetokenizer(tokenizer.detokenizer, stops)
     choice = Choice(

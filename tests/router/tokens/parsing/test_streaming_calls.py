@@ -117,3 +117,28 @@ def test_with_single_call_a_reply_is_complete_after_the_first(parser: str) -> No
             break
     assert reply.complete
     assert json.loads(ARGUMENTS[0])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_call_that_repeats_an_earlier_one_ends_the_calls(parser: str, size: int) -> None:
+    template = CALL_TEMPLATES[parser]
+    begin = template.begin.replace("{name}", "add").replace("{number}", "0")
+    arguments = ['{"a": 1}', '{"a": 12}', '{"a": 1}', '{"a": 3}']
+    calls = [begin + each + template.end for each in arguments]
+    reply = reply_of(parser)
+    parts = parts_of(reply, template.before + template.between.join(calls) + template.after, size)
+    assert calls_of(parts) == [("add", '{"a": 1}'), ("add", '{"a": 12}')]
+    assert reply.complete and reply.called
+    assert not "".join(part.text for part in parts).strip()
+
+
+def test_required_calls_in_other_forms_end_at_a_repeat_too() -> None:
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    text = "\n".join(call.format(value) for value in (1, 2, 1, 3))
+    for only_calls, expected in ((True, 2), (False, 4)):
+        reply = MarkedReplyParser(
+            format_of("qwen3_coder"), ReplyState.NORMAL, TOOLS, only_calls=only_calls
+        )
+        assert len(calls_of(parts_of(reply, text, 5))) == expected
+        assert reply.complete == only_calls

@@ -1,0 +1,190 @@
+"""Graphs of ONNX Runtime, built in memory: the matrix library on CPUs.
+
+ONNX Runtime packs constant weights once, when a session is made. A product of 2 to 16 rows then
+takes little longer than reading the weights, while a BLAS packs them in every call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backend.threads import num_threads
+
+logger = logging.getLogger(__name__)
+
+OPSET, IR_VERSION = 21, 10
+CONTRIB = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+
+_CHECKED_ROWS = (1, 2, 3, 5, 8, 13, 16, 33)
+
+
+class Unsupported(Exception):
+    """The model cannot be computed here. The message says why."""
+
+
+class Session:
+    """A graph that is ready to run. One with several threads is called while no other runs."""
+
+    def __init__(self, session: Any, inputs: Sequence[str]) -> None:
+        self._session = session
+        self._inputs = tuple(inputs)
+        self._outputs = [output.name for output in session.get_outputs()]
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Return the outputs for ``inputs``, in the order of their declaration."""
+        feeds = dict(zip(self._inputs, inputs, strict=True))
+        found: list[Any] = self._session.run(self._outputs, feeds)
+        return found
+
+
+class _Declared(NamedTuple):
+    """An input or an output."""
+
+    name: str
+    dims: tuple[int | str, ...]
+    dtype: Any
+
+
+class Graph:
+    """Builds one graph. Values are named by strings that the methods return."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Any] = []
+        self._inputs: list[_Declared] = []
+        self._outputs: list[_Declared] = []
+        self._constants: dict[str, NDArray[Any]] = {}
+        self._count = 0
+
+    def input(self, name: str, *dims: int | str, dtype: Any = np.float32) -> str:
+        """Declare an input. A dimension that is a string may be of any size."""
+        self._inputs.append(_Declared(name, dims, dtype))
+        return name
+
+    def output(self, value: str, *dims: int | str, dtype: Any = np.float32) -> None:
+        """Declare ``value`` as the next output."""
+        self._outputs.append(_Declared(value, dims, dtype))
+
+    def constant(self, array: NDArray[Any]) -> str:
+        """Return the name of a constant. Its memory is read when the session is made, and is kept
+        only if nothing packs it."""
+        name = self._name("constant")
+        self._constants[name] = np.ascontiguousarray(array)
+        return name
+
+    def integers(self, *numbers: int) -> str:
+        """Return the name of a constant vector, for the arguments of shapes and slices."""
+        return self.constant(np.array(numbers, np.int64))
+
+    def number(self, value: float) -> str:
+        """Return the name of a constant number."""
+        return self.constant(np.array([value], np.float32))
+
+    def node(self, op: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        """Add an operator with one output, and return the output's name."""
+        return self.nodes(op, *inputs, outputs=1, domain=domain, **attributes)[0]
+
+    def nodes(
+        self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any
+    ) -> list[str]:
+        """Add an operator and return the names of its ``outputs``."""
+        from onnx import helper
+
+        names = [self._name(op) for _ in range(outputs)]
+        self._nodes.append(helper.make_node(op, inputs, names, domain=domain, **attributes))
+        return names
+
+    def session(self, threads: int | None = None) -> Session:
+        """Return the graph as a session, with ``threads`` in place of one for each core.
+
+        The graph must not be used any more."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or num_threads()
+        options.inter_op_num_threads = 1
+        # Each session has threads of its own. Dozens of pools that spin take all cores, from
+        # attention and from the router too.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Otherwise each keeps the memory of its longest pass. The heap does, once for all.
+        options.enable_cpu_mem_arena = False
+        options.log_severity_level = 3  # errors
+        large = {name: array for name, array in self._constants.items() if array.nbytes > 1024}
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in large.values()]
+        options.add_external_initializers(list(large), values)
+        made = onnxruntime.InferenceSession(
+            self._model(large), options, providers=["CPUExecutionProvider"]
+        )
+        self._constants.clear()
+        return Session(made, [one.name for one in self._inputs])
+
+    def _model(self, external: dict[str, NDArray[Any]]) -> bytes:
+        """Return the graph in ONNX's format, without the content of ``external``."""
+        from onnx import helper, numpy_helper
+
+        constants = [
+            _reference(name, array) if name in external else numpy_helper.from_array(array, name)
+            for name, array in self._constants.items()
+        ]
+        declared = [
+            [
+                helper.make_tensor_value_info(
+                    one.name, helper.np_dtype_to_tensor_dtype(np.dtype(one.dtype)), one.dims
+                )
+                for one in group
+            ]
+            for group in (self._inputs, self._outputs)
+        ]
+        graph = helper.make_graph(self._nodes, "graph", *declared, constants)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+        return bytes(model.SerializeToString())
+
+    def _name(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}_{self._count}"
+
+
+def _reference(name: str, array: NDArray[Any]) -> Any:
+    """Return a constant whose content is given to the session apart from the graph."""
+    from onnx import TensorProto, helper
+
+    tensor = TensorProto(
+        name=name,
+        data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+        dims=array.shape,
+        data_location=TensorProto.EXTERNAL,
+    )
+    for key, value in (("location", "memory"), ("offset", "0"), ("length", str(array.nbytes))):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+@cache
+def unusable() -> str:
+    """Return why ONNX Runtime cannot be used here; empty if it can.
+
+    It must be installed, and a row of a product must have the same bits whatever rows are
+    computed with it: it does on all processors that were tried."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        return f"{error}: install the extra 'cpu'"
+    random = np.random.default_rng(0)
+    graph = Graph()
+    weight = graph.constant(random.standard_normal((272, 176), np.float32))
+    graph.output(graph.node("Gemm", graph.input("x", "rows", 176), weight, transB=1), "rows", 272)
+    x = random.standard_normal((max(_CHECKED_ROWS) + 1, 176), np.float32)
+    session = graph.session()
+    (whole,) = session(x)
+    for rows in _CHECKED_ROWS:
+        if not np.array_equal(session(x[1 : rows + 1])[0], whole[1 : rows + 1]):
+            return "on this processor its results for a row depend on the other rows"
+    return ""

@@ -1,0 +1,112 @@
+"""Weights of linear layers and embeddings as parts of ONNX Runtime's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+from engine.backend.codes import Array, codes_of
+from engine.backend.graphs import Graph, Unsupported
+from engine.backend.quantized import Precision, QuantizedWeight
+
+
+class Weight(Protocol):
+    """The weight of a linear layer or of an embedding, without a bias."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether the bits of a row depend on the number of rows if that is odd."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight takes in a session."""
+
+    def product(self, graph: Graph, x: str) -> str:
+        """Add x @ weight.T to ``graph`` for ``x`` (rows, in), and return its name: (rows, out)."""
+
+    def gather(self, numbers: NDArray[Any]) -> Array:
+        """Return these rows, (n, in), as an embedding does."""
+
+
+class DenseWeight:
+    """A weight in fp32."""
+
+    pads_rows = False
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.array.shape[0], self.array.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def product(self, graph: Graph, x: str) -> str:
+        return graph.node("Gemm", x, graph.constant(self.array), transB=1)
+
+    def gather(self, numbers: NDArray[Any]) -> Array:
+        rows: Array = self.array[numbers]
+        return rows
+
+
+def weight_of(module: Any, precision: Precision | None = None) -> Weight:
+    """Return the weight of a linear layer or an embedding, quantized or in fp32.
+
+    ``precision`` is by default the one in which the module computes now. Raises `Unsupported` for
+    other modules and types."""
+    precision = precision or vars(module).get("precision", "exact")
+    if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        given = (module["weight"], module["scales"], module.get("biases"))
+        return quantized_weight(*given, precision, **kind)
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or module["weight"].dtype != mx.float32:
+        raise Unsupported(f"a {type(module).__name__} is not a layer in fp32 or quantized")
+    return DenseWeight(np.asarray(module["weight"]))
+
+
+def quantized_weight(
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    precision: Precision,
+    global_scale: mx.array | None = None,
+    **kind: Any,
+) -> Weight:
+    """Return the weight that MLX quantized: ``kind`` is its group size, bits and mode.
+
+    Values of mxfp8 have exponents of their own and are no integer codes. They become fp32."""
+    if kind["mode"] == "mxfp8":
+        whole = mx.dequantize(weight, scales, biases, dtype=mx.float32, **kind)
+        return DenseWeight(np.asarray(whole))
+    codes = codes_of(weight, scales, biases, global_scale=global_scale, **kind)
+    if codes.bits == 8 and precision == "exact":
+        return DenseWeight(codes.dense())
+    return QuantizedWeight(codes, precision)
+
+
+def join(weights: Sequence[Weight]) -> Weight:
+    """Return ``weights`` side by side, for layers with the same input.
+
+    Raises `Unsupported` if they are of different kinds."""
+    if len(weights) == 1:
+        return weights[0]
+    first, *others = weights
+    alike = [weight for weight in others if isinstance(weight, QuantizedWeight)]
+    if isinstance(first, QuantizedWeight) and len(alike) == len(others):
+        return first.join(*alike)
+    dense = [weight.array for weight in weights if isinstance(weight, DenseWeight)]
+    if len(dense) < len(weights):
+        raise Unsupported("layers with one input have weights of different kinds")
+    return DenseWeight(np.concatenate(dense))

@@ -1,0 +1,252 @@
+"""Linear layers, tied last layers and experts of mlx-lm's models, computed by ONNX Runtime.
+
+On Linux MLX multiplies quantized weights up to 60 times slower, and its library for dense ones
+packs them anew in every product. So every architecture that MLX computes gets its products from
+here. A product leaves MLX's graph: its input is evaluated, and read where it lies.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from functools import partial
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from engine.backend.allocation import give_back
+from engine.backend.codes import code_bits
+from engine.backend.multiplier import ExpertMultiplier, Multiplier
+from engine.backend.quantized import Precision
+from engine.backend.timing import shortest_s
+from engine.backend.weights import DenseWeight, Weight, quantized_weight, weight_of
+
+logger = logging.getLogger(__name__)
+
+CPUPrecision = Literal["exact", "fast", "auto"]
+"""The values of ``--cpu-precision``."""
+FP32_SHARE = 0.25
+"""The part of the memory that weights may take in fp32 whose codes have 8 bits."""
+ARRAYS = ("weight", "scales", "biases")
+HALVES = (mx.float16, mx.bfloat16)
+ROWS = (1, 8, 64)
+"""Numbers of rows at which products of dense weights are timed."""
+EXPERTS_OF_A_ROW = 2
+"""Experts of each of these rows."""
+WORTH_IT = 0.92
+"""A dense product leaves MLX if it then takes at most this fraction of the time."""
+LONG_S = 0.01
+
+
+class _Outside:
+    """A layer outside of MLX. It notes whether other code reads its weights."""
+
+    multiplier: Any
+    precision: Precision
+    read = False
+
+    def __getattr__(self, key: str) -> Any:
+        if key in ARRAYS:
+            vars(self)["read"] = True
+        return super().__getattr__(key)  # type: ignore[misc]
+
+
+class _OutsideLinear(_Outside):
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        rows = _array(x.reshape(-1, x.shape[-1]))
+        found = mx.array(self.multiplier(rows)).reshape(*x.shape[:-1], -1).astype(x.dtype)
+        return found + self["bias"] if "bias" in self else found
+
+
+class _OutsideEmbedding(_Outside):
+    """An embedding that is packed when it is first used as the last layer, if it ever is."""
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        if self.multiplier is None:
+            self.multiplier = Multiplier(weight_of(self, self.precision))
+        return _OutsideLinear.__call__(self, x)
+
+
+class _OutsideExperts(_Outside):
+    def __call__(
+        self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        """Return (..., rows, out) for ``x`` (..., rows, in): leading axes are those of
+        ``indices``, where one of both may be 1."""
+        *outer, rows, width = x.shape
+        shape = np.broadcast_shapes(tuple(outer), indices.shape)
+        given = _array(mx.broadcast_to(x, (*shape, rows, width)).reshape(-1, width))
+        experts = np.asarray(mx.broadcast_to(indices, shape).astype(mx.int64)).reshape(-1)
+        found = mx.array(self.multiplier(given, np.repeat(experts, rows)))
+        found = found.reshape(*shape, rows, -1).astype(x.dtype)
+        return found + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else found
+
+
+def _array(x: mx.array) -> Any:
+    """Evaluate ``x`` and return it in fp32, without a copy if it is."""
+    return np.asarray(x.astype(mx.float32))
+
+
+_OURS: dict[type, Any] = {
+    kind: type(kind.__name__, (ours, kind), {})
+    for kind, ours in {
+        nn.Linear: _OutsideLinear,
+        nn.Embedding: _OutsideEmbedding,
+        SwitchLinear: _OutsideExperts,
+        nn.QuantizedLinear: _OutsideLinear,
+        nn.QuantizedEmbedding: _OutsideEmbedding,
+        QuantizedSwitchLinear: _OutsideExperts,
+    }.items()
+}
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+
+
+def chosen_precision(model: nn.Module, wanted: CPUPrecision, memory_bytes: int) -> Precision:
+    """Return how to multiply by quantized weights: ``compact`` in place of ``exact`` where codes of
+    8 bits would take more than a part of ``memory_bytes`` in fp32."""
+    if wanted == "fast":
+        return "fast"
+    modules = [module for _, module in model.named_modules()]
+    wide = [
+        each
+        for each in modules
+        if type(each) in _QUANTIZED and code_bits(each.bits, each.mode) == 8
+    ]
+    elements = sum(module["weight"].size * 32 // module.bits for module in wide)
+    return "exact" if elements * 4 <= FP32_SHARE * memory_bytes else "compact"
+
+
+class Layers:
+    """The layers of ``model`` that leave MLX: those with quantized weights, and with ``dense``
+    those in fp32 whose shape is measured to be faster outside.
+
+    What is not quantized in a quantized model becomes fp32, and so do its activations."""
+
+    def __init__(self, model: nn.Module, precision: Precision, *, dense: bool) -> None:
+        modules = [module for _, module in model.named_modules()]
+        if any(type(module) in (*_QUANTIZED, QuantizedMultiLinear) for module in modules):
+            for module in modules:
+                _widen(module)
+        self._replaced: list[Any] = []
+        faster: dict[tuple[int, ...], bool] = {}
+        for module in modules:
+            if type(module) in _QUANTIZED or (dense and _is_faster(module, faster)):
+                _replace(module, precision)
+                self._replaced.append(module)
+        if self._replaced:
+            logger.info(
+                "ONNX Runtime computes %d layers, with %.2f GB of weights, precision %s",
+                len(self._replaced),
+                self.nbytes / 1e9,
+                precision,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights."""
+        packed = [module.multiplier for module in self._replaced]
+        return sum(each.nbytes for each in packed if each is not None)
+
+    def keep_packed(self) -> None:
+        """Drop MLX's copies of the weights, when the model's code has run in all its ways.
+
+        It still looks up embeddings, and may read weights itself, as it did so far."""
+        for module in self._replaced:
+            if not isinstance(module, _OutsideEmbedding) and not module.read:
+                for name in ARRAYS:
+                    module.pop(name, None)
+        _clean()
+
+    def drop(self) -> None:
+        """Drop all weights of these layers: the model's code will not run any more."""
+        for module in self._replaced:
+            del module.multiplier
+            for name in ARRAYS:
+                module.pop(name, None)
+        self._replaced = []
+        _clean()
+
+
+def _clean() -> None:
+    gc.collect()
+    mx.clear_cache()
+    give_back()
+
+
+def _widen(module: Any) -> None:
+    """Make fp32 of 16-bit values that are not multiplied here, and of MLA's factors.
+
+    Those are batches of matrices, for which codes have no product."""
+    if type(module) is QuantizedMultiLinear:
+        kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        found = [module.pop(name, None) for name in ARRAYS]
+        module["weight"] = mx.dequantize(*found, dtype=mx.float32, **kind)
+        module.__class__ = MultiLinear
+    if type(module) in (nn.QuantizedLinear, QuantizedSwitchLinear):
+        return  # their codes are read as they lie, and their bias is added in fp32
+    for name in list(module):
+        value = module.get(name)
+        if isinstance(value, mx.array) and value.dtype in HALVES:
+            module[name] = value.astype(mx.float32)
+
+
+def _replace(module: Any, precision: Precision) -> None:
+    """Pack the weights of one layer."""
+    mx.eval([module[name] for name in ARRAYS if module.get(name) is not None])
+    if type(module) in (SwitchLinear, QuantizedSwitchLinear):
+        module.multiplier = ExpertMultiplier(_experts(module, precision))
+    elif type(module) in (nn.Embedding, nn.QuantizedEmbedding):
+        module.multiplier = None
+    else:
+        module.multiplier = Multiplier(weight_of(module, precision))
+    module.precision = precision
+    module.__class__ = _OURS[type(module)]
+
+
+def _experts(module: Any, precision: Precision) -> list[Weight]:
+    if type(module) is SwitchLinear:
+        return [DenseWeight(array) for array in np.asarray(module["weight"])]
+    kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+    given = [module.get(name) for name in (*ARRAYS, "global_scale")]
+    found = []
+    for expert in range(module.num_experts):
+        weight, scales, biases, factor = (x if x is None else x[expert] for x in given)
+        found.append(quantized_weight(weight, scales, biases, precision, factor, **kind))
+    return found
+
+
+def _is_faster(module: Any, known: dict[tuple[int, ...], bool]) -> bool:
+    """Return whether a dense layer of this shape takes less time outside of MLX."""
+    kinds = (nn.Linear, nn.Embedding, SwitchLinear)
+    if type(module) not in kinds or module["weight"].dtype != mx.float32:
+        return False
+    shape = module["weight"].shape
+    if shape not in known:
+        stock: Any = SwitchLinear(1, 1, 1) if len(shape) == 3 else nn.Linear(1, 1)
+        ours: Any = SwitchLinear(1, 1, 1) if len(shape) == 3 else nn.Linear(1, 1)
+        for each in (stock, ours):
+            each.weight, each.bias = module["weight"], mx.zeros(shape[:-1])
+        _replace(ours, "exact")
+        known[shape] = _seconds(ours) < WORTH_IT * _seconds(stock)
+    return known[shape]
+
+
+def _seconds(layer: Any) -> float:
+    """Return the time that products of `ROWS` rows take together."""
+    total = 0.0
+    for rows in ROWS:
+        given = [mx.random.normal((rows, layer["weight"].shape[-1]), key=mx.random.key(rows))]
+        if isinstance(layer, SwitchLinear):
+            chosen = mx.random.randint(0, layer.num_experts, (rows, EXPERTS_OF_A_ROW))
+            given = [given[0][:, None, None], chosen]
+        mx.eval(given)
+        total += shortest_s(partial(_compute, layer, given), LONG_S)
+    return total
+
+
+def _compute(layer: Any, given: list[mx.array]) -> None:
+    mx.eval(layer(*given))

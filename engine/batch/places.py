@@ -1,0 +1,115 @@
+"""Where the new keys and values of a batch go in the slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import mlx.core as mx
+
+from engine.batch.ragged import Row
+from engine.cache.slabs import Slab
+
+Index: TypeAlias = tuple[slice | mx.array, ...]
+Part: TypeAlias = tuple[int, int, int] | None
+"""Rows of a batch, from and to (exclusive), and the width that they have. None for all of it."""
+
+_ALL = slice(None)
+
+
+class Indices(NamedTuple):
+    """A place for each new token of each KV head."""
+
+    of_values: tuple[mx.array, ...]  # rows, heads and positions of a slab: (rows, heads, width)
+    of_scales: tuple[mx.array, ...]  # the same after which of both it is: (2, rows, heads, width)
+
+
+class Place:
+    """New positions of neighbouring rows of a batch, all in one slab, written in one operation."""
+
+    def __init__(self, slab: Slab, part: Part, rows: Sequence[Row], width: int) -> None:
+        """``part`` of the batch are ``rows``, of which ``width`` positions each are written:
+        padding goes where no token is."""
+        self.slab = slab
+        self.part = part
+        self._rows = rows
+        self._width = width
+        self._indices: dict[int, Indices] = {}
+        first, start = rows[0].slot.row, rows[0].start
+        self._rectangle: tuple[slice, slice, slice] | None = None
+        if all(row.slot.row == first + i and row.start == start for i, row in enumerate(rows)):
+            end = first + len(rows)
+            self._rectangle = slice(first, end), _ALL, slice(start, start + width)
+
+    def put(self, number: int, array: mx.array, scales: mx.array | None) -> None:
+        """Write ``array`` (batch, kv_heads, width, ...) of the whole batch, and its ``scales``
+        (2, batch, kv_heads, width, groups), into arrays ``number`` of the slab."""
+        index: Index = self._rectangle or self.indices(array.shape[1]).of_values
+        self.slab.arrays[number][index] = of_part(array, self.part)
+        if scales is not None:
+            index = (_ALL, *index) if self._rectangle else self.indices(array.shape[1]).of_scales
+            self.slab.scales[number][index] = of_part(scales, self.part)
+
+    def indices(self, heads: int) -> Indices:
+        """Return the places of all tokens. They are made once for each number of ``heads``."""
+        if heads not in self._indices:
+            numbers = tuple(row.slot.row for row in self._rows)
+            one, two = _rows_and_heads(numbers, heads, self._width)
+            last = self.slab.capacity - 1
+            # Padding may share a position: any that has no token will do.
+            starts = [row.start for row in self._rows]
+            found = [min(start + i, last) for start in starts for i in range(self._width)]
+            positions = mx.array(found).reshape(len(starts), 1, self._width)
+            of_values = *one, mx.broadcast_to(positions, one[0].shape)
+            of_scales = *two, mx.broadcast_to(positions, two[0].shape)
+            self._indices[heads] = Indices(of_values, of_scales)
+        return self._indices[heads]
+
+
+@lru_cache(maxsize=64)
+def _rows_and_heads(
+    numbers: tuple[int, ...], heads: int, width: int
+) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    """Return the rows and heads of `Indices.of_values`, and the first three of
+    `Indices.of_scales`, for rows ``numbers`` of a slab. They are the same in many steps.
+
+    Not slices: for a slice among indices MLX would make and cast an index in each call."""
+    rows = mx.array(numbers).reshape(-1, 1, 1)
+    each = mx.arange(heads, dtype=mx.int32).reshape(-1, 1)
+    both = mx.array([0, 1]).reshape(2, 1, 1, 1)
+    shape = len(numbers), heads, width
+    one = tuple(mx.broadcast_to(x, shape) for x in (rows, each))
+    return one, tuple(mx.broadcast_to(x, (2, *shape)) for x in (both, rows, each))
+
+
+def of_part(array: mx.array, part: Part) -> mx.array:
+    """Return a ``part`` of ``array`` (..., batch, kv_heads, width, dim)."""
+    return array if part is None else array[..., part[0] : part[1], :, : part[2], :]
+
+
+def places(by_slab: Iterator[tuple[Slab, int, Sequence[Row]]], count: int) -> list[Place]:
+    """Return where the ``count`` rows of a batch are written, given its rows `by_slab`."""
+    found = []
+    for slab, first, rows in by_slab:
+        width = max(row.width for row in rows)
+        part = None if count == len(rows) else (first, first + len(rows), width)
+        found.append(Place(slab, part, rows, width))
+    return found
+
+
+def sources(by_slab: Iterator[tuple[Slab, int, Sequence[Row]]]) -> mx.array | None:
+    """Return the token (batch, 1, width, 1) whose keys and values are written in the place of
+    each one: the last token of a row instead of padding. None if every one can be its own.
+
+    Padding of a row that is full falls on its last token, and so has to be equal to it."""
+    widths: list[int] = []
+    is_full = False
+    for slab, _, rows in by_slab:
+        width = max(row.width for row in rows)
+        is_full = is_full or any(r.width < width and r.end == slab.capacity for r in rows)
+        widths += (row.width for row in rows)
+    if not is_full:
+        return None
+    tokens = [[min(i, width - 1) for i in range(max(widths))] for width in widths]
+    return mx.array(tokens)[:, None, :, None]

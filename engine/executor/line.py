@@ -1,0 +1,65 @@
+"""The line of work that a device does, and its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from engine.executor.stopwatch import StepClock
+
+
+@dataclass(eq=False)
+class Piece:
+    """Work that is dispatched without a wait in between."""
+
+    started: float
+    holds_slabs: bool = False
+    elapsed_s: float | None = None
+    """Set once it is done: seconds without those shared with the piece before it."""
+
+
+class DeviceLine:
+    """The piece of work that the device does, at most one at a time.
+
+    MLX writes an array in place only while nothing else refers to its buffer. What a kernel reads
+    is referred to until its command buffer has run, and so is each array that is evaluated by
+    name. Work that writes slabs would copy them whole if it were dispatched while such work is in
+    flight. So a step's graph is built while the device is busy, and dispatched when the piece
+    before it is done: for that time, about that of dispatching a few kernels, the device has
+    nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._clock = StepClock()
+        self.piece: Piece | None = None
+        """The piece that was not waited for."""
+        self._marker: mx.array | None = None
+
+    def send(self, arrays: Sequence[Any], *, holds_slabs: bool = True) -> Piece:
+        """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight.
+
+        ``holds_slabs``: they are arrays of slabs, or depend on them."""
+        if self.piece is None:
+            self.piece = Piece(time.perf_counter())
+        self.piece.holds_slabs |= holds_slabs
+        # All arrays of a call share an event, which is signalled once all of them are there.
+        # A reference to one of `arrays` might keep a slab from being written in place.
+        self._marker = mx.zeros(1, mx.int32)
+        mx.async_eval(arrays, self._marker)
+        return self.piece
+
+    def wait(self) -> None:
+        """Wait until the piece in flight is done, if there is one."""
+        if self.piece is not None:
+            mx.eval(self._marker)
+            self.piece.elapsed_s = self._clock.elapsed_s(self.piece.started)
+            self.piece = self._marker = None
+
+    def wait_for_slabs(self) -> None:
+        """Wait until slabs can be written in place."""
+        if self.piece is not None and self.piece.holds_slabs:
+            self.wait()

@@ -1,0 +1,171 @@
+"""A step of the batched executor on its way through the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from engine.executor.base import PendingStep
+from engine.executor.line import DeviceLine, Piece
+from engine.executor.prefill import ChunkPass, Prefill
+from engine.executor.stopwatch import StepClock, Stopwatch
+from engine.plan import Exported, Payload, Plan, PromptLogprobs, Slot, StepResult
+from engine.sampling.sampler import SamplerOutput
+from shared.wire import TokenLogprobs
+
+
+class DecodeOutput(NamedTuple):
+    sampled: SamplerOutput
+    slots: list[Slot]  # of each sampled row
+    order: list[int]  # index of the plan's decode, for each sampled row
+
+    def read(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        """Return tokens and log-probabilities in the plan's order."""
+        read = zip(self.order, self.sampled.tokens.tolist(), strict=True)
+        tokens = tuple(token for _, token in sorted(read))
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if self.sampled.logprobs is not None:
+            rows = zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
+            for row, scores in rows:
+                logprobs[self.order[row]] = scores
+        return tokens, tuple(logprobs)
+
+    def tokens_by_slot(self) -> dict[Slot, int]:
+        return dict(zip(self.slots, self.sampled.tokens.tolist(), strict=True))
+
+
+class LateResults:
+    """What plans leave behind that their results do not wait for."""
+
+    def __init__(self) -> None:
+        self._exports: list[tuple[Piece | None, int, Callable[[], Payload]]] = []
+        self._chunks: list[tuple[int, list[Piece]]] = []
+
+    def add_export(self, piece: Piece | None, block: int, export: Callable[[], Payload]) -> None:
+        """Export ``block`` once ``piece`` is done."""
+        self._exports.append((piece, block, export))
+
+    def add_chunks(self, step: int, pieces: list[Piece]) -> None:
+        """Note that the chunks of plan ``step`` are computed in ``pieces``."""
+        self._chunks.append((step, pieces))
+
+    def take_exports(self) -> tuple[Exported, ...]:
+        ready = [one for one in self._exports if _is_done(one[0])]
+        self._exports = [one for one in self._exports if not _is_done(one[0])]
+        return tuple(Exported(block, export()) for _, block, export in ready)
+
+    def take_chunk_times(self) -> tuple[tuple[int, float], ...]:
+        ready = [one for one in self._chunks if all(map(_is_done, one[1]))]
+        self._chunks = [one for one in self._chunks if one not in ready]
+        return tuple((step, sum(p.elapsed_s or 0.0 for p in pieces)) for step, pieces in ready)
+
+
+def _is_done(piece: Piece | None) -> bool:
+    return piece is None or piece.elapsed_s is not None
+
+
+@dataclass(eq=False)
+class BatchedStep(PendingStep):
+    """A plan of which the decodes have been dispatched, and then the chunks, one pass at a time."""
+
+    plan: Plan
+    ahead: bool  # whether dispatching does not wait for the device
+    line: DeviceLine
+    late: LateResults
+    stopwatch: Stopwatch
+    clock: StepClock
+    started: float
+    failed: list[tuple[Slot, str]]
+    prefill: Prefill
+    decoded: DecodeOutput | None = None
+    unsent: list[list[Any]] = field(default_factory=list)  # to dispatch before the chunks
+    save_chunks: Callable[[], Piece | None] = lambda: None
+    """Saves and exports what the chunks computed."""
+    piece: Piece | None = None  # with the decodes
+    _built: ChunkPass | None = None
+    _pieces: list[Piece] = field(default_factory=list)  # with the chunks
+    _finished: bool = False
+    _spent_s: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        self.may_wait = self.ahead and not self.plan.chunks
+        self._passes = self.prefill.passes()
+
+    def add_spent(self, spent_s: tuple[float, float]) -> None:
+        """Add seconds of building and of sampling."""
+        self._spent_s = self._spent_s[0] + spent_s[0], self._spent_s[1] + spent_s[1]
+
+    def finish(self) -> None:
+        self._send_decodes()
+        if self._finished:
+            return
+        self._finished = True
+        built, self._built = self._built or next(self._passes, None), None
+        while built is not None:
+            self._send_pass(built)
+            built = next(self._passes, None)
+        if self.plan.chunks:
+            if (saved := self.save_chunks()) is not None:
+                self._pieces.append(saved)
+            if self.ahead:
+                self.late.add_chunks(self.plan.step, list(dict.fromkeys(self._pieces)))
+
+    def read(self, *, early: bool = False) -> StepResult:
+        # Log-probabilities of a prompt have to be known before its slot belongs to another.
+        early = early and self.ahead and not any(chunk.target_ids for chunk in self.plan.chunks)
+        if early:
+            self._build_last_pass()
+            if not _is_done(self.piece):
+                self.line.wait()
+        else:
+            self.finish()
+            self.line.wait()
+        tokens, logprobs = self.decoded.read() if self.decoded else ((), ())
+        if self.ahead:
+            elapsed_s = (self.piece.elapsed_s or 0.0) if self.piece else 0.0
+        else:
+            elapsed_s = self.clock.elapsed_s(self.started)
+        return StepResult(
+            step=self.plan.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(
+                PromptLogprobs(c.slot, c.start, s.read()) for c, s in self.prefill.logprobs
+            ),
+            exported=self.late.take_exports(),
+            failed=tuple(self.failed),
+            elapsed_s=elapsed_s,
+            chunks_apart=self.ahead and bool(self.plan.chunks),
+            chunk_times=self.late.take_chunk_times(),
+            build_s=self._spent_s[0],
+            sample_s=self._spent_s[1],
+        )
+
+    def _send_decodes(self) -> None:
+        unsent, self.unsent = self.unsent, []
+        for arrays in unsent:
+            self.line.send(arrays)
+
+    def _build_last_pass(self) -> None:
+        """Build all chunks, so that it is known which fail, and dispatch all passes but the last.
+
+        With more than one the tokens are late: each pass waits for the one before it."""
+        self._send_decodes()
+        if self._finished or self._built is not None:
+            return
+        self.stopwatch.start()
+        for built in self._passes:
+            self._built = built
+            if built.is_last:
+                break
+            self._built = None
+            self._send_pass(built)
+        self.add_spent(self.stopwatch.stop())
+
+    def _send_pass(self, built: ChunkPass) -> None:
+        if self.ahead:
+            with self.stopwatch.waiting():
+                self.line.wait_for_slabs()
+        with self.stopwatch.computing():
+            self._pieces.append(self.line.send(built.arrays))

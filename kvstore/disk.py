@@ -1,0 +1,65 @@
+"""The system calls on the kvstore's files, in one place so that tests can let each of them fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Disk:
+    """Every change of files, and what is asked about the disk. All raise OSError."""
+
+    def create(self, path: Path, data: bytes, last_used: float, durable: bool) -> None:
+        """Write a new file; with ``durable`` its content survives a power loss."""
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.utime(file.fileno(), (last_used, last_used))
+            if durable:
+                _sync(file.fileno())
+
+    def read(self, path: Path, limit_bytes: int) -> bytes:
+        with path.open("rb", buffering=0) as file:
+            return file.read(limit_bytes)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file. One that is gone already is no error."""
+        path.unlink(missing_ok=True)
+
+    def set_last_used(self, path: Path, at: float) -> None:
+        os.utime(path, (at, at))
+
+    def sync_file(self, path: Path) -> None:
+        """Make the content of ``path`` survive a power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _sync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in the folder ``path`` survive a power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return what this user may still write on the disk of ``path``."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+
+def _sync(fd: int) -> None:
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves the data in the drive's cache
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(fd)

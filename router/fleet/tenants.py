@@ -1,0 +1,42 @@
+"""The holders of API keys: what each may use, and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """The holder of an API key (or of several with one name), or everybody where no keys are set.
+
+    Limits of 0 are none.
+    """
+
+    name: str = ""
+    """Safe to log, and unique. Empty where no keys are set."""
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrency: int = 0
+    """The most requests that run and wait at once."""
+    models: frozenset[str] | None = None
+    """The names of the models that may be used; None: all."""
+    max_priority: int | None = None
+    """The highest priority; None: any."""
+    alone: bool = True
+    """Whether nobody else has a key. Otherwise places are kept free for the others."""
+
+    def may_use(self, names: list[str]) -> bool:
+        """Return whether the model called ``names`` may be used."""
+        return self.models is None or not self.models.isdisjoint(names)
+
+    def priority(self, asked: int | None) -> int:
+        """Return the priority of a request that asks for ``asked``: lowered, never refused.
+
+        The answer is the same, and a client does not know the limits of its key.
+        """
+        wanted = asked or 0
+        return wanted if self.max_priority is None else min(wanted, self.max_priority)
+
+
+EVERYBODY = Tenant()
+"""The tenant of all requests where no keys are set."""

@@ -1,0 +1,84 @@
+"""One line in the log for each request: who asked, what it cost, how long it took.
+
+Prompts, texts and keys are never in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from router.generation.summary import summarize
+from shared import logs
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_MAX_PATH = 200
+
+
+@dataclass
+class RequestRecord:
+    """What is known of one request once it has been answered."""
+
+    method: str
+    path: str
+    request_id: str
+    client_id: str | None
+    """What OpenAI's clients call a request (`x-client-request-id`)."""
+    began_at: float = field(default_factory=time.monotonic)
+    status: int = 0
+    """0 until the answer has begun."""
+    error_code: str | None = None
+    """Of an answer that is an error, or was cut by the client."""
+
+    @classmethod
+    def begin(cls, scope: Scope, path: str, request_id: str, headers: Headers) -> RequestRecord:
+        client_id = headers.get("x-client-request-id", "")
+        return cls(
+            scope["method"], path, request_id, client_id if _PLAIN.fullmatch(client_id) else None
+        )
+
+    @property
+    def final_status(self) -> int:
+        """The status; 499 if the client went away before there was one."""
+        return self.status or 499
+
+    def write(self, scope: Scope, level: int) -> None:
+        """Write the line. What is not known is left out."""
+        if not logger.isEnabledFor(level):
+            return
+        state = scope["state"]
+        # A path is the client's text: shown whole only if it cannot look like something else.
+        shown = self.path[:_MAX_PATH]
+        shown = shown if _PLAIN.fullmatch(shown) else ascii(shown)
+        total_s = time.monotonic() - self.began_at
+        fields: dict[str, object] = {"key": state["tenant"].name or None}
+        if (generation := state.get("generation")) is not None:
+            found = summarize(generation)
+            fields |= {
+                "model": found.model,
+                "prompt_tokens": found.prompt_tokens,
+                "cached_tokens": found.cached_tokens,
+                "output_tokens": found.output_tokens,
+                "queue_s": _between(found.arrived_at, found.placed_at),
+                "first_token_s": _between(self.began_at, found.first_token_at),
+                "finish": None if self.error_code else found.finish,
+                "id": found.id,
+            }
+        fields |= {
+            "total_s": round(total_s, 4),
+            "error": self.error_code,
+            "request_id": self.request_id,
+            "client_id": self.client_id,
+        }
+        logs.event(logger, level, f"{self.method} {shown} {self.final_status}", fields)
+
+
+def _between(earlier: float | None, later: float | None) -> float | None:
+    return None if earlier is None or later is None else round(later - earlier, 4)

@@ -1,0 +1,50 @@
+"""The names by which clients may call a server without keys.
+
+A page in a browser can make its own host name mean an address of the browser's machine (DNS
+rebinding), and then read what a server there answers. Its requests carry that name as `Host`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+
+_PORT = re.compile(r":\d*$")
+
+
+class AllowedHosts:
+    """Allows addresses, this machine's names, names without a dot, and ``names``.
+
+    No page comes from a name without a dot: containers call each other by such. Of ``names``, one
+    that begins with a dot stands for all that end so, and ``*`` for all.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        own = socket.gethostname().lower()
+        self._names = {*map(str.lower, names), own, f"{own.partition('.')[0]}.local"}
+
+    def allows(self, host: str | None) -> bool:
+        """Return whether a request with this ``Host`` may be answered.
+
+        One without is no browser's.
+        """
+        if host is None or "*" in self._names:
+            return True
+        name = host.strip().lower()
+        if name.startswith("["):
+            return _is_address(name[1:].partition("]")[0])
+        name = _PORT.sub("", name).removesuffix(".")
+        if "." not in name or name.endswith(".localhost") or _is_address(name):
+            return True
+        endings = {name[at:] for at, letter in enumerate(name) if letter == "."}
+        return not self._names.isdisjoint({name, *endings})
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

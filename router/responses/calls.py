@@ -1,0 +1,234 @@
+"""Calls of tools as items of the tool's own type: in a reply, and in a conversation."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from router.responses.items import OpenItem
+from router.responses.objects import (
+    ApplyPatchCallItem,
+    ArgumentsDeltaEvent,
+    ArgumentsDoneEvent,
+    CustomCallItem,
+    CustomInputDeltaEvent,
+    CustomInputDoneEvent,
+    FunctionCallItem,
+    LocalShellAction,
+    LocalShellCallItem,
+    OutputItem,
+    PatchOperation,
+    SequencedEvent,
+    ShellAction,
+    ShellCallItem,
+)
+from router.responses.schemas import CommandOutcome, InputItem, ItemContentPart
+from router.responses.tools import ClientTool, function_name
+from router.schemas.conversation import FunctionCall, ToolCall
+from router.tokens.reply_parser import CallDelta
+
+_Action = TypeVar("_Action")
+
+CALL_TYPES = (
+    *("function_call", "custom_tool_call"),
+    *("local_shell_call", "shell_call", "apply_patch_call"),
+)
+CALL_OUTPUT_TYPES = tuple(f"{call_type}_output" for call_type in CALL_TYPES)
+
+
+def open_call(tools: Mapping[str, ClientTool], call: CallDelta, index: int) -> OpenItem:
+    """Return the item of ``call``; ``tools`` are those that may be called, by function name."""
+    name = call.name or ""
+    tool = tools.get(name)
+    call_id = call.id or f"call_{uuid.uuid4().hex}"
+    match tool.type if tool else "function":
+        case "custom":
+            assert tool is not None
+            return _OpenCustomCall(tool, call_id, index)
+        case "local_shell":
+            return _OpenActionCall("lsh_", _local_shell_item, call_id, index)
+        case "shell":
+            return _OpenActionCall("sh_", _shell_item, call_id, index)
+        case "apply_patch":
+            return _OpenActionCall("apc_", _patch_item, call_id, index)
+    return _OpenFunctionCall(tool, name, call_id, index)
+
+
+class _OpenFunctionCall(OpenItem):
+    id_prefix = "fc_"
+
+    def __init__(self, tool: ClientTool | None, name: str, call_id: str, index: int) -> None:
+        super().__init__(index)
+        self._call_id = call_id
+        self._name = tool.name if tool else name
+        self._namespace = (tool.namespace if tool else None) or UNSET
+
+    def block(self) -> FunctionCallItem:
+        return FunctionCallItem(
+            id=self.id,
+            call_id=self._call_id,
+            name=self._name,
+            namespace=self._namespace,
+            arguments=self.text,
+            status=self.status,
+        )
+
+    def extend(self, delta: str) -> list[SequencedEvent]:
+        return [ArgumentsDeltaEvent(item_id=self.id, output_index=self.index, delta=delta)]
+
+    def end_content(self) -> list[SequencedEvent]:
+        return [
+            ArgumentsDoneEvent(
+                item_id=self.id, output_index=self.index, name=self._name, arguments=self.text
+            )
+        ]
+
+
+class _OpenCustomCall(OpenItem):
+    id_prefix = "ctc_"
+
+    def __init__(self, tool: ClientTool, call_id: str, index: int) -> None:
+        super().__init__(index)
+        self._call_id = call_id
+        self._tool = tool
+
+    def block(self) -> CustomCallItem:
+        return CustomCallItem(
+            id=self.id,
+            call_id=self._call_id,
+            name=self._tool.name,
+            namespace=self._tool.namespace or UNSET,
+            input=self._input if self.status != "in_progress" else "",
+            status=self.status,
+        )
+
+    def extend(self, delta: str) -> list[SequencedEvent]:
+        return []  # a part of the JSON text around the input
+
+    def end_content(self) -> list[SequencedEvent]:
+        text = self._input
+        return [
+            CustomInputDeltaEvent(item_id=self.id, output_index=self.index, delta=text),
+            CustomInputDoneEvent(item_id=self.id, output_index=self.index, input=text),
+        ]
+
+    @property
+    def _input(self) -> str:
+        arguments = _decoded(self.text)
+        text = arguments.get("input") if isinstance(arguments, dict) else None
+        return text if isinstance(text, str) else self.text
+
+
+class _OpenActionCall(OpenItem):
+    """A call whose item has a structured action in place of the arguments' text."""
+
+    def __init__(
+        self,
+        id_prefix: str,
+        make_item: Callable[[OpenItem, str], OutputItem],
+        call_id: str,
+        index: int,
+    ) -> None:
+        self.id_prefix = id_prefix
+        super().__init__(index)
+        self._make_item = make_item
+        self._call_id = call_id
+
+    def block(self) -> OutputItem:
+        return self._make_item(self, self._call_id)
+
+    def extend(self, delta: str) -> list[SequencedEvent]:
+        return []
+
+    def end_content(self) -> list[SequencedEvent]:
+        return []
+
+
+def _local_shell_item(item: OpenItem, call_id: str) -> LocalShellCallItem:
+    text = ["bash", "-lc", item.text] if item.text else []
+    action = _action(item, LocalShellAction, LocalShellAction(command=text))
+    return LocalShellCallItem(id=item.id, call_id=call_id, action=action, status=item.status)
+
+
+def _shell_item(item: OpenItem, call_id: str) -> ShellCallItem:
+    text = [item.text] if item.text else []
+    action = _action(item, ShellAction, ShellAction(commands=text))
+    return ShellCallItem(id=item.id, call_id=call_id, action=action, status=item.status)
+
+
+def _patch_item(item: OpenItem, call_id: str) -> ApplyPatchCallItem:
+    fallback = PatchOperation(type="update_file", path="", diff=item.text)
+    operation = _action(item, PatchOperation, fallback)
+    return ApplyPatchCallItem(id=item.id, call_id=call_id, operation=operation, status=item.status)
+
+
+def _action(item: OpenItem, action_type: type[_Action], fallback: _Action) -> _Action:
+    """Return the arguments of a call as its action; ``fallback`` if a model wrote others."""
+    try:
+        return msgspec.json.decode(item.text, type=action_type)
+    except (msgspec.DecodeError, RecursionError):
+        return fallback
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+# -- in a conversation ---------------------------------------------------------
+
+
+def tool_call(item: InputItem) -> ToolCall:
+    """Return the call of an earlier reply, as the model wrote it."""
+    call = FunctionCall(called_function(item) or "", _arguments(item))
+    return ToolCall(call, id=item.call_id)
+
+
+def called_function(item: InputItem) -> str | None:
+    """Return the name of the function that ``item``, a call, calls. None: it is no call."""
+    match item.type:
+        case "function_call" | "custom_tool_call":
+            return function_name(item.name or "", item.namespace)
+        case "local_shell_call" | "shell_call" | "apply_patch_call":
+            return item.type.removesuffix("_call")
+    return None
+
+
+def _arguments(item: InputItem) -> str | dict[str, Any] | None:
+    match item.type:
+        case "custom_tool_call":
+            return {"input": item.input}
+        case "local_shell_call" | "shell_call":
+            unset: tuple[Any, ...] = (None, {}, [])
+            action = (item.action or {}).items()
+            return {name: value for name, value in action if name != "type" and value not in unset}
+        case "apply_patch_call":
+            return item.operation
+    return item.arguments
+
+
+def output_text(item: InputItem) -> str:
+    """Return the result of a call as text."""
+    assert not isinstance(item.output, dict)  # `resolve_input` refuses it
+    if item.output is None:
+        return item.status or ""
+    if isinstance(item.output, str):
+        return item.output
+    return "".join(part.text or part.refusal or _command_result(part) for part in item.output)
+
+
+def _command_result(part: ItemContentPart) -> str:
+    """Return what a command of a `shell` tool wrote, with its exit code if it failed."""
+    written = (part.stdout or "") + (part.stderr or "")
+    match part.outcome:
+        case CommandOutcome(type="timeout"):
+            return f"{written}\n(timeout)\n"
+        case CommandOutcome(exit_code=int(code)) if code:
+            return f"{written}\n(exit code {code})\n"
+    return written

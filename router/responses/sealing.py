@@ -1,0 +1,74 @@
+"""Reasoning that clients carry for a server that stores nothing: `reasoning.encrypted_content`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import secrets
+from functools import cached_property
+from pathlib import Path
+
+from cryptography.fernet import Fernet, InvalidToken
+
+from shared.logs import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "mls1."
+
+
+class ReasoningSeal:
+    """Encrypts and authenticates reasoning. ``key`` may be any text; None: a random key in the
+    user's state directory, so that it outlives this process. Routers that share clients need the
+    same key."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+        self._log = RateLimitedLogger(logger)
+
+    def seal(self, text: str) -> str:
+        return _PREFIX + self._fernet.encrypt(text.encode()).decode()
+
+    def unseal(self, sealed: str) -> str | None:
+        """Return the reasoning in ``sealed``. None: it was sealed elsewhere, or with another key.
+
+        That is no error: a client may bring a conversation from another server, and could not
+        go on with any of it. The summary beside it remains.
+        """
+        if not sealed.startswith(_PREFIX):
+            return None
+        try:
+            return self._fernet.decrypt(sealed.removeprefix(_PREFIX)).decode()
+        except (InvalidToken, ValueError):
+            self._log.warning("Reasoning that was sealed with another key is left out")
+            return None
+
+    @cached_property
+    def _fernet(self) -> Fernet:
+        key = _stored_key() if self._key is None else self._key.encode("utf-8", "surrogateescape")
+        return Fernet(base64.urlsafe_b64encode(hashlib.sha256(key).digest()))
+
+
+def _stored_key() -> bytes:
+    """Return the key in the state directory, which is written if there is none. Without such a
+    directory the key lasts as long as this process."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(base) / "mlx-lm-server" / "reasoning.key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Linked in whole: of two routers that start at once, both use the key of one.
+        new = path.with_suffix(f".{os.getpid()}")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink()
+        return path.read_bytes()
+    except OSError as error:
+        logger.warning("Sealed reasoning will not outlive this process: %s", error)
+        return secrets.token_bytes(32)

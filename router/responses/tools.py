@@ -1,0 +1,194 @@
+"""The tools of a Responses request as functions, and the way back from their names.
+
+A model is offered functions only. A tool of another type that the client runs becomes a function
+with a fixed schema, and its calls become items of the tool's own type (`router.responses.calls`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.api.translation import required, with_paths
+from router.errors import InvalidRequest, NotSupported
+from router.responses.schemas import ResponsesTool, ResponsesToolChoice, ToolFormat, is_hosted
+from router.schemas.conversation import (
+    MAX_TOOLS,
+    AllowedTools,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    ToolChoice,
+    ToolMode,
+)
+from router.schemas.structured import regex_grammar
+
+_MAX_NAME_CHARS = 128
+_TEXT = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 1}
+
+
+def _object(required_names: Sequence[str], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required_names),
+        "additionalProperties": False,
+    }
+
+
+_FIXED = {
+    "local_shell": (
+        "Run a command on the user's machine.",
+        _object(
+            ["command"],
+            command={"type": "array", "items": _TEXT, "minItems": 1},
+            working_directory=_TEXT,
+            timeout_ms=_COUNT,
+        ),
+    ),
+    "shell": (
+        "Run shell commands on the user's machine.",
+        _object(
+            ["commands"],
+            commands={"type": "array", "items": _TEXT, "minItems": 1},
+            timeout_ms=_COUNT,
+            max_output_length=_COUNT,
+        ),
+    ),
+    "apply_patch": (
+        "Create, update or delete a file. A diff has the lines of a unified diff: those that"
+        " begin with '+' are added, with '-' removed, with a space kept, and '@@' begins a hunk.",
+        _object(
+            ["type", "path"],
+            type={"enum": ["create_file", "update_file", "delete_file"]},
+            path=_TEXT,
+            diff=_TEXT,
+        ),
+    ),
+}
+"""Description and parameters of tools that have no name and no schema of their own."""
+
+
+@dataclass(frozen=True)
+class ClientTool:
+    """A tool that the client runs, and the function that stands for it."""
+
+    type: str
+    name: str
+    """As the client calls it, within its namespace."""
+    namespace: str | None
+    function: FunctionDefinition
+
+
+def client_tools(tools: Sequence[ResponsesTool]) -> list[ClientTool]:
+    """Return the tools that the client runs. Those that OpenAI runs are left out. Raises
+    `InvalidRequest`, which names the field."""
+    found = list(itertools.islice(_client_tools(tools, "tools", None), MAX_TOOLS + 1))
+    if len(found) > MAX_TOOLS:
+        raise InvalidRequest(f"There are over {MAX_TOOLS} tools.", param="tools")
+    return found
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name of the function that stands for a tool."""
+    if not namespace:
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
+
+
+def tool_choice(choice: ToolMode | ResponsesToolChoice | None) -> ToolMode | ToolChoice | None:
+    """Return ``choice`` in the form of the chat API. Raises `NotSupported`."""
+    if not isinstance(choice, ResponsesToolChoice):
+        return choice
+    if choice.type == "allowed_tools" and choice.tools:
+        names = [_chosen(tool) for tool in choice.tools if not is_hosted(tool.type)]
+        known = [NamedTool(function=FunctionName(name)) for name in names if name is not None]
+        if known and len(known) == len(names):
+            allowed = AllowedTools(mode=choice.mode or "auto", tools=known)
+            return ToolChoice(type="allowed_tools", allowed_tools=allowed)
+    elif (name := _chosen(choice)) is not None:
+        return ToolChoice(type="function", function=FunctionName(name))
+    raise NotSupported(
+        f"A 'tool_choice' of type '{choice.type}' like this is not supported: it takes a tool"
+        " that the client runs, or 'allowed_tools' that are such tools.",
+        param="tool_choice",
+    )
+
+
+def _chosen(choice: ResponsesToolChoice) -> str | None:
+    if choice.type in _FIXED:
+        return choice.type
+    if choice.type in ("function", "custom") and choice.name:
+        return function_name(choice.name, choice.namespace)
+    return None
+
+
+def _client_tools(
+    tools: Sequence[ResponsesTool], path: str, namespace: ResponsesTool | None
+) -> Iterator[ClientTool]:
+    for tool_path, tool in with_paths(tools, path):
+        if tool.type == "namespace" and namespace is None:
+            required(tool.name or None, tool_path, "name")
+            inner = required(tool.tools or None, tool_path, "tools")
+            yield from _client_tools(inner, f"{tool_path}.tools", tool)
+        elif tool.type in _FIXED:
+            description, parameters = _FIXED[tool.type]
+            function = FunctionDefinition(
+                name=tool.type, description=description, parameters=parameters, strict=True
+            )
+            yield ClientTool(tool.type, tool.type, None, function)
+        elif tool.type in ("function", "custom"):
+            yield _named_tool(tool, tool_path, namespace)
+        elif not is_hosted(tool.type):
+            raise NotSupported(
+                f"'{tool_path}': tools of type '{tool.type}' are not supported here; functions,"
+                " custom tools, namespaces of both, local_shell, shell and apply_patch are.",
+                param=f"{tool_path}.type",
+            )
+
+
+def _named_tool(tool: ResponsesTool, path: str, namespace: ResponsesTool | None) -> ClientTool:
+    own_name = required(tool.name or None, path, "name")
+    space = namespace.name or None if namespace else None
+    name = function_name(own_name, space)
+    if len(name) > _MAX_NAME_CHARS:
+        raise InvalidRequest(
+            f"'{path}.name' has over {_MAX_NAME_CHARS} characters with its namespace.",
+            param=f"{path}.name",
+        )
+    parameters, strict = tool.parameters or None, tool.strict or None
+    if tool.type == "custom":
+        parameters, strict = _object(["input"], input=_input_schema(tool, path)), True
+    function = FunctionDefinition(
+        name=name, description=_description(tool), parameters=parameters, strict=strict
+    )
+    return ClientTool(tool.type, own_name, space, function)
+
+
+def _description(tool: ResponsesTool) -> str | None:
+    """Return the description of a tool. A Lark grammar is a part of it: within the JSON text of a
+    call it is not enforced, so the model has to know it."""
+    description = tool.description or None
+    if tool.format and tool.format.syntax == "lark" and tool.format.definition:
+        grammar = f"The input matches this Lark grammar:\n{tool.format.definition}"
+        return f"{description}\n\n{grammar}" if description else grammar
+    return description
+
+
+def _input_schema(tool: ResponsesTool, path: str) -> dict[str, Any]:
+    """Return the schema of the text that a custom tool takes."""
+    match tool.format or ToolFormat(type="text"):
+        case ToolFormat(type="text"):
+            return _TEXT
+        case ToolFormat(syntax="regex", definition=str(pattern)):
+            param = f"{path}.format.definition"
+            return _TEXT | {"pattern": f"^(?:{regex_grammar(pattern, param).source})$"}
+        case ToolFormat(syntax="lark", definition=str(_)):
+            return _TEXT
+    raise InvalidRequest(
+        f"'{path}.format' of type 'grammar' needs a 'syntax' and a 'definition'.",
+        param=f"{path}.format",
+    )

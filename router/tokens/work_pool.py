@@ -1,0 +1,255 @@
+"""Threads for work whose cost a client chooses: rendering, tokenizing, parsing, formatting.
+
+Nothing of that runs on the event loop. Python runs one thread at a time, so pure Python work still
+takes turns with the loop; tokenizers release the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from router.errors import ApiError, TooManyRequests, Unavailable
+
+logger = logging.getLogger(__name__)
+
+SMALL_SIZE = 32 * 1024
+"""The largest size of a small job: it takes some hundredths of a second."""
+INLINE_SIZE = 16 * 1024
+"""The largest size of work that is cheaper to do at once than to hand to a thread. Only for work
+that takes less than a nanosecond a unit, such as the decoding of JSON."""
+MAX_WAITING = 512
+MAX_WAITING_OF_KEY = 256
+DEADLINE_S = 30.0
+SECONDS_PER_UNIT = 2e-6
+"""What a job is charged when it begins; when it has ended, it is charged what it took."""
+_MAX_KEYS = 1024
+_RETRY_AFTER_S = 2.0
+
+_Result = TypeVar("_Result")
+
+
+_numbers = itertools.count()
+
+
+class _Job:
+    def __init__(
+        self, key: str, size: int, work: Callable[[], Any], future: asyncio.Future[Any] | None
+    ) -> None:
+        self.number = next(_numbers)
+        self.key = key
+        self.size = size
+        self.work = work
+        self.future = future
+        """None if nobody waits for the result."""
+
+    @property
+    def dropped(self) -> bool:
+        return self.future is not None and self.future.done()
+
+
+class WorkPool:
+    """Runs jobs on a few threads: fairly between API keys, and by their cost.
+
+    The key goes first that has used the threads least; a key that comes back begins where the
+    others are. Within a key, jobs run in their order. The first thread takes small jobs only, so
+    that none waits for a large one.
+
+    A job that does not fit into the queue is refused. It is dropped if its future is cancelled
+    before it begins, and it fails if it is not done by its deadline. One that has begun runs to
+    its end: its size has to be bounded before.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_of_key: int = MAX_WAITING_OF_KEY,
+        deadline_s: float = DEADLINE_S,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_refused`` is called for each job that finds the queue full, or is not done in
+        time."""
+        self._max_waiting = max_waiting
+        self._max_waiting_of_key = max_waiting_of_key
+        self._deadline_s = deadline_s
+        self._waiting: dict[str, tuple[deque[_Job], deque[_Job]]] = {}
+        """By key: small jobs and large ones. A key is here as long as one waits."""
+        self._num_waiting = 0
+        self._used_s: dict[str, float] = {}
+        """By key: what its jobs have taken, from when the key was first seen."""
+        self._clock_s = 0.0
+        """What the key had used whose job began last."""
+        self._changed = threading.Condition()
+        """Guards all of the above."""
+        self._closed = False
+        self._on_refused = on_refused
+        count = threads or max(2, min(4, (os.cpu_count() or 1) // 2))
+        for number in range(count):
+            thread = threading.Thread(
+                target=self._run, args=(number == 0 and count > 1,), name="work", daemon=True
+            )
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    def close(self) -> None:
+        """Begin no more jobs."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    async def run(self, key: str, work: Callable[[], _Result], size: int) -> _Result:
+        """Return the result of ``work``, of about ``size`` characters. Raises what it raises,
+        `TooManyRequests` and `Unavailable`."""
+        return await self.start(key, work, size)
+
+    async def run_large(self, key: str, work: Callable[[], _Result], size: int) -> _Result:
+        """Do ``work`` at once if its size is at most `INLINE_SIZE`, otherwise `run` it."""
+        return work() if size <= INLINE_SIZE else await self.start(key, work, size)
+
+    def start(self, key: str, work: Callable[[], _Result], size: int) -> asyncio.Future[_Result]:
+        """Return the future result of `run`. Cancel it, and ``work`` is not begun."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_Result] = loop.create_future()
+        self._add(_Job(key, size, work, future))
+        timer = loop.call_later(self._deadline_s, self._expire, future)
+        future.add_done_callback(lambda _: timer.cancel())
+        return future
+
+    def start_unattended(self, key: str, work: Callable[[], object], size: int) -> None:
+        """Run ``work``, whose result nobody waits for, unless the queue is full."""
+        with suppress(ApiError):
+            self._add(_Job(key, size, work, None))
+
+    def _expire(self, future: asyncio.Future[Any]) -> None:
+        if not future.done():
+            self._on_refused()
+            future.set_exception(
+                Unavailable(
+                    f"The request was not prepared within {self._deadline_s:g} s.",
+                    code="server_busy",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            )
+
+    def _add(self, job: _Job) -> None:
+        """Add ``job`` to the queue. Raises `TooManyRequests` or `Unavailable`."""
+        with self._changed:
+            if self._num_waiting >= self._max_waiting:
+                self._drop_cancelled()
+            queues = self._waiting.get(job.key)
+            if queues is not None and sum(map(len, queues)) >= self._max_waiting_of_key:
+                self._on_refused()
+                raise TooManyRequests(
+                    f"{self._max_waiting_of_key} requests of this key wait to be prepared.",
+                    code="queue_full",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            if self._num_waiting >= self._max_waiting:
+                self._on_refused()
+                raise Unavailable(
+                    f"{self._num_waiting} requests wait to be prepared.",
+                    code="server_busy",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            if queues is None:
+                queues = self._waiting[job.key] = (deque(), deque())
+                self._used_s[job.key] = max(self._used_s.get(job.key, 0.0), self._clock_s)
+            queues[job.size > SMALL_SIZE].append(job)
+            self._num_waiting += 1
+            self._changed.notify_all()
+
+    def _drop_cancelled(self) -> None:
+        for key, queues in list(self._waiting.items()):
+            for each in queues:
+                kept = [job for job in each if not job.dropped]
+                self._num_waiting -= len(each) - len(kept)
+                each.clear()
+                each.extend(kept)
+            if not any(queues):
+                del self._waiting[key]
+
+    # -- on the threads --------------------------------------------------------
+
+    def _run(self, small_only: bool) -> None:
+        while (job := self._next(small_only)) is not None:
+            began = time.thread_time()
+            error: BaseException | None = None
+            result: Any = None
+            try:
+                result = job.work()
+            except BaseException as raised:  # whatever it is, it is the waiter's
+                error = raised
+            self._charge(job, time.thread_time() - began)
+            _finish(job, result, error)
+            del job, result, error
+
+    def _next(self, small_only: bool) -> _Job | None:
+        """Return the next job, once there is one. None after `close`."""
+        with self._changed:
+            while not self._closed:
+                job = self._take(small_only)
+                if job is None:
+                    self._changed.wait()
+                elif not job.dropped:
+                    self._clock_s = self._used_s[job.key]
+                    self._used_s[job.key] += job.size * SECONDS_PER_UNIT
+                    return job
+        return None
+
+    def _take(self, small_only: bool) -> _Job | None:
+        keys = [key for key, queues in self._waiting.items() if queues[0] or not small_only]
+        if not keys:
+            return None
+        key = min(keys, key=self._used_s.__getitem__)
+        queues = self._waiting[key]
+        usable = [each for each in queues[: 1 if small_only else 2] if each]
+        job = min(usable, key=lambda each: each[0].number).popleft()
+        self._num_waiting -= 1
+        if not any(queues):
+            del self._waiting[key]
+        return job
+
+    def _charge(self, job: _Job, took_s: float) -> None:
+        with self._changed:
+            charged_s = job.size * SECONDS_PER_UNIT
+            self._used_s[job.key] = self._used_s.get(job.key, 0.0) + took_s - charged_s
+            if len(self._used_s) > _MAX_KEYS:
+                active = self._waiting
+                self._used_s = {
+                    key: used_s
+                    for key, used_s in self._used_s.items()
+                    if key in active or used_s > self._clock_s
+                }
+
+
+def _finish(job: _Job, result: Any, error: BaseException | None) -> None:
+    """Hand the outcome of ``job`` to its future, on the future's loop."""
+    future = job.future
+    if future is None:
+        if error is not None:
+            logger.error("unattended work failed", exc_info=error)
+        return
+
+    def settle() -> None:
+        if future.done():  # cancelled, or too late
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    with suppress(RuntimeError):  # the loop is closed
+        future.get_loop().call_soon_threadsafe(settle)

@@ -1,0 +1,50 @@
+"""Settings that are secret, on their way from the supervisor to its router.
+
+Everybody on a machine can read the arguments of a process, and only its own user its environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shared.flags import flags_of
+from shared.settings.groups import Settings
+
+SECRETS_VARIABLE = "_MLX_LM_SERVER_SECRETS"
+
+_FLAGS = [flag for flag in flags_of(Settings) if flag.declared.secret]
+
+
+def secrets_of(settings: Settings) -> str:
+    """Return the secrets of ``settings``, as a value of `SECRETS_VARIABLE`."""
+    return json.dumps({flag.field: getattr(settings, flag.field) for flag in _FLAGS})
+
+
+def with_secrets(settings: Settings, encoded: str) -> Settings:
+    """Return ``settings`` with the secrets that `secrets_of` has ``encoded``."""
+    found = json.loads(encoded)
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
+    return dataclasses.replace(settings, **values)
+
+
+def secret_variables() -> frozenset[str]:
+    """Return the environment variables by which users set secrets."""
+    return frozenset(flag.variable for flag in _FLAGS)
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """Return the command line ``argv``, which is valid, without its secrets."""
+    names = {f"--{flag.name}" for flag in _FLAGS}
+    kept = []
+    words = iter(argv)
+    for word in words:
+        if word in names:
+            next(words, None)
+        elif word.partition("=")[0] not in names:
+            kept.append(word)
+    return kept

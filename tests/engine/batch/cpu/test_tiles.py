@@ -1,0 +1,123 @@
+"""Attention in tiles: the same bits alone and among others, and mlx-lm's results."""
+
+import importlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.batch import ragged
+from engine.batch.cpu import decoder
+from engine.batch.ragged import Row
+from engine.cache.layout import probe_layout
+from engine.cache.slabs import Slab, Slabs
+from engine.plan import Decode, Slot
+from engine.zoo.build import build
+from engine.zoo.configs import config
+from tests.engine.whole import Whole
+from tests.tiny_models import VOCAB_SIZE
+
+pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
+
+LENGTH = 300
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups of queries": ("llama", {}),
+    "a query for each head of keys": ("llama", {"num_key_value_heads": 4}),
+    "scores within bounds": ("gemma2", {"attn_logit_softcapping": 2.0}),
+    "windows": ("gemma3_text", {}),
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -> None:
+    name, changes = KINDS[what]
+    ragged.install()
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict(config(name) | changes))
+    mx.eval(model.parameters())
+    layout = probe_layout(model)
+    kind = decoder.bind(model, layout)
+    assert kind is not None and kind.make_deterministic()
+    slabs = Slabs()
+    slabs[0] = Slab(layout, 8, LENGTH)  # which is not a whole number of tiles
+    texts = np.random.default_rng(0).integers(3, 90, (8, LENGTH))
+
+    def computed(number: int, slot: Slot, chunks: Sequence[int]) -> Any:
+        ends = np.cumsum(chunks).tolist()
+        parts = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            tokens = mx.array(texts[number][None, start:end])
+            parts.append(kind(layout, slabs, [Row(slot, start, end)]).logits(model, tokens)[0])
+        return np.concatenate(parts)
+
+    alone = [computed(number, Slot(0, number), [LENGTH - number]) for number in range(8)]
+    theirs = model(mx.array(texts[:1]), cache=make_prompt_cache(model))[0]
+    assert np.allclose(alone[0], theirs, rtol=1e-3, atol=1e-3)
+    for chunks in ([1] * 140, [2, 7, 130, 161], [64, 200, 36]):
+        assert np.array_equal(computed(0, Slot(0, 0), chunks), alone[0][: sum(chunks)])
+    ends = [LENGTH - 37 * number - 1 for number in range(8)]
+    rows = [Row(Slot(0, number), end, end + 1) for number, end in enumerate(ends)]
+    tokens = mx.array([[int(texts[number][end])] for number, end in enumerate(ends)])
+    together = np.asarray(kind(layout, slabs, rows).logits(model, tokens))[:, 0]
+    for number, end in enumerate(ends):
+        assert np.array_equal(together[number], alone[number][end])
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_a_preempted_or_cached_sequence_has_the_bits_of_one_alone(
+    tiny_model: Callable[..., Path], kv_bits: int
+) -> None:
+    pick = random.Random(3)
+    shared = [pick.randrange(3, VOCAB_SIZE) for _ in range(100)]
+    requests = {}
+    for number in range(12):
+        own = [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(1, 60))]
+        requests[f"r{number}"] = shared[: pick.choice([0, 40, 100])] + own, pick.randrange(20, 70)
+
+    def scores(whole: Whole, names: Sequence[str]) -> set[bytes]:
+        """Return the logits of every token of these requests, sent at once."""
+        seen: set[bytes] = set()
+
+        def observe(_: Sequence[Decode], logits: mx.array) -> None:
+            seen.update(row.tobytes() for row in np.asarray(logits))
+
+        whole.executor.logits_observer = observe
+        for name in names:
+            whole.submit(name, *requests[name])
+        whole.run()
+        return seen
+
+    path = tiny_model("llama")
+    roomy = Whole(path, kv_bits=kv_bits, deterministic=True)
+    alone = set()
+    for name in requests:
+        roomy.renew(look_ahead=False)  # nothing is cached
+        alone |= scores(roomy, [name])
+    options = {"num_blocks": 48, "max_batch_size": 16, "prefill_chunk_tokens": 24}
+    pressed = Whole(path, kv_bits=kv_bits, deterministic=True, **options)
+    assert scores(pressed, list(requests)) == alone
+    assert pressed.scheduler.stats().preemptions_total > 0
+    assert scores(pressed, ["r3", "r4"]) <= alone  # with prefixes from memory
+
+
+def test_a_model_that_mlx_computes_cannot_be_deterministic(
+    tiny_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        Whole(tiny_model("gpt_oss"), deterministic=True)
+    assert "--deterministic has no effect" in caplog.text
+
+
+def test_quantized_weights_cannot_be_deterministic() -> None:
+    model = build("llama")
+    nn.quantize(model, group_size=32, bits=4)
+    kind = decoder.bind(model, probe_layout(model))
+    assert kind is not None and not kind.make_deterministic() and not kind.deterministic

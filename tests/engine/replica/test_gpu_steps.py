@@ -1,0 +1,300 @@
+"""Steps as on a GPU, forced on the CPU: what they wait for, when tokens leave, and their memory.
+
+Only where MLX computes differs: slabs are shared, steps are dispatched ahead of their results,
+sampling and copies are operations of MLX."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from engine.batch.gpu import GPUBatch
+from engine.cache import blocks
+from engine.cache.quantization import Precision
+from engine.executor.batched import BatchedExecutor
+from engine.executor.line import DeviceLine
+from engine.executor.prefill import Prefill
+from engine.executor.steps import BatchedStep
+from engine.plan import Plan
+from shared import wire
+from tests.engine.waits import WaitCounter
+from tests.engine.whole import Whole
+from tests.oracle import Oracle
+from tests.tiny_models import VOCAB_SIZE, make_tiny
+
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+
+
+def forced(path: Path, **settings: Any) -> Whole:
+    # So much that slots are long from the beginning: rows that move are no steady steps.
+    whole = Whole(path, num_blocks=60_000, **settings)
+    assert isinstance(whole.executor, BatchedExecutor)
+    assert whole.executor.spec.look_ahead and whole.executor.spec.shares_slabs
+    return whole
+
+
+@pytest.fixture(scope="module", params=[16, 8])
+def engine(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Whole]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.gpu)
+        whole = forced(tiny_model("llama"), kv_bits=request.param)
+        assert issubclass(whole.executor.batch_class, GPUBatch)  # type: ignore[attr-defined]
+        yield whole
+
+
+@pytest.fixture
+def whole(engine: Whole) -> Whole:
+    engine.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    return engine
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def step_numbers(whole: Whole) -> int:
+    return whole.scheduler.stats().steps_total
+
+
+@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The prefixes of those that join are cached whole: they need no chunks."""
+    shared = prompt(1, 10 * BLOCK + 1)
+    for number in range(6):
+        sampling = wire.SamplingParams(seed=number, temperature=1.0)
+        whole.submit(f"long {number}", shared, steps + 20, sampling=sampling)
+    whole.submit("short", shared, 8)
+    while "short" not in whole.ends:
+        whole.turn()
+    waits = WaitCounter(monkeypatch)
+    plans: list[Plan] = []
+    dispatch = BatchedExecutor.dispatch
+
+    def noted(executor: BatchedExecutor, plan: Plan) -> BatchedStep:
+        plans.append(plan)
+        return dispatch(executor, plan)
+
+    monkeypatch.setattr(BatchedExecutor, "dispatch", noted)
+    stored = len(whole.stored)
+    whole.turn()
+    for number in range(steps):
+        if number % 40 == 39:  # it finds its slot free: slabs do not grow
+            whole.submit(f"joins {number}", shared, 5)
+        before = waits.count
+        whole.turn()
+        assert waits.count == before + 1, waits.places[before:]
+    assert len(plans) >= steps and all(plan.decodes and not plan.chunks for plan in plans)
+    assert any(plan.restores for plan in plans)
+    assert any(plan.saves and plan.exports for plan in plans)
+    assert len(whole.stored) > stored + 5 * (steps // BLOCK)
+    whole.run()
+    assert {len(text) for name, text in whole.texts.items() if "long" in name} == {steps + 20}
+
+
+def test_a_chunk_waits_for_the_decodes_before_it_and_for_nothing_else(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole.submit("streams", prompt(2, 40), 60)
+    for _ in range(4):
+        whole.turn()
+    whole.submit("joins", prompt(3, 600), 2)
+    waits = WaitCounter(monkeypatch)
+    chunks = 0
+    build = Prefill._forward
+
+    def forward(*args: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        return build(*args)
+
+    monkeypatch.setattr(Prefill, "_forward", forward)
+    before = step_numbers(whole)
+    while "joins" not in whole.ends:
+        whole.turn()
+    assert chunks >= 2
+    # Each step of the stream, each chunk, and the new slab's that the new sequence is in.
+    assert waits.count <= step_numbers(whole) - before + chunks + 1
+
+
+def test_tokens_are_sent_before_chunks_are_dispatched(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    send_pass, send = BatchedStep._send_pass, whole.send
+
+    def noted_pass(step: BatchedStep, built: Any) -> None:
+        if step.plan.decodes:
+            events.append(f"chunks of {step.plan.step}")
+        send_pass(step, built)
+
+    def noted_send(messages: Any) -> None:
+        if any(isinstance(message, wire.Tokens) for message in messages):
+            events.append("tokens")
+        send(messages)
+
+    monkeypatch.setattr(BatchedStep, "_send_pass", noted_pass)
+    monkeypatch.setattr(whole, "send", noted_send)
+    whole.submit("streams", prompt(4, 3), 40)
+    for _ in range(3):
+        whole.turn()
+    whole.submit("joins", prompt(5, 700), 2)
+    events.clear()
+    while "joins" not in whole.ends:
+        whole.turn()
+    chunks = [place for place, event in enumerate(events) if event.startswith("chunks")]
+    assert len(chunks) >= 2
+    assert all(events[place - 1] == "tokens" for place in chunks)
+    assert len(whole.texts["streams"]) >= len(events) - len(chunks)
+
+
+def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
+    whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[tuple[int, int, float]] = []
+    policy = whole.scheduler._chunk_policy
+
+    def observe(*, decode_rows: int, chunks: Any, elapsed_s: float) -> None:
+        observed.append((decode_rows, len(chunks), elapsed_s))
+
+    monkeypatch.setattr(policy, "observe", observe)
+    send_pass, wait = BatchedStep._send_pass, DeviceLine.wait
+    slow: list[Any] = []
+
+    def slow_pass(step: BatchedStep, built: Any) -> None:
+        send_pass(step, built)
+        slow.append(step.line.piece)
+
+    def slow_wait(line: DeviceLine) -> None:
+        if line.piece is not None and line.piece in slow:
+            time.sleep(0.3)
+        wait(line)
+
+    whole.submit("streams", prompt(6, 3), 30)
+    for _ in range(4):
+        whole.turn()
+    monkeypatch.setattr(BatchedStep, "_send_pass", slow_pass)
+    monkeypatch.setattr(DeviceLine, "wait", slow_wait)
+    observed.clear()
+    whole.submit("joins", prompt(7, 300), 2)
+    whole.run()
+    of_chunks = [elapsed_s for _, chunks, elapsed_s in observed if chunks]
+    of_decodes = [elapsed_s for rows, chunks, elapsed_s in observed if rows and not chunks]
+    assert len(of_chunks) == len(slow) and min(of_chunks) >= 0.3
+    assert len(of_decodes) >= 20 and sorted(of_decodes)[len(of_decodes) // 2] < 0.3
+    # Another program may hold up a decode, but not one after each chunk.
+    assert sum(elapsed_s >= 0.3 for elapsed_s in of_decodes) < len(slow)
+
+
+def test_texts_are_right_with_every_feature_at_once(
+    whole: Whole, tiny_model: Callable[..., Path]
+) -> None:
+    check_texts(whole, tiny_model("llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "qwen3_next"])
+def test_texts_of_windows_sinks_and_recurrent_layers_are_right(
+    tiny_model: Callable[..., Path], kind: str
+) -> None:
+    whole = forced(tiny_model(kind))
+    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    check_texts(whole, tiny_model(kind))
+
+
+def check_texts(whole: Whole, path: Path) -> None:
+    """Uneven prompts that share prefixes join and leave; rows move; blocks go to the kvstore and
+    come back; log-probabilities of outputs and prompts are asked for beside penalties."""
+    bits = whole.executor.spec.kv_bits
+    oracle = Oracle(path, rounded=Precision(bits))
+    shared = prompt(8, 130)
+    prompts = {
+        f"r{n}": shared[: 130 * (n % 2)] + prompt(20 + n, 1 + 37 * n % 90) for n in range(10)
+    }
+    for number, (name, tokens) in enumerate(prompts.items()):
+        whole.submit(
+            name,
+            tokens,
+            30 + 3 * number,
+            logprobs=2 if number % 3 == 0 else None,
+            prompt_logprobs=1 if number == 4 else None,
+        )
+        whole.turn()
+    whole.submit("penalized", shared, 20, sampling=wire.SamplingParams(seed=1, presence_penalty=1))
+    whole.submit("aborted", prompt(9, 900), 20)
+    whole.turn()
+    whole.scheduler.abort("aborted", 0)
+    whole.run()
+    assert {end.finish for end in whole.ends.values()} == {"length"}
+    expected = {name: oracle.greedy(prompts[name], len(whole.texts[name])) for name in prompts}
+    for name, tokens in prompts.items():
+        oracle.check_same(tokens, whole.texts[name], expected[name])
+    stored = dict(whole.stored)
+    assert len(stored) > 20 or whole.executor.spec.state_bytes
+    again = dict(whole.texts)
+    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    whole.stored = stored
+    for name in ("r1", "r3"):
+        whole.submit(name, prompts[name] + again[name], 12)
+    while not whole.scheduler.idle:
+        whole.turn()
+    if not whole.executor.spec.state_bytes:  # the store in this process has no states
+        assert whole.scheduler.stats().cached_ssd_tokens_total > 200
+    for name in ("r1", "r3"):
+        longer = prompts[name] + again[name]
+        oracle.check_same(longer, whole.texts[name], oracle.greedy(longer, 12))
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_bits"), [(1900, 8), pytest.param(8000, 16, marks=pytest.mark.slow)]
+)
+def test_slabs_are_written_in_place_and_copies_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, kv_bits: int
+) -> None:
+    """Eight long rows, of which seven begin with restored blocks, with saves and exports. A slab's
+    smallest array is larger than what a step may take beside the ledger's memory."""
+    monkeypatch.setattr(blocks, "PIECE_BYTES", length << 7)
+    fields = {"num_key_value_heads": 2, "num_attention_heads": 2, "head_dim": 64}
+    path = make_tiny("llama", tmp_path, max_position_embeddings=16384, **fields)
+    whole = Whole(path, num_blocks=12_000, kv_bits=kv_bits, prefill_chunk_tokens=64)
+    whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
+    shared = prompt(1, length)
+    # Scores of a chunk (heads, 64, length) in fp32, twice. Pieces of blocks take less.
+    allowed_bytes = 2 * 2 * 64 * length * 4
+    worst = 0
+
+    def turns(until: Callable[[], bool]) -> None:
+        nonlocal worst
+        while not until():
+            ledger = whole.scheduler.memory.ledger
+            mx.reset_peak_memory()
+            reserved = ledger.used_bytes
+            whole.turn()
+            reserved = max(reserved, ledger.used_bytes)
+            taken = mx.get_peak_memory() - whole.before_bytes - whole.weight_bytes
+            worst = max(worst, taken - reserved)
+
+    whole.submit("first", shared, 90)
+    turns(lambda: bool(whole.texts["first"]))
+    for number in range(7):
+        whole.submit(f"r{number}", [*shared[:-10], number + 3, 5], 40)
+        begun = step_numbers(whole)
+        turns(lambda begun=begun: step_numbers(whole) >= begun + 3)  # type: ignore[misc]
+    slabs = whole.executor._slabs.values()  # type: ignore[attr-defined]
+    turns(lambda: whole.scheduler.idle)
+    slab_bytes = min(a.nbytes for slab in slabs if slab.capacity > length for a in slab.arrays)
+    assert whole.scheduler.stats().cached_ram_tokens_total > 7 * (length - 50)
+    assert worst <= allowed_bytes < slab_bytes, (worst, allowed_bytes, slab_bytes)

@@ -1,0 +1,64 @@
+"""Engines whose model has quantized weights, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from engine.replica import memory
+from tests.engine.whole import Whole
+from tests.tiny_models import make_quantized
+
+pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
+
+
+@pytest.mark.parametrize("precision", ["exact", "fast"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3"])  # layer by layer, and as a whole
+def test_requests_are_batched_and_weights_are_in_memory_once(
+    kind: Any,
+    precision: str,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    charged: list[int] = []
+    plain = memory.size_memory
+
+    def noted(*given: object) -> memory.MemorySizes:
+        charged.append(given[3])  # type: ignore[arg-type]
+        return plain(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory, "size_memory", noted)
+    path = make_quantized(tiny_model(kind), tmp_path / "quantized")
+    whole = Whole(path, cpu_precision=precision)
+    linears = [
+        m for _, m in whole.loaded.model.named_modules() if isinstance(m, nn.QuantizedLinear)
+    ]
+    arrays = [array for linear in linears for name, array in linear.items() if name != "bias"]
+    assert linears and not any(array.size for array in arrays if isinstance(array, mx.array))
+    assert whole.executor.spec.batching == "ragged"
+    assert charged[0] > 10_000
+    for number in range(3):
+        whole.submit(f"{number}", [5, 6, 7 + number], 12)
+    whole.run()
+    assert all(len(whole.texts[f"{number}"]) == 12 for number in range(3))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3"])
+def test_texts_are_the_same_alone_and_together_in_fast_precision(
+    kind: Any, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = Whole(make_quantized(tiny_model(kind), tmp_path / "q"), cpu_precision="fast")
+    prompts = [[5 + i, 9, 80 + i] * (i + 1) for i in range(5)]
+    for number, prompt in enumerate(prompts):
+        whole.submit(f"together {number}", prompt, 16)
+    whole.run()
+    for number, prompt in enumerate(prompts):
+        whole.submit(f"alone {number}", prompt, 16)
+        whole.run()
+        assert whole.texts[f"alone {number}"] == whole.texts[f"together {number}"]

@@ -1,0 +1,117 @@
+"""Prefixes of models with recurrent layers that survive their engine in a kvstore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from engine.io.block_fetch import Payload
+from engine.io.inbox import BlocksFetched, Inbox
+from engine.io.state_fetch import StatePrefixFetch
+from engine.io.store_client import StoreClient
+from engine.plan import StateSearch
+from tests.engine.replica.test_state_prefixes import KINDS, Observed, random_tokens
+
+
+class Stored(Observed):
+    """Goes on while answers of the kvstore are on their way."""
+
+    def run(self) -> None:
+        while self.turn() or not self.scheduler.idle:
+            pass
+
+
+class MemoryStore:
+    """A kvstore that keeps the bytes of blocks and states in memory, and answers at once."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, Payload] = {}
+        self.states: dict[bytes, Payload] = {}
+        self.inbox = Inbox()
+
+    def attach(self, whole: Stored) -> None:
+        whole.core._store = cast(StoreClient, self)
+        self.inbox = whole.core._inbox
+
+    def fetch(self, ticket: int, hashes: list[bytes], states: StateSearch | None) -> None:
+        assert states is not None
+        answer = lambda *fetched: self.inbox.put(BlocksFetched(*fetched))  # noqa: E731
+        StatePrefixFetch(self, ticket, hashes, states, answer).start()
+
+    def store(self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool) -> None:
+        kept = self.states if is_state else self.blocks
+        kept.setdefault(hash, tuple(memoryview(bytes(buffer)) for buffer in payload))
+
+    def touch(self, blocks: Sequence[bytes], states: Sequence[bytes]) -> None:
+        assert all(block in self.blocks for block in blocks)
+
+    def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+        on_done(len(list(takewhile(self.blocks.__contains__, hashes))))
+
+    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+        found = [position for position, hash in enumerate(hashes) if hash in self.states]
+        on_done(max(found, default=None))
+
+    def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
+        on_done([self.states[hash]])
+
+    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
+        on_done([self.blocks[hash] for hash in hashes])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Stored:
+    return Stored(
+        tiny_model(request.param), kvstore_socket="ipc:///nowhere", ssd_policy="write_through"
+    )
+
+
+def restart(whole: Stored, store: MemoryStore, look_ahead: bool) -> None:
+    """Give ``whole`` the memory of a new process, with ``store``."""
+    whole.renew(look_ahead)
+    whole.forget()
+    store.attach(whole)
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_after_a_restart_the_next_turn_computes_only_what_is_new(
+    whole: Stored, look_ahead: bool
+) -> None:
+    store = MemoryStore()
+    restart(whole, store, look_ahead)
+    prompt = random_tokens(11, 150)
+    said = whole.serve("first", prompt, max_tokens=30)
+    assert store.states and bool(store.blocks) == whole.scheduler.config.keeps_kv
+    restart(whole, store, look_ahead)
+    turn = [*prompt, *said, *random_tokens(12, 9)]
+    whole.serve("second", turn)
+    whole.assert_right()
+    usage = whole.ends["second"].usage
+    assert usage is not None and usage.cached_ram_tokens == 0
+    assert usage.cached_ssd_tokens >= (len(turn) - 9 - 1) // 16 * 16
+    restart(whole, store, look_ahead)
+    del store.states[next(reversed(store.states))]  # the one at the end of the last answer
+    whole.serve("again", turn)
+    whole.assert_right()
+
+
+def test_states_that_leave_memory_are_stored(whole: Stored) -> None:
+    store = MemoryStore()
+    restart(whole, store, look_ahead=False)
+    config = whole.scheduler.config
+    object.__setattr__(config, "store_policy", "evict_only")
+    whole.scheduler.memory._evicting_exports = True
+    try:
+        whole.serve("first", random_tokens(13, 100))
+        assert not store.states
+        memory = whole.scheduler.memory
+        while memory.snapshots.num_evictable:
+            memory.evict_oldest(memory.snapshots)
+        whole.serve("second", random_tokens(14, 40))
+        assert store.states
+    finally:
+        object.__setattr__(config, "store_policy", "write_through")

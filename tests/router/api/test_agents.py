@@ -1,0 +1,49 @@
+"""The first requests of real coding agents, recorded: their form is whole, their texts are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.conftest import Server
+from tests.router.scripted_engine import ScriptedEngine
+
+REQUESTS = sorted((Path(__file__).parent / "requests").iterdir())
+CALL = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat-model")
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server("--max-prompt-tokens=100000")
+
+
+@pytest.mark.parametrize("path", REQUESTS, ids=lambda path: path.stem)
+def test_a_request_of_an_agent_is_answered_with_a_call(
+    server: Server, start_engine: Callable[..., ScriptedEngine], model_dir: Path, path: Path
+) -> None:
+    body = json.loads(path.read_text()) | {"model": "tiny"}
+    names = [tool.get("name") or tool["function"]["name"] for tool in body.get("tools", ())[:1]]
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    text = CALL % names[0] if names else "A title"
+    ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")]
+    start_engine(server, script=lambda _: ids, context_length=100_000)
+    server.wait_ready()
+    url = "/v1/" + path.stem.partition("-")[0].replace("chat_", "chat/")
+    answer = server.client.post(url, json=body)
+    assert answer.status_code == 200, answer.text
+    assert "event: error" not in answer.text and '{"error"' not in answer.text
+    assert (names[0] if names else '"finish_reason":"stop"') in answer.text
+    left_out = "web_search" if "codex" in path.stem else None
+    assert answer.headers.get("x-left-out-tools") == left_out

@@ -1,0 +1,251 @@
+"""Requests and tokens per minute: in memory, and in a Redis that two routers share."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.errors import InvalidRequest, TooManyRequests
+from router.fleet.metrics import Metrics
+from router.fleet.rate_limits import RateLimits
+from router.fleet.rate_windows import MemoryWindows, RateWindows
+from router.fleet.tenants import Tenant
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+CLIENTS = 200
+
+
+class Redis:
+    """A Redis of our own, behind a socket in a private directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "redis"
+        self.url = f"redis+unix://{self.socket}"
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                *("redis-server", "--port", "0", "--unixsocket", str(self.socket)),
+                *("--save", "", "--appendonly", "no", "--dir", str(self.socket.parent)),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        eventually(self.socket.exists, 30)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        self.socket.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def redis() -> Iterator[Redis]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("there is no redis-server on this machine")
+    with tempfile.TemporaryDirectory(prefix="rd-") as directory:
+        server = Redis(Path(directory))
+        yield server
+        server.stop()
+
+
+# -- windows -------------------------------------------------------------------
+
+
+def test_no_more_than_the_limit_is_used_in_any_minute() -> None:
+    now = [0.0]
+    windows = MemoryWindows(clock=lambda: now[0])
+    taken: list[float] = []
+
+    async def run() -> None:
+        while now[0] < 300:
+            if await windows.acquire_entry("x", 10, 60):
+                taken.append(now[0])
+            now[0] += 0.7
+            recent = sum(at > now[0] - 60 for at in taken)
+            assert (await windows.get_moving_window("x", 10, 60))[1] in (recent, recent + 1)
+
+    asyncio.run(run())
+    for began in taken:
+        assert sum(began <= at < began + 60 for at in taken) <= 10
+    assert len(taken) >= 45
+
+
+def test_many_small_amounts_take_little_memory() -> None:
+    now = [0.0]
+    windows = MemoryWindows(clock=lambda: now[0])
+
+    async def run() -> None:
+        for _ in range(20_000):
+            await windows.acquire_entry("x", 10**9, 60)
+            now[0] += 0.01
+
+    asyncio.run(run())
+    assert len(windows._entries["x"]) <= 1001
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_said_of_the_limits_is_true(shared: bool, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue("redis").url if shared else None
+
+    async def run() -> None:
+        limits = RateLimits(url, Metrics("test"))
+        tenant = Tenant(name="a", requests_per_minute=3, tokens_per_minute=10_000)
+        headers: dict[str, str] = {}
+        for left in (2, 1, 0):
+            await limits.admit_request(tenant, headers)
+            assert headers["x-ratelimit-remaining-requests"] == str(left)
+        with pytest.raises(TooManyRequests) as caught:
+            await limits.admit_request(tenant, headers)
+        assert 58 <= (caught.value.retry_after_s or 0) <= 61
+        assert headers["x-ratelimit-limit-requests"] == "3"
+        assert headers["x-ratelimit-reset-requests"] in ("59s", "1m0s", "1m1s")
+        # Another tenant has its own.
+        await limits.admit_request(Tenant(name="b", requests_per_minute=1), headers)
+
+        await limits.admit_prompt(tenant, 6000, headers)
+        assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(4000, abs=3)
+        limits.on_generated(tenant, 3001)
+        await limits.admit_prompt(tenant, 500, headers)
+        assert int(headers["x-ratelimit-remaining-tokens"]) == pytest.approx(499, abs=3)
+        limits.on_generated(tenant, 2000)  # what runs goes on, and is counted
+        with pytest.raises(TooManyRequests, match="has 0 of its 10000 tokens"):
+            await limits.admit_prompt(tenant, 1, headers)
+        with pytest.raises(InvalidRequest, match="may use 10000 in a minute"):
+            await limits.admit_prompt(tenant, 10_001, headers)
+        await limits.close()
+
+    asyncio.run(run())
+
+
+def test_a_retry_after_the_time_said_succeeds() -> None:
+    now = [0.0]
+
+    async def run() -> None:
+        windows = RateWindows(None, Metrics("test"))
+        windows._own = MemoryWindows(clock=lambda: now[0])
+        for at, amount in ((0.0, 50), (10.0, 30), (40.0, 20)):
+            now[0] = at
+            assert await windows.acquire("x", 100, amount)
+        for amount in (1, 50, 51, 80, 81, 100):
+            wait_s = await windows.wait_s("x", 100, amount)
+            assert not await windows.acquire("x", 100, amount)
+            now[0] = 40.0 + wait_s - 1
+            assert await windows.used("x") + amount > 100, "a shorter time would do"
+            now[0] = 40.0 + wait_s
+            assert await windows.used("x") + amount <= 100
+            now[0] = 40.0
+
+    asyncio.run(run())
+
+
+# -- servers -------------------------------------------------------------------
+
+
+async def flood(urls: list[str]) -> list[httpx.Response]:
+    """Return the answers to requests of 200 clients at once, spread over ``urls``."""
+
+    body = {"prompt": "hello", "max_tokens": 2}
+    headers = {"authorization": "Bearer limited"}
+    limits = httpx.Limits(max_connections=CLIENTS)
+
+    async with httpx.AsyncClient(timeout=60, limits=limits, headers=headers) as http:
+        return await asyncio.gather(
+            *(http.post(f"{urls[i % len(urls)]}/v1/completions", json=body) for i in range(CLIENTS))
+        )
+
+
+@pytest.mark.parametrize("num_routers", [1, 2])
+def test_a_limit_holds_to_within_one_request_under_200_clients(
+    num_routers: int,
+    request: pytest.FixtureRequest,
+    start_server: Callable[..., Server],
+    start_engine: Start,
+    says: Any,
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("limited name=limited rpm=80\nother\n")
+    flags = [f"--api-key-file={keys}", "--max-concurrent-requests=0", "--max-queue-size=1000"]
+    if num_routers > 1:
+        flags.append(f"--limits-url={request.getfixturevalue('redis').url}")
+    servers = [start_server(*flags) for _ in range(num_routers)]
+    for server in servers:
+        start_engine(server, script=says("hi"), max_sequences=64)
+        server.wait_ready()
+    began = time.monotonic()
+    answers = asyncio.run(flood([server.url for server in servers]))
+    took_s = time.monotonic() - began
+    assert took_s < 55, "the machine is too slow for this test"
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert abs(statuses.count(200) - 80) <= 1
+    for answer in answers:
+        assert answer.headers["x-ratelimit-limit-requests"] == "80"
+        if answer.status_code == 429:
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            assert 60 - took_s - 1 <= int(answer.headers["retry-after"]) <= 61
+            assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    remaining = [int(a.headers["x-ratelimit-remaining-requests"]) for a in answers]
+    assert min(remaining) == 0
+    if num_routers == 1:
+        assert max(remaining) == 79
+    metrics = "".join(server.client.get("/metrics").text for server in servers)
+    assert 'key_refusals_total{code="rate_limit_exceeded",key="limited"}' in metrics
+    assert 'key_requests_total{key="limited",status="200"}' in metrics
+
+
+def test_tokens_are_charged_as_they_come_and_not_for_what_is_aborted(
+    start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server("--rate-limit-tokens=1000")
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=3)
+    server.wait_ready()
+
+    def left(answer: httpx.Response) -> int:
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    body = {"prompt": [5] * 10, "max_tokens": 400, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert left(answer) == 990
+        eventually(lambda: 3 in engine.sent_counts)
+        time.sleep(0.2)
+    engine.behaviour.hold_tokens_after = None
+    eventually(lambda: not engine.running)
+    whole = server.complete([5] * 10)
+    assert left(whole) == 990 - 3 - 10
+    used = whole.json()["usage"]["completion_tokens"]
+    assert left(server.complete([5] * 10)) == 990 - 3 - 10 - used - 10
+    tokens = server.client.get("/metrics").text
+    assert 'key_prompt_tokens_total{key=""} 30.0' in tokens
+
+
+def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
+    redis: Redis, start_server: Callable[..., Server], start_engine: Start, says: Any
+) -> None:
+    server = start_server(f"--limits-url={redis.url}", "--rate-limit-requests=5")
+    start_engine(server, script=says("hi"))
+    server.wait_ready()
+    assert server.chat("x").headers["x-ratelimit-remaining-requests"] == "4"
+    redis.stop()
+    began = time.monotonic()
+    answers = [server.chat("x") for _ in range(6)]
+    assert time.monotonic() - began < 6
+    assert [answer.status_code for answer in answers] == [200] * 5 + [429]
+    assert "limits_store_up 0.0" in server.client.get("/metrics").text
+    assert server.log.read_text().count("this router counts alone") == 1
+    redis.start()
+    eventually(lambda: server.chat("x").status_code == 200)
+    assert server.log.read_text().count("it answers again") == 1
+    assert "limits_store_up 1.0" in server.client.get("/metrics").text

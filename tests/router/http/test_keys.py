@@ -1,0 +1,317 @@
+"""API keys: their file, what each may use, and the places that none can take from the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import pytest
+
+from router.fleet.tenants import Tenant
+from router.http.key_file import KeyFileError, digest, read_tenants
+from shared.settings import Settings
+from shared.wire import Submit
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+def tenants_of(tmp_path: Path, text: str, **flags: Any) -> dict[bytes, Tenant]:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    return read_tenants(Settings(api_key_file=path, **flags))
+
+
+LINES = """
+# comment
+plain
+sk=1 name=alice rpm=60 tpm=1000 concurrency=3 models=a,b priority=-2  # until May
+{ key = "sk-2", name = "bob", models = ["c d"] }
+"""
+TABLES = """
+[[key]]
+key = "plain"
+[[key]]
+key = "sk=1"
+name = "alice"
+rpm = 60
+tpm = 1000
+concurrency = 3
+models = ["a", "b"]
+priority = -2
+[[key]]
+key = "sk-2"
+name = "bob"
+models = ["c d"]
+"""
+
+
+@pytest.mark.parametrize("text", [LINES, TABLES])
+def test_a_key_has_its_own_limits_or_those_of_the_flags(tmp_path: Path, text: str) -> None:
+    tenants = tenants_of(tmp_path, text, rate_limit_requests=7, rate_limit_tokens=8)
+    assert tenants[digest("sk=1")] == Tenant(
+        name="alice",
+        requests_per_minute=60,
+        tokens_per_minute=1000,
+        concurrency=3,
+        models=frozenset("ab"),
+        max_priority=-2,
+        alone=False,
+    )
+    plain, bob = tenants[digest("plain")], tenants[digest("sk-2")]
+    assert plain.name.startswith("key-") and "plain" not in plain.name
+    assert (plain.requests_per_minute, plain.tokens_per_minute) == (7, 8)
+    assert (bob.models, bob.max_priority) == (frozenset(["c d"]), 0)
+
+
+def test_a_key_that_is_alone_has_any_priority(tmp_path: Path) -> None:
+    (tenant,) = tenants_of(tmp_path, "one").values()
+    assert tenant.alone and tenant.priority(99) == 99
+    one, other = tenants_of(tmp_path, "one name=x\ntwo name=x").values()
+    assert one is not other and one == other and one.alone, "one name is one tenant"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no key in"),
+        ("# nothing\n", "no key in"),
+        ("secret rpm", "line 1: after the key come fields"),
+        ("secret rpm=1 rpm=2", "line 1: after the key come fields"),
+        ("ok\nsecret rpm=many", "line 2: Expected `int |"),
+        ("secret rpm=-1", "line 1: rpm is less than 0"),
+        ("secret colour=red", "line 1: Object contains unknown field `colour`"),
+        ("secret name=a/b", "line 1: name: letters"),
+        ("secret name=key-1", "line 1: name: letters"),
+        ("secret models=", "line 1: models has an empty name"),
+        ("secret\nother\nsecret", "line 3: the same key as in"),
+        ("secret name=x rpm=1\nother name=x rpm=2", "line 2: name: as in"),
+        ("s\u00e9cret", "a key is printable ASCII"),
+        ('{ key = "secret', "line 1: not valid TOML"),
+        ('[[key]]\nkey = "secret\n', "not valid TOML (at line 2"),
+        ("[key]\na = 1", "something other than tables"),
+        ('[[key]]\nname = "x"', "key 1: Object missing required field `key`"),
+    ],
+)
+def test_a_bad_key_file_is_one_line_that_shows_no_key(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(KeyFileError) as caught:
+        tenants_of(tmp_path, text)
+    line = str(caught.value)
+    assert message in line and line.startswith("--api-key-file: ")
+    assert "\n" not in line and "secret" not in line.replace(str(tmp_path), "")
+
+
+# -- a server ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(
+        "greedy name=greedy\nmodest name=modest\nthree concurrency=3 name=three\n"
+        "barred models=other name=barred\nurgent priority=5 name=urgent\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared_server(start_server: Callable[..., Server], key_file: Path) -> Server:
+    return start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=8")
+
+
+def ask(server: Server, key: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    headers = {"authorization": f"Bearer {key}"}
+    return server.client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[..., Future[httpx.Response]]]:
+    with ThreadPoolExecutor(32) as pool:
+        yield pool.submit
+
+
+@pytest.fixture
+def slow_engine(shared_server: Server, start_engine: Start, says: Any) -> Iterator[ScriptedEngine]:
+    engine = start_engine(shared_server, script=says("hi"), hold_tokens_after=0, max_sequences=8)
+    shared_server.wait_ready()
+    yield engine
+    engine.behaviour.hold_tokens_after = None
+
+
+def test_one_key_cannot_take_all_places(
+    shared_server: Server, slow_engine: ScriptedEngine, background: Any
+) -> None:
+    greedy = [background(ask, shared_server, "greedy") for _ in range(12)]
+    eventually(lambda: sum(answer.done() for answer in greedy) == 8)
+    refused = [answer.result() for answer in greedy if answer.done()]
+    assert {answer.status_code for answer in refused} == {429}
+    assert {a.json()["error"]["code"] for a in refused} == {"too_many_concurrent_requests"}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    # Of the other four places one more tenant gets two, and the next one of those that are left.
+    others = [background(ask, shared_server, "modest") for _ in range(5)]
+    eventually(lambda: sum(answer.done() for answer in others) == 3)
+    more = [background(ask, shared_server, "urgent") for _ in range(3)]
+    eventually(lambda: sum(answer.done() for answer in more) == 2)
+    slow_engine.behaviour.hold_tokens_after = None
+    answers = [answer.result(10).status_code for answer in (*greedy, *others, *more)]
+    assert answers.count(200) == 4 + 2 + 1
+
+
+def test_a_key_has_its_own_bound(
+    shared_server: Server, slow_engine: ScriptedEngine, background: Any
+) -> None:
+    answers = [background(ask, shared_server, "three") for _ in range(4)]
+    eventually(lambda: sum(answer.done() for answer in answers) == 1)
+    (refused,) = (answer.result() for answer in answers if answer.done())
+    assert refused.json()["error"]["message"] == "This API key has 3 requests, which is its limit."
+    slow_engine.behaviour.hold_tokens_after = None
+    assert sorted(answer.result(10).status_code for answer in answers) == [200, 200, 200, 429]
+
+
+def test_a_model_that_the_key_may_not_use_is_a_403(
+    shared_server: Server, start_engine: Start, says: Any
+) -> None:
+    start_engine(shared_server, script=says("hi"))
+    shared_server.wait_ready()
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        headers = {"x-api-key": "barred"}
+        answer = shared_server.client.post(path, json=body, headers=headers)
+        assert answer.status_code == 403, path
+        assert answer.json()["error"]["type"] == "permission_error"
+    models = shared_server.client.get("/v1/models", headers=headers).json()
+    assert models["data"] == []
+    assert shared_server.client.get("/v1/models/tiny", headers=headers).status_code == 403
+    assert ask(shared_server, "barred", model="nothing").status_code == 404
+    assert ask(shared_server, "modest").status_code == 200
+
+
+def test_a_priority_above_the_keys_is_lowered(
+    shared_server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(shared_server, script=says("hi"))
+    shared_server.wait_ready()
+    for key, asked in (("modest", 9), ("modest", -3), ("urgent", 9), ("urgent", 2)):
+        assert ask(shared_server, key, priority=asked).status_code == 200
+    assert [submit.priority for submit in engine.got(Submit)] == [0, -3, 5, 2]
+
+
+def test_a_row_of_the_batch_is_kept_for_other_keys(
+    start_server: Callable[..., Server],
+    start_engine: Start,
+    key_file: Path,
+    says: Any,
+    background: Any,
+) -> None:
+    server = start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=64")
+    engine = start_engine(server, script=says("hi"), hold_tokens_after=0, max_sequences=4)
+    server.wait_ready()
+    greedy = [background(ask, server, "greedy") for _ in range(12)]
+    eventually(lambda: len(engine.running) == 3)
+    time.sleep(0.2)
+    assert len(engine.running) == 3
+    other = background(ask, server, "modest")
+    eventually(lambda: len(engine.running) == 4)
+    engine.behaviour.hold_tokens_after = None
+    assert other.result(10).status_code == 200
+    assert {answer.result(10).status_code for answer in greedy} == {200}
+    # Engines compute the prompts of all of the first ones before the others.
+    assert [submit.priority for submit in engine.got(Submit)[:4]] == [0, -1, -1, 0]
+
+
+def test_a_greedy_key_does_not_delay_the_first_token_of_another(
+    start_server: Callable[..., Server], start_engine: Start, key_file: Path, tokenizer: Any
+) -> None:
+    """The engine computes one row as fast as all, so the wait is all that may differ."""
+    server = start_server(f"--api-key-file={key_file}", "--max-concurrent-requests=64")
+    script = tokenizer.encode("hello").ids * 24
+    start_engine(server, script=lambda _: script[:24], step_s=0.03, max_sequences=4)
+    server.wait_ready()
+
+    def first_token_s() -> float:
+        began = time.monotonic()
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 2}
+        headers = {"authorization": "Bearer modest"}
+        with server.client.stream(
+            "POST", "/v1/chat/completions", json=body, headers=headers
+        ) as answer:
+            for line in answer.iter_lines():
+                if '"content":"h' in line:
+                    return time.monotonic() - began
+        raise AssertionError("no token came")
+
+    alone_s = median(first_token_s() for _ in range(5))
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            if ask(server, "greedy").status_code == 429:
+                stop.wait(0.05)
+
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(16):
+            pool.submit(flood)
+        try:
+            eventually(lambda: 'queued_requests{model="tiny"} 13.0' in scrape(server), 10)
+            beside_s = median(first_token_s() for _ in range(5))
+        finally:
+            stop.set()
+    assert beside_s <= 2 * alone_s
+
+
+def scrape(server: Server) -> str:
+    return server.client.get("/metrics").text
+
+
+def status_of(server: Server, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return server.client.get("/v1/models", headers=headers).status_code
+
+
+def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("first\n")
+    server = start_server(f"--api-key-file={path}")
+    assert status_of(server, "first") == 200
+    path.write_text("second\n")
+    eventually(lambda: status_of(server, "second") == 200)
+    assert status_of(server, "first") == 401
+    path.write_text("")
+    eventually(lambda: "the API keys stay as they were: --api-key-file: no key" in log_of(server))
+    path.unlink()
+    eventually(lambda: "stay as they were: --api-key-file: cannot read" in log_of(server))
+    assert status_of(server, "second") == 200
+    # Unchanged as far as its status tells: only the signal makes the server read it.
+    path.write_text("third0\n")
+    eventually(lambda: status_of(server, "third0") == 200)
+    before = path.stat()
+    with path.open("r+") as file:
+        file.write("third1")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    time.sleep(1.2)
+    assert status_of(server, "third1") == 401
+    server.process.send_signal(signal.SIGHUP)
+    eventually(lambda: status_of(server, "third1") == 200)
+    assert "third" not in log_of(server)
+
+
+def log_of(server: Server) -> str:
+    return server.log.read_text()

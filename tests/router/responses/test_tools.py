@@ -1,0 +1,278 @@
+"""Tools of the Responses API that are not plain functions, as coding agents send them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from router.responses.sealing import ReasoningSeal
+from shared.wire import Submit
+from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.conftest import Server
+from tests.router.responses.test_responses import events, last_prompt
+from tests.router.scripted_engine import ScriptedEngine
+
+SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
+TEAM = {"type": "namespace", "name": "team", "description": "Other agents.", "tools": [SPAWN]}
+PATCH = {"type": "custom", "name": "patch", "description": "Takes a patch."}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat-model")
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server(
+        "--max-generation-tokens=4000", "--max-prompt-tokens=100000", "--reasoning-key=k"
+    )
+
+
+@pytest.fixture
+def calls(
+    server: Server,
+    start_engine: Callable[..., ScriptedEngine],
+    tokenizer: Tokenizer,
+) -> Callable[..., ScriptedEngine]:
+    """Return a function that starts an engine, which answers with one call."""
+
+    def start(name: str = "f", arguments: Any = None) -> ScriptedEngine:
+        call = json.dumps({"name": name, "arguments": arguments or {}})
+        ids = tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>").ids
+        end = tokenizer.token_to_id("<|im_end|>")
+        engine = start_engine(server, script=lambda _: [*ids, end], context_length=100_000)
+        server.wait_ready()
+        return engine
+
+    return start
+
+
+def ask(server: Server, *tools: dict[str, Any], **fields: Any) -> httpx.Response:
+    body = {"input": "hi", "tools": list(tools), **fields}
+    return server.client.post("/v1/responses", json=body)
+
+
+def only_item(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    (item,) = answer.json()["output"]
+    assert isinstance(item, dict)
+    return item
+
+
+def test_a_call_in_a_namespace_carries_it_and_comes_back_with_it(
+    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+) -> None:
+    engine = calls("team__spawn")
+    item = only_item(ask(server, TEAM))
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "team", "spawn")
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
+    answer = ask(server, TEAM, input=[{"role": "user", "content": "hi"}, item, result])
+    assert answer.status_code == 200, answer.text
+    prompt = last_prompt(engine, tokenizer)
+    assert '{"name": "team__spawn", "arguments": {}}' in prompt
+    assert "[team__spawn] done" in prompt
+
+
+def test_a_custom_tool_takes_text(
+    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+) -> None:
+    engine = calls("patch", {"input": 'say "hi"\n'})
+    item = only_item(ask(server, PATCH))
+    assert item["id"].startswith("ctc_")
+    assert {"type": "custom_tool_call", "name": "patch", "input": 'say "hi"\n'}.items() <= (
+        item.items()
+    )
+    output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "applied"}
+    answer = ask(server, PATCH, input=[{"role": "user", "content": "hi"}, item, output])
+    assert answer.status_code == 200, answer.text
+    prompt = last_prompt(engine, tokenizer)
+    assert '{"input": "say \\"hi\\"\\n"}' in prompt
+    assert "[patch] applied" in prompt
+
+
+def test_a_custom_tool_is_bound_by_its_expression_and_shows_its_grammar(
+    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+) -> None:
+    engine = calls("patch", {"input": "ab"})
+    bound = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "a|[b]+"}}
+    assert ask(server, bound).status_code == 200
+    grammar = engine.got(Submit)[-1].grammar
+    assert grammar is not None and '"pattern": "^(?:a|[b]+)$"' in grammar.source
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b"'}
+    assert ask(server, {**PATCH, "format": lark}).status_code == 200
+    assert 'start: \\"a\\" | \\"b\\"' in last_prompt(engine, tokenizer)
+
+
+def test_the_input_of_a_custom_tool_is_streamed(
+    server: Server, calls: Callable[..., ScriptedEngine]
+) -> None:
+    calls("patch", {"input": "a\nb"})
+    stream = events(ask(server, PATCH, stream=True).text)
+    added, *deltas, done, item_done, completed = stream[2:]
+    assert (added["type"], added["item"]["input"]) == ("response.output_item.added", "")
+    assert {event["type"] for event in deltas} == {"response.custom_tool_call_input.delta"}
+    assert "".join(event["delta"] for event in deltas) == done["input"] == "a\nb"
+    assert item_done["item"] == completed["response"]["output"][0]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "field", "expected"),
+    [
+        (
+            "local_shell",
+            {"command": ["ls", "-l"], "timeout_ms": 5},
+            "action",
+            {"type": "exec", "command": ["ls", "-l"], "env": {}, "timeout_ms": 5}
+            | {"user": None, "working_directory": None},
+        ),
+        (
+            "shell",
+            {"commands": ["ls"]},
+            "action",
+            {"commands": ["ls"], "timeout_ms": None, "max_output_length": None},
+        ),
+        (
+            "apply_patch",
+            {"type": "create_file", "path": "a.txt", "diff": "+hi\n"},
+            "operation",
+            {"type": "create_file", "path": "a.txt", "diff": "+hi\n"},
+        ),
+    ],
+)
+def test_a_shell_and_patches_are_calls_of_their_own_type(
+    server: Server,
+    calls: Callable[..., ScriptedEngine],
+    tokenizer: Tokenizer,
+    tool: str,
+    arguments: dict[str, Any],
+    field: str,
+    expected: dict[str, Any],
+) -> None:
+    engine = calls(tool, arguments)
+    item = only_item(ask(server, {"type": tool}))
+    assert (item["type"], item[field]) == (f"{tool}_call", expected)
+    assert engine.got(Submit)[-1].grammar is not None  # which enforces the schema
+    written: Any = "did it"
+    if tool == "shell":
+        outcome = {"type": "exit", "exit_code": 2}
+        written = [{"stdout": "did it", "stderr": "", "outcome": outcome}]
+    output = {"type": f"{tool}_call_output", "call_id": item["call_id"], "output": written}
+    user = {"role": "user", "content": "hi"}
+    answer = ask(server, {"type": tool}, input=[user, item, output])
+    assert answer.status_code == 200, answer.text
+    prompt = last_prompt(engine, tokenizer)
+    assert json.dumps({"name": tool, "arguments": arguments}) in prompt
+    assert f"[{tool}] did it" in prompt
+    assert ("(exit code 2)" in prompt) == (tool == "shell")
+
+
+def test_tools_that_openai_runs_are_left_out_unless_they_are_forced(
+    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+) -> None:
+    engine = calls()
+    answer = ask(server, {"type": "web_search", "external_web_access": False}, SPAWN)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-left-out-tools"] == "web_search"
+    assert "web_search" not in last_prompt(engine, tokenizer)
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["web_search", "function"]
+    forced = ask(server, {"type": "web_search"}, tool_choice={"type": "web_search"})
+    assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tool_choice")
+    header = ask(server, {"type": "web_search\r\nx-evil: 1"})
+    assert (header.status_code, header.json()["error"]["param"]) == (400, "tools[0].type")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "name": "patch"},
+        {"type": "local_shell"},
+        {"type": "function", "name": "spawn", "namespace": "team"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}],
+        },
+    ],
+)
+def test_any_tool_of_the_client_can_be_chosen(
+    server: Server, calls: Callable[..., ScriptedEngine], choice: dict[str, Any]
+) -> None:
+    engine = calls("patch", {"input": "x"})
+    tools = (PATCH, TEAM, {"type": "local_shell"}, {"type": "web_search"})
+    assert ask(server, *tools, tool_choice=choice).status_code == 200
+    assert engine.got(Submit)[-1].grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "namespace", "name": "x"}, "tools[0].tools"),
+        ({"type": "namespace", "name": "x", "tools": [TEAM]}, "tools[0].tools[0].type"),
+        ({"type": "namespace", "tools": [SPAWN]}, "tools[0].name"),
+        ({"type": "custom"}, "tools[0].name"),
+        ({**PATCH, "format": {"type": "grammar", "syntax": "lark"}}, "tools[0].format"),
+        ({**TEAM, "tools": [{**SPAWN, "name": "x" * 128}]}, "tools[0].tools[0].name"),
+        ({**TEAM, "tools": [SPAWN, SPAWN]}, "tools[1].function.name"),
+    ],
+)
+def test_an_error_names_the_wrong_tool(
+    server: Server, calls: Callable[..., ScriptedEngine], tool: dict[str, Any], param: str
+) -> None:
+    calls()
+    answer = ask(server, tool)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+# -- reasoning that the client carries -----------------------------------------
+
+
+def test_a_client_carries_reasoning_that_it_cannot_read(
+    server: Server, start_engine: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("<think>\nthe secret</think>\n\nDone.").ids
+    end = tokenizer.token_to_id("<|im_end|>")
+    engine = start_engine(server, script=lambda _: [*ids, end], context_length=100_000)
+    server.wait_ready()
+    fields = {"store": False, "include": ["reasoning.encrypted_content"]}
+    reasoning, message = ask(server, **fields).json()["output"]
+    sealed = reasoning["encrypted_content"]
+    assert "secret" not in sealed
+    assert ask(server).json()["output"][0]["encrypted_content"] is None
+    stream = events(ask(server, stream=True, **fields).text)
+    done = [event["item"] for event in stream if event["type"] == "response.output_item.done"]
+    assert done == stream[-1]["response"]["output"] and done[0]["encrypted_content"]
+    for carried, expected in ((sealed, True), (sealed[:-8] + "AAAAAAA=", False), ("xyz", False)):
+        item: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": carried}
+        items = [{"role": "user", "content": "hi"}, item, message]
+        answer = ask(server, input=items, chat_template_kwargs={"keep_reasoning": True}, **fields)
+        assert answer.status_code == 200, answer.text
+        assert ("the secret" in last_prompt(engine, tokenizer)) == expected
+
+
+def test_the_key_of_sealed_reasoning_outlives_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    sealed = ReasoningSeal(None).seal("text")
+    assert ReasoningSeal(None).unseal(sealed) == "text"
+    assert (tmp_path / "mlx-lm-server/reasoning.key").stat().st_mode & 0o777 == 0o600
+    assert ReasoningSeal("shared").unseal(sealed) is None
+    assert ReasoningSeal("shared").unseal(ReasoningSeal("shared").seal("ä")) == "ä"
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    lasting = ReasoningSeal(None)
+    assert lasting.unseal(lasting.seal("text")) == "text"

@@ -1,0 +1,109 @@
+"""`mlx-lm-server agent`: what an agent is started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+MODELS = {"data": [{"id": "a", "context_length": 40_000}, {"id": "b", "context_length": 100_000}]}
+
+
+class _Models(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == "Bearer k"
+        body = json.dumps(MODELS).encode()
+        self.send_response(200 if known else 401)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server that has two models for the key k."""
+    server = HTTPServer(("127.0.0.1", 0), _Models)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A directory with agents that print how they were started."""
+    for name in ("claude", "codex", "opencode"):
+        path = tmp_path / name
+        program = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+        path.write_text(f"#!{sys.executable}\n{program}\n")
+        path.chmod(0o755)
+    return tmp_path
+
+
+def run(commands: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": str(commands), "ANTHROPIC_API_KEY": "theirs"}
+    environment.pop("MLX_LM_SERVER_API_KEY", None)
+    command = [sys.executable, "-m", "services.cli", "agent", *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_claude_gets_its_settings_by_the_environment(url: str, commands: Path) -> None:
+    done = run(commands, "claude", "--url", url, "--api-key=k", "-p", "hi", "--model", "x")
+    arguments, environment = json.loads(done.stdout)
+    assert arguments == ["-p", "hi", "--model", "x"]
+    assert environment["ANTHROPIC_BASE_URL"] == url
+    assert environment["ANTHROPIC_AUTH_TOKEN"] == "k"
+    assert environment["ANTHROPIC_MODEL"] == "a"
+    assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "10000"
+    assert "ANTHROPIC_API_KEY" not in environment
+
+
+def test_codex_gets_its_settings_by_flags(url: str, commands: Path) -> None:
+    done = run(commands, "codex", "--url", url, "--api-key=k", "--model=b", "exec", "hi")
+    arguments, environment = json.loads(done.stdout)
+    assert arguments[-2:] == ["exec", "hi"]
+    assert f'model_providers.mlx_lm_server.base_url="{url}/v1"' in arguments
+    assert 'model="b"' in arguments and "model_context_window=100000" in arguments
+    assert environment["MLX_LM_SERVER_API_KEY"] == "k"
+
+
+def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> None:
+    _, environment = json.loads(run(commands, "opencode", "--url", url, "--api-key=k").stdout)
+    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+    assert config["model"] == "mlx-lm-server/a"
+    assert config["provider"]["mlx-lm-server"]["options"]["baseURL"] == f"{url}/v1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["claude", "--url", "URL"], 1, "give --api-key"),
+        (["claude", "--url", "URL", "--api-key=k", "--model=c"], 1, "it has a, b"),
+        (["claude", "--url", "http://127.0.0.1:9"], 1, "no mlx-lm-server"),
+        (["claude", "--url", "nonsense"], 1, "no mlx-lm-server"),
+        (["vim"], 2, "invalid choice"),
+    ],
+)
+def test_an_error_says_what_to_do(
+    url: str, commands: Path, arguments: list[str], code: int, message: str
+) -> None:
+    done = run(commands, *(url if each == "URL" else each for each in arguments))
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+
+
+def test_an_agent_that_is_not_installed_is_named(url: str, tmp_path: Path) -> None:
+    done = run(tmp_path, "codex", "--url", url)
+    assert done.returncode == 2
+    assert "no command 'codex'" in done.stderr

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from numpy.typing import NDArray
 
 from engine.backend.codes import Array, codes_of
@@ -74,6 +75,22 @@ def weight_of(module: Any, precision: Precision | None = None) -> Weight:
     if not isinstance(module, (nn.Linear, nn.Embedding)) or module["weight"].dtype != mx.float32:
         raise Unsupported(f"a {type(module).__name__} is not a layer in fp32 or quantized")
     return DenseWeight(np.asarray(module["weight"]))
+
+
+def expert_weights(module: Any, precision: Precision | None = None) -> list[Weight]:
+    """Return the weight of each expert of a `SwitchLinear`, as `weight_of` does of a layer."""
+    precision = precision or vars(module).get("precision", "exact")
+    if isinstance(module, QuantizedSwitchLinear):
+        kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        given = [module.get(name) for name in ("weight", "scales", "biases", "global_scale")]
+        parts = ([x if x is None else x[expert] for x in given] for expert in range(len(given[0])))
+        return [
+            quantized_weight(weight, scales, biases, precision, factor, **kind)
+            for weight, scales, biases, factor in parts
+        ]
+    if not isinstance(module, SwitchLinear) or module["weight"].dtype != mx.float32:
+        raise Unsupported(f"a {type(module).__name__} has no experts in fp32 or quantized")
+    return [DenseWeight(array) for array in np.asarray(module["weight"])]
 
 
 def quantized_weight(

@@ -11,7 +11,8 @@ import numpy as np
 from mlx import nn
 
 from engine.backend.graphs import CONTRIB, Graph, Unsupported
-from engine.backend.weights import Weight, join, weight_of
+from engine.batch.cpu.linear import Linear, base_of
+from engine.batch.cpu.mlp import Gate, mlp_of
 from engine.cache.rounding import Array
 
 GEMMAS = ("mlx_lm.models.gemma2", "mlx_lm.models.gemma3_text")
@@ -49,42 +50,22 @@ class Norm:
         return graph.node("Reshape", self.add(graph, heads), graph.integers(-1, width))
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """Linear layers with the same input, side by side."""
-
-    weight: Weight
-    bias: Array | None  # (out,)
-
-    @classmethod
-    def of(cls, *modules: Any) -> Linear:
-        weight = join([weight_of(module) for module in modules])
-        biases = [np.asarray(module.bias) for module in modules if "bias" in module]
-        if len(biases) not in (0, len(modules)):
-            raise Unsupported("some of its layers have a bias and others do not")
-        return cls(weight, np.concatenate(biases) if biases else None)
-
-    def add(self, graph: Graph, x: str) -> str:
-        out = self.weight.product(graph, x)
-        return out if self.bias is None else graph.node("Add", out, graph.constant(self.bias))
-
-
 class TransformerBlock:
     """A layer of a model: norms, projections, MLP. ``owned`` are the modules it computes."""
 
     def __init__(self, block: Any) -> None:
-        attention, mlp = block.self_attn, block.mlp
-        self.heads, self.kv_heads = attention.n_heads, attention.n_kv_heads
-        self.scale = float(attention.scale)
+        attention = block.self_attn
+        self.heads = int(_named(attention, "n_heads", "num_heads", "num_attention_heads"))
+        self.kv_heads = int(_named(attention, "n_kv_heads", "num_key_value_heads"))
+        self.scale = float(_named(attention, "scale", "sm_scale"))
         self.softcap: float | None = getattr(attention, "attn_logit_softcapping", None)
+        self.sinks = _sinks(attention, self.kv_heads)
         self.residual_multiplier = float(getattr(block, "residual_multiplier", 1))
         qkv = _present(attention, "qkv_proj") or _present(attention, "q_proj", "k_proj", "v_proj")
-        gate_up = _present(mlp, "gate_up_proj") or _present(mlp, "gate_proj", "up_proj")
         self.qkv, self.out = Linear.of(*qkv), Linear.of(attention.o_proj)
-        self.gate_up, self.down = Linear.of(*gate_up), Linear.of(mlp.down_proj)
+        self._mlp = mlp_of(block, Gate("gelu" if type(block).__module__ in GEMMAS else "silu"))
         self.head_norms = [Norm.of(norm) for norm in _present(attention, "q_norm", "k_norm")]
-        self.with_gelu = type(block).__module__ in GEMMAS
-        self.owned = [*qkv, attention.o_proj, *gate_up, mlp.down_proj]
+        self.owned = [*map(base_of, (*qkv, attention.o_proj)), *self._mlp.owned]
         norm = {name: Norm.of(module) for name, module in block.items() if "layernorm" in name}
         self.before_attention = norm.get("input_layernorm")
         self.after_mlp = norm.get("post_feedforward_layernorm")
@@ -99,16 +80,7 @@ class TransformerBlock:
 
     def add_mlp(self, graph: Graph, x: str) -> str:
         """Return what the MLP adds to the residual, for the normed ``x``."""
-        gate, up = graph.nodes(
-            "Split", self.gate_up.add(graph, x), outputs=2, axis=1, num_outputs=2
-        )
-        if self.with_gelu:
-            gate = graph.node("Gelu", gate, approximate="tanh")
-        else:
-            gate = graph.node("QuickGelu", gate, domain=CONTRIB, alpha=1.0)
-        return self._scaled(
-            graph, self.down.add(graph, graph.node("Mul", gate, up)), self.after_mlp
-        )
+        return self._scaled(graph, self._mlp.add(graph, x), self.after_mlp)
 
     def _scaled(self, graph: Graph, added: str, norm: Norm | None) -> str:
         if norm is not None:
@@ -117,6 +89,18 @@ class TransformerBlock:
             factor = graph.number(self.residual_multiplier)
             added = graph.node("Mul", added, factor)
         return added
+
+
+def _named(module: Any, *names: str) -> Any:
+    """Return what ``module`` has under one of these names."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def _sinks(attention: Any, kv_heads: int) -> Array | None:
+    """Return other scores that take part in softmax (kv_heads, queries of a kv head, 1, 1)."""
+    if "sinks" not in attention:
+        return None
+    return np.asarray(attention.sinks.astype(mx.float32)).reshape(kv_heads, -1, 1, 1)
 
 
 def _present(module: Any, *names: str) -> Sequence[Any]:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FAMILY = (
     *("llama", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo2"),
-    *("gemma2", "gemma3", "gemma3_text"),
+    *("gemma2", "gemma3", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss"),
 )
 """Modules of mlx-lm whose `Model` can be computed by `Decoder`."""
 
@@ -47,6 +47,7 @@ class _Layer(NamedTuple):
     heads: int
     kv_heads: int
     softcap: float | None
+    sinks: Array | None
 
 
 class Decoder:
@@ -80,13 +81,13 @@ class Decoder:
                 self._stretches.append(stretches.first(hidden, block, rotary))
             else:
                 self._stretches.append(stretches.between(hidden, before, block, rotary))
-            self._layers.append(_Layer(block.heads, block.kv_heads, block.softcap))
+            self._layers.append(_Layer(block.heads, block.kv_heads, block.softcap, block.sinks))
             self._owned += block.owned
             before = block
         assert before is not None
         self._stretches.append(stretches.last(hidden, before, head))
-        self.keeps_bits = isinstance(before.qkv.weight, DenseWeight)
-        """Whether a row's products have the same bits in every batch. Quantized ones do not."""
+        self.keeps_bits = isinstance(before.qkv.weight, DenseWeight) and before.sinks is None
+        """Whether a row has the same bits in every batch. With codes, or sinks, it has not."""
 
     def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
         """Return logits (tokens, vocabulary) of the packed ``tokens``, None if ``silent``."""
@@ -132,7 +133,8 @@ class Decoder:
             batch.unpacked(grouped),
             batch.unpacked(found),
             kept.window,
-            softcap=layer.softcap,
+            layer.sinks,
+            layer.softcap,
         )
         return found.reshape(tokens, -1)
 

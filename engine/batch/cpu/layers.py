@@ -23,7 +23,7 @@ from engine.backend.codes import code_bits
 from engine.backend.multiplier import ExpertMultiplier, Multiplier
 from engine.backend.quantized import Precision
 from engine.backend.timing import shortest_s
-from engine.backend.weights import DenseWeight, Weight, quantized_weight, weight_of
+from engine.backend.weights import expert_weights, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -198,25 +198,13 @@ def _replace(module: Any, precision: Precision) -> None:
     """Pack the weights of one layer."""
     mx.eval([module[name] for name in ARRAYS if module.get(name) is not None])
     if type(module) in (SwitchLinear, QuantizedSwitchLinear):
-        module.multiplier = ExpertMultiplier(_experts(module, precision))
+        module.multiplier = ExpertMultiplier(expert_weights(module, precision))
     elif type(module) in (nn.Embedding, nn.QuantizedEmbedding):
         module.multiplier = None
     else:
         module.multiplier = Multiplier(weight_of(module, precision))
     module.precision = precision
     module.__class__ = _OURS[type(module)]
-
-
-def _experts(module: Any, precision: Precision) -> list[Weight]:
-    if type(module) is SwitchLinear:
-        return [DenseWeight(array) for array in np.asarray(module["weight"])]
-    kind = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    given = [module.get(name) for name in (*ARRAYS, "global_scale")]
-    found = []
-    for expert in range(module.num_experts):
-        weight, scales, biases, factor = (x if x is None else x[expert] for x in given)
-        found.append(quantized_weight(weight, scales, biases, precision, factor, **kind))
-    return found
 
 
 def _is_faster(module: Any, known: dict[tuple[int, ...], bool]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from engine.backend import graphs
 from engine.backend.graphs import Unsupported
@@ -58,6 +59,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms after": ("olmo2", {}),
     "scores within bounds": ("gemma2", {"attn_logit_softcapping": 2.0}),
     "two kinds of positions": ("gemma3_text", {}),
+    "experts": ("qwen3_moe", {"norm_topk_prob": True}),
+    "shares of less than one": ("qwen3_moe", {"norm_topk_prob": False}),
+    "mixtral": ("mixtral", {}),
+    "sinks, experts with biases": ("gpt_oss", {}),
 }
 
 
@@ -77,7 +82,8 @@ def tiny(name: str, **changes: Any) -> Any:
 
 def with_noise(weight: mx.array) -> mx.array:
     """Change norms and biases, which start as ones and zeros and would hide mistakes."""
-    return weight if weight.ndim > 1 else weight + 0.1 * mx.random.normal(weight.shape)
+    plain = weight.ndim == 1 or not weight.any()
+    return weight + 0.1 * mx.random.normal(weight.shape) if plain else weight
 
 
 @pytest.fixture(params=KINDS, name="model")
@@ -177,7 +183,7 @@ def test_without_onnx_runtime_mlx_computes(
     assert "no module named 'onnxruntime'" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mamba", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "mamba"])
 def test_models_of_another_kind_are_left_to_mlx(name: str) -> None:
     model = build(name)
     assert decoder.bind(model, probe_layout(model)) is None
@@ -189,6 +195,31 @@ def test_layers_of_another_kind_are_left_to_mlx() -> None:
     half.set_dtype(mx.float16)
     for model in (adapted, half):
         assert decoder.bind(model, probe_layout(model)) is None
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_adapters_over_some_layers_give_the_logits_of_mlx(name: str, bits: int | None) -> None:
+    """Over two of three layers with one input, and over experts."""
+    model = tiny(name)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    tokens = mx.array([prompt(1, 40)])
+    plain = model(tokens)
+    keys = {"self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.router"}
+    keys |= {f"mlp.experts.{part}_proj" for part in ("gate", "down")}
+    linear_to_lora_layers(model, 3, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys})
+    model.update(tree_map(with_noise, model.parameters()))
+    model.eval()
+    expected, layout = model(tokens), probe_layout(model)
+    kind, slabs = bound(model), Slabs()
+    slabs[0] = Slab(layout, 1, 48)
+    found = kind(layout, slabs, [Row(Slot(0, 0), 0, 40)]).logits(model, tokens)
+    assert not mx.allclose(plain, expected, 1e-1, 1e-1)
+    assert mx.allclose(found, expected, 1e-3, 1e-3)
+    kind.release_weights()
+    again = kind(layout, slabs, [Row(Slot(0, 0), 0, 40)]).logits(model, tokens)
+    assert mx.array_equal(again, found)
 
 
 class Odd(nn.Module):

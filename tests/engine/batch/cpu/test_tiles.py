@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a query for each head of keys": ("llama", {"num_key_value_heads": 4}),
     "scores within bounds": ("gemma2", {"attn_logit_softcapping": 2.0}),
     "windows": ("gemma3_text", {}),
+    "experts": ("qwen3_moe", {}),
 }
 
 

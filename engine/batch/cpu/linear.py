@@ -1,0 +1,122 @@
+"""Linear layers of mlx-lm's models as parts of graphs, with what adapters add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+
+from engine.backend.graphs import Graph, Unsupported
+from engine.backend.weights import DenseWeight, Weight, expert_weights, join, weight_of
+from engine.cache.rounding import Array
+
+
+class _LowRank(NamedTuple):
+    """What an adapter adds to the product with a weight: x @ down @ up."""
+
+    down: Array  # (in, rank)
+    up: Array  # (rank, out)
+
+
+class _Part(NamedTuple):
+    """One linear layer."""
+
+    weight: Weight
+    bias: Array | None  # (out,)
+    added: _LowRank | None
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Linear layers with the same input, side by side."""
+
+    weight: Weight
+    bias: Array | None  # (out,)
+    added: _LowRank | None
+
+    @classmethod
+    def of(cls, *modules: Any) -> Linear:
+        return cls._joined([_part(module) for module in modules])
+
+    @classmethod
+    def of_experts(cls, *modules: Any) -> list[Linear]:
+        """Return those of each expert."""
+        return [cls._joined(parts) for parts in zip(*map(_expert_parts, modules), strict=True)]
+
+    @classmethod
+    def _joined(cls, parts: Sequence[_Part]) -> Linear:
+        biases = [part.bias for part in parts if part.bias is not None]
+        if len(biases) not in (0, len(parts)):
+            raise Unsupported("some of its layers have a bias and others do not")
+        weight = join([part.weight for part in parts])
+        return cls(weight, np.concatenate(biases) if biases else None, _side_by_side(parts))
+
+    def add(self, graph: Graph, x: str) -> str:
+        """Add the layers to ``graph`` and return their results side by side."""
+        out = self.weight.product(graph, x)
+        if self.added is not None:
+            inner = graph.node("MatMul", x, graph.constant(self.added.down))
+            more = graph.node("MatMul", inner, graph.constant(self.added.up))
+            out = graph.node("Add", out, more)
+        return out if self.bias is None else graph.node("Add", out, graph.constant(self.bias))
+
+
+def base_of(module: Any) -> Any:
+    """Return the layer that an adapter was put over, or ``module``."""
+    return module.linear if isinstance(module, (LoRALinear, LoRASwitchLinear)) else module
+
+
+def _part(module: Any) -> _Part:
+    base, added = base_of(module), None
+    if base is not module:
+        added = _LowRank(_array(module.lora_a), _array(module.scale * module.lora_b))
+    bias = _array(base.bias) if "bias" in base else None
+    return _fused(weight_of(base), bias, added)
+
+
+def _expert_parts(module: Any) -> list[_Part]:
+    base = base_of(module)
+    weights = expert_weights(base)
+    downs = ups = biases = None
+    if base is not module:
+        downs = _array(module.lora_a.swapaxes(1, 2))
+        ups = _array(module.scale * module.lora_b.swapaxes(1, 2))
+    if "bias" in base:
+        biases = _array(base.bias)
+    return [
+        _fused(
+            weight,
+            None if biases is None else biases[expert],
+            None if downs is None or ups is None else _LowRank(downs[expert], ups[expert]),
+        )
+        for expert, weight in enumerate(weights)
+    ]
+
+
+def _fused(weight: Weight, bias: Array | None, added: _LowRank | None) -> _Part:
+    """Return the layer, its adapter in the weight unless that has codes."""
+    if added is not None and isinstance(weight, DenseWeight):
+        return _Part(DenseWeight(weight.array + (added.down @ added.up).T), bias, None)
+    return _Part(weight, bias, added)
+
+
+def _side_by_side(parts: Sequence[_Part]) -> _LowRank | None:
+    """Return what adapters add to all ``parts``, which have one input."""
+    if not any(part.added for part in parts):
+        return None
+    downs, ups, ends = [], [], np.cumsum([part.weight.shape[0] for part in parts])
+    for part, end in zip(parts, ends, strict=True):
+        if part.added is not None:
+            up = np.zeros((len(part.added.up), ends[-1]), np.float32)
+            up[:, end - part.weight.shape[0] : end] = part.added.up
+            downs.append(part.added.down)
+            ups.append(up)
+    return _LowRank(np.concatenate(downs, axis=1), np.concatenate(ups))
+
+
+def _array(x: mx.array) -> Array:
+    return np.asarray(x.astype(mx.float32))

@@ -1,0 +1,132 @@
+"""MLPs and mixtures of experts as parts of graphs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+from engine.backend.graphs import CONTRIB, Graph, Unsupported
+from engine.batch.cpu.linear import Linear, base_of
+
+
+class Gate(NamedTuple):
+    """What an MLP computes of its two products: the activation of one times the other."""
+
+    kind: Literal["silu", "gelu", "bounded"] = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    @classmethod
+    def of(cls, module: Any) -> Gate:
+        match type(module).__name__:
+            case "SwiGLU":
+                return cls()
+            case "SwigluOAI":
+                return cls("bounded", module._alpha, module._limit)
+        raise Unsupported(f"a {type(module).__name__} is not a gate that is known here")
+
+    def add(self, graph: Graph, both: str) -> str:
+        """Add it for ``both`` (rows, 2 * width): the gate and what it lets through."""
+        gate, up = graph.nodes("Split", both, outputs=2, axis=1, num_outputs=2)
+        if self.kind == "gelu":
+            return graph.node("Mul", graph.node("Gelu", gate, approximate="tanh"), up)
+        if self.kind == "bounded":  # gpt-oss's
+            low, high = graph.number(-self.limit), graph.number(self.limit)
+            gate = graph.node("Min", gate, high)
+            up = graph.node("Max", graph.node("Min", up, high), low)
+            up = graph.node("Add", up, graph.number(1))
+        active = graph.node("QuickGelu", gate, domain=CONTRIB, alpha=self.alpha)
+        return graph.node("Mul", active, up)
+
+
+class Part(Protocol):
+    """What computes the second half of a layer."""
+
+    owned: list[Any]
+    """The modules that it computes."""
+
+    def add(self, graph: Graph, x: str) -> str:
+        """Return the result for ``x`` (rows, in): (rows, out)."""
+
+
+class MLP:
+    """An MLP with a gate."""
+
+    def __init__(self, block: Any, gate: Gate) -> None:
+        names = ["gate_up_proj"] if "gate_up_proj" in block else ["gate_proj", "up_proj"]
+        inner = [block[name] for name in names]
+        self._gate_up, self._gate, self._down = Linear.of(*inner), gate, Linear.of(block.down_proj)
+        self.owned = [base_of(module) for module in (*inner, block.down_proj)]
+
+    def add(self, graph: Graph, x: str) -> str:
+        return self._down.add(graph, self._gate.add(graph, self._gate_up.add(graph, x)))
+
+
+class Experts:
+    """A router and its experts.
+
+    Rows are sorted by expert and cut at the first row of each, so that each product has all rows
+    of its expert. Sorting, cutting and the way back are operations of the graph."""
+
+    def __init__(self, block: Any) -> None:
+        router, inner = (
+            (block.router, block.experts) if "router" in block else (block.gate, block.switch_mlp)
+        )
+        self._chosen = int(getattr(block, "top_k", 0) or block.num_experts_per_tok)
+        self._normalised = bool(getattr(block, "norm_topk_prob", True))
+        self._gate = Gate.of(inner.activation)
+        layers = [inner.gate_proj, inner.up_proj, inner.down_proj]
+        self._router = Linear.of(router)
+        self._gate_up, self._down = Linear.of_experts(*layers[:2]), Linear.of_experts(layers[2])
+        self.owned = [base_of(module) for module in (router, *layers)]
+
+    def add(self, graph: Graph, x: str) -> str:
+        shares, chosen = self._choose(graph, x)
+        sort, unsort, counts = self._order(graph, graph.node("Reshape", chosen, graph.integers(-1)))
+        tokens = graph.node("Div", sort, graph.integers(self._chosen))
+        parts = graph.nodes(
+            "Split", graph.node("Gather", x, tokens), counts, outputs=len(self._down), axis=0
+        )
+        found = [
+            down.add(graph, self._gate.add(graph, gate_up.add(graph, part)))
+            for part, gate_up, down in zip(parts, self._gate_up, self._down, strict=True)
+        ]
+        back = graph.node("Gather", graph.node("Concat", *found, axis=0), unsort)
+        width = self._down[0].weight.shape[0]
+        back = graph.node("Reshape", back, graph.integers(-1, self._chosen, width))
+        shares = graph.node("Unsqueeze", shares, graph.integers(2))
+        return graph.node(
+            "ReduceSum", graph.node("Mul", back, shares), graph.integers(1), keepdims=0
+        )
+
+    def _choose(self, graph: Graph, x: str) -> tuple[str, str]:
+        """Return the shares and the numbers of the best experts of each row: (rows, chosen)."""
+        scores = self._router.add(graph, x)
+        if not self._normalised:
+            scores = graph.node("Softmax", scores, axis=-1)
+        best, chosen = graph.nodes("TopK", scores, graph.integers(self._chosen), outputs=2, axis=-1)
+        return (graph.node("Softmax", best, axis=-1) if self._normalised else best), chosen
+
+    def _order(self, graph: Graph, chosen: str) -> tuple[str, str, str]:
+        """Return the order that sorts by expert, its inverse, and the rows of each expert."""
+        order = _sorted(graph, chosen)
+        experts = graph.integers(*range(len(self._down)))
+        same = graph.node("Equal", graph.node("Unsqueeze", chosen, graph.integers(1)), experts)
+        counts = graph.node("Cast", same, to=7)  # int64
+        return (
+            order,
+            _sorted(graph, order),
+            graph.node("ReduceSum", counts, graph.integers(0), keepdims=0),
+        )
+
+
+def _sorted(graph: Graph, numbers: str) -> str:
+    """Return the places of ``numbers`` (n,) in ascending order."""
+    count = graph.node("Shape", numbers)
+    return graph.nodes("TopK", numbers, count, outputs=2, axis=0, largest=0)[1]
+
+
+def mlp_of(block: Any, gate: Gate) -> Part:
+    """Return the second half of the layer ``block``. ``gate`` is that of an MLP."""
+    inner = block.block_sparse_moe if "block_sparse_moe" in block else block.mlp
+    experts = "switch_mlp" in inner or "experts" in inner
+    return Experts(inner) if experts else MLP(inner, gate)

@@ -24,6 +24,7 @@ from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.metal import metal  # noqa: E402
 from bench.precision import precision  # noqa: E402
+from bench.router import router  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
 from bench.servers import mlx_lm_server, ours  # noqa: E402
 from bench.side import side  # noqa: E402
@@ -193,8 +194,9 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "kernels": kernels,
     "precision": precision,
     "metal": metal,
+    "router": router,
 }
-"""The comparisons that need no servers."""
+"""The comparisons that need no server with a model."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {
     "throughput": throughput,
     "prefix": prefix,

@@ -27,7 +27,7 @@ def ours(model: str, *flags: str, ssd: Path | None = None) -> Iterator[int]:
     command += ["--kv-bits", "16"]  # as mlx_lm.server
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as cache,
-        _running([*command, "--ssd-cache-dir", str(ssd or cache), *flags], "/readyz") as port,
+        running([*command, "--ssd-cache-dir", str(ssd or cache), *flags], "/readyz") as (port, _),
     ):
         yield port
 
@@ -41,14 +41,15 @@ def mlx_lm_server(model: Path) -> Iterator[int]:
         environment["LD_PRELOAD"] = blas
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
     command += ["--log-level", "ERROR"]
-    with _running(command, "/v1/models", environment) as port:
+    with running(command, "/v1/models", environment) as (port, _):
         yield port
 
 
 @contextmanager
-def _running(
+def running(
     command: Sequence[str], probe: str, environment: dict[str, str] | None = None
-) -> Iterator[int]:
+) -> Iterator[tuple[int, int]]:
+    """Run a server until it answers at the path ``probe``; yield its port and its process id."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -62,7 +63,7 @@ def _running(
         )
         try:
             _wait(process, f"http://127.0.0.1:{port}{probe}")
-            yield port
+            yield port, process.pid
         except BaseException:
             log.seek(0)
             sys.stderr.write(log.read().decode(errors="replace")[-4000:])

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from bench import router
 from bench.primitives import count_primitives, fused_functions
 from bench.side import SIDES, side
 from tests.tiny_models import make_tiny
@@ -76,6 +77,18 @@ def test_a_step_of_ours_is_counted_beside_that_of_mlx_lm(tmp_path: Path) -> None
         # Norms and projections, rope, writes, attention, the gate: 17 a layer and the rest.
         assert 17 < theirs < 24
         assert 17 < ours <= 1.15 * theirs and quantized <= 1.4 * theirs
+
+
+def test_the_router_is_measured_beside_a_bare_application(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny("llama", tmp_path)
+    load = router.Load(streams=12, engines=3, models=2, rate=100, seconds=1, settle_s=0.1)
+    ((ours, bare),) = router.measure(tmp_path, load, runs=1)
+    # Both have sent tokens at some rate, and it has cost something: no more, beside other tests.
+    for one in (ours, bare):
+        assert one.tokens > 0 and one.cpu_s > 0 and one.memory_mb > 10
+    assert "times the bare application's" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ class MessageWriter:
     def __init__(self, body: MessagesRequest, model: Model) -> None:
         self.id = "msg_" + uuid.uuid4().hex
         self.keep_alive = encode_events(PingEvent())
+        self.repeats_request = False
         self._model = body.model or model.names[0]
         self._max_tokens = body.max_tokens
         show_thinking = body.thinking is None or body.thinking.display != "omitted"

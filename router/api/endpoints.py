@@ -28,6 +28,7 @@ from router.generation.sampling import SequenceSpec
 from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
+from router.tokens.work_pool import INLINE_SIZE
 from shared.wire import Grammar
 
 logger = logging.getLogger(__name__)
@@ -142,10 +143,12 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
                 headers.append((b"x-debug-cache", explanation))
             if request.stream:
                 timeout_s = self._router.settings.request_timeout_s
-                stream = EventStream(generation, writer, send, write_timeout_s=timeout_s)
+                stream = EventStream(
+                    generation, writer, send, request_bytes=size, write_timeout_s=timeout_s
+                )
                 await stream.run(headers)
                 return
-            answer = await _full_response(generation, writer)
+            answer = await _full_response(generation, writer, size)
         await send_json(send, answer, headers)
 
     async def _submit(
@@ -158,7 +161,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         def prepare() -> list[SequenceSpec]:
             prompts = self.tokenize_prompts(request, model, generation.cache_scope)
             limits = generation.check_lengths(prompts, self.max_tokens(request))
-            return list(self._sequence_specs(request, model, prompts, limits))
+            return list(self._sequence_specs(request, generation, prompts, limits))
 
         try:
             specs = await generation.run(prepare, size)
@@ -171,16 +174,18 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         generation.submit(specs)
 
     def _sequence_specs(
-        self, request: _Request, model: Model, prompts: list[list[int]], limits: list[int]
+        self, request: _Request, generation: Generation, prompts: list[list[int]], limits: list[int]
     ) -> Iterator[SequenceSpec]:
         """Yield a spec for each choice of each prompt. Raises `InvalidRequest`."""
+        model = generation.model
         echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
         for prompt, limit, echoed in zip(prompts, limits, echoes, strict=True):
             grammar = self.grammar(request, model, prompt)
             echo = None if echoed is None else Echo.of(echoed, prompt, model.renderer)
+            blocks = generation.prompt_blocks(prompt)
             for choice in range(request.n or 1):
                 parser = self.reply_parser(request, model, prompt)
-                yield SequenceSpec(prompt, limit, choice, parser, grammar, echo)
+                yield SequenceSpec(prompt, limit, choice, parser, grammar, echo, blocks)
 
 
 class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
@@ -220,12 +225,15 @@ def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
     )
 
 
-async def _full_response(generation: Generation, writer: OutputWriter) -> bytes:
+async def _full_response(generation: Generation, writer: OutputWriter, size: int) -> bytes:
     deltas: list[list[OutputDelta]] = [[] for _ in generation.choices]
     while True:
         await generation.begin_echoes()
         for choice in generation.choices:
-            deltas[choice.index].append(generation.advance(choice))
+            if choice.is_slow:
+                deltas[choice.index].append(await generation.advance_on_thread(choice))
+            else:
+                deltas[choice.index].append(generation.advance(choice))
         if generation.finished:
             break
         await generation.changed()
@@ -233,6 +241,8 @@ async def _full_response(generation: Generation, writer: OutputWriter) -> bytes:
     def write() -> bytes:
         return writer.full_response(generation, [OutputDelta.join(each) for each in deltas])
 
+    if writer.repeats_request and size > INLINE_SIZE:
+        return await generation.run(write, size)
     return await generation.format(write, generation.num_entries)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from starlette.types import Send
 
@@ -70,9 +71,11 @@ class EventStream:
         writer: OutputWriter,
         send: Send,
         *,
+        request_bytes: int,
         write_timeout_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
+        self._repeated_bytes = request_bytes if writer.repeats_request else 0
         self._generation = generation
         self._writer = writer
         self._send = send
@@ -120,41 +123,46 @@ class EventStream:
 
     async def _send_events(self) -> None:
         generation, writer = self._generation, self._writer
-        events = [writer.stream_start(generation)]
+        start = partial(writer.stream_start, generation)
+        events = [await generation.run_large(start, self._repeated_bytes)]
+        unfinished = list(generation.choices)
         self._keep_alive_timer.start()
         while True:
             error: ApiError | None = None
             await generation.begin_echoes()
-            for choice in generation.choices:
-                if choice.finish_reason is not None:
-                    continue
+            for choice in list(unfinished):
                 try:
-                    delta = generation.advance(choice)
+                    if choice.is_slow:
+                        delta = await generation.advance_on_thread(choice)
+                    else:
+                        delta = generation.advance(choice)
                 except ApiError as raised:
                     error = raised
                     break
-                if delta:
+                if delta.tokens:
                     events.append(await self._format(choice, delta))
+                elif delta:
+                    events.append(writer.delta(generation, choice, delta))
                 if choice.finish_reason is not None:
                     events.append(writer.choice_end(generation, choice))
-            if any(events):
-                await self._write(b"".join(events))
+                    unfinished.remove(choice)
+            if body := b"".join(events):
+                await self._write(body)
             # Tokens may come for long without an event: some calls are shown only as a whole.
             elif self._keep_alive_timer.expired:
                 await self._write(writer.keep_alive)
             events.clear()
             if error is not None:
                 raise error
-            if generation.finished:
+            if not unfinished:
                 break
             await generation.changed()
-        await self._write(writer.stream_end(generation), more=False)
+        end = partial(writer.stream_end, generation)
+        await self._write(await generation.run_large(end, self._repeated_bytes), more=False)
 
     async def _format(self, choice: Choice, delta: OutputDelta) -> bytes:
         generation, writer = self._generation, self._writer
-        if not delta.tokens:
-            return writer.delta(generation, choice, delta)
-        entries = len(delta.tokens) * (1 + generation.logprobs_context.num_logprobs)
+        entries = len(delta.tokens or ()) * (1 + generation.logprobs_context.num_logprobs)
         return await generation.format(lambda: writer.delta(generation, choice, delta), entries)
 
     async def _write(self, body: bytes, more: bool = True) -> None:

@@ -21,6 +21,9 @@ class OutputWriter(Protocol):
     id: str
     keep_alive: bytes
     """Sent while no event is due, to show that the connection is alive."""
+    repeats_request: bool
+    """Whether whole answers, `stream_start` and `stream_end` have the request in them, which may be
+    large: they are then written on a thread."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
         """Return the whole answer of a finished ``generation``; ``deltas`` has one per choice."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.errors import (
@@ -136,11 +136,22 @@ class Dispatcher:
         error = kind(message.message, param=message.param, code=code)
         self._end(entry, lambda: entry.sequence.fail(error))
 
-    def on_delta(self, engine: Engine, delta: Delta) -> None:
-        """Handle a delta of a step. One of an older attempt is dropped."""
-        entry = self._find(engine, delta.request_id, delta.attempt)
-        if entry is None:
-            return
+    def on_tokens(self, engine: Engine, deltas: Sequence[Delta]) -> None:
+        """Handle the deltas of a step. Those of older attempts are dropped."""
+        now = time.monotonic()
+        tenants: dict[str, Tenant] = {}
+        generated: Counter[str] = Counter()
+        for delta in deltas:
+            entry = self._find(engine, delta.request_id, delta.attempt)
+            if entry is not None and (count := self._on_delta(engine, entry, delta, now)):
+                tenant = entry.sequence.tenant
+                tenants[tenant.name] = tenant
+                generated[tenant.name] += count
+        for name, tenant in tenants.items():
+            self._on_generated(tenant, generated[name])
+
+    def _on_delta(self, engine: Engine, entry: _InFlight, delta: Delta, now: float) -> int:
+        """Return the number of tokens that the sequence has gained."""
         if entry.sequence.state is RemoteSequenceState.STOPPING:
             if delta.finish is not None or delta.usage is not None:
                 self._end(entry, lambda: entry.sequence.end(delta.usage))
@@ -151,7 +162,8 @@ class Dispatcher:
             planned = engine.phase == "draining"
             self._retry_or_fail(entry, f"engine {engine.name} gave it up", planned=planned)
         else:
-            self._apply(engine, entry, delta)
+            return self._apply(engine, entry, delta, now)
+        return 0
 
     def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
         """Compare what the engine says it has with what was placed there."""
@@ -221,27 +233,27 @@ class Dispatcher:
     def _placed_on(self, engine: Engine) -> list[_InFlight]:
         return [self._in_flight[request_id] for request_id in engine.request_ids]
 
-    def _apply(self, engine: Engine, entry: _InFlight, delta: Delta) -> None:
+    def _apply(self, engine: Engine, entry: _InFlight, delta: Delta, now: float) -> int:
         sequence = entry.sequence
         previous = sequence.last_token_at
         try:
-            sequence.apply(delta)
+            sequence.apply(delta, now)
         except MissingTokensError as error:
             logger.warning("%s on engine %s: %s", delta.request_id, engine.name, error)
             self._send(engine, Abort(request_id=delta.request_id, attempt=delta.attempt))
             self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
-            return
+            return 0
         if delta.token_ids:
-            self._on_generated(sequence.tenant, len(delta.token_ids))
             if previous:
-                self._metrics.inter_token.observe(sequence.last_token_at - previous)
+                self._metrics.inter_token.observe(now - previous)
             else:
-                self._metrics.first_token.observe(sequence.last_token_at - sequence.arrived_at)
-        if sequence.done:
+                self._metrics.first_token.observe(now - sequence.arrived_at)
+        if delta.finish is not None:
             if sequence.usage is not None:
                 self._metrics.prefill_time.observe(sequence.usage.prefill_s)
                 self._metrics.decode_time.observe(sequence.usage.decode_s)
             self._end(entry, lambda: None)
+        return len(delta.token_ids)
 
     def _check_timeouts(self, entry: _InFlight, now: float) -> None:
         settings, sequence = self._settings, entry.sequence

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from router.fleet.engines import Engine, ModelReplicas
 from shared.wire import StoreState
@@ -68,6 +76,28 @@ _STORE_COUNTERS = {
 """By name: the field of `StoreStats`, and the help. Engines of one KV store report the same."""
 
 
+class LoopHistogram(Collector):
+    """A histogram for what happens at each token, observed on the event loop only.
+
+    That of prometheus_client locks, and looks at bucket after bucket: it takes ten times as long.
+    """
+
+    def __init__(self, name: str, help_: str, bounds: Sequence[float]) -> None:
+        self._name, self._help = name, help_
+        self._bounds = sorted(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """The router's counters. An `EngineCollector` in ``registry`` adds those of its engines."""
 
@@ -84,7 +114,10 @@ class Metrics:
 
         self.requests = counter("requests", "Answers by path and status", ("path", "status"))
         self.first_token = histogram("time_to_first_token", "From admission to the first token")
-        self.inter_token = histogram("inter_token", "Between two deltas", _SHORT_SECONDS)
+        self.inter_token = LoopHistogram(
+            f"{_PREFIX}inter_token_seconds", "Between two deltas", _SHORT_SECONDS
+        )
+        self.registry.register(self.inter_token)
         self.end_to_end = histogram("end_to_end", "From admission to the end of the answer")
         self.queue_time = histogram("queue_time", "From admission to an engine")
         self.prefill_time = histogram("prefill", "Prefill of one sequence")

@@ -46,6 +46,8 @@ class PrefixIndex:
         The engine has the blocks before that one too, or, if it stands for recurrent state, does
         not report them.
         """
+        if self._reported.isdisjoint(blocks) and self._assumed.keys().isdisjoint(blocks):
+            return 0
         for count in range(len(blocks), 0, -1):
             if blocks[count - 1] in self._reported or blocks[count - 1] in self._assumed:
                 return count

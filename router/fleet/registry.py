@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -283,6 +284,9 @@ class Registry:
             logger.debug("the tokenizer of %s", model.id, exc_info=error)
             model.load_error = "its tokenizer cannot be loaded"
             return
+        # The garbage collector looks at all objects from time to time, with everything else held
+        # up: the libraries that read tokenizers have so many that it takes a tenth of a second.
+        gc.freeze()
         model.load_error = None
         self._update_readiness(model)
 

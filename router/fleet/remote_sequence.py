@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -31,12 +32,22 @@ class MissingTokensError(Exception):
 class RemoteSequence:
     """The router's half of a sequence. Its dispatcher keeps its model and its engine."""
 
-    def __init__(self, submit: Submit, tenant: Tenant, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        tenant: Tenant,
+        on_change: Callable[[], None],
+        prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({}),
+    ) -> None:
         self.submit = submit
         """The message of the first attempt."""
+        self.prompt_blocks = prompt_blocks
+        """As `router.fleet.placement.prompt_blocks` returns them."""
         self.tenant = tenant
         self._on_change = on_change
         """Called after every change that a reader of the fields below may wait for."""
+        self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None
+        """Whether log-probabilities come with the tokens."""
         self.state = RemoteSequenceState.WAITING
         self.attempt = 0
         self.losses = 0
@@ -114,21 +125,18 @@ class RemoteSequence:
             self.state = RemoteSequenceState.ACCEPTED
             self._on_change()
 
-    def apply(self, delta: Delta) -> None:
-        """Add a delta. Raises `MissingTokensError` if it does not continue the last one."""
+    def apply(self, delta: Delta, now: float) -> None:
+        """Add a delta. Raises `MissingTokensError` if it does not continue the last one.
+
+        ``now`` is the time of ``time.monotonic``.
+        """
         if delta.index != len(self.output_token_ids):
             raise MissingTokensError(
                 f"token {delta.index} came after {len(self.output_token_ids)} tokens"
             )
-        self.prompt_logprobs += delta.prompt_logprobs or ()
-        if delta.token_ids and not self.has_prompt_logprobs:
-            raise MissingTokensError("tokens came before the log-probabilities of the prompt")
-        if self.submit.logprobs is not None:
-            if len(delta.logprobs or ()) != len(delta.token_ids):
-                raise MissingTokensError("tokens came without their log-probabilities")
-            self.logprobs += delta.logprobs or ()
+        if self._is_scored:
+            self._add_logprobs(delta)
         if delta.token_ids:
-            now = time.monotonic()
             if self.first_token_at is None:
                 self.first_token_at = now
             self.last_token_at = now
@@ -142,6 +150,15 @@ class RemoteSequence:
             self.finish_reason = delta.finish
             self.state = RemoteSequenceState.DONE
         self._on_change()
+
+    def _add_logprobs(self, delta: Delta) -> None:
+        self.prompt_logprobs += delta.prompt_logprobs or ()
+        if delta.token_ids and not self.has_prompt_logprobs:
+            raise MissingTokensError("tokens came before the log-probabilities of the prompt")
+        if self.submit.logprobs is not None:
+            if len(delta.logprobs or ()) != len(delta.token_ids):
+                raise MissingTokensError("tokens came without their log-probabilities")
+            self.logprobs += delta.logprobs or ()
 
     def stop(self) -> None:
         self.state = RemoteSequenceState.STOPPING

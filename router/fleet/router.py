@@ -196,8 +196,7 @@ class Router:
     def _on_engine_message(self, engine: Engine, message: ToRouter) -> None:
         match message:
             case Tokens():
-                for delta in message.deltas:
-                    self.dispatcher.on_delta(engine, delta)
+                self.dispatcher.on_tokens(engine, message.deltas)
             case Accepted():
                 self.dispatcher.on_accepted(engine, message)
             case Refused():

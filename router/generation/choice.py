@@ -14,6 +14,9 @@ from router.tokens.reply_parser import CallDelta, ReplyDelta, ReplyParser
 
 _MAX_TOKENS = 256
 """What is read at a time: a client that does not read may have left thousands of tokens."""
+_CHARS_PER_TOKEN = 4
+_INLINE_PARSE_WORK = 200_000
+"""What is parsed on the event loop at most: a hundredth of a second."""
 
 
 class OutputDelta(NamedTuple):
@@ -38,6 +41,8 @@ class OutputDelta(NamedTuple):
 def _join(
     deltas: Sequence[OutputDelta | ReplyDelta], tokens: list[ScoredToken] | None
 ) -> OutputDelta:
+    if len(deltas) == 1:  # as in almost every step of a stream
+        return OutputDelta(deltas[0].text, tokens, deltas[0].reasoning, deltas[0].calls)
     pieces: dict[int, list[CallDelta]] = {}
     for call in (call for delta in deltas for call in delta.calls):
         pieces.setdefault(call.number, []).append(call)
@@ -134,6 +139,13 @@ class Choice:
         return not waits and self._tokens_read < len(self.sequence.output_token_ids)
 
     @property
+    def is_slow(self) -> bool:
+        """Whether `advance` may take so long that it is for a thread: calls are parsed whole."""
+        unread = len(self.sequence.output_token_ids) - self._tokens_read
+        work = self._parser.parse_work(min(unread, _MAX_TOKENS) * _CHARS_PER_TOKEN)
+        return work > _INLINE_PARSE_WORK
+
+    @property
     def echo_is_due(self) -> bool:
         """Whether `begin_echo` has to be called before anything can be returned."""
         scored = self._aligner is not None
@@ -177,23 +189,24 @@ class Choice:
     def _advance(self, parsed: list[ReplyDelta]) -> None:
         """Add what the new tokens became to ``parsed``."""
         sequence = self.sequence
+        detokenizer, parser = self._detokenizer, self._parser
         start, end = self._tokens_read, len(sequence.output_token_ids)
         if not self._stop_requested:
             end = min(end, start + _MAX_TOKENS)
         new = [] if self._stop_requested else sequence.output_token_ids[start:end]
-        logprobs = sequence.logprobs[start:end]
         self._tokens_read = end
         at_end = sequence.done and not self.behind
         ends_with_stop_token = at_end and sequence.stop_token is not None and bool(new)
         text_tokens = new[:-1] if ends_with_stop_token else new
         for token in text_tokens:
-            if self._detokenizer.stopped or self._parser.complete:
+            if detokenizer.stopped or parser.complete:
                 break
-            self.reasoning_tokens += self._parser.in_reasoning
-            parsed.append(self._parse(self._detokenizer.feed(token)))
+            self.reasoning_tokens += parser.in_reasoning
+            parsed.append(self._parse(detokenizer.feed(token)))
         if self._aligner is not None and text_tokens:
-            self._aligner.add(text_tokens, logprobs[: len(text_tokens)])
-        if (self._detokenizer.stopped or self._parser.complete) and not self._stop_requested:
+            logprobs = sequence.logprobs[start : start + len(text_tokens)]
+            self._aligner.add(text_tokens, logprobs)
+        if (detokenizer.stopped or parser.complete) and not self._stop_requested:
             self._stop_requested = True
             self._stop(sequence)
         if self._stop_requested:
@@ -205,11 +218,11 @@ class Choice:
         if sequence.error is not None and not self._stop_requested:
             raise sequence.error
         if ends_with_stop_token and not self._stop_requested:
-            self._detokenizer.count_stop_token()
-        parsed.append(self._parse(self._detokenizer.finish()))
+            detokenizer.count_stop_token()
+        parsed.append(self._parse(detokenizer.finish()))
         limited = sequence.finish_reason == "length" and not self._cut_short
-        parsed.append(self._parser.finish(cut=limited or self._detokenizer.stopped))
+        parsed.append(parser.finish(cut=limited or detokenizer.stopped))
         if limited:
             self.finish_reason = "length"
         else:
-            self.finish_reason = "tool_calls" if self._parser.called else "stop"
+            self.finish_reason = "tool_calls" if parser.called else "stop"

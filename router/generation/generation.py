@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -12,6 +13,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from router.errors import ClientDisconnected, InvalidRequest
 from router.fleet.engines import Model
+from router.fleet.placement import PromptBlocks, prompt_blocks
 from router.fleet.remote_sequence import RemoteSequence
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
@@ -19,12 +21,14 @@ from router.generation.choice import Choice, OutputDelta
 from router.generation.sampling import (
     MAX_SEQUENCES,
     SequenceSpec,
+    cache_salt,
     check_lengths,
     check_num_entries,
     check_vocabulary,
     num_entries,
     submit_message,
 )
+from router.generation.signal import Signal
 from router.schemas.completions import (
     CompletionTokensDetails,
     CompletionUsage,
@@ -34,6 +38,7 @@ from router.schemas.completions import (
 from router.schemas.requests import GenerationRequest
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprobs
+from router.tokens.work_pool import INLINE_SIZE, SMALL_SIZE
 
 _TAIL_TOKENS = 64
 """The end of a prompt in which text is looked for."""
@@ -69,10 +74,12 @@ class Generation:
         self.has_cache_salt = bool(request.cache_salt)
         self.choices: list[Choice] = []
         self.seed = request.seed if request.seed is not None else secrets.randbits(53)
-        self._changed = asyncio.Event()
+        self._changed = Signal()
         self._client_gone = False
         self._work: asyncio.Future[Any] | None = None
         """What a thread does for the request now."""
+        self._finished: set[Choice] = set()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._prompt_logprobs: dict[RemoteSequence, Raw] = {}
         self._started_at = time.monotonic()
 
@@ -127,6 +134,11 @@ class Generation:
         check_num_entries(self._request, prompts, limits)
         return limits
 
+    def prompt_blocks(self, prompt: list[int]) -> PromptBlocks:
+        """Return what decides which engine gets ``prompt``. For the threads of a `WorkPool`."""
+        salt = cache_salt(self._request, self._router.settings, self._tenant)
+        return prompt_blocks(list(self.model.replicas.engines), prompt, salt)
+
     async def admit_prompts(
         self, prompts: Sequence[list[int]], limits_left: dict[str, str]
     ) -> None:
@@ -149,9 +161,12 @@ class Generation:
                 self.seed,
                 self._traceparent,
             )
-            sequence = RemoteSequence(message, self._tenant, self.notify)
+            sequence = RemoteSequence(message, self._tenant, self.notify, spec.prompt_blocks)
             detokenizer = IncrementalDetokenizer(
-                renderer.detokenizer(), request.stop_strings, request.min_tokens or 0
+                renderer.detokenizer(),
+                request.stop_strings,
+                request.min_tokens or 0,
+                renderer.known_texts,
             )
             before = renderer.without_bos("", spec.prompt_token_ids[-_TAIL_TOKENS:])
             continued = renderer.vocabulary.last_text(before) if request.continues_prompt else []
@@ -164,7 +179,7 @@ class Generation:
                     sequence,
                     detokenizer,
                     spec.reply_parser,
-                    stop=router.dispatcher.stop,
+                    stop=self._stop,
                     prompt_logprobs_source=source,
                     aligner=TokenAligner(renderer.vocabulary, bool(continued)) if aligned else None,
                     echo=spec.echo,
@@ -186,28 +201,47 @@ class Generation:
 
     async def changed(self) -> None:
         """Wait until a sequence has changed, or until `notify`. Raises `ClientDisconnected`."""
-        if self._changed.is_set():
+        if self._changed.is_set:
             await asyncio.sleep(0)  # others have their turn, also if there always is something new
         await self._changed.wait()
-        self._changed.clear()
         self._check_connected()
 
     def notify(self) -> None:
-        """Wake every waiter of `changed`."""
+        """Wake the waiter of `changed`."""
         self._changed.set()
+
+    async def run_large(self, work: Callable[[], _Result], size: int) -> _Result:
+        """Do ``work`` at once if its size is at most `INLINE_SIZE`, otherwise `run` it."""
+        return work() if size <= INLINE_SIZE else await self.run(work, size)
 
     def advance(self, choice: Choice) -> OutputDelta:
         """Return what has become certain of ``choice``. Raises the error of its sequence."""
-        running = choice.finish_reason is None
-        delta = choice.advance()
+        return self._advanced(choice, choice.advance())
+
+    async def advance_on_thread(self, choice: Choice) -> OutputDelta:
+        """As `advance`, for a choice that `is_slow`."""
+        return self._advanced(choice, await self.run(choice.advance, SMALL_SIZE + 1))
+
+    def _advanced(self, choice: Choice, delta: OutputDelta) -> OutputDelta:
         if choice.behind:
             self.notify()
-        if running and choice.finish_reason is not None:
+        if choice.finish_reason is not None and choice not in self._finished:
+            self._finished.add(choice)
             self._remember_reply(choice)
         return delta
 
+    def _stop(self, sequence: RemoteSequence) -> None:
+        """End the text of ``sequence``. A choice asks for it, perhaps on a thread."""
+        if threading.get_ident() == self._thread:
+            self._router.dispatcher.stop(sequence)
+        else:
+            self._loop.call_soon_threadsafe(self._stop, sequence)
+            self._loop.call_soon_threadsafe(self.notify)
+
     async def begin_echoes(self) -> None:
         """Repeat the prompts of choices that have to, as soon as that can be done."""
+        if not self._request.echo_prompts:
+            return
         for choice in self.choices:
             if choice.echo_is_due:
                 entries = len(choice.sequence.submit.token_ids)

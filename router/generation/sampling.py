@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple
 
 from router.errors import ContextLengthExceeded, InvalidRequest, InvalidValue
 from router.fleet.engines import Model
+from router.fleet.placement import PromptBlocks
 from router.fleet.tenants import Tenant
 from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
@@ -33,6 +35,7 @@ class SequenceSpec(NamedTuple):
     reply_parser: ReplyParser
     grammar: Grammar | None = None
     echo: Echo | None = None
+    prompt_blocks: PromptBlocks = MappingProxyType({})
 
 
 def check_vocabulary(request: GenerationRequest, model: Model) -> None:
@@ -129,7 +132,7 @@ def submit_message(
         max_tokens=spec.max_tokens,
         stop_token_ids=_stop_token_ids(request, model),
         min_tokens=min(request.min_tokens or 0, spec.max_tokens),
-        cache_salt=_cache_salt(request, settings, tenant),
+        cache_salt=cache_salt(request, settings, tenant),
         priority=tenant.priority(request.priority),
         logprobs=request.num_logprobs,
         # The prompt is the same for all its choices.
@@ -139,7 +142,8 @@ def submit_message(
     )
 
 
-def _cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:
+def cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:
+    """Return what separates the blocks of ``request`` from those of others."""
     salt = request.cache_salt or ""
     # Names have no slash, so that no salt of a client is another tenant's.
     return f"{tenant.name}/{salt}" if settings.cache_salt_per_key else salt

@@ -50,6 +50,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     id_prefix: ClassVar[str]
     keep_alive = b": keep-alive\n\n"
+    repeats_request = False
 
     def __init__(self, body: GenerationRequest, model: Model) -> None:
         self.id = self.id_prefix + uuid.uuid4().hex

@@ -49,6 +49,7 @@ class ResponseWriter:
     """An `OutputWriter` of one Responses request."""
 
     keep_alive = b": keep-alive\n\n"
+    repeats_request = True
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class StreamingDetokenizer(Protocol):
@@ -32,6 +32,8 @@ class StopScanner:
         """Return the text that can be shown now. After a ``match`` it is empty."""
         if self.match is not None:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         ends = [
             (start + len(stop), start, stop)
@@ -63,12 +65,23 @@ def partial_match_length(text: str, targets: Sequence[str]) -> int:
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence while its tokens arrive."""
+    """The text of one sequence while its tokens arrive.
+
+    ``known_texts`` may be shared by all sequences of a model: the texts of tokens that are the same
+    wherever they stand, which are filled in here.
+    """
 
     def __init__(
-        self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        detokenizer: StreamingDetokenizer,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        known_texts: dict[int, str] | None = None,
     ) -> None:
         self._detokenizer = detokenizer
+        self._known_texts = {} if known_texts is None else known_texts
+        self._is_between = False
+        """Whether the next token's text depends on that token alone."""
         self._scanner = StopScanner(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -89,15 +102,20 @@ class IncrementalDetokenizer:
         its end."""
         for token in prompt:
             self._add(token)
-        return self._detokenizer.last_segment
+        return self._read()
 
     def feed(self, token: int) -> str:
         """Return the text that can be shown now. Once ``stopped``, ignore ``token``."""
         if self.stopped:
             return ""
         self.num_tokens += 1
-        self._add(token)
-        segment = self._detokenizer.last_segment
+        segment = self._known_texts.get(token) if self._is_between else None
+        if segment is None:
+            was_between = self._is_between
+            self._add(token)
+            segment = self._read()
+            if was_between and self._is_between:
+                self._known_texts[token] = segment
         return segment if self.num_tokens < self._min_tokens else self._scanner.feed(segment)
 
     def count_stop_token(self) -> None:
@@ -116,6 +134,21 @@ class IncrementalDetokenizer:
             return self._scanner.flush()
         shown = self._scanner.feed(self._detokenizer.last_segment)
         return shown if self.stopped else shown + self._scanner.flush()
+
+    def _read(self) -> str:
+        """Return the text since the last call.
+
+        mlx-lm's detokenizers for BPE and SentencePiece look at no more than whether there was text
+        before, and at the bytes of a character that is not whole (``_unflushed``). They are left
+        one character: they copy all of their text with each token.
+        """
+        detokenizer: Any = self._detokenizer
+        segment: str = detokenizer.last_segment
+        if getattr(detokenizer, "_unflushed", None) is not None and detokenizer.text:
+            self._is_between = not detokenizer._unflushed
+            detokenizer.text, detokenizer.offset = detokenizer.text[-1:], 1
+            detokenizer.tokens.clear()
+        return segment
 
     def _add(self, token: int) -> None:
         try:

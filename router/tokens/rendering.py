@@ -60,6 +60,8 @@ class Renderer:
         self._detokenizer_source = detokenizer_source
         self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
+        self.known_texts: dict[int, str] = {}
+        """Those of an `IncrementalDetokenizer`."""
         self.vocabulary = Vocabulary(detokenizer_source)
         self._encoder = _Encoder(tokenizer)
         self.replies = ModelReplies(

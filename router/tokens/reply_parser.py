@@ -37,6 +37,10 @@ class ReplyParser(Protocol):
     def complete(self) -> bool:
         """Whether all further text would be ignored, so that the sequence can be stopped."""
 
+    def parse_work(self, chars: int) -> int:
+        """Return how much `feed` may have to parse once ``chars`` more have come, in the unit of
+        `router.tokens.parsing.calls.MAX_PARSE_WORK`."""
+
     def feed(self, text: str) -> ReplyDelta:
         """Return what is certain now."""
 
@@ -50,6 +54,9 @@ class PlainReplyParser:
     in_reasoning = False
     called = False
     complete = False
+
+    def parse_work(self, chars: int) -> int:
+        return 0
 
     def feed(self, text: str) -> ReplyDelta:
         return ReplyDelta(text=text)

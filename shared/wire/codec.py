@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-import msgpack
 import msgspec
 
 PROTOCOL_VERSION = 1
@@ -26,8 +26,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 def encode(message: Message, *payload: bytes | memoryview) -> list[bytes | memoryview]:
     """Return the frames of ``message``: its header, then ``payload`` unchanged."""
-    header = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
-    return [header, *payload]
+    return [msgspec.msgpack.encode(message), *payload]
 
 
 def decode(frames: Sequence[bytes | memoryview], expected: Any) -> tuple[Any, list[bytes]]:
@@ -43,8 +42,12 @@ def decode(frames: Sequence[bytes | memoryview], expected: Any) -> tuple[Any, li
     if len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError(f"a header of {len(frames[0])} bytes, over {MAX_HEADER_BYTES}")
     try:
-        fields = msgpack.unpackb(frames[0], strict_map_key=True)
-        message = msgspec.convert(fields, expected)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        message = _decoder(expected).decode(frames[0])
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise WireError(f"{type(error).__name__}: {error}") from error
     return message, [bytes(frame) for frame in frames[1:]]
+
+
+@cache
+def _decoder(expected: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(expected)

@@ -22,6 +22,16 @@ _CALL_STARTS = {
     "muse_spark": re.compile("<atem:(invoke|parameter)"),
     "kimi_k3": re.compile(r"<\|open\|>"),
 }
+_START_MARKS = {
+    "pythonic": "[",
+    "gemma4": ":",
+    "function_gemma": ":",
+    "muse_spark": "<",
+    "kimi_k3": "<",
+}
+"""A character that each beginning of a call has once."""
+_SHORTEST_START = 3
+"""The characters of the shortest beginning."""
 _FENCE = re.compile(r"\A```(?:json|tool_call|tool_code)?")
 _BETWEEN = re.compile(r"[\s;,]*")
 _PYTHON_TAG = "<|python_tag|>"
@@ -52,11 +62,34 @@ class ToolSyntax(NamedTuple):
     ``arguments``, or a list of such. May raise any exception."""
 
 
+class ParseWork:
+    """The work of parsing a text that may be calls, while it grows: at most so much."""
+
+    def __init__(self, syntax_name: str) -> None:
+        self._mark = _START_MARKS.get(syntax_name)
+        self._chars = self._places = 0
+
+    def add(self, text: str) -> None:
+        self._chars += len(text)
+        if self._mark is not None:
+            self._places += text.count(self._mark)
+
+    def with_more(self, chars: int) -> int:
+        """Return the work, in the unit of `MAX_PARSE_WORK`, once ``chars`` more have come."""
+        places = 0 if self._mark is None else self._places + chars // _SHORTEST_START
+        return (self._chars + chars) * (1 + places)
+
+
+def parse_work(text: str, syntax_name: str) -> int:
+    """Return the work of parsing ``text``: the characters times the places where a call may begin,
+    or the characters where nothing is read again."""
+    start = _CALL_STARTS.get(syntax_name)
+    return len(text) * (1 if start is None else 1 + sum(1 for _ in start.finditer(text)))
+
+
 def parse_calls(text: str, syntax: ToolSyntax, tools: ToolSchemas) -> list[ParsedCall]:
     """Return the calls of ``tools`` that ``text`` consists of, none if a part of it is unclear."""
-    start = _CALL_STARTS.get(syntax.name)
-    work = len(text) * sum(1 for _ in start.finditer(text)) if start is not None else 0
-    if len(text) > MAX_CALL_CHARS or work > MAX_PARSE_WORK:
+    if len(text) > MAX_CALL_CHARS or parse_work(text, syntax.name) > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
     for parse, given in ((syntax.parse, text), (syntax.parse, text.strip()), (_parse_json, text)):

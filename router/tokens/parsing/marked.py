@@ -9,6 +9,7 @@ from router.tokens.detokenizer import partial_match_length
 from router.tokens.parsing.calls import (
     JSON,
     ParsedCall,
+    ParseWork,
     ToolSchemas,
     add_to_beginning,
     is_unfinished_json,
@@ -71,6 +72,7 @@ class MarkedReplyParser:
         self._call: list[str] = []  # text of the current call, its first marker included
         self._called_from = state
         self._inner_ends = 0
+        self._work = self._no_work()  # of parsing what may be calls
         # Text that may turn out to be calls. None: it cannot.
         self._maybe_json: list[str] | None = [] if tools and format.tools is JSON else None
         self._beginning = ""  # of that, without whitespace
@@ -102,6 +104,9 @@ class MarkedReplyParser:
     def complete(self) -> bool:
         repeated = self._repeated or (self._call_stream is not None and self._call_stream.repeated)
         return repeated or (self._single_call and self.called)
+
+    def parse_work(self, chars: int) -> int:
+        return self._work.with_more(chars + len(self._pending)) if self._tools else 0
 
     def feed(self, text: str) -> ReplyDelta:
         self._pending += text
@@ -147,6 +152,9 @@ class MarkedReplyParser:
         out.text.append(self._text.finish())
         return out.delta()
 
+    def _no_work(self) -> ParseWork:
+        return ParseWork(self._format.tools.name if self._format.tools is not None else "")
+
     def _emit(self, text: str, out: _DeltaBuilder) -> None:
         """Add ``text``, which belongs to the current state."""
         if not text:
@@ -154,17 +162,20 @@ class MarkedReplyParser:
         match self._state:
             case ReplyState.NORMAL if self._maybe_json is not None:
                 self._maybe_json.append(text)
+                self._work.add(text)
                 self._beginning = add_to_beginning(self._beginning, text)
                 self._stream_call(text, out)
                 if not may_become_json_calls(self._beginning):
                     out.text.append(self._text.feed("".join(self._maybe_json)))
                     self._maybe_json = None
+                    self._work = self._no_work()
             case ReplyState.NORMAL:
                 out.text.append(self._text.feed(text))
             case ReplyState.REASONING:
                 out.reasoning.append(self._reasoning.feed(text))
             case ReplyState.TOOL:
                 self._call.append(text)
+                self._work.add(text)
                 self._stream_call(text, out)
             case ReplyState.HEADER:
                 self._header += text
@@ -190,6 +201,8 @@ class MarkedReplyParser:
         if after is ReplyState.TOOL:
             header = self._header if before is ReplyState.HEADER else ""
             self._call = [header + marker.text]
+            self._work = self._no_work()
+            self._work.add(self._call[0])
             self._inner_ends = 0
             self._called_from = ReplyState.NORMAL if before is ReplyState.HEADER else before
         else:
@@ -220,6 +233,7 @@ class MarkedReplyParser:
             return True
         if end and self._inner_ends < _MAX_INNER_ENDS and is_unfinished_json(text.strip()):
             self._call.append(end)  # part of a string
+            self._work.add(end)
             self._inner_ends += 1
             return False
         self._state = self._called_from

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.fleet.engines import Engine
 from router.fleet.fair_queue import AGE_TURN_EVERY, FairQueue
 from router.fleet.model_queue import DepartureRate
-from router.fleet.placement import choose_engine
+from router.fleet.placement import choose_engine, prompt_blocks
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.remote_sequence import RemoteSequence
 from router.fleet.tenants import Tenant
@@ -39,7 +39,8 @@ def sequence(
         cache_salt=cache_salt,
         priority=priority,
     )
-    return RemoteSequence(submit, Tenant(name=key), lambda: None)
+    blocks = prompt_blocks([engine_with(0), engine_with(0)], list(prompt), cache_salt)
+    return RemoteSequence(submit, Tenant(name=key), lambda: None, blocks)
 
 
 def names(queue: FairQueue, running: Counter[str]) -> list[str]:
@@ -135,6 +136,15 @@ def test_a_sequence_goes_to_the_engine_with_its_prefix_unless_that_is_clearly_bu
     one = sequence("x", prompt=prompt)
     assert choose_engine([engine_with(0), busy := engine_with(3, cached)], one) is busy
     assert choose_engine([idle := engine_with(0), engine_with(9, cached)], one) is idle
+
+
+def test_an_engine_is_chosen_by_hashes_that_were_made_before() -> None:
+    """Those of a long prompt take longer than the event loop may stand still."""
+    one = sequence("x", prompt=range(64))
+    one.prompt_blocks = {(b"n" * 16, 16): [b"made up"]}
+    cached = engine_with(3, CacheEvents(number=1, added=[b"made up"], removed=[]))
+    assert choose_engine([engine_with(0), cached], one) is cached
+    assert prompt_blocks([cached], range(64), "") == {}
 
 
 def test_a_salt_for_each_key_keeps_their_prefixes_apart(

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.tokens.detokenizer import IncrementalDetokenizer, StopScanner
@@ -74,6 +75,50 @@ def test_half_a_character_waits_for_its_other_half(detokenizer: Any, tokenizer: 
     assert len(ids) == 6
     stream = IncrementalDetokenizer(detokenizer.detokenizer)
     assert [stream.feed(token) for token in ids] == ["", "é", "", "", "", "🌍"]
+
+
+class _Pieces:
+    """What mlx-lm's detokenizer for SentencePiece asks of a tokenizer."""
+
+    pieces = ("\u2581", "\u2581a", "b", "<0xF0>", "<0x9F>", "<0x8C>", "<0x8D>", "<0x41>", "\u65e5")
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.pieces[each] for each in ids]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_text_does_not_depend_on_what_is_known_of_tokens(
+    kind: str, detokenizer: Any, data: st.DataObject
+) -> None:
+    from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
+
+    def new() -> Any:
+        return detokenizer.detokenizer if kind == "bpe" else SPMStreamingDetokenizer(_Pieces())
+
+    known: dict[int, str] = {}
+    token = st.integers(0, len(new().tokenmap))  # the last is none of the tokenizer's
+    for tokens in data.draw(st.lists(st.lists(token, max_size=12), min_size=1, max_size=4)):
+        own, theirs = new(), new()
+        stream = IncrementalDetokenizer(own, known_texts=known)
+        text = "".join(map(stream.feed, tokens)) + stream.finish()
+        for each in tokens:
+            with suppress(IndexError, KeyError, TypeError):
+                theirs.add_token(each)
+        with suppress(KeyError):
+            theirs.finalize()
+        assert text == theirs.text
+
+
+def test_a_detokenizer_keeps_no_text(detokenizer: Any, tokenizer: Any) -> None:
+    own = detokenizer.detokenizer
+    stream = IncrementalDetokenizer(own)
+    shown = "".join(map(stream.feed, tokenizer.encode("hello world " * 50).ids))
+    assert len(shown) >= 590 and len(own.text) + len(own.tokens) < 10
 
 
 def test_tokens_after_the_stop_string_are_not_counted(detokenizer: Any, tokenizer: Any) -> None:

@@ -15,7 +15,8 @@ from router.fleet.remote_sequence import RemoteSequence
 from router.fleet.tenants import EVERYBODY
 from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
-from router.tokens.parsing.calls import JSON, ToolSyntax
+from router.tokens.parsing import marked
+from router.tokens.parsing.calls import JSON, ParsedCall, ToolSyntax, parse_work
 from router.tokens.parsing.formats import (
     HARMONY,
     REASONING,
@@ -92,6 +93,27 @@ def test_reasoning_before_calls_is_separate(reply: Reply) -> None:
         assert part.reasoning == reasoning
         assert named(part.calls) == reply.calls
         assert part.text == (reply.text if reply.parser == "harmony" else reply.text.lstrip())
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.parser)
+def test_the_work_of_parsing_is_known_before(reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much is done on the event loop as it says, and the rest on a thread."""
+    parsed: list[str] = []
+
+    def no_calls(text: str, *_: Any) -> list[ParsedCall]:
+        parsed.append(text)
+        return []
+
+    monkeypatch.setattr(marked, "parse_calls", no_calls)
+    format = format_of(reply.parser)
+    parser = MarkedReplyParser(format, format.initial_state, TOOLS)
+    for start in range(0, len(reply.written), 7):
+        piece = reply.written[start : start + 7]
+        expected = parser.parse_work(len(piece))
+        parser.feed(piece)
+        for text in parsed:
+            assert format.tools is not None and parse_work(text, format.tools.name) <= expected
+        parsed.clear()
 
 
 def test_every_parser_of_mlx_lm_has_an_example_and_a_flag() -> None:
@@ -318,7 +340,7 @@ def answers(
             own = ids[start : start + step]
             finish: Any = "stop" if start + step >= len(ids) else None
             sequence.apply(
-                Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish)
+                Delta(request_id="r", attempt=0, index=start, token_ids=own, finish=finish), 0.0
             )
         pieces.append(choice.advance())
     if not ids:

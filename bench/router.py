@@ -1,0 +1,184 @@
+"""The router alone, with fake engines, beside a bare Starlette application.
+
+Both stream the same bytes to the same clients at the same rate, in turn. What the router does more
+is what a token costs in it: the wire, detokenizing, stop strings, parsing, JSON, limits, metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.router_clients import Streams, events_of
+from bench.servers import START_TIMEOUT_S, running
+from engine.model.load import resolve
+from shared.descriptors import raise_descriptor_limit
+
+NUM_EVENTS = 100
+"""What the bare application repeats, so many events of the router."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the router has to do."""
+
+    streams: int = 1000
+    engines: int = 50
+    models: int = 20
+    rate: float = 20.0
+    """Tokens a second of each stream."""
+    seconds: float = 15.0
+    """For each measurement."""
+    settle_s: float = 2.0
+    """The time after the last stream has begun in which nothing is measured."""
+
+
+@dataclass
+class Measured:
+    """What one server did in some seconds."""
+
+    tokens: int
+    cpu_s: float
+    seconds: float
+    memory_mb: float
+    gaps_s: list[float]
+
+    @property
+    def us_per_token(self) -> float:
+        return 1e6 * self.cpu_s / self.tokens
+
+    def line(self, name: str) -> str:
+        usual, most = statistics.quantiles(self.gaps_s, n=100)[98], max(self.gaps_s)
+        return (
+            f"{name:15} {self.tokens / self.seconds:8.0f} tok/s  {self.us_per_token:6.1f} us of CPU"
+            f" a token  {self.cpu_s / self.seconds:5.0%} of a core  {self.memory_mb:6.0f} MB  "
+            f"times between tokens: 99 of 100 within {1e3 * usual:.0f} ms, all {1e3 * most:.0f} ms"
+        )
+
+
+def router(model: str, runs: int) -> None:
+    """CPU time a token of 1,000 streams at 20 tokens/s, with 50 engines of 20 models."""
+    measure(resolve(model), Load(), runs)
+
+
+def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Measured]]:
+    """Print and return what router and bare application took, in ``runs`` alternating runs."""
+    raise_descriptor_limit()
+    found: list[tuple[Measured, Measured]] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as private, ExitStack() as stack:
+        port, pid = stack.enter_context(_router(Path(private), directory, load))
+        events = Path(private) / "events.json"
+        events.write_text(json.dumps(_some_events(port, load)))
+        command = [sys.executable, "-m", "bench.router_bare", str(events), f"--rate={load.rate}"]
+        bare_port, bare_pid = stack.enter_context(running(command, "/readyz"))
+        for run in range(runs):
+            pair = {}
+            for name in ("router", "bare Starlette")[:: 1 if run % 2 == 0 else -1]:
+                server = (port, pid) if name == "router" else (bare_port, bare_pid)
+                pair[name] = _measure(*server, load)
+                print(pair[name].line(name), flush=True)
+            found.append((pair["router"], pair["bare Starlette"]))
+        stalls = _metric(port, "event_loop_lag_max_seconds")
+    ratios = [ours.us_per_token / theirs.us_per_token for ours, theirs in found]
+    print(f"CPU a token: {statistics.median(ratios):.2f} times the bare application's (median of")
+    print(f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}); the router's event loop stood still")
+    print(f"for {1e3 * stalls:.0f} ms at most in the last minute")
+    return found
+
+
+@contextmanager
+def _router(private: Path, directory: Path, load: Load) -> Iterator[tuple[int, int]]:
+    """Run a router with its engines until every model can be asked; yield its port and its pid."""
+    address = f"ipc://{private}/engines"
+    command = [sys.executable, "-m", "services.router", "--host=127.0.0.1", "--log-level=error"]
+    command += [f"--engine-socket={address}", "--max-concurrent-requests=0"]
+    command += [f"--max-queue-size={load.streams}"]
+    engines = [sys.executable, "-m", "bench.router_engines", address, str(directory)]
+    engines += [f"--engines={load.engines}", f"--models={load.models}", f"--rate={load.rate}"]
+    with running(command, "/livez") as (port, pid):
+        process = subprocess.Popen(engines)
+        try:
+            _wait_until_ready(port, load)
+            yield port, pid
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _wait_until_ready(port: int, load: Load) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        models = json.loads(_get(port, "/v1/models"))["data"]
+        if sum(model["ready_replicas"] for model in models) == load.engines:
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"not all engines were ready within {START_TIMEOUT_S:g} s")
+
+
+def _measure(port: int, pid: int, load: Load) -> Measured:
+    streams = Streams(port, load.models)
+    try:
+        streams.open(load.streams)
+        streams.read(load.settle_s)
+        cpu_s = _cpu_s(pid)
+        tokens = streams.read(load.seconds)
+        cpu_s = _cpu_s(pid) - cpu_s
+        return Measured(tokens, cpu_s, load.seconds, _memory_mb(pid), list(streams.gaps_s))
+    finally:
+        streams.close()
+
+
+def _some_events(port: int, load: Load) -> list[str]:
+    streams = Streams(port, load.models)
+    try:
+        streams.open(1)
+        while len(events := events_of(bytes(streams.first))) < NUM_EVENTS:
+            streams.read(0.2)
+        return events[:NUM_EVENTS]
+    finally:
+        streams.close()
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process so far, of all its threads."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # On a Mac, with hundredths: [[days-]hours:]minutes:seconds
+    seconds = 0.0
+    for part in re.split("[-:]", _ps("time", pid)):
+        seconds = 60 * seconds + float(part)
+    return seconds
+
+
+def _memory_mb(pid: int) -> float:
+    return int(_ps("rss", pid)) / 1024
+
+
+def _ps(column: str, pid: int) -> str:
+    listing = ["ps", "-o", f"{column}=", "-p", str(pid)]
+    return subprocess.run(listing, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _metric(port: int, name: str) -> float:
+    found = re.search(rf"^mlx_lm_server_{name} (\S+)$", _get(port, "/metrics"), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def _get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        text: str = answer.read().decode()
+        return text

@@ -37,6 +37,7 @@ class GPUBatch(GraphBatch):
     call_cost_tokens: float = 8_192
     query_cost = 1 / 8
     compiles = True
+    has_rings = True
 
     @classmethod
     def measure(cls, layer: AttentionLayout) -> None:

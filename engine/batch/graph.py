@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -17,8 +18,10 @@ from engine.batch.groups import Reach, RowGroup, row_groups
 from engine.batch.places import places, sources
 from engine.batch.ragged import RaggedBatch, Row
 from engine.batch.writing import SlabWriter
-from engine.cache.layout import Layout
+from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slabs import Slabs
+
+GroupReach: TypeAlias = tuple[RowGroup, slice, Reach]
 
 
 class GraphBatch(RaggedBatch):
@@ -36,9 +39,9 @@ class GraphBatch(RaggedBatch):
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
-        where, what = places(self.by_slab(), len(rows)), sources(self.by_slab())
-        self._writer = SlabWriter(layout, where, what, self.compiles)
-        self._reaches: dict[int | None, list[tuple[RowGroup, slice, Reach]]] = {}
+        self._sources = sources(self.by_slab())
+        self._writers: dict[int | None, SlabWriter] = {}
+        self._reaches: dict[tuple[int | None, int | None], list[GroupReach]] = {}
         # Slots hold values, so attention reads them as they are.
         self._holds_values = layout.dequantized or layout.precision.bits == 16
 
@@ -67,40 +70,51 @@ class GraphBatch(RaggedBatch):
         return mx.array(gather), mx.array(scatter)
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        self._writer.write(layer, keys, values)
+        ring = self.layout.layers[layer].ring_tokens
+        writer = self._writers.get(ring) or self._writer(ring)
+        writer.write(layer, keys, values)
 
     def attend(
         self, layer: int, query: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        reaches = self._reaches.get(window) or self._reach(window)
+        its = self.layout.layers[layer]
+        if its.ring_tokens is not None and its.window is not None:  # no more is kept
+            window = min(window or its.window, its.window)
+        reaches = self._reaches.get((window, its.ring_tokens)) or self._reach(window, its)
         order = self._order
         if order is not None:
             query = query[order[0]]
         outputs = []
-        for group, part, (where, mask) in reaches:
+        for group, part, reach in reaches:
             if self._holds_values:
                 arrays = group.slab.arrays
-                keys, values = arrays[2 * layer][where], arrays[2 * layer + 1][where]
+                keys, values = arrays[2 * layer][reach.where], arrays[2 * layer + 1][reach.where]
             else:
-                rows, _, positions = where
                 keys, values = (
-                    group.slab.read(number, rows, positions.stop, positions.start)
+                    group.slab.read(number, reach.rows, reach.end, reach.first)
                     for number in (2 * layer, 2 * layer + 1)
                 )
             asked = query if len(reaches) == 1 else query[part]
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
-                    asked, keys, values, scale=scale, mask=mask, sinks=sinks
+                    asked, keys, values, scale=scale, mask=reach.mask, sinks=sinks
                 )
             )
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return out if order is None else out[order[1]]
 
-    def _reach(self, window: int | None) -> list[tuple[RowGroup, slice, Reach]]:
+    def _writer(self, ring: int | None) -> SlabWriter:
+        where = places(self.by_slab(), len(self.rows), ring)
+        writer = SlabWriter(self.layout, where, self._sources, self.compiles)
+        self._writers[ring] = writer
+        return writer
+
+    def _reach(self, window: int | None, layer: AttentionLayout) -> list[GroupReach]:
         """Return the groups, the queries of each, and what it attends to."""
         reaches, first = [], 0
         for group in self._groups:
-            reaches.append((group, slice(first, first + group.size), group.reach(window)))
+            reach = group.reach(window, layer.ring_tokens)
+            reaches.append((group, slice(first, first + group.size), reach))
             first += group.size
-        self._reaches[window] = reaches
+        self._reaches[window, layer.ring_tokens] = reaches
         return reaches

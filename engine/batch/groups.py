@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -20,11 +20,18 @@ ROUNDED_TOKENS = 256
 sequences find the split of the step before."""
 
 
-class Reach(NamedTuple):
+class Reach:
     """The keys and values that a group attends to within a window."""
 
-    where: tuple[slice, slice, slice]  # rows, kv heads and positions of the slab's arrays
-    mask: Mask  # of the queries, (rows, 1, width, positions), "causal" or None
+    def __init__(self, group: RowGroup, first: int, end: int, mask: Mask) -> None:
+        """``first`` to ``end`` are positions of the slab's arrays: indices, where those are rings.
+        ``mask`` is that of the queries, (rows, 1, width, positions), "causal" or None."""
+        self.first, self.end = first, end
+        self.mask = mask
+        self.rows = slice(group.first, group.last + 1)
+        # Whole axes as such: a slice of them takes the host longer.
+        is_whole = group.size == group.slab.rows
+        self.where = slice(None) if is_whole else self.rows, slice(None), slice(first, end)
 
 
 class RowGroup:
@@ -52,34 +59,65 @@ class RowGroup:
         """Return the place of each member among the rows of the slab."""
         return [row - self.first for row in self._starts]
 
-    def reach(self, window: int | None) -> Reach:
+    def reach(self, window: int | None, ring: int | None = None) -> Reach:
         """Return what the rows attend to: with a ``window``, from the first position on that any
-        of them sees."""
+        of them sees. With a ``ring`` that is shorter than the slab there is a window."""
+        if ring is not None and window is not None and ring < self.slab.capacity:
+            return self._ring_reach(window, ring)
         width, length, low = self._width, self._length, min(self._starts.values())
-        is_even = len(self._starts) == self.size and low == max(self._starts.values())
         mask: Mask = None
-        if is_even and width > 1:
+        if self._is_even and width > 1:
             mask = "causal"
             length = low + width  # where the mask has its last query
         first = 0 if window is None else max(0, low + 1 - window)
-        is_cut = window is not None and length > window and not (is_even and width == 1)
-        if not is_even or is_cut or length > self.slab.capacity:
+        is_cut = window is not None and length > window and not (self._is_even and width == 1)
+        if not self._is_even or is_cut or length > self.slab.capacity:
             length = min(length, self.slab.capacity)
-            mask = self._mask(first, length, window if is_cut else None)
-        return Reach((slice(self.first, self.last + 1), slice(None), slice(first, length)), mask)
+            mask = self._mask(mx.arange(first, length), window if is_cut else None, length - 1)
+        return Reach(self, first, length, mask)
 
-    def _mask(self, first: int, length: int, window: int | None) -> mx.array:
-        """Return the mask over positions ``first`` to ``length``. It has a row if all are alike."""
+    def _ring_reach(self, window: int, ring: int) -> Reach:
+        """Do `reach` for arrays with position p at index ``p % ring``.
+
+        Padding is there too, in the place of positions that no query of the pass sees."""
+        width, low = self._width, min(self._starts.values())
+        begun: list[int] = []
+        ended: list[int] = []
+        for start in self._starts.values():
+            first, last = max(0, start + 1 - window), self._last(start)
+            turns = first // ring != last // ring
+            begun.append(0 if turns else first % ring)
+            ended.append(ring if turns else last % ring + 1)
+        first, end = min(begun), max(ended)
+        if self._is_even and end - first == min(window, low + 1) and width == 1:
+            return Reach(self, first, end, None)
+        if self._is_even and end == low + width <= window:  # not even a part of the ring is used
+            return Reach(self, first, end, "causal")
+        lasts = mx.array([self._last(start) for start in self._all_starts()])[:, None, None, None]
+        held = lasts - (lasts - mx.arange(first, end)) % ring
+        return Reach(self, first, end, self._mask(held, window, lasts) & (held >= 0))
+
+    @cached_property
+    def _is_even(self) -> bool:
+        return len(self._starts) == self.size and len(set(self._starts.values())) == 1
+
+    def _last(self, start: int) -> int:
+        """Return the last position that a row writes from ``start`` on, padding included."""
+        return min(start + self._width, self.slab.capacity) - 1
+
+    def _all_starts(self) -> list[int]:
+        """Return a start for each row of the slab, or a single one if all are alike."""
         low = min(self._starts.values())
         starts = [self._starts.get(row, low) for row in range(self.first, self.last + 1)]
-        if len(set(starts)) == 1:
-            starts = starts[:1]
-        queries = mx.array(starts)[:, None, None, None]
+        return starts[:1] if len(set(starts)) == 1 else starts
+
+    def _mask(self, positions: mx.array, window: int | None, last: int | mx.array) -> mx.array:
+        """Return the mask over ``positions``. It has a row if all are alike."""
+        queries = mx.array(self._all_starts())[:, None, None, None]
         if self._width > 1:
             # Padding sees something too: a mean of nothing is NaN, which would be stored, and
             # what is masked must be finite.
-            queries = mx.minimum(queries + mx.arange(self._width)[:, None], length - 1)
-        positions = mx.arange(first, length)
+            queries = mx.minimum(queries + mx.arange(self._width)[:, None], last)
         mask = positions <= queries
         return mask if window is None else mask & (positions > queries - window)
 

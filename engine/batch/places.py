@@ -28,19 +28,25 @@ class Indices(NamedTuple):
 class Place:
     """New positions of neighbouring rows of a batch, all in one slab, written in one operation."""
 
-    def __init__(self, slab: Slab, part: Part, rows: Sequence[Row], width: int) -> None:
+    def __init__(
+        self, slab: Slab, part: Part, rows: Sequence[Row], width: int, ring: int | None
+    ) -> None:
         """``part`` of the batch are ``rows``, of which ``width`` positions each are written:
-        padding goes where no token is."""
+        padding goes where no token is. ``ring``: see `AttentionLayout.ring_tokens`."""
         self.slab = slab
+        self._ring = slab.capacity if ring is None else ring
         self.part = part
         self._rows = rows
         self._width = width
         self._indices: dict[int, Indices] = {}
         first, start = rows[0].slot.row, rows[0].start
         self._rectangle: tuple[slice, slice, slice] | None = None
-        if all(row.slot.row == first + i and row.start == start for i, row in enumerate(rows)):
+        index = start % self._ring
+        if index + width <= self._ring and all(
+            row.slot.row == first + i and row.start == start for i, row in enumerate(rows)
+        ):
             end = first + len(rows)
-            self._rectangle = slice(first, end), _ALL, slice(start, start + width)
+            self._rectangle = slice(first, end), _ALL, slice(index, index + width)
 
     def put(self, number: int, array: mx.array, scales: mx.array | None) -> None:
         """Write ``array`` (batch, kv_heads, width, ...) of the whole batch, and its ``scales``
@@ -59,7 +65,8 @@ class Place:
             last = self.slab.capacity - 1
             # Padding may share a position: any that has no token will do.
             starts = [row.start for row in self._rows]
-            found = [min(start + i, last) for start in starts for i in range(self._width)]
+            width, ring = self._width, self._ring
+            found = [min(start + i, last) % ring for start in starts for i in range(width)]
             positions = mx.array(found).reshape(len(starts), 1, self._width)
             of_values = *one, mx.broadcast_to(positions, one[0].shape)
             of_scales = *two, mx.broadcast_to(positions, two[0].shape)
@@ -88,13 +95,16 @@ def of_part(array: mx.array, part: Part) -> mx.array:
     return array if part is None else array[..., part[0] : part[1], :, : part[2], :]
 
 
-def places(by_slab: Iterator[tuple[Slab, int, Sequence[Row]]], count: int) -> list[Place]:
-    """Return where the ``count`` rows of a batch are written, given its rows `by_slab`."""
+def places(
+    by_slab: Iterator[tuple[Slab, int, Sequence[Row]]], count: int, ring: int | None = None
+) -> list[Place]:
+    """Return where the ``count`` rows of a batch are written, given its rows `by_slab`, in layers
+    with this ``ring``."""
     found = []
     for slab, first, rows in by_slab:
         width = max(row.width for row in rows)
         part = None if count == len(rows) else (first, first + len(rows), width)
-        found.append(Place(slab, part, rows, width))
+        found.append(Place(slab, part, rows, width, ring))
     return found
 
 

@@ -58,6 +58,9 @@ class RaggedBatch(ABC):
     runs_model = True
     """Whether a pass calls the model's own code, which needs its weights."""
 
+    has_rings = False
+    """Whether slots may keep of a layer with a window that alone, see `Layout.with_rings`."""
+
     writes_in_place = False
     """Whether slabs are written directly in the host's memory, outside MLX's graph."""
 

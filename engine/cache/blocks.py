@@ -116,10 +116,11 @@ class BlockStore:
 def _read_slot(slab: Slab, group: StorageGroup, row: int, start: int, end: int) -> list[mx.array]:
     """Return the parts of ``group`` in a block of positions ``start`` to ``end``."""
     scheme = group.kind.quantization
-    whole = mx.stack([slab.arrays[i][row, :, start:end] for i in group.arrays])
+    kept = [slab.get(number, row, start, end) for number in group.arrays]
+    whole = mx.stack([each.array for each in kept])
     if scheme is None:
         return [whole]
-    scales = mx.stack([slab.scales[i][:, row, :, start:end] for i in group.arrays], axis=1)
+    scales = mx.stack([each.scales for each in kept if each.scales is not None], axis=1)
     if not group.kind.dequantized:
         return [whole.view(mx.uint8), scales]
     return [pack(codes_of(whole, scales, scheme), scheme.bits), scales]

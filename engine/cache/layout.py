@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from engine.cache.quantization import UNQUANTIZED, Precision, Quantization
+from engine.scheduler.config import Ring
 
 PROBE_TOKENS = (1, 6)
 """Lengths of the pieces that are run, one after the other, to find a model's layout."""
@@ -28,6 +29,8 @@ class AttentionLayout:
     value_dim: int
     dtype: mx.Dtype
     window: int | None  # the number of most recent positions that a token sees, None for all
+    ring_tokens: int | None = None
+    """The positions that a slot keeps, position p at index ``p % ring_tokens``. None for all."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Layout:
     tree: tuple[Node, ...]  # has the shape of the cache list that mlx-lm makes for the model
     precision: Precision = UNQUANTIZED
     dequantized: bool = False  # whether slots hold dequantized values
+    longest_pass: int | None = None  # the most tokens of a row in a pass, None if there are no rings
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     """The arrays of a slot, in the order of a slab's."""
     groups: tuple[StorageGroup, ...] = field(init=False)
@@ -143,6 +147,34 @@ class Layout:
     def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
         """Return the layout of the same model with keys and values kept in ``precision``."""
         return replace(self, precision=precision, dequantized=dequantized)
+
+    def with_rings(self, longest_pass: int, block_size: int) -> Layout:
+        """Return the layout of the same model whose slots keep of layers with a window only that,
+        and room for a pass of up to ``longest_pass`` tokens, rounded up to a block."""
+        layers = []
+        for layer in self.layers:
+            tokens = None
+            if layer.window is not None:
+                tokens = -(-(layer.window + longest_pass) // block_size) * block_size
+            layers.append(replace(layer, ring_tokens=tokens))
+        return replace(self, layers=tuple(layers), longest_pass=longest_pass)
+
+    def ring_tokens(self, number: int) -> int | None:
+        """Return `AttentionLayout.ring_tokens` of array ``number`` of a slot."""
+        return self.layers[number // 2].ring_tokens
+
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """What slots keep of layers with a window, the shortest first."""
+        found: dict[int, int] = {}
+        for number, array in enumerate(self.arrays):
+            tokens = self.ring_tokens(number)
+            if tokens is not None:
+                found[tokens] = found.get(tokens, 0) + array.slot_token_bytes
+        return tuple(
+            Ring(tokens, tokens - (self.longest_pass or 0), size_bytes)
+            for tokens, size_bytes in sorted(found.items())
+        )
 
     @property
     def unquantized_layers(self) -> tuple[int, ...]:

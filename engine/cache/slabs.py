@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -55,13 +56,16 @@ class Slab:
         self.rows = rows
         self.capacity = capacity
         self._kinds = layout.arrays
+        self._rings = [layout.ring_tokens(number) for number in range(len(layout.arrays))]
         self.arrays: list[mx.array] = []
         """Keys of layer 0, values of layer 0, keys of layer 1, ...: (rows, kv_heads, capacity,
-        dim). An array that is quantized and not dequantized has packed codes in uint32."""
+        dim). An array that is quantized and not dequantized has packed codes in uint32. One of a
+        layer with a ring that is shorter than the capacity has the length of the ring."""
         self.scales: dict[int, mx.array] = {}
-        """(2, rows, kv_heads, capacity, groups) of each quantized array, by its index."""
+        """(2, rows, kv_heads, capacity, groups) of each quantized array, by its index. The capacity
+        is that of the array."""
         for number, kind in enumerate(layout.arrays):
-            shape, dtype = (rows, kind.kv_heads, capacity), kind.dtype
+            shape, dtype = (rows, kind.kv_heads, self.ring(number) or capacity), kind.dtype
             dim, scheme = kind.dim, kind.quantization
             if scheme is not None:
                 self.scales[number] = mx.zeros((2, *shape, dim // scheme.group_size), mx.float16)
@@ -76,16 +80,45 @@ class Slab:
         """All arrays that a step writes, to be evaluated."""
         return [*self.arrays, *self.scales.values(), self.last_tokens]
 
+    def ring(self, number: int) -> int | None:
+        """Return the positions of array ``number`` if it is a ring, None if it has all of them."""
+        ring = self._rings[number]
+        return None if ring is None or ring >= self.capacity else ring
+
     def put(self, number: int, row: int, start: int, kept: StoredKV) -> None:
-        """Write ``kept``, one row without the batch axis, at positions from ``start`` on."""
+        """Write ``kept``, one row without the batch axis, at positions from ``start`` on.
+
+        Of more positions than a ring has, only the last ones are written."""
         end = start + kept.array.shape[-2]
-        self.arrays[number][row, :, start:end] = kept.array
-        if kept.scales is not None:
-            self.scales[number][:, row, :, start:end] = kept.scales
+        for first, last, at in self._stretches(number, start, end):
+            its, to = slice(first - start, last - start), slice(at, at + last - first)
+            self.arrays[number][row, :, to] = kept.array[..., its, :]
+            if kept.scales is not None:
+                self.scales[number][:, row, :, to] = kept.scales[..., its, :]
+
+    def get(self, number: int, row: int, start: int, end: int) -> StoredKV:
+        """Return positions ``start`` to ``end`` of array ``number`` of ``row``, as `put` takes them.
+
+        Those of a ring must all be in it."""
+        parts = self._stretches(number, start, end)
+        values = [self.arrays[number][row, :, at : at + b - a] for a, b, at in parts]
+        if number not in self.scales:
+            return StoredKV(_joined(values), None)
+        scales = [self.scales[number][:, row, :, at : at + b - a] for a, b, at in parts]
+        return StoredKV(_joined(values), _joined(scales))
+
+    def _stretches(self, number: int, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Return where positions ``start`` to ``end`` lie: from, to, and the index of the first."""
+        ring = self.ring(number)
+        if ring is None:
+            return [(start, end, start)]
+        start = max(start, end - ring)
+        turn = min(end, -(-(start + 1) // ring) * ring)  # from there on they lie at the beginning
+        return [(start, turn, start % ring), *([(turn, end, 0)] if turn < end else [])]
 
     def read(self, number: int, rows: slice | mx.array, length: int, first: int = 0) -> mx.array:
         """Return array ``number`` as attention reads it: (rows, kv_heads, positions, dim), from
-        position ``first`` to ``length``."""
+        position ``first`` to ``length``; of a ring these are indices."""
         kind = self._kinds[number]
         array = self.arrays[number][:, :, first:length][rows]
         if kind.quantization is None or kind.dequantized:
@@ -121,11 +154,17 @@ class Slab:
         """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``.
 
         Nothing is evaluated. ``source`` is read: write it only once `contents` are evaluated."""
-        for ours, theirs in zip(self.arrays, source.arrays, strict=True):
-            ours[row, :, :length] = theirs[source_row, :, :length]
-        for number, scales in self.scales.items():
-            scales[:, row, :, :length] = source.scales[number][:, source_row, :, :length]
+        for number, (ours, theirs) in enumerate(zip(self.arrays, source.arrays, strict=True)):
+            # A ring is copied whole. One that the source has not begun again lies as positions do.
+            end = min(length, theirs.shape[2])
+            ours[row, :, :end] = theirs[source_row, :, :end]
+            if (scales := self.scales.get(number)) is not None:
+                scales[:, row, :, :end] = source.scales[number][:, source_row, :, :end]
         self.last_tokens[row] = source.last_tokens[source_row]
+
+
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
 
 
 def _resized(array: mx.array, axis: int, rows: int) -> mx.array:

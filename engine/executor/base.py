@@ -12,6 +12,7 @@ from engine.plan import Decode, Plan, StepResult
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
 from engine.scheduler.chunks import MAX_TOKENS
+from engine.scheduler.config import Ring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class ExecutorSpec:
     shares_slabs: bool = False
     """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
     time, is in ``slot_token_bytes`` then."""
+    rings: tuple[Ring, ...] = ()  # the part of ``slot_token_bytes`` that long slots do without
     max_chunk_tokens: int = MAX_TOKENS  # the most that chunks of a plan should have together
 
 

@@ -66,7 +66,10 @@ class BatchedExecutor(Executor):
             state_buffers=tuple(state.state_bytes for state in layout.states),
             state_layout=tuple(f"{state.dtype} {state.shape}" for state in layout.states),
             shares_slabs=shares_slabs,
-            max_chunk_tokens=GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS,
+            rings=layout.rings,
+            max_chunk_tokens=min(
+                GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS, layout.longest_pass or GPU_CHUNK_TOKENS
+            ),
         )
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
@@ -367,6 +370,7 @@ class BatchedExecutor(Executor):
             slabs=self._slabs,
             batch=self._batch,
             together=together,
+            longest=self.layout.longest_pass,
             stopwatch=self._stopwatch,
         )
 

@@ -33,6 +33,7 @@ class Prefill:
     slabs: Slabs
     batch: Callable[[Sequence[Row]], RaggedBatch]
     together: bool  # whether chunks may share a pass, padded to the longest
+    longest: int | None  # the most tokens of a chunk, see `Layout.longest_pass`
     stopwatch: Stopwatch
     logprobs: list[tuple[Chunk, PendingLogprobs]] = field(default_factory=list)
     """What the passes so far give of the log-probabilities that chunks ask for."""
@@ -69,6 +70,8 @@ class Prefill:
     def _forward(self, chunks: Sequence[Chunk]) -> list[Any]:
         """Build a pass. Return the arrays to evaluate."""
         width = max(len(chunk.token_ids) for chunk in chunks)
+        if self.longest is not None and width > self.longest:
+            raise ValueError(f"a chunk of {width} tokens does not fit into the rings of the slots")
         tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in chunks]
         batch = self.batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in chunks])
         kv_only = not any(chunk.target_ids for chunk in chunks)

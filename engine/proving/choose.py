@@ -35,21 +35,30 @@ class ChosenExecutor(NamedTuple):
 
 
 def choose_executor(
-    model: Any, vocab_size: int, block_size: int, precision: Precision = UNQUANTIZED
+    model: Any,
+    vocab_size: int,
+    block_size: int,
+    precision: Precision = UNQUANTIZED,
+    longest_pass: int | None = None,
 ) -> ChosenExecutor:
     """Try the ways of batching from the fastest to the slowest, and return the first right one.
 
+    With ``longest_pass``, the most tokens of a sequence in one pass, slots keep of layers with a
+    window only that, where the way of batching can.
     The last resort is always right: mlx-lm's own caches, one sequence at a time.
     """
     reasons: list[str] = []
     try:
-        layout = probe_layout(model)
-        given = proof_references(model, layout, vocab_size)
-        classes: list[type[RaggedBatch]] = [*device.batch_classes(model, layout), *FALLBACK_BATCHES]
+        probed = probe_layout(model)
+        given = proof_references(model, probed, vocab_size)
+        classes: list[type[RaggedBatch]] = [*device.batch_classes(model, probed), *FALLBACK_BATCHES]
         if (known := ONE_ROW_MODEL_TYPES.get(getattr(model, "model_type", ""))) is not None:
             reasons.append(known)
             classes = [RowBatch]
         for batch_class in classes:
+            layout = probed
+            if longest_pass is not None and batch_class.has_rings:
+                layout = probed.with_rings(longest_pass, block_size)
             try:
                 prove(model, layout, batch_class, given)
             except NotBatchable as reason:

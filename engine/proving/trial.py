@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -77,9 +78,8 @@ class Trial:
         self._stage = "one at a time"
         for number, one in enumerate(references):
             slot = Slot(number, 0)
-            self.run(new_slabs=(SlabSpec(number, 1, CAPACITY),), chunks=_chunks(slot, one)[:1])
-            for chunk in _chunks(slot, one)[1:]:
-                self.run(chunks=(chunk,))
+            self.run(new_slabs=(SlabSpec(number, 1, CAPACITY),))
+            self.prefill(slot, one)
             for step in range(one.steps):
                 self.decode((slot, one, step))
 
@@ -97,7 +97,7 @@ class Trial:
         while waiting or joining or running:
             if waiting and free and turn % pace == 0:
                 slot, one = free.pop(), waiting.pop(0)
-                joining[slot] = (one, list(_chunks(slot, one)))
+                joining[slot] = (one, self._chunks(slot, one))
             turn += 1
             chunks = tuple(left.pop(0) for _, left in joining.values() if left)
             decodes = [(slot, one, step) for slot, (one, step) in running.items()]
@@ -128,9 +128,11 @@ class Trial:
         """Start two slots from two blocks of the last sequence, which were exported as bytes."""
         self._stage = "reusing a prefix"
         one, source = references[4], Slot(0, 2)
-        end = 2 * BLOCK_SIZE
+        end, step = 2 * BLOCK_SIZE, min(2 * BLOCK_SIZE, self._spec.max_chunk_tokens)
+        for start in range(0, end - step, step):
+            self.run(chunks=(Chunk(source, start, one.prompt[start : start + step]),))
         saved = self.run(
-            chunks=(Chunk(source, 0, one.prompt[:end]),),
+            chunks=(Chunk(source, end - step, one.prompt[end - step : end]),),
             saves=(plan.Save(source, 0, (1, 2)),) * self._spec.keeps_kv,
             state_saves=(SaveState(source, end, 3),) * bool(self._spec.state_bytes),
             exports=(1, 2, 3),
@@ -146,7 +148,9 @@ class Trial:
                 restores=(plan.Restore(target, 0, (11, 12)),) * self._spec.keeps_kv,
                 state_restores=(plan.RestoreState(target, end, 13),) * bool(self._spec.state_bytes),
             )
-            self.run(chunks=(Chunk(target, end, one.prompt[end:-1]),))
+            for start in range(end, len(one.prompt) - 1, self._spec.max_chunk_tokens):
+                tokens = one.prompt[start:-1][: self._spec.max_chunk_tokens]
+                self.run(chunks=(Chunk(target, start, tokens),))
             for step in range(one.steps):
                 beside = () if number else ((source, references[0], step),)
                 self.decode((target, one, step), *beside)
@@ -191,8 +195,11 @@ class Trial:
         return Plan(step=self._step, **parts)
 
     def prefill(self, slot: Slot, one: Reference) -> None:
-        for chunk in _chunks(slot, one):
+        for chunk in self._chunks(slot, one):
             self.run(chunks=(chunk,))
+
+    def _chunks(self, slot: Slot, one: Reference) -> list[Chunk]:
+        return list(_chunks(slot, one, self._spec.max_chunk_tokens))
 
     def decode(
         self,
@@ -249,9 +256,11 @@ def _checked(pending: PendingStep) -> StepResult:
     return result
 
 
-def _chunks(slot: Slot, one: Reference) -> tuple[Chunk, ...]:
-    """Return the prompt without its last token, in two chunks if it is long enough."""
+def _chunks(slot: Slot, one: Reference, longest: int) -> tuple[Chunk, ...]:
+    """Return the prompt without its last token, in two chunks if it is long enough, or in more if
+    those are longer than ``longest``."""
     tokens = one.prompt[:-1]
     middle = len(tokens) * 2 // 5
-    pieces = ((0, tokens[:middle]), (middle, tokens[middle:]))
-    return tuple(Chunk(slot, start, piece) for start, piece in pieces if piece)
+    cuts = [0, *range(longest, middle, longest), middle]
+    cuts += [*range(middle + longest, len(tokens), longest), len(tokens)]
+    return tuple(Chunk(slot, a, tokens[a:b]) for a, b in pairwise(cuts) if b > a)

@@ -13,6 +13,7 @@ from engine.batch import device
 from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor, ExecutorSpec
+from engine.executor.batched import GPU_CHUNK_TOKENS
 from engine.model.load import LoadedModel
 from engine.proving.choose import choose_executor
 from engine.replica import memory
@@ -23,6 +24,8 @@ from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+LONGEST_DRAFT = 16
+"""Tokens beside a chunk's that slots have room for where they keep only a window."""
 PREFAULT_BYTES = 256 * 1024 * 1024
 """The memory for KV that is touched at the start: what a first long prompt of a small model
 takes."""
@@ -74,7 +77,7 @@ def _choose_executor(loaded: LoadedModel, settings: Settings) -> Executor:
     """Return the fastest executor that is proven right; log what ``loaded`` cannot have."""
     precision = Precision(settings.kv_bits, settings.kv_group_size)
     executor, reason, unquantized = choose_executor(
-        loaded.model, loaded.vocab_size, settings.block_size, precision
+        loaded.model, loaded.vocab_size, settings.block_size, precision, _longest_pass(settings)
     )
     if reason:
         logger.warning(
@@ -91,6 +94,13 @@ def _choose_executor(loaded: LoadedModel, settings: Settings) -> Executor:
     if unquantized:
         logger.warning("the KV cache is not quantized in %s", unquantized)
     return executor
+
+
+def _longest_pass(settings: Settings) -> int:
+    """Return the most tokens of a sequence in one pass: a chunk, or a draft that is verified."""
+    chunk_tokens = settings.prefill_chunk_tokens or GPU_CHUNK_TOKENS
+    size = settings.block_size
+    return -(-chunk_tokens // size) * size + LONGEST_DRAFT
 
 
 def _log_sizes(
@@ -126,6 +136,7 @@ def _scheduler_config(
         block_bytes=sizes.block_bytes,
         slot_block_bytes=sizes.slot_block_bytes,
         shares_slabs=spec.shares_slabs,
+        rings=spec.rings,
         state_bytes=spec.state_bytes,
         max_snapshots=sizes.max_snapshots,
         keeps_kv=spec.keeps_kv,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.scheduler.chunks import MAX_TOKENS
 
@@ -11,6 +12,14 @@ StorePolicy = Literal["evict_only", "write_through"]
 
 ROOMY_TOKENS = 2048
 """The smallest capacity with shared slabs, if this much for every sequence is little."""
+
+
+class Ring(NamedTuple):
+    """KV of layers with a window, of which a slot keeps only the last positions."""
+
+    tokens: int  # positions that a slot keeps, if its capacity is larger
+    window_tokens: int  # of these, the ones that a pass leaves as they were before it
+    token_bytes: int  # of one position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,7 @@ class SchedulerConfig:
     shares_slabs: bool = False
     """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` includes
     then what a slab takes while it is copied."""
+    rings: tuple[Ring, ...] = ()  # the part of ``slot_block_bytes`` that long slots do without
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
     max_chunk_tokens: int = MAX_TOKENS  # then the most that chunks of a plan have together
     prefix_cache: bool = True  # False for models whose KV cannot be cut into blocks
@@ -57,7 +67,19 @@ class SchedulerConfig:
     @property
     def max_sequence_blocks(self) -> int:
         """The length, in blocks, of a sequence that has all memory for its slot."""
-        return (self.limit_bytes - self.state_bytes) // self.slot_block_bytes
+        whole = (self.limit_bytes - self.state_bytes) // self.slot_block_bytes
+        if not self.rings:
+            return whole
+        lengths = range(whole, max(whole, -(-self.context_length // self.block_size)) + 1)
+        fit = bisect_right(
+            lengths, self.limit_bytes, key=lambda n: self.slab_bytes(1, n * self.block_size)
+        )
+        return lengths[max(fit, 1) - 1]
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The positions before its last pass that a slot still has in all layers, None for all."""
+        return min((ring.window_tokens for ring in self.rings), default=None)
 
     @property
     def unit_bytes(self) -> int:
@@ -91,7 +113,10 @@ class SchedulerConfig:
 
     def slab_bytes(self, rows: int, capacity: int) -> int:
         """Return the bytes of ``rows`` rows of ``capacity`` tokens (whole blocks)."""
-        return rows * (capacity // self.block_size * self.slot_block_bytes + self.state_bytes)
+        slot_bytes = capacity // self.block_size * self.slot_block_bytes + self.state_bytes
+        for ring in self.rings:
+            slot_bytes -= max(0, capacity - ring.tokens) * ring.token_bytes
+        return rows * slot_bytes
 
     def capacity_classes(self) -> tuple[int, ...]:
         """Return the capacities (tokens) that slots come in, smallest first.

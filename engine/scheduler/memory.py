@@ -266,9 +266,13 @@ class Memory:
         """Add a slab of ``capacity``, or rows to the one that there is if slots share it."""
         shared = self.slots.slab_of(capacity) if self._config.shares_slabs else None
         had = 0 if shared is None else shared.rows
-        memory_tokens = self._config.max_sequence_blocks * self._config.block_size
-        tokens = min(max(SLAB_TOKENS, had * capacity * GROWTH), memory_tokens * MAX_SLAB_SHARE)
-        rows = max(1, min(int(tokens) // capacity, self._config.completion_batch_size - had))
+        row_bytes = self._config.slab_bytes(1, capacity)
+        rows = min(
+            int(max(SLAB_TOKENS, had * capacity * GROWTH)) // capacity,
+            int(self.ledger.limit_bytes * MAX_SLAB_SHARE) // row_bytes,
+            self._config.completion_batch_size - had,
+        )
+        rows = max(1, rows)
         while rows > 1 and not self._affordable(self._config.slab_bytes(rows, capacity)):
             rows //= 2
         size_bytes = self._config.slab_bytes(rows, capacity)

@@ -65,16 +65,20 @@ class PrefixCache:
         seq.num_saved_blocks = self._memory.blocks.touch(seq.block_hashes[: seq.num_savable_blocks])
 
     def save_full_blocks(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Save the full blocks of ``seq`` that the pool lacks, as far as there is room."""
+        """Save the full blocks of ``seq`` that the pool lacks, as far as there is room, and as far
+        as its slot still has them: layers with a window keep only that."""
         if not self._config.prefix_cache:
             return
         seq.update_block_hashes()
         if not self._config.keeps_kv:
             return
         export = self._config.writes_through
+        first_kept = seq.last_pass_start - (self._config.window_tokens or seq.last_pass_start)
         run: list[Block] = []
         while seq.num_saved_blocks < seq.num_savable_blocks:
             if seq.block_hashes[seq.num_saved_blocks] not in self._memory.blocks:
+                if seq.num_saved_blocks * self._config.block_size < first_kept:
+                    break
                 block = self._memory.add_block(seq.block_hashes[seq.num_saved_blocks])
                 if block is None:
                     break

@@ -83,6 +83,7 @@ class Sequence:
     num_computed_tokens: int = 0
     """Positions whose KV is in the slot once every plan made so far has run. It may be ahead of
     ``token_ids`` by the one output that is in flight."""
+    last_pass_start: int = 0  # the first position of the last pass or restore
     max_computed_tokens: int = 0  # the most that `num_computed_tokens` has been
     prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
     num_inflight: int = 0  # outputs whose decodes are in flight
@@ -154,6 +155,7 @@ class Sequence:
         """Start, or start again, from nothing in ``slot``."""
         self.slot, self.capacity = slot, capacity
         self.num_computed_tokens = self.num_saved_blocks = self.snapshots.newest_position = 0
+        self.last_pass_start = 0
         self.prefill_end = len(self.token_ids) - 1
         self.stalled = self.history_sent = False
         if self.admitted_s is None:
@@ -161,6 +163,7 @@ class Sequence:
 
     def advance(self, num_computed_tokens: int) -> None:
         """Record that the plan in the making computes or restores up to this position."""
+        self.last_pass_start = self.num_computed_tokens
         self.num_computed_tokens = num_computed_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
 

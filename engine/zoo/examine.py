@@ -27,6 +27,9 @@ INT8 = Precision(8)
 
 LENGTHS = (49, 3, 17, 1, 38)
 STEPS = 5
+LONGEST_PASS = 8
+"""The most tokens of a pass, where slots keep only windows: few, so that they come full circle.
+Without this in 8 bits, where rows are compared that are not kept (`engine.proving.replay`)."""
 TOLERANCE = 1e-4
 """As a part of the spread of the logits. float32 rounds to about 1e-5 of it in these models."""
 
@@ -68,7 +71,9 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
         ]
     except (Exception, SystemExit) as raised:
         return ArchitectureReport(name=name, error=_line(raised))
-    executor, reason, _ = choose_executor(model, vocab_size, BLOCK_SIZE)
+    executor, reason, _ = choose_executor(
+        model, vocab_size, BLOCK_SIZE, longest_pass=LONGEST_PASS
+    )
     trial = Trial(executor)
     alone = executor.spec.max_sequences == 1
     error = ""

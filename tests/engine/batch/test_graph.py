@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from engine.batch.groups import row_groups
 from engine.batch.ragged import Row
 from engine.cache.layout import AttentionLayout, KVNode, Layout
 from engine.cache.quantization import Precision, fake_quantize
-from engine.cache.slabs import Slab, Slabs
+from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.plan import Slot
 
 CAPACITIES = (32, 96)
@@ -84,6 +85,65 @@ def test_every_row_attends_to_its_own_positions_and_is_stored_where_it_belongs(
                 until = ends[slot].start if slot in ends else CAPACITIES[number]
                 for old, new in zip(arrays, slabs[number].arrays, strict=True):
                     assert np.array_equal(old[slot, :, :until], new[slot, :, :until]), (seed, rows)
+
+
+@pytest.mark.parametrize("widest", [1, 6])
+@pytest.mark.parametrize("alike", [False, True])
+def test_rows_attend_within_a_window_to_slots_that_keep_no_more(widest: int, alike: bool) -> None:
+    """Passes follow each other until rings have come full circle several times."""
+    window, capacity = 9, 96
+    layers = (replace(LAYER, window=window), LAYER)
+    layout = Layout(layers, (), (KVNode(0), KVNode(1))).with_rings(6, 5)
+    slabs = Slabs()
+    slabs[0] = Slab(layout, ROWS, capacity)
+    assert [array.shape[2] for array in slabs[0].arrays] == [15, 15, capacity, capacity]
+    choose = random.Random(widest)
+    starts = {row: 0 if alike else 3 * row for row in (0, 1, 3)}
+    kept = {row: mx.zeros((2, 2, 0, 16)) for row in starts}
+    while min(starts.values()) < capacity:
+        rows = []
+        for row, start in starts.items():
+            most = min(widest, capacity - start)
+            if most > 0 and (alike or choose.random() < 0.8):
+                width = most if alike else choose.randint(1, most)
+                rows.append(Row(Slot(0, row), start, start + width))
+        if not rows:
+            continue
+        width = max(row.width for row in rows)
+        new = mx.random.normal((2, len(rows), 2, width, 16))
+        query = mx.random.normal((len(rows), 4, width, 16))
+        batch = GPUBatch(layout, slabs, rows)
+        batch.write(0, *new)
+        found = batch.attend(0, query, 0.3, None if alike else window, None)
+        for i, row in enumerate(rows):
+            number = row.slot.row
+            its = new[:, i, :, : row.width]
+            missing = mx.zeros((2, 2, row.start - kept[number].shape[2], 16))
+            kept[number] = mx.concatenate([kept[number], missing, its], axis=2)
+            keys, values = kept[number]
+            wanted = attention(query[i, :, : row.width], keys, values, row, window)
+            assert mx.allclose(found[i, :, : row.width], wanted, atol=1e-5), (rows, i)
+            starts[number] = row.end
+
+
+def test_positions_of_a_ring_are_copied_where_they_belong() -> None:
+    """Blocks are copied from and to rings, and a row moves between slabs."""
+    layout = Layout((replace(LAYER, window=9),), (), (KVNode(0),)).with_rings(6, 5)
+    slabs = Slabs()
+    for number, capacity in enumerate((10, 40, 80)):
+        slabs[number] = Slab(layout, 2, capacity)
+    new = mx.random.normal((2, 37, 16))
+    kept = StoredKV(new, None)
+    slabs[1].put(1, 0, 0, kept)  # more than a ring has
+    for start, end in ((22, 37), (22, 25), (29, 31), (30, 37)):
+        assert mx.array_equal(slabs[1].get(1, 0, start, end).array, new[:, start:end])
+    slabs[2].copy_row(1, slabs[1], 0, 37)
+    assert mx.array_equal(slabs[2].get(1, 1, 22, 37).array, new[:, 22:37])
+    slabs[0].put(1, 0, 0, StoredKV(new[:, :10], None))
+    slabs[1].copy_row(1, slabs[0], 0, 10)
+    assert mx.array_equal(slabs[1].get(1, 1, 0, 10).array, new[:, :10])
+    slabs[1].put(1, 1, 10, StoredKV(new[:, 10:], None))
+    assert mx.array_equal(slabs[1].get(1, 1, 22, 37).array, new[:, 22:37])
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -86,6 +86,8 @@ class FakeExecutor:
         self.states: dict[Slot, list[int]] = {}
         self.sampled: dict[Slot, int] = {}
         self.history: dict[Slot, list[int]] = {}
+        self.lost: dict[Slot, int] = {}
+        """The positions before which layers with a window have something else."""
         self.blocks: dict[int, tuple[int, ...]] = {}
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.block_hashes: dict[int, bytes] = {}
@@ -115,6 +117,7 @@ class FakeExecutor:
         computed: tuple[Decode | Chunk, ...] = (*plan.decodes, *plan.chunks)
         used = [operation.slot for operation in computed]
         assert len(set(used)) == len(used), "a slot has one decode or chunk in a step"
+        self._fill_rings(plan)
         tokens = self._decode(plan)
         prompt_logprobs = tuple(self._prefill(plan))
         self._save(plan)
@@ -190,6 +193,7 @@ class FakeExecutor:
             row = self.rows.setdefault(restore.slot, [])
             if restore.start == 0:
                 row.clear()
+                self.lost.pop(restore.slot, None)
             assert len(row) == restore.start, "a restore goes where the row ends"
             for block in restore.block_ids:
                 if block in self.unsaved:
@@ -225,11 +229,23 @@ class FakeExecutor:
             assert move.target not in sources
             assert move.length == len(self.rows[move.source])
             self.rows[move.target] = list(self.rows[move.source])
+            self.lost[move.target] = self.lost.get(move.source, 0)
             self.states[move.target] = list(self.states[move.source])
             self.sampled.pop(move.target, None)
             if move.source in self.history:
                 self.history[move.target] = self.history.pop(move.source)
             self._check_length(move.target)
+
+    def _fill_rings(self, plan: Plan) -> None:
+        """Chunks are padded to the longest: their padding takes the place of positions too."""
+        width = max((len(chunk.token_ids) for chunk in plan.chunks), default=0)
+        passes = [(decode.slot, decode.position, 1) for decode in plan.decodes]
+        passes += [(chunk.slot, chunk.start, width) for chunk in plan.chunks]
+        for slot, start, tokens in passes:
+            for ring in self.config.rings:
+                assert tokens <= ring.tokens - ring.window_tokens, "there is room for a pass"
+                lost = start + tokens - ring.tokens
+                self.lost[slot] = max(lost, self.lost.get(slot, 0) if start else 0)
 
     def _decode(self, plan: Plan) -> list[int]:
         assert len(plan.decodes) <= self.config.max_batch_size
@@ -276,6 +292,7 @@ class FakeExecutor:
         for save in plan.saves:
             self._check_slot(save.slot)
             assert save.start % self.config.block_size == 0
+            assert save.start >= self.lost.get(save.slot, 0), "only what the slot still has"
             for number, block in enumerate(save.block_ids, 1):
                 if save.slot in self._failed:
                     self.unsaved.add(block)
@@ -357,6 +374,9 @@ class FakeExecutor:
         held = sum(rows * capacity for rows, capacity in self.slabs.values()) // config.block_size
         used = held * config.slot_block_bytes + len(self.blocks) * config.block_bytes
         used += sum(rows for rows, _ in self.slabs.values()) * config.state_bytes
+        for ring in config.rings:
+            spared = (rows * max(0, tokens - ring.tokens) for rows, tokens in self.slabs.values())
+            used -= sum(spared) * ring.token_bytes
         used += len(self.snapshots) * config.state_bytes
         assert used <= config.limit_bytes, "over the limit"
         assert len(self.snapshots) <= config.max_snapshots

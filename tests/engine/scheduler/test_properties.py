@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.scheduler.config import Ring
 from shared import wire
 from tests.engine.scheduler.fake_executor import SALTS, expected
 from tests.engine.scheduler.harness import (
@@ -37,6 +38,7 @@ CONFIGS = st.fixed_dictionaries(
         "max_sequences": st.sampled_from([3, 100]),
     }
 )
+WINDOWS = st.sampled_from([None, None, 5, 20])
 STATES = st.sampled_from(
     [
         {},
@@ -44,6 +46,19 @@ STATES = st.sampled_from(
         *(fields | {"max_snapshots": n} for fields in RECURRENT.values() for n in (0, 1, 3, 30)),
     ]
 )
+
+
+def rings(window: int, **changes: Any) -> dict[str, Any]:
+    """Return the fields of layers with a ``window``: half of the KV, and a quarter with a window
+    that is twice as long."""
+    size, chunk = changes["block_size"], changes["prefill_chunk_tokens"] or 16
+    longest = -(-chunk // size) * size
+    token_bytes = changes["slot_block_bytes"] // size // 4
+    made = []
+    for tokens, parts in ((window, 2), (2 * window, 1)):
+        kept = -(-(tokens + longest) // size) * size
+        made.append(Ring(kept, kept - longest, parts * token_bytes))
+    return {"rings": tuple(made), "max_chunk_tokens": longest}
 
 
 class Chaos:
@@ -170,10 +185,16 @@ class Chaos:
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-@given(changes=CONFIGS, states=STATES, seed=st.integers(0, 2**32), failures=st.booleans())
+@given(changes=CONFIGS, states=STATES, window=WINDOWS, seed=st.integers(0, 2**32), failures=st.booleans())
 def test_any_order_of_messages_gives_legal_plans_and_right_texts(
-    changes: dict[str, Any], states: dict[str, Any], seed: int, failures: bool
+    changes: dict[str, Any],
+    states: dict[str, Any],
+    window: int | None,
+    seed: int,
+    failures: bool,
 ) -> None:
+    if window is not None:
+        changes |= rings(window, **changes)
     engine = Engine(config(**changes, **states))
     chaos = Chaos(engine, seed, failures)
     for _ in range(120):

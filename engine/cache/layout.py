@@ -119,7 +119,9 @@ class Layout:
     tree: tuple[Node, ...]  # has the shape of the cache list that mlx-lm makes for the model
     precision: Precision = UNQUANTIZED
     dequantized: bool = False  # whether slots hold dequantized values
-    longest_pass: int | None = None  # the most tokens of a row in a pass, None if there are no rings
+    longest_pass: int | None = (
+        None  # the most tokens of a row in a pass, None if there are no rings
+    )
     arrays: tuple[ArrayLayout, ...] = field(init=False)
     """The arrays of a slot, in the order of a slab's."""
     groups: tuple[StorageGroup, ...] = field(init=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from engine.cache.layout import ArrayLayout, Layout
 from engine.cache.quantization import (
@@ -97,7 +98,7 @@ class Slab:
                 self.scales[number][:, row, :, to] = kept.scales[..., its, :]
 
     def get(self, number: int, row: int, start: int, end: int) -> StoredKV:
-        """Return positions ``start`` to ``end`` of array ``number`` of ``row``, as `put` takes them.
+        """Return positions ``start`` to ``end`` of array ``number`` of ``row``, as for `put`.
 
         Those of a ring must all be in it."""
         parts = self._stretches(number, start, end)
@@ -132,6 +133,19 @@ class Slab:
             codes = unpack(array.view(mx.uint8), bits)
             found = dequantize(Quantized(codes, scales), kind.quantization)
         return found.astype(kind.dtype)
+
+    def clear_row(self, row: int, in_place: bool) -> None:
+        """Fill ``row`` with zeros, ``in_place`` in the host's memory or in the graph."""
+        for array in self.arrays:
+            if in_place:
+                np.asarray(array)[row] = 0
+            else:
+                array[row] = 0
+        for scales in self.scales.values():
+            if in_place:
+                np.asarray(scales)[:, row] = 0
+            else:
+                scales[:, row] = 0
 
     def resize(self, rows: int) -> None:
         """Give the slab another number of ``rows``. Arrays are copied and evaluated one by one, so

@@ -20,6 +20,7 @@ from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import Prefill
 from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
 from engine.executor.stopwatch import StepClock, Stopwatch
+from engine.executor.unchecked import UncheckedSlots
 from engine.plan import Chunk, Decode, Plan, Slot
 from engine.sampling.sampler import Sampler
 from engine.scheduler.chunks import MAX_TOKENS
@@ -80,6 +81,8 @@ class BatchedExecutor(Executor):
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
         self._sampler.reset()
         self._line, self._late = DeviceLine(), LateResults()
+        shows_all = any(layer.window is None for layer in self.layout.layers)
+        self._unchecked = UncheckedSlots(shows_all)
         self._last: BatchedStep | None = None
         mx.clear_cache()
 
@@ -102,12 +105,14 @@ class BatchedExecutor(Executor):
             self._slabs.free(number)
         self._sampler.free_slabs(plan.freed_slabs)
         self._sampler.free_slots(plan.freed_slots)
+        self._unchecked.freed(plan)
         failed = self._prepare_slots(plan)
         step = BatchedStep(
             plan=plan,
             ahead=self.spec.look_ahead,
             line=self._line,
             late=self._late,
+            unchecked=self._unchecked,
             stopwatch=self._stopwatch,
             clock=self._clock,
             started=started,
@@ -133,6 +138,8 @@ class BatchedExecutor(Executor):
             self._slabs[new.slab_id] = Slab(self.layout, new.rows, new.capacity)
             if not self.spec.look_ahead:
                 mx.eval(self._slabs[new.slab_id].contents)
+        self._unchecked.clear_begun(plan, self._slabs, self.batch_class.writes_in_place)
+        self._unchecked.computed(plan)
         with self._stopwatch.computing():
             for insert in plan.inserts:
                 store = self._snapshots if insert.is_snapshot else self._blocks
@@ -291,15 +298,16 @@ class BatchedExecutor(Executor):
             self.logits_observer(ordered, logits)
         with self._stopwatch.sampling():
             sampled = self._sampler.sample(logits, ordered, inputs, masks)
+            is_nan = mx.isnan(mx.take_along_axis(logits, sampled.tokens[:, None], axis=1)[:, 0])
             if not step.ahead:
-                mx.eval(sampled.arrays)
+                mx.eval(sampled.arrays, is_nan)
         for number, slab in slabs.items():
             members = [i for i, d in enumerate(ordered) if d.slot.slab_id == number]
             rows = mx.array([ordered[i].slot.row for i in members])
             slab.last_tokens[rows] = sampled.tokens[members[0] : members[-1] + 1]
         step.failed += [(ordered[row].slot, why) for row, why in sampled.failed]
-        step.decoded = DecodeOutput(sampled, [d.slot for d in ordered], order)
-        step.unsent.append([sampled.arrays, states, [s.contents for s in slabs.values()]])
+        step.decoded = DecodeOutput(sampled, is_nan, [d.slot for d in ordered], order)
+        step.unsent.append([sampled.arrays, is_nan, states, [s.contents for s in slabs.values()]])
 
     def _known_tokens(self, decodes: Sequence[Decode]) -> list[int] | None:
         """Return the input tokens if those that the plan lacks are in the host's memory already:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 from engine.executor.base import PendingStep
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import ChunkPass, Prefill
 from engine.executor.stopwatch import StepClock, Stopwatch
+from engine.executor.unchecked import UncheckedSlots
 from engine.plan import Exported, Payload, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.sampler import SamplerOutput
 from shared.wire import TokenLogprobs
@@ -17,6 +20,7 @@ from shared.wire import TokenLogprobs
 
 class DecodeOutput(NamedTuple):
     sampled: SamplerOutput
+    is_nan: mx.array  # (rows,): whether the logits are
     slots: list[Slot]  # of each sampled row
     order: list[int]  # index of the plan's decode, for each sampled row
 
@@ -30,6 +34,11 @@ class DecodeOutput(NamedTuple):
             for row, scores in rows:
                 logprobs[self.order[row]] = scores
         return tokens, tuple(logprobs)
+
+    def valid_slots(self) -> list[Slot]:
+        """Return the slots whose logits are numbers."""
+        rows = zip(self.slots, self.is_nan.tolist(), strict=True)
+        return [slot for slot, is_nan in rows if not is_nan]
 
     def tokens_by_slot(self) -> dict[Slot, int]:
         return dict(zip(self.slots, self.sampled.tokens.tolist(), strict=True))
@@ -73,6 +82,7 @@ class BatchedStep(PendingStep):
     ahead: bool  # whether dispatching does not wait for the device
     line: DeviceLine
     late: LateResults
+    unchecked: UncheckedSlots
     stopwatch: Stopwatch
     clock: StepClock
     started: float
@@ -122,6 +132,8 @@ class BatchedStep(PendingStep):
             self.finish()
             self.line.wait()
         tokens, logprobs = self.decoded.read() if self.decoded else ((), ())
+        if self.decoded:
+            self.unchecked.checked(self.plan.step, self.decoded.valid_slots())
         if self.ahead:
             elapsed_s = (self.piece.elapsed_s or 0.0) if self.piece else 0.0
         else:

@@ -71,9 +71,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
         ]
     except (Exception, SystemExit) as raised:
         return ArchitectureReport(name=name, error=_line(raised))
-    executor, reason, _ = choose_executor(
-        model, vocab_size, BLOCK_SIZE, longest_pass=LONGEST_PASS
-    )
+    executor, reason, _ = choose_executor(model, vocab_size, BLOCK_SIZE, longest_pass=LONGEST_PASS)
     trial = Trial(executor)
     alone = executor.spec.max_sequences == 1
     error = ""

@@ -185,7 +185,13 @@ class Chaos:
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-@given(changes=CONFIGS, states=STATES, window=WINDOWS, seed=st.integers(0, 2**32), failures=st.booleans())
+@given(
+    changes=CONFIGS,
+    states=STATES,
+    window=WINDOWS,
+    seed=st.integers(0, 2**32),
+    failures=st.booleans(),
+)
 def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     changes: dict[str, Any],
     states: dict[str, Any],

@@ -1,0 +1,67 @@
+"""What is not a number in a slot does not reach the next sequence there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.backend.gpu_path import forced_gpu_path
+from tests.engine.whole import Whole
+from tests.oracle import oracle
+from tests.tiny_models import VOCAB_SIZE
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["as on a CPU", "as on a GPU"])
+def whole(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Whole]:
+    with forced_gpu_path() if request.param else nullcontext():
+        yield Whole(tiny_model("llama"), num_blocks=1024)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def spoil(whole: Whole, name: str) -> None:
+    """Make the KV of a running sequence NaN, as a model does that leaves the range of fp16."""
+    slot = whole.scheduler.sequences.live[name].held_slot
+    slab = whole.executor._slabs[slot.slab_id]  # type: ignore[attr-defined]
+    mx.synchronize()
+    for number, array in enumerate(slab.arrays):
+        values = np.array(array)
+        values[slot.row] = np.nan
+        slab.arrays[number] = mx.array(values)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
+    whole: Whole, tiny_model: Callable[..., Path], aborted: bool
+) -> None:
+    """The next one is short, and attends under a mask beside a long one."""
+    whole.renew(whole.executor.spec.look_ahead)
+    whole.submit("spoiled", prompt(1, 90), 200 if aborted else 8)
+    whole.submit("long", prompt(2, 80), 40)
+    while not (whole.texts["spoiled"] and whole.texts["long"]):
+        whole.turn()
+    spoiled = whole.scheduler.sequences.live["spoiled"]
+    slot = spoiled.held_slot
+    spoil(whole, "spoiled")
+    if aborted:
+        whole.turn()
+        whole.scheduler.abort("spoiled")
+    while spoiled.slot is not None:
+        whole.turn()
+    whole.submit("next", prompt(3, 9), 20)
+    whole.turn()
+    assert whole.scheduler.sequences.live["next"].slot == slot
+    whole.run()
+    known = oracle(tiny_model("llama"))
+    for name, tokens in (("long", prompt(2, 80)), ("next", prompt(3, 9))):
+        text = whole.texts[name]
+        known.check_same(tokens, text, known.greedy(tokens, len(text)))

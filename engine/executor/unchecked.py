@@ -36,8 +36,8 @@ class UncheckedSlots:
 
     def computed(self, plan: Plan) -> None:
         """Note that ``plan`` computes something in its slots."""
-        for part in (*plan.decodes, *plan.chunks):
-            self._passes[part.slot] = plan.step
+        self._passes.update((decode.slot, plan.step) for decode in plan.decodes)
+        self._passes.update((chunk.slot, plan.step) for chunk in plan.chunks)
 
     def checked(self, step: int, slots: Iterable[Slot]) -> None:
         """Note that the logits of ``slots`` in plan ``step`` are numbers."""

@@ -98,15 +98,15 @@ def test_rows_attend_within_a_window_to_slots_that_keep_no_more(widest: int, ali
     slabs[0] = Slab(layout, ROWS, capacity)
     assert [array.shape[2] for array in slabs[0].arrays] == [15, 15, capacity, capacity]
     choose = random.Random(widest)
-    starts = {row: 0 if alike else 3 * row for row in (0, 1, 3)}
-    kept = {row: mx.zeros((2, 2, 0, 16)) for row in starts}
+    starts = {number: 0 if alike else 3 * number for number in (0, 1, 3)}
+    kept = {number: mx.zeros((2, 2, 0, 16)) for number in starts}
     while min(starts.values()) < capacity:
         rows = []
-        for row, start in starts.items():
+        for number, start in starts.items():
             most = min(widest, capacity - start)
             if most > 0 and (alike or choose.random() < 0.8):
                 width = most if alike else choose.randint(1, most)
-                rows.append(Row(Slot(0, row), start, start + width))
+                rows.append(Row(Slot(0, number), start, start + width))
         if not rows:
             continue
         width = max(row.width for row in rows)

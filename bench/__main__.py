@@ -22,6 +22,7 @@ from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
+from bench.llama_cpp import llama_cpp  # noqa: E402
 from bench.metal import metal  # noqa: E402
 from bench.precision import precision  # noqa: E402
 from bench.router import router  # noqa: E402
@@ -32,6 +33,8 @@ from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
+SPECIAL = ("metal", "llama-cpp")
+"""Comparisons that need a Mac, or another program."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -39,12 +42,14 @@ STACK_PAIRS = 3
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     names = [*ALONE, *BENCHES]
-    parser.add_argument("names", nargs="*", choices=[[], *names], help="default: all but metal")
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *names], help=f"default: all but {', '.join(SPECIAL)}"
+    )
     parser.add_argument("--runs", type=int, default=5, help="alternating runs (default: 5)")
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo-fp32")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
-    chosen = options.names or [name for name in names if name != "metal"]
+    chosen = options.names or [name for name in names if name not in SPECIAL]
     for name in chosen:
         if name in ALONE:
             print(f"\n## {name}", flush=True)
@@ -144,12 +149,12 @@ def ssd(ports: Ports, runs: int) -> None:
         asks = [f"{prompts.text(95_000 + run, 1000)} {prompts.text(i, 28)}" for i in range(4)]
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             directory = Path(name)
-            with ours("demo", "--ssd-policy", "write_through", ssd=directory) as port:
+            with ours("demo-fp32", "--ssd-policy", "write_through", ssd=directory) as port:
                 _first(port, asks[0])
                 ram.append(statistics.median(_first(port, ask) for ask in asks[1:3]))
                 while len(list(directory.rglob("*.safetensors"))) < 1000 // 16:
                     time.sleep(0.2)
-            with ours("demo", "--ssd-policy", "write_through", ssd=directory) as port:
+            with ours("demo-fp32", "--ssd-policy", "write_through", ssd=directory) as port:
                 asyncio.run(complete(port, prompts.text(1, 30), 8))
                 disk.append(_first(port, asks[3]))
     _compare("from the SSD after a restart", (disk, ram), "from RAM")
@@ -170,7 +175,7 @@ def connects(ports: Ports, runs: int) -> None:
 
 def stack(ports: Ports, runs: int) -> None:
     """The cost of HTTP, router and wire: this server against its executor in-process."""
-    with side("ours", "demo") as driver:
+    with side("ours", "demo-fp32") as driver:
         for streams in (1, 8):
             shares = []
             for run in range(STACK_PAIRS * runs):
@@ -195,8 +200,9 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "precision": precision,
     "metal": metal,
     "router": router,
+    "llama-cpp": llama_cpp,
 }
-"""The comparisons that need no server with a model."""
+"""The comparisons that need no server with a model, or start their own."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {
     "throughput": throughput,
     "prefix": prefix,

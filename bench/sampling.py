@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _logits(rows: int) -> mx.array:
-    model, tokenizer = mlx_lm.load(str(resolve("demo")))[:2]
+    model, tokenizer = mlx_lm.load(str(resolve("demo-fp32")))[:2]
     tokens = tokenizer.encode(prompts.text(3, 16 * rows))[: 16 * rows]
     logits = model(mx.array([tokens]))[0, ::16].astype(mx.float32)
     mx.eval(logits)

@@ -18,6 +18,7 @@ from pathlib import Path
 from engine.backend.blas import load_fast_blas
 
 START_TIMEOUT_S = 180.0
+CONTEXT_TOKENS = 1024
 
 
 @contextmanager
@@ -42,6 +43,16 @@ def mlx_lm_server(model: Path) -> Iterator[int]:
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model)]
     command += ["--log-level", "ERROR"]
     with running(command, "/v1/models", environment) as (port, _):
+        yield port
+
+
+@contextmanager
+def llama_server(program: str, gguf: Path, streams: int, threads: int) -> Iterator[int]:
+    """Run llama.cpp's server with so many slots of `CONTEXT_TOKENS`; yield its port."""
+    command = [program, "--model", str(gguf), "--host", "127.0.0.1", "--no-webui"]
+    command += ["--parallel", str(streams), "--ctx-size", str(streams * CONTEXT_TOKENS)]
+    command += ["--threads", str(threads), "--threads-batch", str(threads)]
+    with running(command, "/health") as (port, _):
         yield port
 
 

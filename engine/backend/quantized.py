@@ -8,6 +8,7 @@ product with the sums of the activations in each group, 32 to 128 times smaller.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
@@ -21,6 +22,11 @@ Precision = Literal["exact", "compact", "fast"]
 """``exact`` and ``compact`` multiply activations in fp32, ``fast`` rounds them to 8 bits in each
 group. With activations in fp32 only codes of 4 bits are fast: ``exact`` makes codes of 8 bits
 fp32, ``compact`` makes two products of them, in a quarter of the memory and twice the time."""
+
+SameBits = Literal["any", "even", "none"]
+"""The numbers of rows among which a row of a product has the same bits."""
+
+_CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 34, 65, 130)
 
 ACCURACY_LEVELS: dict[Precision, int] = {"exact": 1, "compact": 1, "fast": 4}
 """Their names in MatMulNBits."""
@@ -40,13 +46,16 @@ class QuantizedWeight:
 
     @property
     def pads_rows(self) -> bool:
-        """Whether the bits of a row depend on the number of rows if that is odd.
+        """Whether an odd number of rows becomes even, so that each row has the same bits in both.
 
         In fp32 one row alone has a kernel of its own, which takes a quarter of the time of two
         rows: there it is not padded, and its result differs by rounding."""
-        return self.precision == "fast" and odd_rows_differ(
-            self.codes.bits, self.codes.group_size, ACCURACY_LEVELS["fast"]
-        )
+        return self.precision == "fast" and self.same_bits == "even"
+
+    @property
+    def same_bits(self) -> SameBits:
+        level = ACCURACY_LEVELS[self.precision]
+        return of_all(rows_with_same_bits(p.bits, p.group_size, level) for p in self._parts)
 
     @property
     def nbytes(self) -> int:
@@ -97,22 +106,29 @@ class QuantizedWeight:
         )
 
 
+def of_all(kinds: Iterable[SameBits]) -> SameBits:
+    """Return what holds for a computation with products of all these kinds."""
+    found = set(kinds)
+    return "none" if "none" in found else "even" if "even" in found else "any"
+
+
 @cache
-def odd_rows_differ(bits: int, group_size: int, level: int) -> bool:
-    """Return whether this processor gives a row other bits in an odd number of rows."""
+def rows_with_same_bits(bits: int, group_size: int, level: int) -> SameBits:
+    """Return what this processor does with codes of this kind."""
     rng = np.random.default_rng(0)
-    out, groups = 96, max(2, 128 // group_size)
+    out, groups = 96, max(2, 256 // group_size)
     codes = Codes(
         bits,
         rng.integers(0, 256, (out, groups, group_size * bits // 8), np.uint8),
         rng.random((out, groups), np.float32),
-        np.zeros((out, groups), np.float32),
+        rng.random((out, groups), np.float32),
     )
     graph = Graph()
     x = graph.input("x", "rows", groups * group_size)
     weight = QuantizedWeight(codes, "exact" if level == ACCURACY_LEVELS["exact"] else "fast")
     graph.output(weight.product(graph, x), "rows", out)
     multiply = graph.session()
-    rows = rng.standard_normal((8, groups * group_size), np.float32)
+    rows = rng.standard_normal((max(_CHECKED_ROWS), groups * group_size), np.float32)
     (many,) = multiply(rows)
-    return any(not np.array_equal(multiply(rows[:count])[0], many[:count]) for count in (1, 3, 5))
+    differ = [n for n in _CHECKED_ROWS if not np.array_equal(multiply(rows[:n])[0], many[:n])]
+    return "none" if any(n % 2 == 0 for n in differ) else "even" if differ else "any"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.backend.codes import Array, codes_of
 from engine.backend.graphs import Graph, Unsupported
-from engine.backend.quantized import Precision, QuantizedWeight
+from engine.backend.quantized import Precision, QuantizedWeight, SameBits
 
 
 class Weight(Protocol):
@@ -25,7 +25,11 @@ class Weight(Protocol):
 
     @property
     def pads_rows(self) -> bool:
-        """Whether the bits of a row depend on the number of rows if that is odd."""
+        """Whether a row is added to an odd number, so that each row has the same bits."""
+
+    @property
+    def same_bits(self) -> SameBits:
+        """The numbers of rows among which a row of the product has the same bits."""
 
     @property
     def nbytes(self) -> int:
@@ -42,6 +46,7 @@ class DenseWeight:
     """A weight in fp32."""
 
     pads_rows = False
+    same_bits: SameBits = "any"
 
     def __init__(self, array: Array) -> None:
         self.array = array

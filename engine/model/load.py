@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.model import adapter
 from engine.model.context import config_int, context_length, served_context
-from engine.model.demo import demo_model_path
+from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
 from engine.model.fingerprint import digest
 from shared.wire import TOKENIZER_FILES
@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-DEMO_IS_QUANTIZED = {"demo": False, "demo-fp32": False, "demo-4bit": True}
-"""The names of the demo model, and whether each has the codes of the original or is dequantized."""
+DEMOS = ("demo", "demo-fp32", "demo-4bit")
+"""The names of the demo model: with the codes of the original on a CPU, dequantized, with codes."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SystemExit)
 
@@ -57,8 +57,9 @@ def resolve(model: str) -> Path:
     A model that is not on this machine is downloaded. Raises `ModelUnavailable`, with a text of
     one line, if there is no such model or it cannot be downloaded.
     """
-    if model in DEMO_IS_QUANTIZED:
-        return demo_model_path(quantized=DEMO_IS_QUANTIZED[model])
+    if model in DEMOS:
+        as_it_ships = model == "demo-4bit" or (model == "demo" and on_cpu())
+        return demo_model_path(quantized=as_it_ships)
     path = Path(model).expanduser()
     if path.exists():
         return _checked(path)

@@ -88,8 +88,8 @@ def _choose_executor(loaded: LoadedModel, settings: Settings) -> Executor:
         )
     if settings.deterministic and not executor.make_deterministic():
         logger.warning(
-            "--deterministic has no effect: this model's sums depend on the batch, as its weights "
-            "are quantized or MLX computes it"
+            "--deterministic has no effect: this model's sums depend on the batch, as MLX computes "
+            "it, or it has experts with quantized weights or attention sinks"
         )
     if unquantized:
         logger.warning("the KV cache is not quantized in %s", unquantized)

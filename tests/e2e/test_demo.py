@@ -48,7 +48,8 @@ def truth(demo_model: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("demo", "--kv-bits", "16", _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+    flags = ("--kv-bits", "16", "--served-model-name", "demo")
+    with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 
 
@@ -88,7 +89,7 @@ def test_sequential_requests_get_the_texts_of_mlx_lm(
 def test_concurrent_requests_in_any_order_get_the_texts_of_mlx_lm(
     truth: Oracle, prompts: list[list[int]]
 ) -> None:
-    with serving("demo", "--kv-bits", "16", _MLX_LM_SERVER_CHECK_INTEGRITY="1") as fresh:
+    with serving("demo-fp32", "--kv-bits", "16", _MLX_LM_SERVER_CHECK_INTEGRITY="1") as fresh:
         for order in (prompts, prompts[::-1]):
             with ThreadPoolExecutor(len(order)) as pool:
                 answers = list(pool.map(lambda p: fresh.complete(p, MAX_TOKENS), order))
@@ -141,13 +142,13 @@ def test_a_sampled_text_does_not_depend_on_the_load(server: Server) -> None:
 def test_a_prefix_survives_a_restart_of_the_server(tmp_path: Path, truth: Oracle) -> None:
     flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")
     prompt = truth.tokenizer.encode(HEAD * 4)
-    with serving("demo", *flags) as first:
+    with serving("demo-fp32", *flags) as first:
         cold = first.complete(prompt, MAX_TOKENS)
         blocks = len(prompt) // 16
         first.wait_until(
             lambda: len(list(tmp_path.rglob("*.safetensors"))) >= blocks, 30, "blocks on the SSD"
         )
-    with serving("demo", *flags) as second:
+    with serving("demo-fp32", *flags) as second:
         warm = second.complete(prompt, MAX_TOKENS)
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 16

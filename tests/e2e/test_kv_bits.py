@@ -54,14 +54,14 @@ def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
     of the first question are 0.01 apart at one position."""
     asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
     blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
-    with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
+    with serving("demo-fp32", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
         cold = [first.complete(prompt, MAX_TOKENS) for prompt in asked]
         with ThreadPoolExecutor(3) as pool:
             ram = list(pool.map(lambda prompt: first.complete(prompt, MAX_TOKENS), asked))
         wait_stored(first, tmp_path, len(blocks))
     sizes = {file.stat().st_size for file in files(tmp_path)}
     assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "more than 55 % of the bytes of a 16-bit type"
-    with serving("demo", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
+    with serving("demo-fp32", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
         ssd = [second.complete(prompt, MAX_TOKENS) for prompt in asked]
         assert second.metric("mlx_lm_server_cached_ssd_tokens_total") > 0
     assert cached(cold[0]) == 0

@@ -11,6 +11,7 @@ import numpy as np
 from mlx import nn
 
 from engine.backend.graphs import CONTRIB, Graph, Unsupported
+from engine.backend.quantized import SameBits, of_all
 from engine.batch.cpu.linear import Linear, base_of
 from engine.batch.cpu.mlp import Gate, mlp_of
 from engine.cache.rounding import Array
@@ -53,6 +54,9 @@ class Norm:
 class TransformerBlock:
     """A layer of a model: norms, projections, MLP. ``owned`` are the modules it computes."""
 
+    same_bits: SameBits
+    """The numbers of rows among which a row has the same bits."""
+
     def __init__(self, block: Any) -> None:
         attention = block.self_attn
         self.heads = int(_named(attention, "n_heads", "num_heads", "num_attention_heads"))
@@ -65,6 +69,9 @@ class TransformerBlock:
         self.qkv, self.out = Linear.of(*qkv), Linear.of(attention.o_proj)
         self._mlp = mlp_of(block, Gate("gelu" if type(block).__module__ in GEMMAS else "silu"))
         self.head_norms = [Norm.of(norm) for norm in _present(attention, "q_norm", "k_norm")]
+        linears = self.qkv.weight.same_bits, self.out.weight.same_bits
+        # Attention with the same bits knows no sinks.
+        self.same_bits = of_all([*linears, self._mlp.same_bits if self.sinks is None else "none"])
         self.owned = [*map(base_of, (*qkv, attention.o_proj)), *self._mlp.owned]
         norm = {name: Norm.of(module) for name, module in block.items() if "layernorm" in name}
         self.before_attention = norm.get("input_layernorm")

@@ -21,7 +21,8 @@ from mlx import nn
 
 from engine.backend import graphs
 from engine.backend.graphs import Session, Unsupported
-from engine.backend.weights import DenseWeight, weight_of
+from engine.backend.quantized import of_all
+from engine.backend.weights import weight_of
 from engine.batch.cpu import stretches
 from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
@@ -75,6 +76,7 @@ class Decoder:
         self._stretches: list[Session] = []
         hidden = self._embedding.shape[1]
         before: TransformerBlock | None = None
+        kinds = [head.weight.same_bits]
         for module, rotary in zip(inner.layers, self._rotaries, strict=True):
             block = TransformerBlock(module)
             if before is None:
@@ -83,18 +85,22 @@ class Decoder:
                 self._stretches.append(stretches.between(hidden, before, block, rotary))
             self._layers.append(_Layer(block.heads, block.kv_heads, block.softcap, block.sinks))
             self._owned += block.owned
+            kinds.append(block.same_bits)
             before = block
         assert before is not None
         self._stretches.append(stretches.last(hidden, before, head))
-        self.keeps_bits = isinstance(before.qkv.weight, DenseWeight) and before.sinks is None
-        """Whether a row has the same bits in every batch. With codes, or sinks, it has not."""
+        self.same_bits = of_all(kinds)
+        """The numbers of rows among which a row has the same bits."""
 
     def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
         """Return logits (tokens, vocabulary) of the packed ``tokens``, None if ``silent``."""
+        count, positions = len(tokens), batch.positions
+        if batch.deterministic and self.same_bits == "even" and count % 2:
+            tokens, positions = np.append(tokens, tokens[:1]), np.append(positions, 0)
         x = self._embedding.gather(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
-        tables = self._tables(batch.positions)
+        tables = self._tables(positions)
         x, *new = self._stretches[0](x, *tables[self._rotaries[0]])
         for number in range(len(self._layers)):
             found = self._attend(batch, number, *new, last=silent)
@@ -105,7 +111,7 @@ class Decoder:
             turns = tables[self._rotaries[number + 1]]
             x, *new = self._stretches[number + 1](x, found, *turns)
         logits: Array = self._stretches[-1](x, found)[0]
-        return logits
+        return logits[:count]
 
     def _attend(
         self,
@@ -120,23 +126,24 @@ class Decoder:
         """Store keys and values, and return what the queries find: (tokens, heads * dim).
 
         With ``last`` return None after the last layer's are stored."""
-        layer, kept, tokens = self._layers[number], batch.layout.layers[number], len(queries)
-        heads = layer.kv_heads
-        keys, values = keys.reshape(tokens, heads, -1), values.reshape(tokens, heads, -1)
+        layer, kept = self._layers[number], batch.layout.layers[number]
+        padded, tokens, heads = len(queries), len(batch.positions), layer.kv_heads
+        keys, values = (new[:tokens].reshape(tokens, heads, -1) for new in (keys, values))
         batch.store(number, batch.unpacked(keys), batch.unpacked(values))
         if last and number + 1 == len(self._layers):
             return None
-        grouped = queries.reshape(tokens, heads, layer.heads // heads, -1)
-        found: Array = np.empty((*grouped.shape[:-1], kept.value_dim), np.float32)
+        grouped = queries[:tokens].reshape(tokens, heads, layer.heads // heads, -1)
+        found: Array = np.empty((padded, *grouped.shape[1:-1], kept.value_dim), np.float32)
+        found[tokens:] = 0
         batch.attend_to(
             number,
             batch.unpacked(grouped),
-            batch.unpacked(found),
+            batch.unpacked(found[:tokens]),
             kept.window,
             layer.sinks,
             layer.softcap,
         )
-        return found.reshape(tokens, -1)
+        return found.reshape(padded, -1)
 
     def _tables(self, positions: np.ndarray[Any, Any]) -> dict[Rotary, list[Any]]:
         """Return the arguments of each kind of positions."""
@@ -195,7 +202,7 @@ class DecoderBatch(HostBatch):
 
     @classmethod
     def make_deterministic(cls) -> bool:
-        cls.deterministic = cls.decoder.keeps_bits
+        cls.deterministic = cls.decoder.same_bits != "none"
         return cls.deterministic
 
     @classmethod

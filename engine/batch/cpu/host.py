@@ -30,6 +30,9 @@ CALL_COST_TOKENS = 125
 """Fixed cost of one attention call, see `engine.cache.grouping`."""
 WORTH_THREADS = 3_000
 """Positions attended to in a layer, over all rows, from which threads are worth their cost."""
+FEW_QUERIES = 3
+"""Queries of a head of keys up to which products with vectors, without OpenBLAS's packing, take
+half as long as products of matrices."""
 QUERIES_AT_ONCE = 64
 """So few that scores stay in the processor's cache, and little above the diagonal is computed."""
 ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
@@ -240,14 +243,19 @@ def _decode(piece: _Decode, kept: tuple[Array, Array], asked: Array, out: Array,
         spread = np.zeros((rows, *queries.shape[1:]), np.float32)
         spread[list(piece.places)] = queries
         queries = spread
-    # Many rows by few: OpenBLAS takes half as long for it as for few by many.
-    scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
+    few = queries.shape[2] <= FEW_QUERIES
+    if few:
+        scores: Array = np.matvec(keys[:, :, None], queries)
+    else:  # many rows by few: OpenBLAS takes half as long for it as for few by many
+        scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
     _cap(scores, how.softcap)
     for place, length in zip(piece.places, piece.lengths, strict=True):
         scores[place, :, :, length - low :] = -np.inf
         if how.window is not None and length - how.window > low:
             scores[place, :, :, : length - how.window - low] = -np.inf
-    result = _softmax_times(scores, values, None if how.sinks is None else how.sinks[..., 0])
+    total = _softmax(scores, None if how.sinks is None else how.sinks[..., 0])
+    result: Array = np.vecmat(scores, values[:, :, None]) if few else scores @ values
+    result /= total
     out[members, :, :, 0] = result if rows == len(members) else result[list(piece.places)]
 
 
@@ -267,9 +275,9 @@ def _prefill(
         scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
         if window is not None and end - low > window:
             scores += _outside(start - low, count, end - low, window)
-        result = _softmax_times(
-            scores, values[head], None if how.sinks is None else how.sinks[head]
-        )
+        total = _softmax(scores, None if how.sinks is None else how.sinks[head])
+        result = scores @ values[head]
+        result /= total
         out[piece.member][head, :, piece.first : piece.last] = result
 
 
@@ -281,8 +289,8 @@ def _cap(scores: Array, softcap: float | None) -> None:
         scores *= softcap
 
 
-def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:
-    """Return softmax(scores) @ values. Overwrites ``scores``.
+def _softmax(scores: Array, sinks: Array | None) -> Array:
+    """Make shares of ``scores`` in place, and return by what they have to be divided.
 
     ``sinks`` is another score for each row of ``scores``, which has a share and no value."""
     highest = scores.max(axis=-1, keepdims=True)
@@ -290,12 +298,10 @@ def _softmax_times(scores: Array, values: Array, sinks: Array | None) -> Array:
         highest = np.maximum(highest, sinks)
     scores -= highest
     np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)
+    total: Array = scores.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks - highest)
-    result: Array = scores @ values
-    result /= total
-    return result
+    return total
 
 
 def _outside(first: int, count: int, keys: int, window: int) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, Protocol
 
 from engine.backend.graphs import CONTRIB, Graph, Unsupported
+from engine.backend.quantized import SameBits, of_all
 from engine.batch.cpu.linear import Linear, base_of
 
 
@@ -43,6 +44,8 @@ class Part(Protocol):
 
     owned: list[Any]
     """The modules that it computes."""
+    same_bits: SameBits
+    """The numbers of rows among which a row has the same bits."""
 
     def add(self, graph: Graph, x: str) -> str:
         """Return the result for ``x`` (rows, in): (rows, out)."""
@@ -56,6 +59,7 @@ class MLP:
         inner = [block[name] for name in names]
         self._gate_up, self._gate, self._down = Linear.of(*inner), gate, Linear.of(block.down_proj)
         self.owned = [base_of(module) for module in (*inner, block.down_proj)]
+        self.same_bits = of_all(each.weight.same_bits for each in (self._gate_up, self._down))
 
     def add(self, graph: Graph, x: str) -> str:
         return self._down.add(graph, self._gate.add(graph, self._gate_up.add(graph, x)))
@@ -78,6 +82,10 @@ class Experts:
         self._router = Linear.of(router)
         self._gate_up, self._down = Linear.of_experts(*layers[:2]), Linear.of_experts(layers[2])
         self.owned = [base_of(module) for module in (router, *layers)]
+        linears = [self._router, *self._gate_up, *self._down]
+        # An expert may have an odd number of rows, whatever the number of all.
+        kept = all(each.weight.same_bits == "any" for each in linears)
+        self.same_bits: SameBits = "any" if kept else "none"
 
     def add(self, graph: Graph, x: str) -> str:
         shares, chosen = self._choose(graph, x)

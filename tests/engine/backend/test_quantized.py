@@ -10,7 +10,7 @@ from mlx import nn
 from engine.backend.codes import codes_of
 from engine.backend.graphs import Graph, Unsupported
 from engine.backend.multiplier import ExpertMultiplier, Multiplier
-from engine.backend.quantized import Precision, QuantizedWeight, odd_rows_differ
+from engine.backend.quantized import Precision, QuantizedWeight, rows_with_same_bits
 from engine.backend.weights import DenseWeight, Weight, join, quantized_weight, weight_of
 
 KINDS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
@@ -101,9 +101,9 @@ def test_a_row_has_the_same_bits_among_any_others(
 
 
 def test_padding_is_decided_on_this_processor() -> None:
-    assert isinstance(odd_rows_differ(4, 64, 4), bool)
     weight = four_bits(64)
-    assert weight.pads_rows == odd_rows_differ(4, 64, 4)
+    assert weight.same_bits == rows_with_same_bits(4, 64, 4)
+    assert weight.pads_rows == (weight.same_bits == "even")
 
 
 def test_joined_weights_give_the_products_side_by_side() -> None:

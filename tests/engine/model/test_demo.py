@@ -18,7 +18,7 @@ GET_IT = "from engine.model.demo import demo_model_path; print(demo_model_path()
 
 
 def test_the_demo_model_knows_the_capital_of_france(demo_model: Path) -> None:
-    loaded = load(resolve("demo"))
+    loaded = load(resolve("demo-fp32"))
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = loaded.tokenizer.apply_chat_template(question, add_generation_prompt=True)
     answer = mlx_lm.generate(loaded.model, loaded.tokenizer, prompt, max_tokens=20)
@@ -38,6 +38,7 @@ def test_the_demo_tokenizer_splits_numbers_and_keeps_every_character(demo_model:
 @pytest.mark.slow
 def test_the_quantized_demo_has_the_codes_of_the_original(demo_model: Path) -> None:
     path = resolve("demo-4bit")
+    assert mx.default_device() == mx.gpu or resolve("demo") == path
     assert (path / "model.safetensors").stat().st_size < 100e6
     assert resolve("demo-fp32") == demo_model
     small, whole = (mx.load(str(folder / "model.safetensors")) for folder in (path, demo_model))

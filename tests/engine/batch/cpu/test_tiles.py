@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine.batch import ragged
 from engine.batch.cpu import decoder
+from engine.batch.cpu.layers import Layers
 from engine.batch.ragged import Row
 from engine.cache.layout import probe_layout
 from engine.cache.slabs import Slab, Slabs
@@ -33,6 +34,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "scores within bounds": ("gemma2", {"attn_logit_softcapping": 2.0}),
     "windows": ("gemma3_text", {}),
     "experts": ("qwen3_moe", {}),
+    "4 bits": ("llama", {}),
+    "4 bits, activations in 8": ("llama", {}),
 }
 
 
@@ -43,6 +46,9 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(3)
     model = module.Model(module.ModelArgs.from_dict(config(name) | changes))
+    if "4 bits" in what:
+        nn.quantize(model, group_size=32, bits=4)
+        Layers(model, "fast" if "8" in what else "exact", dense=False)
     mx.eval(model.parameters())
     layout = probe_layout(model)
     kind = decoder.bind(model, layout)
@@ -61,7 +67,8 @@ def test_a_token_has_the_same_bits_whatever_chunk_or_batch_it_is_in(what: str) -
 
     alone = [computed(number, Slot(0, number), [LENGTH - number]) for number in range(8)]
     theirs = model(mx.array(texts[:1]), cache=make_prompt_cache(model))[0]
-    assert np.allclose(alone[0], theirs, rtol=1e-3, atol=1e-3)
+    near = 0.2 if "activations in 8" in what else 1e-3
+    assert np.allclose(alone[0], theirs, near, near)
     for chunks in ([1] * 140, [2, 7, 130, 161], [64, 200, 36]):
         assert np.array_equal(computed(0, Slot(0, 0), chunks), alone[0][: sum(chunks)])
     ends = [LENGTH - 37 * number - 1 for number in range(8)]
@@ -117,8 +124,10 @@ def test_a_model_that_mlx_computes_cannot_be_deterministic(
     assert "--deterministic has no effect" in caplog.text
 
 
-def test_quantized_weights_cannot_be_deterministic() -> None:
-    model = build("llama")
-    nn.quantize(model, group_size=32, bits=4)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_with_codes_and_sinks_cannot_be_deterministic(name: str) -> None:
+    model = build(name)
+    if name == "qwen3_moe":
+        nn.quantize(model, group_size=32, bits=4)
     kind = decoder.bind(model, probe_layout(model))
     assert kind is not None and not kind.make_deterministic() and not kind.deterministic

@@ -16,7 +16,7 @@ import zmq
 from shared import wire
 from shared.hashing import HASH_BYTES
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 Kind = TypeVar("Kind", bound=wire.Message)
 NAN = float("nan")
 

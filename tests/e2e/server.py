@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
 
 
@@ -103,6 +103,8 @@ def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Serv
         if "--ssd-cache-dir" not in flags:
             command += ["--ssd-cache-dir", f"{private}/ssd"]
         command += ["--disk-reserve-gb", "0"]  # tests run on full disks too
+        if "--restart-wait-s" not in flags:  # engines start slowly beside other tests
+            command += ["--restart-wait-s", "120"]
         process = subprocess.Popen(
             [*command, *flags],
             stdout=subprocess.PIPE,

@@ -24,9 +24,8 @@ PATIENCE_S = 60.0
 RESUMED = "mlx_lm_server_resumed_requests_total"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    """A server for each test: pauses before restarts grow from one fault to the next."""
     with serving(tiny_model("llama"), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 

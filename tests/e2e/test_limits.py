@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.server import Server, assert_error, assert_retry, serving
 from tests.tiny_models import make_tiny
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 COMPLETIONS = "/v1/completions"
 
 

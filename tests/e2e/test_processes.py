@@ -20,7 +20,7 @@ from tests.e2e.malformed import NAN, TO_ENGINE, Peer, malformed
 from tests.e2e.process import Process, running_process
 from tests.e2e.server import assert_retry, private_directory
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 COMPLETIONS = "/v1/completions"
 
 

@@ -30,7 +30,7 @@ from tests.e2e.server import Server, assert_error, private_directory, serving
 KEY = "a-secret-key"
 BODY_LIMIT = 65_536
 BODY_TIMEOUT_S = 30.0
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 

@@ -16,7 +16,7 @@ import pytest
 from tests.collector import Collector, collecting
 from tests.e2e.server import Server, serving
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 class Tenanted(NamedTuple):

@@ -28,7 +28,7 @@ def file_of(number: int, size: int = 1000) -> bytes:
     return encode(hash_of(number), NAMESPACE, payload_of(number, size))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Fail the test if ``condition`` does not become true in time."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -80,7 +80,7 @@ class Server:
             self._out.close()
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not become true in time"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 
 from services.supervisor import Limits, Supervisor
 from services.supervisor_child import ChildSpec
@@ -39,11 +40,17 @@ def main(folder: str, limits: str, *children: str) -> int:
             specs,
             output,
             limits=Limits(**json.loads(limits)),
-            on_ready=lambda: print(f"ready {run_dir.path}", flush=True),  # noqa: T201
+            on_ready=lambda: announce(run_dir),
         )
         code = supervisor.run()
         output.close()
         return code
+
+
+def announce(run_dir: RunDir) -> None:
+    """Write a line that tests wait for, whose end may meet a terminal that is closed already."""
+    with suppress(OSError):
+        print(f"ready {run_dir.path}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

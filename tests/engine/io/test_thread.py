@@ -20,7 +20,7 @@ from tests.engine.io.thread_process import HELLO
 
 STALL_S = 1.0
 DRAIN_S = 1.0
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 Kind = TypeVar("Kind", bound=wire.Message)
 

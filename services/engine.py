@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # these import mlx
 
 logger = logging.getLogger("engine")
 
+PROG = "services.engine"
 CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
 
 
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The process ends itself if it makes no progress (`engine.io.thread`).
     """
-    options = settings.parse(sys.argv[1:] if argv is None else argv, os.environ, "services.engine")
+    options = settings.parse(
+        sys.argv[1:] if argv is None else argv, os.environ, PROG, one_model=True
+    )
     name = os.environ.get(ENGINE_NAME_VARIABLE, f"engine-{socket.gethostname()}-{os.getpid()}")
     logs.setup(name, options.log_level, options.log_format)
     raise_descriptor_limit()
@@ -82,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(options, context, io_thread, inbox, status, engine=name, incarnation=incarnation)
     except ModelUnavailable as error:
         logger.error("%s", error)
+        if supervisor is not None:
+            supervisor.beat("failed", reason=str(error))
         return EXIT_CONFIG
     except Exception:
         logger.exception("an error that cannot be recovered from")

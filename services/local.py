@@ -6,19 +6,25 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from engine.backend import allocation
+from services.fleet.fleet import ROUTER, EngineFleet
+from services.launcher import ChildSpec
 from services.listener import ListenError, base_url, listen
-from services.supervisor import Limits, Supervisor
-from services.supervisor_child import ChildSpec
+from services.local_launcher import LocalLauncher
+from services.managed_child import Limits
+from services.supervisor import Supervisor
 from services.supervisor_output import LogCollector
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_FAILED, fail
+from shared.flags import FlagError
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
-from shared.settings import Settings
+from shared.settings import ModelEntry, Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -31,69 +37,77 @@ _GRACE_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    options = settings.parse(argv, os.environ, PROG)
+    options, models = settings.parse_models(argv, os.environ, PROG)
     raise_descriptor_limit()
     try:
         # The socket is made here and not in the router, so that connections wait, and are not
         # refused, while the router is restarted.
         with listen(options.host, options.port) as http, RunDir.create() as run_dir:
-            return _supervise(options, argv, http, run_dir)
+            return _supervise(argv, options, models, http, run_dir)
     except (ListenError, RunDirError) as error:
         return fail(PROG, error, EXIT_FAILED)
 
 
-def children(
-    options: Settings, argv: Sequence[str], http: socket.socket, run_dir: RunDir
-) -> list[ChildSpec]:
-    """Return the processes of one server. They get the supervisor's own flags, and the sockets.
+class Children:
+    """Makes the specs of the processes of one server: the settings that concern them, and the
+    sockets.
 
     Keys are left out of the flags, which every user of the machine can see. The router gets them
     in its environment; the others have no use for them.
     """
-    engine_socket = options.engine_socket or run_dir.socket("engines")
-    kvstore_socket = options.kvstore_socket or run_dir.socket("kvstore")
-    flags = [
-        *settings.without_secrets(argv),
-        f"--engine-socket={engine_socket}",
-        f"--kvstore-socket={kvstore_socket}",
-    ]
-    environment = _environment(run_dir)
-    hidden = settings.secret_variables()
 
-    def command(module: str) -> tuple[str, ...]:
-        return (sys.executable, "-P", "-m", module, *flags)
+    def __init__(self, options: Settings, http: socket.socket, run_dir: RunDir) -> None:
+        self._options = options
+        self._http = http
+        self._sockets = [
+            f"--engine-socket={options.engine_socket or run_dir.socket('engines')}",
+            f"--kvstore-socket={options.kvstore_socket or run_dir.socket('kvstore')}",
+        ]
+        self._environment = _environment(run_dir)
 
-    router = ChildSpec(
-        name="router",
-        command=command("services.router"),
-        environment={**environment, settings.SECRETS_VARIABLE: settings.secrets_of(options)},
-        hidden_variables=hidden,
-        descriptors={HTTP_VARIABLE: http.fileno()},
-        announces_ready=True,
-        takes_hang_up=True,
-    )
-    engines = [
-        ChildSpec(
-            name=f"engine-{number}",
-            command=command("services.engine"),
-            environment={
-                **environment,
-                **allocation.environment(os.environ),
-                ENGINE_NAME_VARIABLE: f"engine-{number}",
-            },
-            hidden_variables=hidden,
-            stop_stage=1,
+    def services(self) -> list[ChildSpec]:
+        """Return the specs of the kvstore, if there is one, and of the router."""
+        flags = settings.command_line(self._options)
+        router = self._spec(
+            ROUTER,
+            "services.router",
+            flags,
+            environment={settings.SECRETS_VARIABLE: settings.secrets_of(self._options)},
+            descriptors={HTTP_VARIABLE: self._http.fileno()},
+            announces_ready=True,
+            takes_hang_up=True,
         )
-        for number in range(options.engines)
-    ]
-    kvstore = ChildSpec(
-        name="kvstore",
-        command=command("services.kvstore"),
-        environment=environment,
-        hidden_variables=hidden,
-        stop_stage=2,
-    )
-    return [*([] if options.no_ssd else [kvstore]), *engines, router]
+        kvstore = self._spec("kvstore", "services.kvstore", flags, stop_stage=2)
+        return [*([] if self._options.no_ssd else [kvstore]), router]
+
+    def engine(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
+        """Return the spec of an engine, which may take ``budget_bytes`` where there are several
+        models. An engine of the only model knows its device better."""
+        budget = [] if entry.alone else [f"--memory-gb={budget_bytes / 1e9:.9f}"]
+        return self._spec(
+            name,
+            "services.engine",
+            [*entry.arguments(), *budget],
+            environment={**allocation.environment(os.environ), ENGINE_NAME_VARIABLE: name},
+            stop_stage=1,
+            essential=entry.alone,
+        )
+
+    def _spec(
+        self,
+        name: str,
+        module: str,
+        flags: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **fields: Any,
+    ) -> ChildSpec:
+        return ChildSpec(
+            name=name,
+            command=(sys.executable, "-P", "-m", module, *flags, *self._sockets),
+            environment={**self._environment, **environment},
+            hidden_variables=settings.secret_variables() | {settings.CONFIG_VARIABLE},
+            **fields,
+        )
 
 
 def _environment(run_dir: RunDir) -> dict[str, str]:
@@ -115,27 +129,56 @@ def url(options: Settings, http: socket.socket) -> str:
     return local_url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _supervise(options: Settings, argv: Sequence[str], http: socket.socket, run_dir: RunDir) -> int:
+def _supervise(
+    argv: Sequence[str],
+    options: Settings,
+    models: Sequence[ModelEntry],
+    http: socket.socket,
+    run_dir: RunDir,
+) -> int:
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
+    children = Children(options, http, run_dir)
+
+    def turn() -> None:
+        run_dir.keep_fresh()
+        fleet.turn()
+
+    def reload() -> None:
+        try:
+            new, entries, _ = settings.read(argv, os.environ, PROG)
+        except FlagError as error:
+            logger.error("the old settings stay: %s", error)
+            return
+        if fixed := settings.fixed_changes(options, new):
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(fixed))
+            logger.warning("changed only by a new start of the server: %s", names)
+        fleet.reconfigure(new, entries)
+
     supervisor = Supervisor(
-        children(options, argv, http, run_dir),
-        output,
+        children.services(),
+        LocalLauncher(output),
         limits=Limits(drain_timeout_s=options.drain_timeout_s + _GRACE_S),
-        on_ready=_make_announcement(options, http),
+        on_ready=_make_announcement(options, models, http),
         # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,
-        on_turn=run_dir.keep_fresh,
+        on_turn=turn,
+        on_exit=lambda child: fleet.on_exit(child),
+        on_hang_up=reload,
     )
+    fleet = EngineFleet(supervisor, children.engine, options, models)
     try:
         return supervisor.run()
     finally:
         output.close()
 
 
-def _make_announcement(options: Settings, http: socket.socket) -> Callable[[], None]:
-    names = ", ".join(options.served_model_name or (options.model,))
-    line = f"{PROG} ready: {url(options, http)}  (model {names})\n"
+def _make_announcement(
+    options: Settings, models: Sequence[ModelEntry], http: socket.socket
+) -> Callable[[], None]:
+    names = ", ".join(name for entry in models for name in entry.names)
+    noun = "model" if len(models) == 1 else "models"
+    line = f"{PROG} ready: {url(options, http)}  ({noun} {names})\n"
 
     def announce() -> None:
         try:

@@ -11,7 +11,8 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import uvicorn
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ListenError) as error:
         return fail(PROG, error)
     try:
-        router = Router(settings, settings.engine_socket, installed_version())
+        router = Router(settings, settings.engine_socket, installed_version(), link)
     except (EngineSocketError, LimitsStoreError) as error:
         listener.close()
         flag = "--limits-url" if isinstance(error, LimitsStoreError) else "--engine-socket"
@@ -146,7 +147,7 @@ async def _serve(
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     if link is not None:
-        link.watch(lambda: _on_supervisor_gone(loop, stop_now))
+        _follow(link, loop, router, stop_now)
     if not str(router.settings.engine_socket).startswith("ipc:"):
         logger.warning(
             "every process of this machine can join --engine-socket as an engine, and then reads"
@@ -168,6 +169,21 @@ async def _serve(
         await router.stop()
 
 
+def _follow(
+    link: SupervisorLink,
+    loop: asyncio.AbstractEventLoop,
+    router: Router,
+    stop_now: Callable[[], None],
+) -> None:
+    """Take what the supervisor says, and stop once it is gone."""
+
+    def take(message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(router.on_supervisor_message, message)
+
+    link.watch(lambda: _on_supervisor_gone(loop, stop_now), take)
+
+
 def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:
     """Stop at once. The timer ends a process that hangs, as no supervisor is left to kill it.
 
@@ -182,7 +198,8 @@ async def _beat(router: Router, link: SupervisorLink | None) -> None:
     was_ready = False
     while link is not None:
         was_ready = was_ready or any(m.ready_engines for m in router.registry.models.values())
-        link.beat("draining" if router.draining else "ready" if was_ready else "loading")
+        phase = "draining" if router.draining else "ready" if was_ready else "loading"
+        link.beat(phase, models=router.demand())
         await asyncio.sleep(BEAT_EVERY_S)
 
 

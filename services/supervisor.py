@@ -15,13 +15,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 
-from services.supervisor_child import Child, ChildSpec
-from services.supervisor_output import LogCollector
+from services.launcher import ChildSpec, LaunchedProcess, Launcher
+from services.managed_child import Limits, ManagedChild, describe_exit
 from services.terminal import Terminal
-from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STUCK, EXIT_USAGE
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 logger = logging.getLogger(__name__)
 
@@ -30,49 +29,64 @@ PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
 _MAX_WAIT_S = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The limits of the supervisor's patience."""
-
-    first_beat_s: float = 60.0  # silence after the start
-    loading_s: float = 30.0  # silence after the first beat, until the child is ready
-    silence_s: float = 10.0  # silence of a child that is ready
-    backoff_s: float = 0.1  # pause before a restart, doubled with each failure in a row
-    max_backoff_s: float = 30.0
-    stable_after_s: float = 60.0  # a run of this length forgives earlier failures
-    max_start_failures: int = 5  # of a child that was never ready; then the server ends
-    drain_timeout_s: float = 35.0  # of one stage of the stop
-
-
 class Supervisor:
-    """Runs the children of ``specs``.
+    """Runs the children of ``specs``, and those that are added later, with ``launcher``.
 
     ``on_ready`` is called once, when all that announce it are ready for the first time.
     ``on_stopping`` is called once, before the first child is told to stop. ``on_turn`` is called
-    several times a second.
+    several times a second until then. ``on_exit`` is called with each process that has ended.
+    ``on_hang_up`` is called on SIGHUP.
     """
 
     def __init__(
         self,
         specs: Sequence[ChildSpec],
-        output: LogCollector,
+        launcher: Launcher,
         *,
         limits: Limits | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_stopping: Callable[[], None] = lambda: None,
         on_turn: Callable[[], None] = lambda: None,
+        on_exit: Callable[[ManagedChild], None] = lambda child: None,
+        on_hang_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits = limits or Limits()
-        self._output = output
+        self._launcher = launcher
         self._on_ready = on_ready
         self._on_stopping = on_stopping
         self._on_turn = on_turn
-        self._children = [_ManagedChild(spec) for spec in specs]
+        self._on_exit = on_exit
+        self._on_hang_up = on_hang_up
+        self.children = [ManagedChild(spec) for spec in specs]
         self._announced = False
+        self._end_code: int | None = None
         self._signals: list[int] = []
         self._hang_up = False
         self._terminal = Terminal()
         self._selector = selectors.DefaultSelector()
+
+    # -- for `on_turn` ---------------------------------------------------------
+
+    def end(self, code: int) -> None:
+        """End the server with an exit code: it cannot do its work."""
+        self._end_code = code
+
+    def add(self, spec: ChildSpec) -> ManagedChild:
+        """Run one more child from the next turn on."""
+        child = ManagedChild(spec)
+        self.children.append(child)
+        return child
+
+    def retire(self, child: ManagedChild) -> None:
+        """Let ``child`` finish its work and end, for good. It is gone once it is not in
+        ``children``."""
+        if child.retired_until is not None:
+            return
+        child.retired_until = time.monotonic() + self._limits.drain_timeout_s
+        if child.process is None:
+            self.children.remove(child)
+        else:
+            child.process.stop()
 
     def run(self) -> int:
         """Run until told to stop, or until a child cannot start; return the exit code.
@@ -104,19 +118,21 @@ class Supervisor:
         """Run until told to stop (None), or until the server cannot run (its exit code)."""
         while not self._signals:
             now = time.monotonic()
-            for managed in self._children:
-                if managed.child is None and now >= managed.start_at:
-                    code = self._start(managed, now)
+            for child in list(self.children):
+                if child.waits_to_start and now >= child.start_at:
+                    code = self._start(child, now)
                     if code is not None:
                         return code
             self._wait_for_events(now)
-            self._on_turn()
             if self._hang_up:
                 self._pass_on_hang_up()
-            for managed, child in self._running():
-                code = self._check_child(managed, child, time.monotonic())
+            for child, process in self._running():
+                code = self._check(child, process, time.monotonic())
                 if code is not None:
                     return code
+            self._on_turn()
+            if self._end_code is not None:
+                return self._end_code
             if not self._announced and self._is_ready():
                 self._announced = True
                 self._on_ready()
@@ -125,98 +141,98 @@ class Supervisor:
     def _pass_on_hang_up(self) -> None:
         """Send SIGHUP to the children that take it: they read their configuration again."""
         self._hang_up = False
-        for managed, child in self._running():
-            if managed.spec.takes_hang_up and child.last_beat_at is not None:
-                child.hang_up()
+        self._on_hang_up()
+        for child, process in self._running():
+            if child.spec.takes_hang_up and process.state.last_beat_at is not None:
+                process.hang_up()
 
     def _is_ready(self) -> bool:
-        return all(
-            managed.child is not None and managed.child.phase == "ready"
-            for managed in self._children
-            if managed.spec.announces_ready
-        )
+        return all(child.is_ready for child in self.children if child.spec.announces_ready)
 
-    def _start(self, managed: _ManagedChild, now: float) -> int | None:
+    def _start(self, child: ManagedChild, now: float) -> int | None:
         try:
-            managed.child = Child(managed.spec, self._output, now)
+            child.process = self._launcher.start(child.spec, now)
         except OSError as error:  # no memory, no more processes
-            return self._schedule_restart(managed, f"could not be started ({error.strerror})", now)
-        self._selector.register(managed.child.link, selectors.EVENT_READ, managed)
-        logger.debug("started %s, process %d", managed.spec.name, managed.child.pid)
+            return self._schedule_restart(child, f"could not be started ({error.strerror})", now)
+        self._selector.register(child.process, selectors.EVENT_READ, child)
+        logger.debug("started %s", child.name)
         return None
 
     def _wait_for_events(self, now: float) -> None:
         """Wait for beats, signals and exits, at most `_MAX_WAIT_S` from ``now`` on."""
-        due = [managed.start_at - now for managed in self._children if managed.child is None]
+        due = [child.start_at - now for child in self.children if child.waits_to_start]
         for key, _ in self._selector.select(max(0.0, min([_MAX_WAIT_S, *due]))):
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 key.fileobj.recv(4096)
                 continue
-            child = key.data.child
-            if child is not None and not child.read_beats(time.monotonic()):
-                self._selector.unregister(child.link)
+            process = key.data.process
+            if process is not None and not process.refresh(time.monotonic()):
+                self._selector.unregister(process)
         after = time.monotonic()
         if after - now > max(self._limits.silence_s / 2, 4 * _MAX_WAIT_S):
-            for managed in self._children:
-                managed.excused_at = after  # the supervisor itself was stopped, not the child
+            for child in self.children:
+                child.excused_at = after  # the supervisor itself was stopped, not the child
 
-    def _check_child(self, managed: _ManagedChild, child: Child, now: float) -> int | None:
+    def _check(self, child: ManagedChild, process: LaunchedProcess, now: float) -> int | None:
         """Kill a silent child, reap a dead one. An exit code means that the server ends."""
-        if child.phase == "ready" and not managed.was_ready:
-            managed.was_ready = True
-            logger.debug("%s is ready", managed.spec.name)
-        code = child.exit_code()
+        process.refresh(now)
+        if process.state.phase == "ready" and not child.was_ready:
+            child.was_ready = True
+            logger.debug("%s is ready", child.name)
+        code = process.state.exit_code
         if code is None:
-            self._kill_if_silent(managed, child, now)
+            self._stop_if_late(child, process, now)
             return None
-        child.read_beats(now)
-        self._reap(managed, child)
-        name = managed.spec.name
-        if not managed.was_ready and code in PERMANENT:
-            logger.error("%s cannot start, so the server ends", name)
-            return code
-        if now - child.started_at > self._limits.stable_after_s:
-            managed.failures = 0
-        return self._schedule_restart(managed, _describe_exit(code), now)
+        self._reap(child, process)
+        if child.retired_until is not None:
+            self.children.remove(child)
+            return None
+        if not child.was_ready and code in PERMANENT:
+            reason = process.state.reason or describe_exit(code)
+            return self._give_up(child, "cannot start", reason, code)
+        if now - process.state.started_at > self._limits.stable_after_s:
+            child.failures = 0
+        return self._schedule_restart(child, describe_exit(code), now)
 
-    def _schedule_restart(self, managed: _ManagedChild, reason: str, now: float) -> int | None:
+    def _schedule_restart(self, child: ManagedChild, reason: str, now: float) -> int | None:
         """Set the time of the next start. An exit code means that the server ends."""
-        managed.failures += 1
-        name = managed.spec.name
-        if not managed.was_ready and managed.failures >= self._limits.max_start_failures:
-            logger.error("%s %s at every start, so the server ends", name, reason)
-            return EXIT_FAILED
-        wait_s = min(
-            self._limits.backoff_s * 2 ** min(managed.failures - 1, 30), self._limits.max_backoff_s
-        )
-        managed.start_at = now + wait_s
-        logger.warning("%s %s; starting it again in %.1f s", name, reason, wait_s)
+        child.failures += 1
+        if not child.was_ready and child.failures >= self._limits.max_start_failures:
+            return self._give_up(child, f"{reason} at every start", reason, EXIT_FAILED)
+        wait_s = self._limits.pause_s(child.failures)
+        child.start_at = now + wait_s
+        logger.warning("%s %s; starting it again in %.1f s", child.name, reason, wait_s)
         return None
 
-    def _kill_if_silent(self, managed: _ManagedChild, child: Child, now: float) -> None:
-        limits = self._limits
-        if child.last_beat_at is None:
-            since, limit_s = child.started_at, limits.first_beat_s
-        else:
-            since = child.last_beat_at
-            limit_s = limits.silence_s if child.phase == "ready" else limits.loading_s
-        since = max(since, managed.excused_at)
-        if now - since > limit_s:
-            managed.excused_at = now  # do not kill it twice
-            logger.error("%s gave no sign of life for %.0f s: killed", managed.spec.name, limit_s)
-            child.signal(signal.SIGKILL)
+    def _give_up(self, child: ManagedChild, failing: str, reason: str, code: int) -> int | None:
+        child.gave_up, child.exit_code = reason, code
+        end = "so the server ends" if child.spec.essential else "and the others go on"
+        logger.error("%s %s, %s", child.name, failing, end)
+        return code if child.spec.essential else None
 
-    def _running(self) -> list[tuple[_ManagedChild, Child]]:
-        return [(managed, managed.child) for managed in self._children if managed.child]
+    def _stop_if_late(self, child: ManagedChild, process: LaunchedProcess, now: float) -> None:
+        """Kill a process that is silent, or that has not ended in time."""
+        if child.retired_until is not None and now > child.retired_until:
+            logger.error("%s did not stop in time: killed", child.name)
+            child.retired_until = now + _MAX_WAIT_S * 4
+            process.stop(at_once=True)
+        elif limit_s := child.silent_too_long_s(self._limits, now):
+            child.excused_at = now  # do not kill it twice
+            logger.error("%s gave no sign of life for %.0f s: killed", child.name, limit_s)
+            process.stop(at_once=True)
 
-    def _reap(self, managed: _ManagedChild, child: Child) -> None:
+    def _running(self) -> list[tuple[ManagedChild, LaunchedProcess]]:
+        return [(child, child.process) for child in self.children if child.process]
+
+    def _reap(self, child: ManagedChild, process: LaunchedProcess) -> None:
         try:
-            self._selector.unregister(child.link)
+            self._selector.unregister(process)
         except KeyError:
             pass  # the child closed its end before
-        child.close()
-        managed.child = None
+        process.close()
+        child.process = None
+        self._on_exit(child)
 
     # -- the end ---------------------------------------------------------------
 
@@ -224,38 +240,36 @@ class Supervisor:
         """Drain stage by stage, until a second signal; return the exit code."""
         logger.info("stopping")
         self._on_stopping()
-        for stage in sorted({managed.spec.stop_stage for managed in self._children}):
-            children = [one for one in self._children if one.spec.stop_stage == stage]
-            for managed, child in self._running():
-                if managed in children:
-                    child.signal(signal.SIGTERM)
-            self._wait_for_exits(children, time.monotonic() + self._limits.drain_timeout_s)
+        for stage in sorted({child.spec.stop_stage for child in self.children}):
+            children = [child for child in self.children if child.spec.stop_stage == stage]
+            for child in children:
+                child.retired_until = time.monotonic() + self._limits.drain_timeout_s
+                if child.process is not None:
+                    child.process.stop()
+            self._wait_for_exits(children)
             if len(self._signals) > 1:
                 logger.warning("stopping at once")
                 return 128 + self._signals[-1]
         logger.info("stopped")
         return EXIT_OK
 
-    def _wait_for_exits(self, children: Sequence[_ManagedChild], deadline: float) -> None:
-        while len(self._signals) < 2 and any(managed.child for managed in children):
+    def _wait_for_exits(self, children: Sequence[ManagedChild]) -> None:
+        while len(self._signals) < 2 and any(child.process for child in children):
+            self._wait_for_events(time.monotonic())
             now = time.monotonic()
-            self._wait_for_events(now)
-            for managed, child in self._running():
-                if child.exit_code() is not None:
-                    self._reap(managed, child)
-                elif now > deadline and managed in children:
-                    logger.error("%s did not stop in time: killed", managed.spec.name)
-                    child.signal(signal.SIGKILL)
-                    deadline = now + _MAX_WAIT_S * 4
+            for child, process in self._running():
+                process.refresh(now)
+                if process.state.exit_code is not None:
+                    self._reap(child, process)
                 else:
-                    self._kill_if_silent(managed, child, now)
+                    self._stop_if_late(child, process, now)
 
     def _kill_all(self) -> None:
-        for _, child in self._running():
-            child.signal(signal.SIGKILL)
-        for managed, child in self._running():
-            child.wait()
-            self._reap(managed, child)
+        for _, process in self._running():
+            process.stop(at_once=True)
+        for child, process in self._running():
+            process.wait()
+            self._reap(child, process)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS:
@@ -265,23 +279,3 @@ class Supervisor:
         elif number == signal.SIGHUP and number not in self._signals:
             # Both the system and the shell send one, which does not mean "at once".
             self._signals.append(number)
-
-
-class _ManagedChild:
-    """The state of a child across its restarts. Times are of ``time.monotonic``."""
-
-    def __init__(self, spec: ChildSpec) -> None:
-        self.spec = spec
-        self.child: Child | None = None
-        self.start_at = 0.0
-        self.failures = 0
-        self.was_ready = False
-        self.excused_at = 0.0  # silence counts from here on
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    if code == EXIT_STUCK:
-        return "was stuck and ended itself"
-    return f"ended with code {code}"

@@ -1,8 +1,8 @@
 """The link between a child process and the supervisor that started it.
 
-The child inherits one end of a socket pair. It writes beats, one JSON object a line, and reads
-nothing but the end of file. That means that the supervisor is gone, whatever killed it, and
-that the child has to end.
+The child inherits one end of a socket pair. Both write JSON objects, one a line: the child beats
+(with a ``phase``) and messages, the supervisor messages. The end of file means to the child that
+the supervisor is gone, whatever killed it, and that the child has to end.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 from shared.rundir import RUN_DIR_VARIABLE, remove_if_abandoned
 
@@ -24,14 +25,65 @@ ENGINE_NAME_VARIABLE = "_MLX_LM_SERVER_ENGINE"
 """An engine's name, the same after each restart."""
 
 
+class LineReader:
+    """Makes messages of the bytes that come over a link."""
+
+    MAX_LINE_BYTES: ClassVar = 256 * 1024
+
+    def __init__(self) -> None:
+        self._incomplete = b""
+
+    def lines(self, data: bytes) -> Iterator[Mapping[str, Any]]:
+        """Yield the messages that ``data`` completes. Lines that are none are left out."""
+        *complete, rest = (self._incomplete + data).split(b"\n")
+        self._incomplete = rest[-self.MAX_LINE_BYTES :]
+        for line in complete:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                yield message
+
+
+class LineWriter:
+    """Writes messages to a link, each whole or not at all. It never blocks. Safe to use from any
+    thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._unsent = b""
+
+    def write(self, message: Mapping[str, Any]) -> bool:
+        """Send ``message``; return False if there is no room for it, or no reader.
+
+        One that fits in part counts as sent: its rest goes before the next.
+        """
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            if self._unsent:
+                self._unsent = self._unsent[self._send(self._unsent) :]
+            if self._unsent:
+                return False
+            sent = self._send(line)
+            self._unsent = line[sent:] if sent else b""
+            return sent > 0
+
+    def _send(self, data: bytes) -> int:
+        try:
+            return self._connection.send(data, socket.MSG_DONTWAIT | _NO_SIGPIPE)
+        except OSError:  # full, or the other end is gone, which its reader handles
+            return 0
+
+
 class SupervisorLink:
     """The child's end of the link. Safe to use from any thread."""
 
     def __init__(self, connection: socket.socket, run_dir: str | None = None) -> None:
         self._connection = connection
         self._run_dir = run_dir
-        self._lock = threading.Lock()
-        self._unsent = b""
+        self._writer = LineWriter(connection)
 
     @classmethod
     def from_environment(cls) -> SupervisorLink | None:
@@ -50,29 +102,37 @@ class SupervisorLink:
     def beat(self, phase: str, **facts: object) -> None:
         """Tell the supervisor that this process is alive, and its ``phase``.
 
-        It never blocks, and never raises for lack of a reader. A beat that does not fit is
-        dropped; a beat that fitted in part is completed before the next.
+        It never blocks, and never raises for lack of a reader. A beat that does not fit is dropped.
         """
-        line = json.dumps({"phase": phase, **facts}).encode() + b"\n"
-        with self._lock:
-            if self._unsent:
-                self._unsent = self._unsent[self._send(self._unsent) :]
-            if not self._unsent:
-                sent = self._send(line)
-                self._unsent = line[sent:] if sent else b""
+        self._writer.write({"phase": phase, **facts})
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call ``on_gone`` on a separate thread once the supervisor is gone.
+    def tell(self, **message: object) -> bool:
+        """Send a message that is no beat; return whether it was sent."""
+        return self._writer.write(message)
+
+    def watch(
+        self,
+        on_gone: Callable[[], None],
+        on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
+    ) -> None:
+        """Call ``on_message`` with what the supervisor says, on a separate thread, and ``on_gone``
+        once it is gone.
 
         Before that, remove the private directory with the sockets, which the supervisor can no
         longer remove.
         """
-        threading.Thread(target=self._wait, args=(on_gone,), name="link", daemon=True).start()
+        threading.Thread(
+            target=self._wait, args=(on_gone, on_message), name="link", daemon=True
+        ).start()
 
-    def _wait(self, on_gone: Callable[[], None]) -> None:
+    def _wait(
+        self, on_gone: Callable[[], None], on_message: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        reader = LineReader()
         try:
-            while self._connection.recv(4096):
-                pass
+            while data := self._connection.recv(reader.MAX_LINE_BYTES):
+                for message in reader.lines(data):
+                    on_message(message)
         except OSError:
             pass  # a reset is an end too
         if self._run_dir is not None:
@@ -87,12 +147,6 @@ class SupervisorLink:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-
-    def _send(self, data: bytes) -> int:
-        try:
-            return self._connection.send(data, socket.MSG_DONTWAIT | _NO_SIGPIPE)
-        except OSError:  # full, or the supervisor is gone, which `watch` handles
-            return 0
 
 
 _LOCK_PATIENCE_S = 2.0

@@ -73,6 +73,11 @@ class Dispatcher:
     def num_waiting(self, model_id: str) -> int:
         return len(self._queues.get(model_id, ()))
 
+    @property
+    def models_in_use(self) -> set[str]:
+        """The ids of the models that have sequences."""
+        return {entry.model.id for entry in self._in_flight.values()}
+
     def queue_of(self, model: ModelReplicas) -> ModelQueue:
         return self._queues[model.id]
 

@@ -164,6 +164,13 @@ class Registry:
             engine.left = True
             self._remove(engine, "left")
 
+    def on_ended(self, name: str, *, planned: bool) -> None:
+        """The process of the engine ``name`` has ended, says the supervisor."""
+        for engine in list(self._engines.values()):
+            if engine.hello.engine == name and engine.lost_reason is None:
+                engine.left |= planned
+                self._mark_lost(engine, "ended")
+
     def on_unreachable(self, engine: Engine) -> None:
         self._mark_lost(engine, "disconnected")
 

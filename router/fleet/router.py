@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
 from router.fleet.admission import Admission
@@ -19,6 +20,7 @@ from router.fleet.loop_lag import LoopLag
 from router.fleet.metrics import EngineCollector, Metrics
 from router.fleet.rate_limits import RateLimits
 from router.fleet.registry import Registry
+from router.fleet.supervised import Supervised, SupervisorChannel
 from router.fleet.tenants import Tenant
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
@@ -45,7 +47,13 @@ _TICK_S = 0.25
 class Router:
     """The state of the router process, for handlers, and the messages of its engines."""
 
-    def __init__(self, settings: Settings, socket_address: str, version: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        socket_address: str,
+        version: str,
+        supervisor: SupervisorChannel | None = None,
+    ) -> None:
         """Bind the engines' socket, before the event loop runs.
 
         Raises `EngineSocketError` and `LimitsStoreError`.
@@ -64,6 +72,7 @@ class Router:
         scheme, _, path = socket_address.partition("://")
         store = TokenizerFileStore(Path(path + ".files") if scheme == "ipc" else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
+        self.supervised = Supervised(supervisor)
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for what takes long."""
@@ -161,6 +170,19 @@ class Router:
             raise _not_ready("; ".join(replicas.troubles))
         self.admission.check_memory(replicas)
         return replicas.model
+
+    # -- the supervisor --------------------------------------------------------
+
+    def on_supervisor_message(self, message: Mapping[str, Any]) -> None:
+        if "models" in message:
+            self.supervised.on_models(message)
+        elif "ended" in message:
+            self.engine_socket.receive_pending()  # its last words
+            self.registry.on_ended(str(message["ended"]), planned=bool(message.get("planned")))
+
+    def demand(self) -> dict[str, tuple[int, float]]:
+        """Return what the supervisor is told of the use of models (`Supervised.demand`)."""
+        return self.supervised.demand(self.dispatcher.models_in_use)
 
     # -- RegistryListener ------------------------------------------------------
 

@@ -9,15 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from shared.flags import sources
 from shared.flags.declaration import Flag, FlagError, flag, flags_of
-from shared.flags.values import check_range, convert
+from shared.flags.sources import RawValue, from_table
+from shared.flags.values import arguments, check_range, convert
 
-__all__ = ["Flag", "FlagError", "flag", "flags_of", "resolve"]
+__all__ = [
+    "Flag",
+    "FlagError",
+    "Resolved",
+    "arguments",
+    "flag",
+    "flags_of",
+    "from_table",
+    "resolve",
+    "values_of",
+]
 
 T = TypeVar("T")
+
+
+class Resolved(NamedTuple, Generic[T]):
+    value: T
+    given: frozenset[str]
+    """The fields that the user has set."""
+    tables: list[Any]
+    """What the file has under the name ``tables``, if that is a list."""
+    warnings: list[str]
 
 
 def resolve(
@@ -28,23 +48,37 @@ def resolve(
     prog: str,
     description: str = "",
     config: str = "config",
+    tables: str = "",
     other_variables: Sequence[str] = (),
-) -> tuple[T, list[str]]:
-    """Return the instance of ``cls`` that the user asked for, and warnings for the user.
+) -> Resolved[T]:
+    """Return the instance of ``cls`` that the user asked for.
 
-    ``config`` is the name of the flag with the TOML file. ``other_variables`` have our prefix
-    without being flags.
+    ``config`` is the name of the flag with the TOML file, and ``tables`` a key of the file that
+    may hold a list of tables. ``other_variables`` have our prefix without being flags.
     Raises: `FlagError`, and SystemExit(0) after ``--help`` was printed.
     """
     flags = flags_of(cls)
     parser = sources.argument_parser(flags, prog, description)
     given = sources.from_environment(flags, environ)
     given |= sources.from_command_line(flags, parser, argv)
+    found: list[Any] = []
     if config in given:
-        given = sources.from_file(flags, Path(str(given[config].value)).expanduser()) | given
-
-    values: dict[str, Any] = {}
+        path = Path(str(given[config].value)).expanduser()
+        content = sources.read_file(path)
+        if isinstance(content.get(tables), list):
+            found = content.pop(tables)
+        given = from_table(flags, content, str(path)) | given
     warnings = sources.unknown_variables(flags, environ, other_variables)
+    values, more = values_of(flags, given)
+    return Resolved(cls(**values), frozenset(values), found, warnings + more)
+
+
+def values_of(
+    flags: Sequence[Flag], given: Mapping[str, RawValue]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of ``flags`` that are ``given``, and warnings. Raises: `FlagError`."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
     for known in flags:
         raw = given.get(known.field)
         if raw is None:
@@ -64,4 +98,4 @@ def resolve(
         if known.declared.ignored and value != known.default:
             warnings.append(f"{raw.origin}: {known.declared.ignored}")
         values[known.field] = value
-    return cls(**values), warnings
+    return values, warnings

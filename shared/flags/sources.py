@@ -88,27 +88,37 @@ def from_environment(flags: Sequence[Flag], environ: Mapping[str, str]) -> dict[
     return given
 
 
-def from_file(flags: Sequence[Flag], path: Path) -> dict[str, RawValue]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises: `FlagError`."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FlagError(f"--config: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FlagError(f"--config: {path} is not valid TOML: {one_line(error)}") from None
+
+
+def from_table(
+    flags: Sequence[Flag], content: Mapping[str, Any], where: str
+) -> dict[str, RawValue]:
+    """Return the values of ``flags`` in a table of TOML, which is at ``where``.
+
+    Raises: `FlagError` if the table has other keys.
+    """
     names = {flag.name: (flag, False) for flag in flags}
     names |= {flag.opposite: (flag, True) for flag in flags if flag.kind is bool}
     given: dict[str, RawValue] = {}
     for key, value in content.items():
         if key.replace("_", "-") not in names:
             raise FlagError(
-                f"--config: unknown key {key!r} in {path}{_suggestion(dashed(key), names)}"
+                f"--config: unknown key {key!r} in {where}{_suggestion(dashed(key), names)}"
             )
         flag, negated = names[key.replace("_", "-")]
         if flag.field == "config":
-            raise FlagError(f"--config: {path} names another file, which is not followed")
+            raise FlagError(f"--config: {where} names another file, which is not followed")
         if flag.field in given:
-            raise FlagError(f"--{flag.name}: set twice in {path}")
-        origin = f"--{flag.name} (key {key!r} in {path})"
+            raise FlagError(f"--{flag.name}: set twice in {where}")
+        origin = f"--{flag.name} (key {key!r} in {where})"
         given[flag.field] = _negatable(flag, value, origin, negated)
     return given
 

@@ -104,5 +104,16 @@ def check_range(flag: Flag, value: Any) -> None:
         raise ValueError(f"no readable file {value}")
 
 
+def arguments(flag: Flag, value: Any) -> list[str]:
+    """Return the words of a command line that give ``flag`` its ``value``."""
+    if flag.kind is bool:
+        return [f"--{flag.name if value else flag.opposite}"]
+    if flag.kind is tuple:
+        return [f"--{flag.name}={item}" for item in value]
+    if value is None:
+        return [] if flag.declared.word is None else [f"--{flag.name}={flag.declared.word}"]
+    return [f"--{flag.name}={json.dumps(value) if flag.kind is dict else value}"]
+
+
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())

@@ -7,6 +7,7 @@ take the same flags, so that the supervisor can pass its own on.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -14,12 +15,21 @@ from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, resolve
 from shared.settings.checks import check, is_loopback
 from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
+from shared.settings.models import (
+    CONFIG_VARIABLE,
+    ModelEntry,
+    command_line,
+    fixed_changes,
+    model_changes,
+    model_entries,
+    overlay,
+    serving_options,
+)
 from shared.settings.secrets import (
     SECRETS_VARIABLE,
     secret_variables,
     secrets_of,
     with_secrets,
-    without_secrets,
 )
 from shared.supervisor_link import LINK_VARIABLE
 
@@ -27,38 +37,71 @@ __all__ = [
     "ReasoningParserName",
     "Settings",
     "ToolParserName",
+    "ModelEntry",
+    "CONFIG_VARIABLE",
     "check",
+    "command_line",
+    "fixed_changes",
     "is_loopback",
+    "model_changes",
+    "overlay",
     "parse",
+    "parse_models",
+    "read",
     "SECRETS_VARIABLE",
     "secret_variables",
     "secrets_of",
-    "without_secrets",
+    "serving_options",
 ]
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> Settings:
-    """Return the settings that the user asked for.
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str], prog: str, *, one_model: bool = False
+) -> Settings:
+    """Return the settings that the user asked for, apart from those of single models.
 
-    Invalid settings are one line on stderr and SystemExit(2), before anything starts. Warnings
-    go to stderr too, except in a child process, as its supervisor has printed them.
+    Invalid settings are one line on stderr and SystemExit(2), before anything starts; so is a file
+    with ``[[model]]`` for a process of ``one_model``. Warnings go to stderr too, except in a child
+    process, as its supervisor has printed them.
     """
+    settings, models = parse_models(argv, environ, prog)
+    if one_model and not models[0].alone:
+        reason = "--config: a file with [[model]] is for `serve`; an engine serves --model"
+        raise SystemExit(fail(prog, reason, EXIT_USAGE))
+    return settings
+
+
+def parse_models(
+    argv: Sequence[str], environ: Mapping[str, str], prog: str
+) -> tuple[Settings, tuple[ModelEntry, ...]]:
+    """Return the same, and the models of the server with their own settings, one at least."""
     try:
-        settings, warnings = resolve(
-            Settings,
-            argv,
-            environ,
-            prog=prog,
-            description="LLM serving on MLX. Order of precedence: flag, environment "
-            "variable, --config file, default.",
-            other_variables=("MLX_LM_SERVER_BLAS",),
-        )
-        if SECRETS_VARIABLE in environ:
-            settings = with_secrets(settings, environ[SECRETS_VARIABLE])
-        check(settings)
+        settings, models, warnings = read(argv, environ, prog)
     except FlagError as error:
         raise SystemExit(fail(prog, error, EXIT_USAGE)) from None
     if LINK_VARIABLE not in environ:
         for warning in warnings:
             sys.stderr.write(f"{prog}: warning: {warning}\n")
-    return settings
+    return settings, models
+
+
+def read(
+    argv: Sequence[str], environ: Mapping[str, str], prog: str
+) -> tuple[Settings, tuple[ModelEntry, ...], list[str]]:
+    """Return the settings, the models and warnings. Raises: `FlagError`."""
+    settings, given, tables, warnings = resolve(
+        Settings,
+        argv,
+        environ,
+        prog=prog,
+        description="LLM serving on MLX. Order of precedence: flag, environment "
+        "variable, --config file, default.",
+        tables="model",
+        other_variables=("MLX_LM_SERVER_BLAS",),
+    )
+    settings = dataclasses.replace(settings, given=given)
+    if SECRETS_VARIABLE in environ:
+        settings = with_secrets(settings, environ[SECRETS_VARIABLE])
+    check(settings)
+    models, more = model_entries(settings, tables, str(settings.config))
+    return settings, models, warnings + more

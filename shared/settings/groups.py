@@ -7,6 +7,7 @@ flag was not set, and that the device, the model or a private directory decides.
 # ruff: noqa: RUF009  (`flag` makes a dataclass field)
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,13 @@ class ModelSettings:
         "seconds without a request after which a model is unloaded (0: never)",
         at_least=0,
         later="unloading is",
+    )
+    memory_gb: float | None = flag(
+        None,
+        "memory of one engine in GB, for weights and KV cache",
+        more_than=0,
+        word="auto",
+        shown_default="auto: an equal part of the device's",
     )
 
 
@@ -288,7 +296,14 @@ class DistributedSettings:
 class ProcessSettings:
     GROUP: ClassVar = "processes and logging"
 
-    engines: int = flag(1, "replicas of the model on this machine", at_least=1, at_most=64)
+    engines: int = flag(1, "replicas of a model on this machine", at_least=1, at_most=64)
+    fleet_memory_gb: float | None = flag(
+        None,
+        "memory of all engines of this machine in GB: models that do not fit are loaded on demand",
+        more_than=0,
+        word="auto",
+        shown_default="auto: the device's",
+    )
     engine_socket: str | None = flag(
         None,
         "address where router and engines meet: ipc://PATH or tcp://HOST:PORT",
@@ -326,3 +341,6 @@ class Settings(
     ProcessSettings,
 ):
     """The resolved settings; ``Settings()`` has the defaults."""
+
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    """The fields that the user has set."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from shared.flags import flags_of
@@ -35,16 +34,3 @@ def with_secrets(settings: Settings, encoded: str) -> Settings:
 def secret_variables() -> frozenset[str]:
     """Return the environment variables by which users set secrets."""
     return frozenset(flag.variable for flag in _FLAGS)
-
-
-def without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return the command line ``argv``, which is valid, without its secrets."""
-    names = {f"--{flag.name}" for flag in _FLAGS}
-    kept = []
-    words = iter(argv)
-    for word in words:
-        if word in names:
-            next(words, None)
-        elif word.partition("=")[0] not in names:
-            kept.append(word)
-    return kept

@@ -9,8 +9,10 @@ import json
 import sys
 from contextlib import suppress
 
-from services.supervisor import Limits, Supervisor
-from services.supervisor_child import ChildSpec
+from services.launcher import ChildSpec
+from services.local_launcher import LocalLauncher
+from services.managed_child import Limits
+from services.supervisor import Supervisor
 from services.supervisor_output import LogCollector
 from shared import logs
 from shared.rundir import RUN_DIR_VARIABLE, RunDir
@@ -38,7 +40,7 @@ def main(folder: str, limits: str, *children: str) -> int:
             )
         supervisor = Supervisor(
             specs,
-            output,
+            LocalLauncher(output),
             limits=Limits(**json.loads(limits)),
             on_ready=lambda: announce(run_dir),
         )

@@ -6,13 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from services import cli, listener, local
+from services.launcher import ChildSpec
 from shared.rundir import RunDir
-from shared.settings import Settings, parse
+from shared.settings import Settings, parse, parse_models
 from shared.version import installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,20 +101,33 @@ def test_doctor_reports_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> Non
     assert "ok  device" in report
 
 
+def specs_of(
+    argv: list[str], directory: Path, environ: Mapping[str, str] = MappingProxyType({})
+) -> list[ChildSpec]:
+    """Return the specs of a server's processes, with one engine of each model."""
+    settings, models = parse_models(argv, environ, "prog")
+    with RunDir.create(directory) as run_dir, socket.socket() as http:
+        children = local.Children(settings, http, run_dir)
+        engines = [children.engine(model, f"engine-{n}", 10**9) for n, model in enumerate(models)]
+        return [*children.services(), *engines]
+
+
+def parsed(spec: ChildSpec, environ: Mapping[str, str] = MappingProxyType({})) -> Settings:
+    """Return the settings that a child gets."""
+    return parse(spec.command[4:], environ, "prog")
+
+
 def test_children_use_sockets_in_the_run_directory(tmp_path: Path) -> None:
-    argv = ["--model=demo", "--engines=2"]
-    settings = parse(argv, {}, "prog")
-    with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
-        specs = local.children(settings, argv, http, run_dir)
-        assert [spec.name for spec in specs] == ["kvstore", "engine-0", "engine-1", "router"]
-        for spec in specs:
-            assert f"--engine-socket=ipc://{run_dir.path}/engines" in spec.command
-            again = parse(spec.command[4:], {}, "prog")
-            assert (again.model, again.engines) == ("demo", 2)
-        (router,) = (spec for spec in specs if spec.announces_ready)
-        assert router.descriptors == {"_MLX_LM_SERVER_HTTP_FD": http.fileno()}
-        stages = {spec.name.split("-")[0]: spec.stop_stage for spec in specs}
-        assert stages["router"] < stages["engine"] < stages["kvstore"]
+    specs = specs_of(["--model=demo", "--engines=2"], tmp_path)
+    assert [spec.name for spec in specs] == ["kvstore", "router", "engine-0"]
+    for spec in specs:
+        (address,) = (word for word in spec.command if word.startswith("--engine-socket="))
+        assert address.startswith(f"--engine-socket=ipc://{tmp_path}/mlxlm-")
+        assert (parsed(spec).model, parsed(spec).engines) == ("demo", 2)
+    (router,) = (spec for spec in specs if spec.announces_ready)
+    assert int(router.descriptors["_MLX_LM_SERVER_HTTP_FD"]) > 0
+    stages = {spec.name.split("-")[0]: spec.stop_stage for spec in specs}
+    assert stages["router"] < stages["engine"] < stages["kvstore"]
 
 
 def test_keys_are_in_no_childs_arguments_and_only_in_the_routers_environment(
@@ -119,16 +135,13 @@ def test_keys_are_in_no_childs_arguments_and_only_in_the_routers_environment(
 ) -> None:
     monkeypatch.setenv("MLX_LM_SERVER_METRICS_KEY", "sesame")
     argv = ["--api-key", "sesame", "--model=demo", "--api-key=sesame2"]
-    settings = parse(argv, os.environ, "prog")
-    with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
-        specs = local.children(settings, argv, http, run_dir)
-    for spec in specs:
+    for spec in specs_of(argv, tmp_path, os.environ):
         assert not any("sesame" in word for word in spec.command)
         environment = {
             **{name: os.environ[name] for name in os.environ.keys() - spec.hidden_variables},
             **spec.environment,
         }
-        again = parse(spec.command[4:], environment, "prog")
+        again = parsed(spec, environment)
         assert again.model == "demo"
         if spec.name == "router":
             assert again.api_key == ("sesame", "sesame2")
@@ -139,21 +152,38 @@ def test_keys_are_in_no_childs_arguments_and_only_in_the_routers_environment(
 
 
 def test_configured_sockets_are_used_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
-    argv = ["--no-ssd", "--engine-socket=ipc:///run/e"]
-    settings = parse(argv, {}, "prog")
-    with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
-        specs = local.children(settings, argv, http, run_dir)
-    assert [spec.name for spec in specs] == ["engine-0", "router"]
-    assert parse(specs[0].command[4:], {}, "prog").engine_socket == "ipc:///run/e"
+    specs = specs_of(["--no-ssd", "--engine-socket=ipc:///run/e"], tmp_path)
+    assert [spec.name for spec in specs] == ["router", "engine-0"]
+    assert parsed(specs[0]).engine_socket == "ipc:///run/e"
+
+
+def test_engines_have_the_settings_of_their_model_and_read_no_file_themselves(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'temperature = 0.3\n[[model]]\nid = "a"\npath = "demo"\naliases = ["x"]\nkv_bits = 16\n'
+        'num_blocks = "auto"\n[[model]]\nid = "org/b"\ntemperature = 0.9\n'
+        "chat_template_args = { deep = true }\n"
+    )
+    environ = {"MLX_LM_SERVER_CONFIG": str(file), "MLX_LM_SERVER_NUM_BLOCKS": "64"}
+    specs = specs_of(["--port=0"], tmp_path, environ)
+    file.unlink()
+    assert all("MLX_LM_SERVER_CONFIG" in spec.hidden_variables for spec in specs)
+    environ.pop("MLX_LM_SERVER_CONFIG")
+    a, b = (parsed(spec, environ) for spec in specs if spec.name.startswith("engine"))
+    assert (a.model, a.served_model_name, a.kv_bits) == ("demo", ("a", "x"), 16)
+    assert (a.temperature, a.num_blocks, a.memory_gb) == (0.3, None, 1.0)
+    assert (b.model, b.served_model_name, b.kv_bits) == ("org/b", ("org/b",), 8)
+    assert (b.temperature, b.num_blocks) == (0.9, 64)
+    assert b.chat_template_args == {"deep": True}
 
 
 def test_engines_allocate_in_huge_pages_unless_the_user_sets_tunables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def engine() -> str | None:
-        with RunDir.create(tmp_path) as run_dir, socket.socket() as http:
-            specs = local.children(parse(["--no-ssd"], {}, "prog"), [], http, run_dir)
-        return specs[0].environment.get("GLIBC_TUNABLES")
+        return specs_of(["--no-ssd"], tmp_path)[-1].environment.get("GLIBC_TUNABLES")
 
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert "hugetlb=1" in (engine() or "")

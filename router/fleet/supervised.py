@@ -1,0 +1,97 @@
+"""The router's view of the supervisor: which models are configured, and what it tells of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+ConfiguredState = Literal["unloaded", "loading", "ready", "broken"]
+
+
+class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the configuration, as the supervisor describes it."""
+
+    names: list[str]  # its own first
+    state: ConfiguredState
+    reason: str | None = None  # why it is broken
+    pinned: bool = False
+    engines: list[str] = []
+    load_s: float | None = None  # how long its last load took
+
+
+class SupervisorChannel(Protocol):
+    """What takes the messages; `shared.supervisor_link.SupervisorLink` is one."""
+
+    def tell(self, **message: object) -> bool:
+        """Send a message; return whether it was sent."""
+
+
+class Supervised:
+    """What the supervisor has said, and the demand that it is told of. Empty in a router that was
+    started alone."""
+
+    def __init__(self, channel: SupervisorChannel | None) -> None:
+        self._channel = channel
+        self.models: dict[str, ConfiguredModel] = {}
+        """By their own names, in the order of the configuration."""
+        self.restarting = False
+        """Whether engines are being exchanged."""
+        self._waiting: dict[str, int] = {}
+        self._used_at: dict[str, float] = {}
+
+    def on_models(self, message: Mapping[str, Any]) -> None:
+        """Take what the supervisor says of the models."""
+        try:
+            self.models = msgspec.convert(message["models"], dict[str, ConfiguredModel])
+        except msgspec.ValidationError as error:
+            logger.error("the supervisor says something unknown: %s", error)
+        self.restarting = bool(message.get("restarting"))
+        now = time.monotonic()
+        self._used_at = {name: self._used_at.get(name, now) for name in self.models}
+
+    def find(self, name: str | None) -> ConfiguredModel | None:
+        """Return the model called ``name``; for None the first of the configuration."""
+        for model in self.models.values():
+            if name is None or name in model.names:
+                return model
+        return None
+
+    def restart(self, target: str | None = None) -> bool:
+        """Exchange the engine or the engines of the model ``target``, or all engines, one at a
+        time. Return False without a supervisor that could be told."""
+        return self._channel is not None and self._channel.tell(do="restart", target=target)
+
+    # -- demand ----------------------------------------------------------------
+
+    @contextmanager
+    def waiting_for(self, model: ConfiguredModel) -> Iterator[None]:
+        """Count a request that waits for ``model`` to be loaded."""
+        name = model.names[0]
+        self._waiting[name] = self._waiting.get(name, 0) + 1
+        try:
+            yield
+        finally:
+            self._waiting[name] -= 1
+            self._used_at[name] = time.monotonic()
+
+    def num_waiting(self, model_id: str) -> int:
+        return self._waiting.get(model_id, 0)
+
+    def demand(self, in_use: set[str]) -> dict[str, tuple[int, float]]:
+        """Return, by model, how many requests wait for it to be loaded, and the seconds since its
+        last request: 0 while it has any, as those ``in_use``."""
+        now = time.monotonic()
+        for name in self.models:
+            if name in in_use or self._waiting.get(name):
+                self._used_at[name] = now
+        return {
+            name: (self._waiting.get(name, 0), round(now - self._used_at[name], 3))
+            for name in self.models
+        }

@@ -1,0 +1,210 @@
+"""Decides which engines run: loads models on demand, unloads them, and restarts them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from services.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
+from services.fleet.memory import budgets, total_bytes, weights_bytes
+from services.fleet.model import FleetModel
+from services.fleet.rolling import RollingRestart
+from services.launcher import LaunchedProcess
+from services.managed_child import ManagedChild
+from shared.exits import EXIT_CONFIG
+from shared.settings import ModelEntry, Settings, model_changes
+
+logger = logging.getLogger(__name__)
+
+ROUTER = "router"
+PATIENCE_S = 10.0
+"""After this time a model that is waited for takes the memory of one that has requests."""
+SHORTEST_STAY_S = 10.0
+"""The time that a model with requests keeps its memory at least."""
+
+
+class EngineFleet:
+    """The engines of all models. `turn` is called several times a second."""
+
+    def __init__(
+        self,
+        supervisor: ChildRunner,
+        make_spec: SpecMaker,
+        settings: Settings,
+        entries: Sequence[ModelEntry],
+    ) -> None:
+        self._supervisor = supervisor
+        self._settings = settings
+        self._device_bytes: int | None = None
+        self._pool = EnginePool(supervisor, make_spec)
+        self._rolling = RollingRestart(self._pool)
+        self._models = [FleetModel(entry, weights_bytes(entry.settings.model)) for entry in entries]
+        self._router: LaunchedProcess | None = None
+        self._told: dict[str, Any] | None = None
+        self._size_budgets()
+        self._load_what_fits()
+
+    def turn(self) -> None:
+        now = time.monotonic()
+        self._listen(now)
+        for model in self._models:
+            if line := model.follow_engines():
+                logger.info(line)
+        self._pool.forget_ended()
+        self._rolling.turn()
+        self._unload_idle()
+        for model in sorted(self._models, key=lambda model: model.waiting_since or now):
+            self._load(model, now)
+        self._tell_router()
+        if all(model.state == "broken" for model in self._models):
+            self._supervisor.end(EXIT_CONFIG)
+
+    def on_exit(self, child: ManagedChild) -> None:
+        """Tell the router that a process has ended: it would have to wait for missing beats."""
+        if self._router is not None and child.name != ROUTER:
+            self._router.tell({"ended": child.name, "planned": child.retired_until is not None})
+
+    def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
+        """Serve ``entries`` from now on: load new models, unload others, restart changed ones."""
+        known = {model.id: model for model in self._models}
+        self._settings, self._models = settings, []
+        for entry in entries:
+            model = known.pop(entry.id, None)
+            if model is None:
+                model = FleetModel(entry, weights_bytes(entry.settings.model))
+                logger.info("model %s was added", model.id)
+            elif changes := model_changes(model.entry, entry):
+                logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
+                model.entry, model.trouble = entry, None
+                model.weights_bytes = weights_bytes(entry.settings.model)
+                self._rolling.add(model)
+            model.entry = entry
+            self._models.append(model)
+        for model in known.values():
+            logger.info("model %s was taken out", model.id)
+            self._pool.retire(model, model.engines)
+        self._size_budgets()
+        self._load_what_fits()
+
+    # -- the router ------------------------------------------------------------
+
+    def _listen(self, now: float) -> None:
+        """Take what the router says: demand in its beats, and commands."""
+        (router,) = (child for child in self._supervisor.children if child.name == ROUTER)
+        if router.process is not self._router:
+            self._router, self._told = router.process, None
+        if self._router is None:
+            return
+        demand = self._router.state.facts.get("models", {})
+        for model in self._models:
+            waiting, idle_s = demand.get(model.id, (0, 0.0))
+            model.note_demand(int(waiting), float(idle_s), now)
+        for message in self._router.take_messages():
+            if message.get("do") == "restart":
+                self.restart(message.get("target"))
+            else:
+                logger.error("the router asks for something unknown: %s", message)
+
+    def _tell_router(self) -> None:
+        if self._router is None or self._router.state.last_beat_at is None:
+            return
+        models = {model.id: model.describe() for model in self._models}
+        message = {"models": models, "restarting": not self._rolling.is_idle}
+        if message != self._told and self._router.tell(message):
+            self._told = message
+
+    def restart(self, target: str | None) -> None:
+        """Exchange the engines that ``target`` names: an engine, a model, or None for all."""
+        for model in self._models:
+            if target is None or target in model.entry.names:
+                model.trouble = None
+                if model.engines:
+                    self._rolling.add(model)
+                elif target is not None:
+                    model.waiting_since = model.waiting_since or time.monotonic()
+                    self._load(model, time.monotonic(), asked=True)
+            for child in model.engines:
+                if child.name == target:
+                    self._rolling.add_engine(model, child)
+
+    # -- memory ----------------------------------------------------------------
+
+    def _size_budgets(self) -> None:
+        self._pool.total_bytes = total_bytes(self._settings, self._device_bytes)
+        entries = [model.entry for model in self._models]
+        sizes = [model.weights_bytes for model in self._models]
+        for model, size in zip(
+            self._models, budgets(entries, sizes, self._pool.total_bytes), strict=True
+        ):
+            model.budget_bytes = size
+
+    def _load_what_fits(self) -> None:
+        """Start engines in the order of the configuration, pinned models first."""
+        for model in sorted(self._models, key=lambda model: not model.entry.pinned):
+            while self._lacks_engines(model) and self._pool.fits(model):
+                self._pool.start(model)
+            if not model.engines:
+                logger.info("model %s will be loaded when it is asked for", model.id)
+
+    def _lacks_engines(self, model: FleetModel) -> bool:
+        return (
+            model.trouble is None
+            and len(model.engines) < model.entry.settings.engines
+            and not self._rolling.concerns(model)
+        )
+
+    def _load(self, model: FleetModel, now: float, *, asked: bool = False) -> None:
+        """Start the engines that ``model`` lacks, if it is waited for or loaded in part."""
+        if not self._lacks_engines(model) or not (model.engines or model.waiting or asked):
+            return
+        if self._pool.fits(model):
+            if not model.engines:
+                self._measure(model)
+            self._pool.start(model)
+        elif not model.engines:
+            self._make_room(model, now)
+
+    def _measure(self, model: FleetModel) -> None:
+        """Size an unknown model again: its first load has brought it to this machine."""
+        if model.weights_bytes is None:
+            model.weights_bytes = weights_bytes(model.entry.settings.model)
+
+    def _make_room(self, model: FleetModel, now: float) -> None:
+        """Unload the models that were not used for longest, so that ``model`` will fit."""
+        pool = self._pool
+        pinned = [each for each in self._models if each.entry.pinned and each is not model]
+        kept = sum(each.budget_bytes * len(each.engines) for each in pinned)
+        if kept + model.budget_bytes > pool.total_bytes:
+            model.trouble = (
+                f"it needs {model.budget_bytes / 1e9:.2f} GB of memory, and of "
+                f"{pool.total_bytes / 1e9:.2f} GB pinned models have {kept / 1e9:.2f}"
+            )
+            logger.error("model %s cannot be loaded: %s", model.id, model.trouble)
+            return
+        lacking = pool.used_bytes - pool.leaving_bytes + model.budget_bytes - pool.total_bytes
+        waited_s = now - (model.waiting_since or now)
+        for victim in sorted(self._models, key=lambda each: -each.idle_s):
+            if lacking <= 0:
+                return
+            if victim.engines and victim not in (*pinned, model) and _may_go(victim, waited_s, now):
+                logger.info("model %s makes room for %s", victim.id, model.id)
+                lacking -= victim.budget_bytes * len(victim.engines)
+                pool.retire(victim, victim.engines)
+
+    def _unload_idle(self) -> None:
+        for model in self._models:
+            limit_s = model.entry.settings.idle_unload_s
+            in_use = model.entry.pinned or model.state != "ready" or self._rolling.concerns(model)
+            if limit_s and not in_use and model.idle_s >= limit_s:
+                logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
+                self._pool.retire(model, model.engines)
+
+
+def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:
+    """Return whether ``model`` is unloaded for another, which has been waited for that long."""
+    if model.idle_s > 0:
+        return True
+    stay_s = 0.0 if model.ready_since is None else now - model.ready_since
+    return waited_s > PATIENCE_S and stay_s > SHORTEST_STAY_S

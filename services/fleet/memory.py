@@ -1,0 +1,102 @@
+"""The bytes that models need, known before they are loaded, and the budgets of their engines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.model.demo import user_cache
+from shared.settings import ModelEntry, Settings
+
+logger = logging.getLogger(__name__)
+
+DARWIN_SHARE = 0.75
+"""About Metal's recommended working set, until an engine has told it."""
+OVERLAP_SHARE = 0.7
+"""While engines are exchanged, the weights of all together may take this part of the memory."""
+_WEIGHTS_FACTOR = 1.5
+_LEAST_BESIDE_WEIGHTS = 2 << 30
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def weights_bytes(model: str) -> int | None:
+    """Return the size of the weights of ``model``, by the headers of its files.
+
+    None if it is not on this machine, or is no model.
+    """
+    directory = _directory(model)
+    files = [] if directory is None else sorted(directory.glob("model*.safetensors"))
+    try:
+        return sum(map(_tensor_bytes, files)) if files else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.debug("the weights of %s cannot be measured: %s", model, error)
+        return None
+
+
+def _tensor_bytes(path: Path) -> int:
+    """Return the bytes of the tensors in a safetensors file, which its header lists."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is not a safetensors file")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+
+
+def _directory(model: str) -> Path | None:
+    if model in ("demo", "demo-fp32", "demo-4bit"):  # made when it is first loaded
+        return max((user_cache() / "models").glob("SmolLM2*"), default=None)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def machine_bytes() -> int:
+    """Return the memory that engines may take on this machine, as far as is known without MLX."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(total * DARWIN_SHARE) if sys.platform == "darwin" else total
+
+
+def total_bytes(settings: Settings, device_bytes: int | None) -> int:
+    """Return the memory of all engines together; ``device_bytes`` is what an engine has found."""
+    if settings.fleet_memory_gb is not None:
+        return int(settings.fleet_memory_gb * 1e9)
+    return device_bytes or machine_bytes()
+
+
+def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total: int) -> list[int]:
+    """Return the bytes that one engine of each of ``entries`` may take, weights included.
+
+    What ``--memory-gb`` or ``memory_gb`` says goes first. Where all models fit at once, each gets
+    its weights and an equal part of what they leave. Otherwise each gets its weights and half as
+    much again, 2 GiB at least, so that others fit beside it. A model whose size is not known gets
+    an equal part of the memory.
+    """
+    engines = sum(entry.settings.engines for entry in entries)
+    known = [size or 0 for size in weights]
+    needed = sum(e.settings.engines * size for e, size in zip(entries, known, strict=True))
+    all_fit = None not in weights and needed * _WEIGHTS_FACTOR <= total
+    found = []
+    for entry, size in zip(entries, weights, strict=True):
+        if entry.settings.memory_gb is not None:
+            found.append(int(entry.settings.memory_gb * 1e9))
+        elif size is None:
+            found.append(total // engines)
+        elif all_fit:
+            found.append(size + (total - needed) // engines)
+        else:
+            least = size + _LEAST_BESIDE_WEIGHTS
+            found.append(min(total, max(int(size * _WEIGHTS_FACTOR), least)))
+    return found

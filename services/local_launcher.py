@@ -1,0 +1,109 @@
+"""Processes of this machine, as children of the supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from services.launcher import ChildSpec, ProcessState
+from services.supervisor_output import LogCollector
+from shared.supervisor_link import LINK_VARIABLE, LineReader, LineWriter
+
+
+class LocalLauncher:
+    """A `Launcher` of child processes, whose output goes to ``output``."""
+
+    def __init__(self, output: LogCollector) -> None:
+        self._output = output
+
+    def start(self, spec: ChildSpec, now: float) -> LocalProcess:
+        return LocalProcess(spec, self._output, now)
+
+
+class LocalProcess:
+    """A `LaunchedProcess` that is a child of this one."""
+
+    def __init__(self, spec: ChildSpec, output: LogCollector, now: float) -> None:
+        self.spec = spec
+        self.state = ProcessState(started_at=now)
+        self._link, child_end = socket.socketpair()
+        self._link.setblocking(False)
+        self._reader, self._writer = LineReader(), LineWriter(self._link)
+        self._messages: list[Mapping[str, Any]] = []
+        with child_end:
+            descriptors = {**spec.descriptors, LINK_VARIABLE: child_end.fileno()}
+            # A process group of its own: Ctrl-C reaches only the supervisor, which then stops
+            # the children in order.
+            self._process = subprocess.Popen(
+                spec.command,
+                env={
+                    **{
+                        name: value
+                        for name, value in os.environ.items()
+                        if name not in spec.hidden_variables
+                    },
+                    **spec.environment,
+                    **{name: str(number) for name, number in descriptors.items()},
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=tuple(descriptors.values()),
+                process_group=0,
+            )
+        assert self._process.stdout is not None
+        output.follow(self._process.stdout, spec.name)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._link.fileno()
+
+    def refresh(self, now: float) -> bool:
+        self.state.exit_code = self._process.poll()
+        try:
+            while data := self._link.recv(self._reader.MAX_LINE_BYTES):
+                self.state.last_beat_at = now  # anything proves that the child is alive
+                for line in self._reader.lines(data):
+                    self._on_line(line)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def take_messages(self) -> list[Mapping[str, Any]]:
+        taken, self._messages = self._messages, []
+        return taken
+
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        return self._writer.write(message)
+
+    def stop(self, *, at_once: bool = False) -> None:
+        if self._process.poll() is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL if at_once else signal.SIGTERM)
+            except (ProcessLookupError, PermissionError):
+                pass  # it has just ended (macOS reports "not permitted" for a zombie)
+
+    def hang_up(self) -> None:
+        self._process.send_signal(signal.SIGHUP)  # to the child alone
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _on_line(self, line: Mapping[str, Any]) -> None:
+        if isinstance(phase := line.get("phase"), str):
+            self.state.phase, self.state.facts = phase, line
+            self.state.reason = str(line.get("reason", self.state.reason))
+        else:
+            self._messages.append(line)

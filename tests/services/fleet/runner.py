@@ -1,0 +1,130 @@
+"""A supervisor and a launcher without processes: children are ready, and end, when a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.fleet.fleet import EngineFleet
+from services.launcher import ChildSpec, ProcessState
+from services.managed_child import ManagedChild
+from shared.settings import ModelEntry, Settings
+
+
+class PretendedProcess:
+    """A `LaunchedProcess` that does what it is told."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.state = ProcessState(started_at=0.0, last_beat_at=0.0, phase="loading")
+        self.told: list[Mapping[str, Any]] = []
+        self.messages: list[Mapping[str, Any]] = []
+
+    def fileno(self) -> int:
+        return -1
+
+    def refresh(self, now: float) -> bool:
+        return True
+
+    def take_messages(self) -> list[Mapping[str, Any]]:
+        taken, self.messages = self.messages, []
+        return taken
+
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        self.told.append(message)
+        return True
+
+    def stop(self, *, at_once: bool = False) -> None: ...
+    def hang_up(self) -> None: ...
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class FleetRun:
+    """A fleet of ``models``, by name and memory in bytes, and its router."""
+
+    def __init__(self, total_bytes: int, entries: Sequence[ModelEntry]) -> None:
+        self.children: list[ManagedChild] = []
+        self.log: list[str] = []
+        """What was started (+name), retired (-name) and has ended (.name)."""
+        self.ended_with: int | None = None
+        router = self.add(ChildSpec(name="router", command=()))
+        self.router = PretendedProcess(router.spec)
+        router.process = self.router
+        self.log.clear()
+        self.settings = Settings(fleet_memory_gb=total_bytes / 1e9)
+        self.fleet = EngineFleet(self, self._make_spec, self.settings, entries)
+
+    def _make_spec(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
+        return ChildSpec(name=name, command=(entry.settings.model, str(budget_bytes)))
+
+    # -- ChildRunner -----------------------------------------------------------
+
+    def add(self, spec: ChildSpec) -> ManagedChild:
+        child = ManagedChild(spec)
+        child.process = PretendedProcess(spec)
+        self.children.append(child)
+        self.log.append(f"+{spec.name}")
+        return child
+
+    def retire(self, child: ManagedChild) -> None:
+        if child.gave_up is not None:
+            self.children.remove(child)
+        elif child.retired_until is None:
+            child.retired_until = 1.0
+            self.log.append(f"-{child.name}")
+
+    def end(self, code: int) -> None:
+        self.ended_with = code
+
+    # -- for tests -------------------------------------------------------------
+
+    @property
+    def engines(self) -> list[str]:
+        """The names of the engines that run, those that end included."""
+        return [child.name for child in self.children[1:]]
+
+    def child(self, name: str) -> ManagedChild:
+        return next(child for child in self.children if child.name == name)
+
+    def make_ready(self, *names: str) -> None:
+        for child in self.children[1:]:
+            if not names or child.name in names:
+                assert child.process is not None
+                child.process.state.phase = "ready"
+
+    def end_retired(self) -> None:
+        for child in list(self.children):
+            if child.retired_until is not None:
+                self.children.remove(child)
+                self.log.append(f".{child.name}")
+                self.fleet.on_exit(child)
+
+    def settle(self, **demand: tuple[int, float]) -> None:
+        """Let engines become ready and end, with this demand by model, until nothing happens."""
+        self.router.state.facts = {"models": demand}
+        before = None
+        while before != self.log:
+            before = list(self.log)
+            for _ in range(3):
+                self.fleet.turn()
+            self.end_retired()
+            self.make_ready()
+            self.fleet.turn()
+
+    @property
+    def states(self) -> dict[str, str]:
+        """The state of each model, as the router was told last."""
+        told = next(message for message in reversed(self.router.told) if "models" in message)
+        return {name: model["state"] for name, model in told["models"].items()}
+
+    def reason(self, name: str) -> str:
+        told = next(message for message in reversed(self.router.told) if "models" in message)
+        return str(told["models"][name]["reason"])
+
+
+def entry(name: str, gigabytes: float = 1.0, *, pinned: bool = False, **fields: Any) -> ModelEntry:
+    settings = Settings(
+        model=f"/nowhere/{name}", served_model_name=(name,), memory_gb=gigabytes, **fields
+    )
+    return ModelEntry(settings=settings, pinned=pinned)

@@ -1,0 +1,180 @@
+"""Which engines run: models on demand, memory, restarts."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from services.fleet.memory import budgets, weights_bytes
+from shared.exits import EXIT_CONFIG
+from tests.services.fleet.runner import FleetRun, entry
+
+GB = 10**9
+
+
+def test_models_are_loaded_at_the_start_as_far_as_they_fit_pinned_ones_first() -> None:
+    run = FleetRun(2 * GB, [entry("a"), entry("b"), entry("c", pinned=True)])
+    assert run.log == ["+c-0", "+a-0"]
+    run.settle()
+    assert run.states == {"a": "ready", "b": "unloaded", "c": "ready"}
+
+
+def test_five_models_on_memory_for_two_are_all_loaded_when_they_are_asked_in_turn() -> None:
+    run = FleetRun(2 * GB, [entry(name) for name in "abcde"])
+    run.settle()
+    for round_ in range(2):
+        for name in "abcde":
+            waits = run.states[name] != "ready"
+            run.settle(**{**dict.fromkeys("abcde", (0, 1.0)), name: (int(waits), 0.0)})
+            assert run.states[name] == "ready", (round_, name)
+            assert len(run.engines) <= 2
+
+
+def test_the_model_that_was_not_used_for_longest_makes_room() -> None:
+    run = FleetRun(3 * GB, [entry(name) for name in "abcd"])
+    run.settle()
+    run.settle(a=(0, 5.0), b=(0, 9.0), c=(0, 1.0), d=(1, 0.0))
+    assert run.states == {"a": "ready", "b": "unloaded", "c": "ready", "d": "ready"}
+
+
+def test_an_engine_counts_until_it_has_ended() -> None:
+    run = FleetRun(1 * GB, [entry("a"), entry("b")])
+    run.settle()
+    run.router.state.facts = {"models": {"a": (0, 1.0), "b": (1, 0.0)}}
+    for _ in range(5):
+        run.fleet.turn()
+    assert run.engines == ["a-0"] and run.child("a-0").retired_until is not None
+    run.end_retired()
+    run.fleet.turn()
+    assert run.engines == ["b-0"]
+
+
+def test_a_model_with_requests_keeps_its_memory_unless_another_waits_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = FleetRun(1 * GB, [entry("a"), entry("b")])
+    run.settle()
+    run.settle(a=(0, 0.0), b=(3, 0.0))
+    assert run.states == {"a": "ready", "b": "unloaded"}
+    monkeypatch.setattr("services.fleet.fleet.PATIENCE_S", -1.0)
+    monkeypatch.setattr("services.fleet.fleet.SHORTEST_STAY_S", -1.0)
+    run.settle(a=(0, 0.0), b=(3, 0.0))
+    assert run.states == {"a": "unloaded", "b": "ready"}
+
+
+def test_a_pinned_model_is_never_unloaded_and_what_does_not_fit_beside_it_is_broken() -> None:
+    run = FleetRun(2 * GB, [entry("a", pinned=True, idle_unload_s=1.0), entry("b", 1.5)])
+    run.settle(a=(0, 100.0), b=(1, 0.0))
+    assert run.states == {"a": "ready", "b": "broken"}
+    assert run.reason("b").startswith("it needs 1.50 GB of memory")
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again_when_it_is_asked() -> None:
+    run = FleetRun(2 * GB, [entry("a", idle_unload_s=60.0)])
+    run.settle(a=(0, 59.0))
+    assert run.states == {"a": "ready"}
+    run.settle(a=(0, 61.0))
+    assert (run.states, run.engines) == ({"a": "unloaded"}, [])
+    run.settle(a=(1, 0.0))
+    assert run.states == {"a": "ready"}
+
+
+def test_a_restart_starts_each_new_engine_before_the_old_one_drains_one_at_a_time() -> None:
+    run = FleetRun(3 * GB, [entry("a", engines=2)])
+    run.settle()
+    run.log.clear()
+    run.router.messages.append({"do": "restart", "target": None})
+    run.fleet.turn()
+    run.fleet.turn()
+    assert run.log == ["+a-2"], "the old engine stays until the new one is ready"
+    run.settle()
+    assert run.log == ["+a-2", "-a-0", ".a-0", "+a-0", "-a-1", ".a-1"]
+    assert run.router.told[-1]["restarting"] is False
+
+
+def test_without_memory_for_both_the_old_engine_drains_first() -> None:
+    run = FleetRun(2 * GB, [entry("a", engines=2)])
+    run.settle()
+    run.log.clear()
+    run.router.messages.append({"do": "restart", "target": "a-1"})
+    run.settle()
+    assert run.log == ["-a-1", ".a-1", "+a-1"]
+
+
+def test_a_restart_ends_where_the_new_engine_cannot_start() -> None:
+    run = FleetRun(3 * GB, [entry("a", engines=2)])
+    run.settle()
+    run.fleet.restart("a")
+    for _ in range(3):
+        run.fleet.turn()
+    run.child("a-2").gave_up = "no such model"
+    run.settle()
+    assert sorted(run.engines) == ["a-0", "a-1"]
+    assert run.states == {"a": "ready"}
+
+
+def test_the_router_is_told_at_once_which_engine_has_ended_and_whether_that_was_planned() -> None:
+    run = FleetRun(2 * GB, [entry("a", engines=2)])
+    run.settle()
+    killed = run.child("a-0")
+    run.fleet.on_exit(killed)
+    assert run.router.told[-1] == {"ended": "a-0", "planned": False}
+    run.fleet.restart("a-1")
+    run.settle()
+    assert {"ended": "a-1", "planned": True} in run.router.told
+
+
+def test_a_model_that_cannot_be_loaded_is_broken_until_a_restart_and_the_others_go_on() -> None:
+    run = FleetRun(2 * GB, [entry("a"), entry("b")])
+    run.child("b-0").gave_up = "there is no model at /nowhere/b"
+    run.settle(b=(1, 0.0))
+    assert run.states == {"a": "ready", "b": "broken"}
+    assert run.reason("b") == "there is no model at /nowhere/b"
+    assert run.ended_with is None
+    run.fleet.restart("b")
+    run.settle()
+    assert run.states == {"a": "ready", "b": "ready"}
+
+
+def test_the_server_ends_if_no_model_can_be_loaded() -> None:
+    run = FleetRun(2 * GB, [entry("a"), entry("b")])
+    for child in run.children[1:]:
+        child.gave_up = "no such model"
+    run.fleet.turn()
+    assert run.ended_with == EXIT_CONFIG
+
+
+def test_another_configuration_adds_takes_out_and_restarts_models() -> None:
+    run = FleetRun(9 * GB, [entry("a"), entry("b"), entry("c")])
+    run.settle()
+    run.log.clear()
+    run.fleet.reconfigure(run.settings, [entry("a"), entry("b", temperature=0.5), entry("d")])
+    run.settle()
+    assert run.log == ["-c-0", "+d-0", "+b-1", ".c-0", "-b-0", ".b-0"]
+    assert run.states == {"a": "ready", "b": "ready", "d": "ready"}
+
+
+def test_the_size_of_weights_is_read_from_the_headers_of_files(tmp_path: Path) -> None:
+    for number, size in enumerate((300, 50)):
+        tensors = {"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+        header = json.dumps({"__metadata__": {"format": "mlx"}, **tensors}).encode()
+        path = tmp_path / f"model-{number}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    assert weights_bytes(str(tmp_path)) == 350
+    (tmp_path / "model-1.safetensors").write_bytes(b"\xff" * 20)
+    assert weights_bytes(str(tmp_path)) is None
+    assert weights_bytes("no/such-model-at-all") is None
+
+
+def test_budgets_divide_the_memory_where_all_fit_and_stay_near_the_weights_otherwise() -> None:
+    entries = [entry("a"), entry("b", engines=2)]
+    free = [
+        type(each)(settings=type(each.settings)(engines=each.settings.engines)) for each in entries
+    ]
+    assert budgets(entries, [None, None], 100 * GB) == [GB, GB], "as configured"
+    assert budgets(free, [10 * GB, 20 * GB], 110 * GB) == [30 * GB, 40 * GB]
+    assert budgets(free, [10 * GB, 20 * GB], 60 * GB) == [15 * GB, 30 * GB]
+    assert budgets(free, [None, 20 * GB], 60 * GB) == [20 * GB, 30 * GB]

@@ -90,10 +90,14 @@ class EngineCore:
             elif isinstance(item, BlocksFetched):
                 self._scheduler.on_fetched(item.ticket, item.payloads, item.state)
             elif isinstance(item, NewRouter):
-                self._grammar_queue.clear()
-                self._refused.clear()
-                self._scheduler.drop_all()
+                for request_id, attempt in item.requests:
+                    self._grammar_queue.abort(request_id, attempt)
+                self._scheduler.drop(item.requests)
                 self._send_all_hashes()
+            elif isinstance(item, wire.ClearCache):
+                self._scheduler.clear_cache()
+                if item.ssd and self._store is not None:
+                    self._store.clear()
             elif isinstance(item, wire.Drain):
                 self._draining = True
                 self._status.enter_phase("draining")

@@ -33,6 +33,8 @@ RANK = "rank_0"
 SUFFIX = ".safetensors"
 QUARANTINED_FILES = 8
 
+_OWN = ("lock", "clock", "tmp", "quarantine")
+_NONCE = "nonce-"
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class DirectoryInUse(Exception):
     """Another kvstore owns the directory."""
 
 
-class InvalidBlockKey(Exception):
+class InvalidBlockKey(ValueError):
     """Not the name of a block; as a path it might name another file."""
 
 
@@ -94,8 +96,7 @@ class BlockDirectory:
         self._lock = -1
 
     def path(self, key: BlockKey) -> Path:
-        name = key.hash.hex()
-        return Path(f"{self.root}/{key.namespace}/{RANK}/{name[:2]}/{name}{SUFFIX}")
+        return block_path(self.root, key)
 
     def info(self, key: BlockKey) -> FileInfo | None:
         try:
@@ -200,7 +201,7 @@ class BlockDirectory:
             self._tmp.mkdir(mode=0o700, exist_ok=True)
             self._remove_leftovers()
             self.nonce = secrets.token_hex(16)
-            self.nonce_path = self.root / f"nonce-{secrets.token_hex(8)}"
+            self.nonce_path = self.root / f"{_NONCE}{secrets.token_hex(8)}"
             self._write_nonce()
             self._thin_quarantine(QUARANTINED_FILES)
             self._device = self.root.stat().st_dev
@@ -225,20 +226,7 @@ class BlockDirectory:
         Entries that are not ours or cannot be read stay as they are; one log line counts them.
         """
         foreign: list[str] = []
-        own = {"lock", "clock", "tmp", "quarantine", self.nonce_path.name}
-        for namespace in _entries(str(self.root), foreign):
-            if namespace.name in own:
-                continue
-            if not _NAMESPACE.fullmatch(namespace.name):
-                foreign.append(namespace.path)
-                continue
-            for fan in _entries(f"{namespace.path}/{RANK}", foreign):
-                for entry in _entries(fan.path, foreign):
-                    found = _identify(namespace.name, fan.name, entry)
-                    if found is None:
-                        foreign.append(entry.path)
-                    else:
-                        yield found
+        yield from scan_blocks(self.root, foreign)
         if foreign:
             logger.warning(
                 "%d entries of %s are not readable blocks and are left alone (%s, ...)",
@@ -309,6 +297,29 @@ class BlockDirectory:
                 raise
             # Without the nonce, engines get bytes instead of paths: slower, but correct.
             logger.warning("nothing can be written to the disk of %s: %s", self.root, error)
+
+
+def scan_blocks(root: Path, foreign: list[str]) -> Iterator[tuple[BlockKey, FileInfo]]:
+    """Yield every block below ``root``, in no order, whoever owns it. The paths of other entries
+    go into ``foreign``."""
+    for namespace in _entries(str(root), foreign):
+        if namespace.name in _OWN or namespace.name.startswith(_NONCE):
+            continue
+        if not _NAMESPACE.fullmatch(namespace.name):
+            foreign.append(namespace.path)
+            continue
+        for fan in _entries(f"{namespace.path}/{RANK}", foreign):
+            for entry in _entries(fan.path, foreign):
+                found = _identify(namespace.name, fan.name, entry)
+                if found is None:
+                    foreign.append(entry.path)
+                else:
+                    yield found
+
+
+def block_path(root: Path, key: BlockKey) -> Path:
+    name = key.hash.hex()
+    return Path(f"{root}/{key.namespace}/{RANK}/{name[:2]}/{name}{SUFFIX}")
 
 
 def _identify(

@@ -80,6 +80,10 @@ class LruIndex:
         if not self.is_complete:
             self._removed_while_loading.add(packed)
 
+    def keys_of(self, namespace: str) -> list[BlockKey]:
+        root = bytes.fromhex(namespace)
+        return [_unpack_key(packed) for packed in self._blocks if packed.startswith(root)]
+
     def oldest(self) -> tuple[BlockKey, FileInfo] | None:
         for packed, info in self._blocks.items():
             return _unpack_key(packed), _unpack_info(info)

@@ -56,6 +56,17 @@ class WriteQueue:
         self._num_bytes += len(put.data)
         return displaced
 
+    def drop(self, namespace: str) -> None:
+        """Drop the blocks of ``namespace``. Their engines have been told that they are stored, or
+        give them up."""
+        for engine, waiting in list(self._by_engine.items()):
+            kept = deque(put for put in waiting if put.key.namespace != namespace)
+            self._num_blocks -= len(waiting) - len(kept)
+            self._num_bytes -= _num_bytes(waiting) - _num_bytes(kept)
+            self._by_engine[engine] = kept
+            if not kept:
+                del self._by_engine[engine]
+
     def pop(self) -> PendingWrite | None:
         """Return the next block, None if there is none."""
         for engine in self._by_engine:

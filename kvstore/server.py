@@ -1,4 +1,4 @@
-"""The socket of the kvstore. Messages that make no sense are counted and dropped."""
+"""The sockets of the kvstore. Messages that make no sense are counted and dropped."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES
+from shared.curve import Gatekeeper, watch_peer
+from shared.hashing import HASH_BYTES
 from shared.logs import RateLimitedLogger
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
@@ -39,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Binds ``endpoint``; one thread calls `serve` in a loop.
+    """Binds ``endpoints``; one thread calls `serve` in a loop. With a ``gatekeeper``, those over
+    tcp use CURVE.
 
     Raises: `zmq.ZMQError` if it cannot bind.
     """
@@ -47,13 +50,14 @@ class Server:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
+        endpoints: Sequence[str],
         directory: BlockDirectory,
         store: DiskStore,
         writer: Writer,
         *,
         acknowledges_early: bool = True,
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        gatekeeper: Gatekeeper | None = None,
     ) -> None:
         """With ``acknowledges_early`` a put is answered once it is queued, and otherwise once the
         block is on the disk."""
@@ -75,39 +79,67 @@ class Server:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.IPV6, int("[" in endpoint))
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, _MAX_REPLIES_PER_PEER)
-        self._socket.set(zmq.RCVHWM, _MAX_RECEIVED)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
-        self._socket.bind(endpoint)
+        self._gatekeeper = gatekeeper
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver, zmq.POLLIN)
+        self._sockets = [self._bind(context, endpoint) for endpoint in endpoints]
+        if gatekeeper is not None:
+            gatekeeper.start()
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.IPV6, int("[" in endpoint)),
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, _MAX_REPLIES_PER_PEER),
+            (zmq.RCVHWM, _MAX_RECEIVED),
+            (zmq.MAXMSGSIZE, MAX_FILE_BYTES),
+        ):
+            socket.set(option, value)
+        if self._gatekeeper is not None and endpoint.startswith("tcp:"):
+            self._gatekeeper.protect(socket)
+        watch_peer(socket, endpoint)
+        socket.bind(endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
 
     def serve(self, timeout_s: float) -> None:
         """Wait for messages up to ``timeout_s``, and reply to those that came."""
-        self._poller.poll(round(timeout_s * 1000))
+        readable = dict(self._poller.poll(round(timeout_s * 1000)))
         with suppress(BlockingIOError):
             while self._wake_receiver.recv(4096):
                 pass
         self.send_replies()
+        for number, socket_ in enumerate(self._sockets):
+            if socket_ in readable:
+                self._receive(bytes([number]), socket_)
+        self.send_replies()
+
+    def _receive(self, number: bytes, socket_: zmq.Socket[bytes]) -> None:
+        """Handle what has arrived at a socket. A peer's name begins with the socket's number."""
         until = time.monotonic() + _MAX_TURN_S
         while time.monotonic() < until:
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer, *frames = self._read(socket_)
             except zmq.Again:
                 break
             try:
-                self._handle(peer, frames)
+                self._handle(number + peer, frames)
             except (wire.WireError, InvalidBlockKey) as error:
                 self._drop(f"a message that makes no sense: {error}")
             except Exception:
                 self._dropped += 1
                 logger.exception("a bug in handling a message, which is dropped")
-        self.send_replies()
+
+    def _read(self, socket_: zmq.Socket[bytes]) -> list[bytes]:
+        """Return the next message. Raises `zmq.Again` if there is none."""
+        if self._gatekeeper is None or not socket_.get(zmq.CURVE_SERVER):
+            return socket_.recv_multipart(zmq.NOBLOCK)
+        while True:
+            frames = socket_.recv_multipart(zmq.NOBLOCK, copy=False)
+            if self._gatekeeper.find(frames) is not None:  # else the key was allowed once
+                return [frame.bytes for frame in frames]
 
     def send_replies(self) -> None:
         with suppress(Empty):
@@ -115,8 +147,8 @@ class Server:
                 peer, message, payload = self._replies.get_nowait()
                 blocks = [zmq.Frame(block, track=True, copy=False) for block in payload]
                 try:
-                    self._socket.send_multipart(
-                        [peer, *wire.encode(message), *blocks], zmq.NOBLOCK, copy=False
+                    self._sockets[peer[0]].send_multipart(
+                        [peer[1:], *wire.encode(message), *blocks], zmq.NOBLOCK, copy=False
                     )
                     self._track_unsent(peer, blocks)
                 except zmq.ZMQError as error:  # EHOSTUNREACH: gone. EAGAIN: not reading
@@ -132,7 +164,10 @@ class Server:
     def close(self) -> None:
         self._lookups.close()
         self._readers.shutdown(cancel_futures=True)
-        self._socket.close(linger=500)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        for socket_ in self._sockets:
+            socket_.close(linger=500)
         self._wake_receiver.close()
         self._wake_sender.close()
 
@@ -157,6 +192,8 @@ class Server:
                 self._lookups.submit(peer, lambda: self._store.touch(keys))
             case wire.Corrupt():
                 self._writer.verify(BlockKey.checked(message.namespace, message.hash))
+            case wire.Clear(namespace=namespace):
+                self._writer.clear(BlockKey.checked(namespace, bytes(HASH_BYTES)).namespace)
             case wire.StoreStatsWanted():
                 self._reply(peer, wire.StoreStatsReply(stats=self.stats()))
 

@@ -184,6 +184,14 @@ class DiskStore:
             self._corrupt += 1
         self._remove(key, size, remove, is_bad=True)
 
+    def clear(self, namespace: str) -> None:
+        """Remove all blocks of ``namespace``. Raises: OSError if a file cannot be removed."""
+        with self._lock:
+            keys = self._index.keys_of(namespace)
+        for key in keys:
+            if (info := self._directory.info(key)) is not None:
+                self._remove(key, info.size, self._directory.remove)
+
     def flush(self) -> None:
         """Write the times of use to the disk, evict what is over the limits, and look after a disk
         that failed."""

@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from kvstore.directory import BlockKey
 from kvstore.disk import DISK_FULL
@@ -44,6 +46,7 @@ class Writer:
         self._condition = threading.Condition()
         self._puts = WriteQueue(queue_size)
         self._verifications: deque[BlockKey] = deque(maxlen=queue_size)
+        self._to_clear: set[str] = set()
         self._drops = 0
         self._stopping = False
         self._deadline = float("inf")
@@ -83,6 +86,13 @@ class Writer:
             self._verifications.append(key)
             self._condition.notify_all()
 
+    def clear(self, namespace: str) -> None:
+        """Queue the removal of all blocks of ``namespace``; of what waits to be written too."""
+        with self._condition:
+            self._puts.drop(namespace)
+            self._to_clear.add(namespace)
+            self._condition.notify_all()
+
     def close(self, timeout_s: float) -> None:
         """Write what is queued, for about ``timeout_s`` at most, and stop."""
         with self._condition:
@@ -103,13 +113,16 @@ class Writer:
                 late = self._stopping and (not loaded or time.monotonic() >= self._deadline)
                 put = self._puts.pop() if loaded or late else None
                 verification = self._verifications.popleft() if self._verifications else None
+                cleared = self._to_clear.pop() if self._to_clear and loaded else None
                 stopping = self._stopping
-            idle = not (put or verification)
+            idle = not (put or verification or cleared)
             try:
                 if put:
                     put.on_done(self._drop("shutting down") if late else self._write(put))
                 if verification and not late:
-                    self._verify(verification)
+                    self._report(partial(self._store.verify, verification))
+                if cleared and not late:
+                    self._report(partial(self._store.clear, cleared))
                 if (stopping and idle) or time.monotonic() >= next_flush:
                     self._store.flush()
                     next_flush = time.monotonic() + self._flush_interval_s
@@ -121,12 +134,13 @@ class Writer:
 
     def _has_work(self) -> bool:
         # How much there is must be known before anything is added.
-        has_puts = len(self._puts) > 0 and self._store.is_loaded
+        has_puts = (len(self._puts) > 0 or self._to_clear) and self._store.is_loaded
         return bool(has_puts or self._verifications or self._stopping)
 
-    def _verify(self, key: BlockKey) -> None:
+    def _report(self, change: Callable[[], None]) -> None:
+        """Make a change; tell the disk's health if it fails."""
         try:
-            self._store.verify(key)
+            change()
         except OSError as error:
             self._store.health.failed(error)
 

@@ -97,11 +97,14 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class Forbidden(ApiError, status=403, type="permission_error"):
-    """The API key may not use the model, or a server without keys is called by a name that is not
-    its own."""
+    """The API key may not use the model, or is not the admin key, or a server without keys is
+    called by a name that is not its own."""
 
 
 class ModelForbidden(Forbidden, code="model_not_allowed"): ...
+
+
+class AdminForbidden(Forbidden, code="admin_key_needed"): ...
 
 
 class HostForbidden(Forbidden, code="host_not_allowed"): ...
@@ -113,6 +116,14 @@ class NotFound(ApiError, status=404, type="invalid_request_error", code="not_fou
 
 class ModelNotFound(NotFound, code="model_not_found"):
     """The model is unknown."""
+
+
+class EngineNotFound(NotFound, code="engine_not_found"):
+    """The engine is unknown."""
+
+
+class RequestNotFound(NotFound, code="request_not_found"):
+    """No such request is running or waiting."""
 
 
 class MethodNotAllowed(

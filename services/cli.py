@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,10 +16,24 @@ PROG = "mlx-lm-server"
 
 COMMANDS = {
     "serve": ("services.local", "serve a model (the default)"),
+    "engine": ("services.joining", "run engines that join the routers of --engine-socket"),
+    "router": ("services.router", "serve HTTP for the engines that join at --engine-socket"),
+    "kvstore": ("services.kvstore", "keep blocks on SSD for the engines at --kvstore-socket"),
+    "keys": ("services.keys", "make keys for tcp sockets, and say which may join"),
+    "status": ("services.control:status", "the state of a running server"),
+    "engines": ("services.control:engines", "its engines, also those of other machines"),
+    "drain": ("services.control:drain", "give an engine, or the server, no further requests"),
+    "restart": ("services.control:restart", "restart an engine, or all one at a time"),
+    "cache": ("services.cache", "list, check, clear, export and import the blocks on SSD"),
     "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
     "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }
-"""Name -> (module with ``main(argv) -> int``, help). A module is imported when it is needed."""
+"""Name -> (module and function, by default ``main``, of ``(argv) -> int``; help). A module is
+imported when it is needed."""
+
+
+_WITH_MLX = ("router",)
+"""These import MLX on a thread, which may crash while the interpreter shuts down."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
         return fail(PROG, f"unknown command {name!r}; {hint}", EXIT_USAGE)
-    code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    module, _, function = COMMANDS[name][0].partition(":")
+    code: int = getattr(importlib.import_module(module), function or "main")(rest)
+    if name in _WITH_MLX:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 

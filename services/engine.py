@@ -17,11 +17,13 @@ import zmq
 from engine.backend.blas import load_fast_blas
 from engine.batch import device
 from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox
+from engine.io.router_link import RouterLink
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.io.traces import SequenceTraces
 from engine.model.errors import ModelUnavailable
 from shared import logs, settings, wire
+from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from shared.hashing import state_namespace
@@ -54,13 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.setup(name, options.log_level, options.log_format)
     raise_descriptor_limit()
     supervisor = SupervisorLink.from_environment()
-    if options.engine_socket is None:
+    if not options.engine_socket:
         logger.error("--engine-socket is needed: the address of this engine's router")
         return EXIT_USAGE
     try:
         tracing = open_tracing(options.otlp_endpoint, name)
-    except TracingUnavailable as error:
-        logger.error("--otlp-endpoint: %s", error)
+        keys = {
+            address: engine_keys(options.curve_dir, address)
+            for address in (*options.engine_socket, *options.kvstore_socket)
+        }
+    except (TracingUnavailable, CurveError) as error:
+        flag = "otlp-endpoint" if isinstance(error, TracingUnavailable) else "curve-dir"
+        logger.error("--%s: %s", flag, error)
         return EXIT_CONFIG
     if supervisor is not None:
         supervisor.watch(lambda: os._exit(EXIT_OK))
@@ -68,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex
     io_thread = IOThread(
-        context=context,
-        endpoint=options.engine_socket,
+        links=[RouterLink(context, address, keys[address]) for address in options.engine_socket],
         engine=name,
         incarnation=incarnation,
         inbox=inbox,
@@ -162,8 +168,9 @@ def _connect_store(
     inbox: Inbox,
 ) -> StoreClient | None:
     """Return the client of the kvstore; None without a kvstore, or a use for it."""
-    if options.kvstore_socket is None or not replica.uses_store:
+    if not options.kvstore_socket or not replica.uses_store:
         return None
+    endpoint = options.kvstore_socket[0]
     from engine.io.block_fetch import FileKind
     from engine.io.store_client import StoreClient
 
@@ -171,12 +178,13 @@ def _connect_store(
     states = state_namespace(replica.namespace, spec.state_layout)
     store = StoreClient(
         context,
-        options.kvstore_socket,
+        endpoint,
         FileKind(replica.namespace.hex(), spec.block_buffers),
         ThreadPoolExecutor(4, thread_name_prefix="files"),
         on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
         wake=io_thread.wake,
         states=FileKind(states.hex(), spec.state_buffers),
+        keys=engine_keys(options.curve_dir, endpoint),
     )
     io_thread.use_store(store)
     return store

@@ -19,6 +19,7 @@ from kvstore.server import Server
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import logs
+from shared.curve import CurveError, Gatekeeper
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.settings import Settings, parse
@@ -42,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     link = SupervisorLink.from_environment()
     logs.setup("kvstore", settings.log_level, settings.log_format)
-    if settings.kvstore_socket is None:
+    if not settings.kvstore_socket:
         return fail(PROG, "--kvstore-socket: a kvstore started alone needs it", EXIT_USAGE)
-    if _is_in_use(settings.kvstore_socket):
-        return fail(PROG, f"--kvstore-socket: {settings.kvstore_socket} is in use")
+    for endpoint in settings.kvstore_socket:
+        if _is_in_use(endpoint):
+            return fail(PROG, f"--kvstore-socket: {endpoint} is in use")
     stop = _StopRequest()
     signal.signal(signal.SIGTERM, lambda *_: stop.request(FLUSH_S))
     signal.signal(signal.SIGINT, lambda *_: stop.request(FLUSH_S))
@@ -71,10 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             store,
             writer,
             acknowledges_early=settings.ssd_async_writes and not writer.persistent,
+            gatekeeper=_gatekeeper(settings, context),
         )
     except zmq.ZMQError as error:
         directory.close()
-        return fail(PROG, f"--kvstore-socket: cannot bind {settings.kvstore_socket}: {error}")
+        addresses = ", ".join(settings.kvstore_socket)
+        return fail(PROG, f"--kvstore-socket: cannot bind {addresses}: {error}")
+    except CurveError as error:
+        directory.close()
+        return fail(PROG, f"--curve-dir: {error}")
     threading.Thread(target=_load_index, args=(store,), name="indexer", daemon=True).start()
     if link:
         link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
@@ -84,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     server.send_replies()
     server.close()
     context.term()
-    _remove_socket(settings.kvstore_socket)
+    for endpoint in settings.kvstore_socket:
+        _remove_socket(endpoint)
     directory.close()
     return EXIT_OK
 
@@ -108,6 +116,15 @@ def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> N
             link.beat("ready")
             next_beat = time.monotonic() + BEAT_EVERY_S
         server.serve(_TURN_S)
+
+
+def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:
+    """Raises `CurveError`. Keys for some models only are kept out: blocks are of any model, and
+    the store cannot tell which."""
+    over_tcp = any(endpoint.startswith("tcp:") for endpoint in settings.kvstore_socket)
+    if settings.curve_dir is None or not over_tcp:
+        return None
+    return Gatekeeper(context, settings.curve_dir, any_model_only=True)
 
 
 def _make_writer(settings: Settings, store: DiskStore) -> Writer:

@@ -30,7 +30,7 @@ from shared.supervisor_link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
 logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
-_GRACE_S = 5.0
+GRACE_S = 5.0
 """The time beyond --drain-timeout-s that a child has to end by itself."""
 
 
@@ -56,29 +56,37 @@ class Children:
     in its environment; the others have no use for them.
     """
 
-    def __init__(self, options: Settings, http: socket.socket, run_dir: RunDir) -> None:
+    def __init__(self, options: Settings, run_dir: RunDir, joins: Sequence[str] = ()) -> None:
+        """Engines join the routers at ``joins``; by default the one of this server.
+
+        The processes of this machine meet at private sockets. Others join at the given ones.
+        """
         self._options = options
-        self._http = http
-        self._sockets = [
-            f"--engine-socket={options.engine_socket or run_dir.socket('engines')}",
-            f"--kvstore-socket={options.kvstore_socket or run_dir.socket('kvstore')}",
-        ]
+        self._is_server = not joins
+        joins = joins or [run_dir.socket("engines")]
+        store = run_dir.socket("kvstore")
+        if not self._is_server and options.kvstore_socket:
+            store = options.kvstore_socket[0]
+        self._private = [f"--engine-socket={address}" for address in joins]
+        self._private.append(f"--kvstore-socket={store}")
         self._environment = _environment(run_dir)
 
-    def services(self) -> list[ChildSpec]:
-        """Return the specs of the kvstore, if there is one, and of the router."""
-        flags = settings.command_line(self._options)
-        router = self._spec(
+    def router(self, http: socket.socket) -> ChildSpec:
+        flags = [f"--engine-socket={address}" for address in self._options.engine_socket]
+        return self._spec(
             ROUTER,
             "services.router",
-            flags,
+            [*settings.command_line(self._options), *flags],
             environment={settings.SECRETS_VARIABLE: settings.secrets_of(self._options)},
-            descriptors={HTTP_VARIABLE: self._http.fileno()},
+            descriptors={HTTP_VARIABLE: http.fileno()},
             announces_ready=True,
             takes_hang_up=True,
         )
-        kvstore = self._spec("kvstore", "services.kvstore", flags, stop_stage=2)
-        return [*([] if self._options.no_ssd else [kvstore]), router]
+
+    def kvstore(self) -> ChildSpec:
+        flags = [f"--kvstore-socket={address}" for address in self._options.kvstore_socket]
+        flags = [*settings.command_line(self._options), *flags]
+        return self._spec("kvstore", "services.kvstore", flags, stop_stage=2)
 
     def engine(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
         """Return the spec of an engine, which may take ``budget_bytes`` where there are several
@@ -90,6 +98,7 @@ class Children:
             [*entry.arguments(), *budget],
             environment={**allocation.environment(os.environ), ENGINE_NAME_VARIABLE: name},
             stop_stage=1,
+            announces_ready=not self._is_server,
             essential=entry.alone,
         )
 
@@ -103,7 +112,7 @@ class Children:
     ) -> ChildSpec:
         return ChildSpec(
             name=name,
-            command=(sys.executable, "-P", "-m", module, *flags, *self._sockets),
+            command=(sys.executable, "-P", "-m", module, *self._private, *flags),
             environment={**self._environment, **environment},
             hidden_variables=settings.secret_variables() | {settings.CONFIG_VARIABLE},
             **fields,
@@ -138,7 +147,8 @@ def _supervise(
 ) -> int:
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
-    children = Children(options, http, run_dir)
+    children = Children(options, run_dir)
+    services = [*([] if options.no_ssd else [children.kvstore()]), children.router(http)]
 
     def turn() -> None:
         run_dir.keep_fresh()
@@ -156,9 +166,9 @@ def _supervise(
         fleet.reconfigure(new, entries)
 
     supervisor = Supervisor(
-        children.services(),
+        services,
         LocalLauncher(output),
-        limits=Limits(drain_timeout_s=options.drain_timeout_s + _GRACE_S),
+        limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
         on_ready=_make_announcement(options, models, http),
         # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
-    if settings.engine_socket is None:
+    if not settings.engine_socket:
         return fail(PROG, "--engine-socket: a router started alone needs it", EXIT_USAGE)
     try:
         keys = ApiKeys(settings)
@@ -62,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         router = Router(settings, settings.engine_socket, installed_version(), link)
     except (EngineSocketError, LimitsStoreError) as error:
         listener.close()
-        flag = "--limits-url" if isinstance(error, LimitsStoreError) else "--engine-socket"
-        return fail(PROG, f"{flag}: {error}")
+        flag = "--limits-url: " if isinstance(error, LimitsStoreError) else ""
+        return fail(PROG, f"{flag}{error}")
     try:
         server = _server(router, keys, tracing)
     except (ssl.SSLError, OSError) as error:
         listener.close()
-        router.engine_socket.close()
+        router.engine_sockets.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
     # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for so long
     # each time that the event loop wants it: with the default of 5 ms a stream with ten of its
@@ -148,10 +148,11 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     if link is not None:
         _follow(link, loop, router, stop_now)
-    if not str(router.settings.engine_socket).startswith("ipc:"):
+    addresses = router.settings.engine_socket
+    if router.settings.curve_dir is None and any(one.startswith("tcp:") for one in addresses):
         logger.warning(
             "every process of this machine can join --engine-socket as an engine, and then reads"
-            " prompts: only ipc:// is private"
+            " prompts: only ipc://, and tcp:// with --curve-dir, are private"
         )
     background = [asyncio.create_task(_beat(router, link)), asyncio.create_task(keys.follow())]
     await router.start()

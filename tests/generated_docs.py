@@ -146,7 +146,7 @@ def _metrics() -> str:
         model.engines.append(Engine(b"", _HELLO, "engine-0", 1.0))
         router.registry.models[model.id] = model
         families = list(router.metrics.registry.collect())
-        router.engine_socket.close()
+        router.engine_sockets.close()
     return _table(("name", "type", "labels", ""), [_metric(family) for family in families])
 
 
@@ -174,6 +174,8 @@ def _endpoints(document: dict[str, Any]) -> str:
 def _key(path: str, operation: dict[str, Any]) -> str:
     if not operation["security"]:
         return ""
+    if path.startswith("/admin/"):
+        return "`--admin-key`"
     return "`--metrics-key`" if path == "/metrics" else "`--api-key`"
 
 
@@ -266,13 +268,15 @@ def _openapi() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         router = _router(directory)
         app = create_app(router, ApiKeys(Settings(api_key=("key",))))
-        router.engine_socket.close()
+        router.engine_sockets.close()
     found: dict[str, Any] = json.loads(app.state.openapi)
     return found
 
 
 def _router(directory: str) -> Router:
-    return Router(Settings(metrics_key="key"), f"ipc://{directory}/engines", "unknown")
+    return Router(
+        Settings(metrics_key="key", admin_key="key"), [f"ipc://{directory}/engines"], "unknown"
+    )
 
 
 _HELLO = Hello(

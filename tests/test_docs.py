@@ -28,6 +28,9 @@ _CODE = re.compile(r"^```[\s\S]*?^```$|^    .*$|`[^`\n]*`", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 
+OF_COMMANDS = {"--help", "--json", "--undo", "--url", "--wait"}
+"""Flags of commands that are no settings of the server."""
+
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -97,6 +100,7 @@ def test_classes_that_the_pages_name_exist() -> None:
 
 def test_flags_that_the_pages_name_exist() -> None:
     known = {f"--{name}" for flag in flags_of(Settings) for name in (flag.name, flag.opposite)}
+    known |= OF_COMMANDS
     for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")):
         if path.name not in MEASURED:
             named = set(re.findall(r"`(--[\w-]+)", path.read_text(encoding="utf-8")))

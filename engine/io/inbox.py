@@ -8,15 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.plan import FoundState
-from shared.wire import Abort, Drain, Grammar, Submit
+from shared.wire import Abort, ClearCache, Drain, Grammar, Submit
 
 if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidance
     from engine.grammar.compiler import CompileOutcome
 
 
+RequestKey = tuple[str, int]
+"""The id and the attempt of a request."""
+
+
 @dataclass(frozen=True)
 class NewRouter:
-    """Another router took over: the requests of the old one are to be dropped."""
+    """A router is gone, or another has its place: ``requests``, which were its own, are to be
+    dropped, and the cached hashes to be told."""
+
+    requests: frozenset[RequestKey]
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class GrammarCompiled:
     outcome: CompileOutcome
 
 
-InboxMessage = Submit | Abort | Drain | NewRouter | BlocksFetched | GrammarCompiled
+InboxMessage = Submit | Abort | Drain | ClearCache | NewRouter | BlocksFetched | GrammarCompiled
 
 
 class Inbox:

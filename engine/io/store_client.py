@@ -31,6 +31,7 @@ from engine.io.store_stats import StoreClientStats, StoreCounters
 from engine.plan import FoundState, StateSearch
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES, BlockFileError
+from shared.curve import EngineKeys
 from shared.logs import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class StoreClient:
         wake: Callable[[], None],
         timeout_s: float = 2.0,
         states: FileKind | None = None,
+        keys: EngineKeys | None = None,
     ) -> None:
         self._blocks = blocks
         self._states = blocks if states is None else states
@@ -87,6 +89,8 @@ class StoreClient:
         self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a machine that vanished closes nothing
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
+        if keys is not None:
+            keys.protect(self.socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = self.socket.get_monitor_socket(events)
         self.socket.connect(endpoint)
@@ -136,6 +140,11 @@ class StoreClient:
         for kind, hashes in ((self._blocks, blocks), (self._states, states)):
             if hashes:
                 self._post_if_ready(wire.Touch(namespace=kind.namespace, hashes=list(hashes)))
+
+    def clear(self) -> None:
+        """Have all blocks and states of this engine's kind removed."""
+        for namespace in {self._blocks.namespace, self._states.namespace}:
+            self._post_if_ready(wire.Clear(namespace=namespace))
 
     def tick(self, now: float) -> None:
         """Run posted actions, time-outs and probes. ``now`` is time.monotonic()."""

@@ -21,6 +21,8 @@ import msgspec
 import zmq
 
 from engine.io.inbox import Inbox, NewRouter
+from engine.io.ownership import Ownership
+from engine.io.router_link import HIGH_WATER_MARK, RouterLink
 from engine.io.status import EngineStatus, StallWatch
 from engine.io.store_client import StoreClient
 from engine.io.traces import SequenceTraces
@@ -32,13 +34,14 @@ from shared.supervisor_link import SupervisorLink
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.5
-HIGH_WATER_MARK = 2_000
-OUTBOX_LIMIT = 20_000
+ROUTER_GONE_S = 10.0
+"""A router without a connection for so long has given its requests to others, or is gone."""
 DROP_LOG_INTERVAL_S = 10.0
 
 
 class IOThread(threading.Thread):
-    """Connects the engine to its router, its kvstore and its supervisor.
+    """Connects the engine to its routers, its kvstore and its supervisor. Each router has its own
+    requests, and hears of nothing else.
 
     Ends the process with EXIT_STUCK after ``stall_timeout_s`` without progress. Ends it with
     EXIT_OK on a second signal, or when draining takes longer than ``drain_timeout_s``.
@@ -47,8 +50,7 @@ class IOThread(threading.Thread):
     def __init__(
         self,
         *,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
+        links: Sequence[RouterLink],
         engine: str,
         incarnation: str,
         inbox: Inbox,
@@ -64,31 +66,25 @@ class IOThread(threading.Thread):
         self._supervisor = supervisor
         self._traces = traces
         self._stall_timeout_s, self._drain_timeout_s = stall_timeout_s, drain_timeout_s
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.connect(endpoint)
+        self._links = links
+        self._requests: Ownership[RouterLink] = Ownership()
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        for link in self._links:
+            self._poller.register(link.socket, zmq.POLLIN)
+            self._poller.register(link.monitor, zmq.POLLIN)
         self._wake_receiver, self._wake_sender = wake = socket.socketpair()
         self._signal_receiver, self._signal_sender = signals = socket.socketpair()
         for receiver, sender in (wake, signals):
             receiver.setblocking(False)
             sender.setblocking(False)
             self._poller.register(receiver.fileno(), zmq.POLLIN)
-        self._outbox: deque[list[bytes | memoryview]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._store: StoreClient | None = None
         self._hello: wire.Hello | None = None  # until the model is loaded
         self._tokenizer_files: dict[str, Path] = {}
-        self._router_id: str | None = None
-        self._pinged = False
         self._stall = StallWatch()
         self._beats = 0
+        self._next_beat = 0.0
         self._dropped = 0
         self._drop_log = RateLimitedLogger(logger, DROP_LOG_INTERVAL_S)
         self._drain_until: float | None = None
@@ -107,8 +103,9 @@ class IOThread(threading.Thread):
 
         def call() -> None:
             self._hello, self._tokenizer_files = hello, files
-            if self._pinged:
-                self._post(hello)
+            for link in self._links:
+                if link.pinged:
+                    link.post(hello)
 
         self._run_on_thread(call)
 
@@ -120,11 +117,13 @@ class IOThread(threading.Thread):
         self._run_on_thread(call)
 
     def send(self, messages: Sequence[wire.Message]) -> None:
-        """Send ``messages`` to the router, in order."""
-        encoded = [wire.encode(message) for message in messages]
+        """Send ``messages``, in order, each to the router that it concerns."""
 
         def call() -> None:
-            self._outbox.extend(encoded)
+            for message in messages:
+                for owner, part in self._requests.route(message):
+                    for link in self._links if owner is None else (owner,):
+                        link.post(part)
             if self._traces is not None:
                 self._traces.on_sent(messages)
 
@@ -149,21 +148,27 @@ class IOThread(threading.Thread):
     # -- the thread ------------------------------------------------------------
 
     def run(self) -> None:
-        next_beat = 0.0
         try:
-            while not (self._stopping.is_set() and not self._calls and not self._outbox):
+            while not (self._stopping.is_set() and not self._calls and self._sent_all):
                 now = time.monotonic()
-                if now >= next_beat:
+                if now >= self._next_beat:
                     self._beat(now)
-                    next_beat = now + BEAT_INTERVAL_S
+                    self._next_beat = now + BEAT_INTERVAL_S
                 self._check_deadlines(now)
+                self._check_links(now)
                 self._flush()
-                events = dict(self._poller.poll(max(1, int((next_beat - now) * 1000))))
+                events = dict(self._poller.poll(max(1, int((self._next_beat - now) * 1000))))
                 self._handle_events(events)
         except BaseException:
             logger.exception("the IO thread failed")
             os._exit(EXIT_STUCK)
-        self._socket.close(500)
+        for link in self._links:
+            link.close()
+
+    @property
+    def _sent_all(self) -> bool:
+        """Whether nothing waits but for routers that are away."""
+        return not any(link.is_backed_up for link in self._links if link.is_connected)
 
     def _handle_events(self, events: dict[object, int]) -> None:
         if self._wake_receiver.fileno() in events:
@@ -172,59 +177,69 @@ class IOThread(threading.Thread):
             self._calls.popleft()()
         if self._signal_receiver.fileno() in events:
             self._on_signal(_read_all(self._signal_receiver))
-        if self._socket in events:
-            self._receive()
+        for link in self._links:
+            if link.monitor in events:
+                link.on_event()
+                self._next_beat = 0.0  # it may just have connected
+            if link.socket in events:
+                self._receive(link)
         if self._store is not None:
             if self._store.socket in events:
                 self._store.on_readable()
             self._store.tick(time.monotonic())
 
-    def _receive(self) -> None:
+    def _receive(self, link: RouterLink) -> None:
         for _ in range(HIGH_WATER_MARK):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = link.receive()
+            if frames is None:
                 return
             try:
                 message, _ = wire.decode(frames, wire.ToEngine)
             except wire.WireError as error:
                 self._count_dropped(error)
                 continue
-            self._dispatch(message)
+            self._dispatch(link, message)
 
-    def _dispatch(self, message: wire.ToEngine) -> None:
+    def _dispatch(self, link: RouterLink, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Ping):
-            self._on_ping(message)
+            self._on_ping(link, message)
         elif isinstance(message, wire.FilesWanted):
-            self._on_files_wanted(message)
+            self._on_files_wanted(link, message)
         elif isinstance(message, wire.Submit) and self._hello is None:
             name, attempt, why = message.request_id, message.attempt, "the model is still loading"
-            self._post(wire.Refused(request_id=name, attempt=attempt, reason="full", message=why))
-        else:
+            link.post(wire.Refused(request_id=name, attempt=attempt, reason="full", message=why))
+        elif not isinstance(message, wire.Abort) or self._requests.is_of(message, link):
+            if isinstance(message, wire.Submit):
+                self._requests.add(message, link)
             if self._traces is not None:
                 self._traces.on_received(message)
             self._inbox.put(message)
 
-    def _on_ping(self, ping: wire.Ping) -> None:
+    def _on_ping(self, link: RouterLink, ping: wire.Ping) -> None:
         if ping.protocol not in wire.SUPPORTED_VERSIONS:
             logger.error(
                 "the router speaks protocol %d, this engine %s: upgrade the older one",
                 ping.protocol,
                 " or ".join(map(str, wire.SUPPORTED_VERSIONS)),
             )
-        if ping.router_id != self._router_id:
-            if self._router_id is not None:
+        if ping.router_id != link.router_id:
+            if link.router_id is not None:
                 logger.warning("another router: the requests of the old one are dropped")
-            self._router_id = ping.router_id
-            self._outbox.clear()
-            self._inbox.put(NewRouter())
-            if self._traces is not None:
-                self._traces.clear()
-        self._pinged = True
+            link.router_id = ping.router_id
+            self._drop_requests(link)
+        link.pinged = True
         if self._hello is not None:
-            self._post(self._hello)
+            link.post(self._hello)
 
-    def _on_files_wanted(self, wanted: wire.FilesWanted) -> None:
+    def _drop_requests(self, link: RouterLink) -> None:
+        """Drop the requests of a router that does not want their tokens any more."""
+        link.clear()
+        requests = self._requests.take_all_of(link)
+        self._inbox.put(NewRouter(requests))
+        if self._traces is not None:
+            self._traces.on_dropped(requests)
+
+    def _on_files_wanted(self, link: RouterLink, wanted: wire.FilesWanted) -> None:
         contents: dict[str, bytes] = {}
         for name in wire.TOKENIZER_FILES:
             if name in wanted.names and name in self._tokenizer_files:
@@ -232,25 +247,23 @@ class IOThread(threading.Thread):
                     contents[name] = self._tokenizer_files[name].read_bytes()
                 except OSError as error:
                     logger.error("a file of the model cannot be read any more: %s", error)
-        self._outbox.append(wire.encode(wire.Files(names=list(contents)), *contents.values()))
-
-    def _post(self, message: wire.Message) -> None:
-        self._outbox.append(wire.encode(message))
+        link.post(wire.Files(names=list(contents)), *contents.values())
 
     def _flush(self) -> None:
-        if len(self._outbox) > OUTBOX_LIMIT:
-            logger.error("the router does not read: its requests are dropped")
-            self._outbox.clear()
-            self._inbox.put(NewRouter())
-        blocked = False
-        while self._outbox:
-            try:
-                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:
-                blocked = True
-                break
-            self._outbox.popleft()
-        self._poller.modify(self._socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+        for link in self._links:
+            if link.is_overfull:
+                logger.error("the router at %s does not read: its requests are dropped", link)
+                self._drop_requests(link)
+            blocked = not link.flush()
+            self._poller.modify(link.socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+
+    def _check_links(self, now: float) -> None:
+        for link in self._links:
+            link.tick(now)
+            if link.gone_since is not None and now - link.gone_since > ROUTER_GONE_S:
+                logger.warning("the router at %s is gone: its requests are dropped", link)
+                link.gone_since = None
+                self._drop_requests(link)
 
     # -- beats, stalls, signals ------------------------------------------------
 
@@ -259,6 +272,9 @@ class IOThread(threading.Thread):
         status = self._status
         if self._supervisor is not None:
             self._supervisor.beat(status.phase)
+        live = status.live
+        if not len(self._inbox):  # what waits there is not live yet
+            self._requests.on_beat(live)
         beat = wire.Beat(
             engine=self._engine,
             incarnation=self._incarnation,
@@ -266,12 +282,15 @@ class IOThread(threading.Thread):
             phase=status.phase,
             phase_s=now - status.phase_since,
             stalled_s=self._stall.stalled_s(status, len(self._inbox) > 0, now),
-            live=status.live,
+            live=[],
             stats=self._with_store_stats(status.stats),
             store=self._store.stats.store if self._store is not None else None,
         )
-        if not self._outbox:  # no old beats are piled up for a router that is away
-            self._post(beat)
+        for link in self._links:
+            # No old beats are piled up for a router that is away.
+            if link.is_connected and not link.is_backed_up:
+                own = self._requests.live_of(link, live)
+                link.post(msgspec.structs.replace(beat, live=own))
 
     def _with_store_stats(self, stats: wire.EngineStats) -> wire.EngineStats:
         stats = msgspec.structs.replace(stats, dropped_messages_total=self._dropped)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.io.inbox import RequestKey
 from shared import wire
 from shared.tracing import Tracing
 
@@ -44,10 +45,10 @@ class SequenceTraces:
             elif isinstance(message, wire.Refused):
                 self._end(message.request_id, message.attempt, {}, message.reason)
 
-    def clear(self) -> None:
-        """End all: the router that they are for is gone."""
-        for request_id, traced in list(self._traced.items()):
-            self._end(request_id, traced.attempt, {}, "the router is gone")
+    def on_dropped(self, requests: Iterable[RequestKey]) -> None:
+        """End those of ``requests``: their router is gone."""
+        for request_id, attempt in requests:
+            self._end(request_id, attempt, {}, "the router is gone")
 
     def _on_delta(self, delta: wire.Delta) -> None:
         traced = self._traced.get(delta.request_id)

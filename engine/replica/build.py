@@ -149,7 +149,7 @@ def _scheduler_config(
         max_chunk_tokens=spec.max_chunk_tokens,
         namespace=_block_namespace(loaded, settings),
         prefix_cache=reuses_prefixes,
-        store_enabled=settings.kvstore_socket is not None and not settings.no_ssd,
+        store_enabled=bool(settings.kvstore_socket) and not settings.no_ssd,
         store_policy=settings.ssd_policy,
         look_ahead=spec.look_ahead,
         vocab_size=loaded.vocab_size,

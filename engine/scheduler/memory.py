@@ -191,6 +191,15 @@ class Memory:
         self.evictions.append(Evict(block.id, export))
         self.ledger.release(self.bytes_of(block))
 
+    def evict_all(self) -> None:
+        """Evict all that can be, for good: nothing of it goes to the kvstore."""
+        for pool in (self.blocks, self.snapshots):
+            while pool.num_evictable:
+                block = pool.pop_oldest()
+                self.unexported.pop(block.id, None)
+                self.evictions.append(Evict(block.id))
+                self.ledger.release(self.bytes_of(block))
+
     def drop_snapshot(self, snapshot: Block) -> None:
         """Evict ``snapshot``, even if it is only about to be saved."""
         self.snapshots.remove(snapshot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 
@@ -110,12 +111,19 @@ class Scheduler:
             self._counters.aborts += 1
             self._end(seq)
 
-    def drop_all(self) -> None:
-        """Forget every request and everything unsent: there is a new router."""
-        for seq in list(self.sequences.live.values()):
-            self._end(seq)
-        self._outputs.messages.clear()
-        self._outputs.deltas.clear()
+    def drop(self, requests: Collection[tuple[str, int]]) -> None:
+        """Forget ``requests``, each an id and an attempt: their router is gone."""
+        for request_id, attempt in requests:
+            seq = self.sequences.live.get(request_id)
+            if seq is not None and seq.request.attempt == attempt:
+                self._end(seq)
+        sent, deltas = self._outputs.messages, self._outputs.deltas
+        sent[:] = [one for one in sent if (one.request_id, one.attempt) not in requests]
+        deltas[:] = [one for one in deltas if (one.request_id, one.attempt) not in requests]
+
+    def clear_cache(self) -> None:
+        """Drop the blocks and snapshots that nothing uses. Memory is freed with the next step."""
+        self.memory.evict_all()
 
     def drain(self) -> None:
         """Refuse new requests from now on."""

@@ -28,7 +28,7 @@ from router.errors import (
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
-Access = Literal["open", "key", "metrics key"]
+Access = Literal["open", "key", "metrics key", "admin key"]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from router.errors import (
@@ -42,7 +42,7 @@ _SEND_BACKOFF_S = 0.25
 
 
 @dataclass(eq=False)
-class _InFlight:
+class InFlight:
     """A sequence between its admission and its end."""
 
     sequence: RemoteSequence
@@ -66,7 +66,7 @@ class Dispatcher:
         self._send = send
         self._metrics = metrics
         self._on_generated = on_generated
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight: dict[str, InFlight] = {}
         self._queues: defaultdict[str, ModelQueue] = defaultdict(ModelQueue)
         self.departure_rate = DepartureRate()
 
@@ -78,6 +78,15 @@ class Dispatcher:
         """The ids of the models that have sequences."""
         return {entry.model.id for entry in self._in_flight.values()}
 
+    @property
+    def in_flight(self) -> Iterable[InFlight]:
+        """Everything that runs and waits, the oldest first. Not to be kept."""
+        return self._in_flight.values()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
     def queue_of(self, model: ModelReplicas) -> ModelQueue:
         return self._queues[model.id]
 
@@ -86,7 +95,7 @@ class Dispatcher:
     def admit(self, model: ModelReplicas, sequences: list[RemoteSequence]) -> None:
         queue = self._queues[model.id]
         for sequence in sequences:
-            self._in_flight[sequence.request_id] = _InFlight(sequence, model)
+            self._in_flight[sequence.request_id] = InFlight(sequence, model)
             queue.push(sequence)
         self.place(model)
 
@@ -113,6 +122,10 @@ class Dispatcher:
             self._send(entry.engine, _abort_message(sequence))
             self._metrics.aborts.inc()
         self._end(entry, sequence.end)
+
+    def fail(self, entry: InFlight, error: ApiError) -> None:
+        """End a sequence with ``error``."""
+        self._fail(entry, error)
 
     def fail_all(self, error: Callable[[], Unavailable]) -> int:
         """End everything in flight. Return the number of sequences."""
@@ -155,7 +168,7 @@ class Dispatcher:
         for name, tenant in tenants.items():
             self._on_generated(tenant, generated[name])
 
-    def _on_delta(self, engine: Engine, entry: _InFlight, delta: Delta, now: float) -> int:
+    def _on_delta(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
         """Return the number of tokens that the sequence has gained."""
         if entry.sequence.state is RemoteSequenceState.STOPPING:
             if delta.finish is not None or delta.usage is not None:
@@ -229,16 +242,16 @@ class Dispatcher:
 
     # -- inside ----------------------------------------------------------------
 
-    def _find(self, engine: Engine, request_id: str, attempt: int) -> _InFlight | None:
+    def _find(self, engine: Engine, request_id: str, attempt: int) -> InFlight | None:
         entry = self._in_flight.get(request_id)
         if entry is None or entry.engine is not engine or entry.sequence.attempt != attempt:
             return None
         return entry
 
-    def _placed_on(self, engine: Engine) -> list[_InFlight]:
+    def _placed_on(self, engine: Engine) -> list[InFlight]:
         return [self._in_flight[request_id] for request_id in engine.request_ids]
 
-    def _apply(self, engine: Engine, entry: _InFlight, delta: Delta, now: float) -> int:
+    def _apply(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
         sequence = entry.sequence
         previous = sequence.last_token_at
         try:
@@ -260,7 +273,7 @@ class Dispatcher:
             self._end(entry, lambda: None)
         return len(delta.token_ids)
 
-    def _check_timeouts(self, entry: _InFlight, now: float) -> None:
+    def _check_timeouts(self, entry: InFlight, now: float) -> None:
         settings, sequence = self._settings, entry.sequence
         if sequence.state is RemoteSequenceState.STOPPING:
             if now - sequence.stopping_at > _STOP_WAIT_S:
@@ -282,11 +295,11 @@ class Dispatcher:
                 waited = _engine_lost if sequence.losses else _no_engine
                 self._fail(entry, waited(settings.restart_wait_s))
 
-    def _time_out(self, entry: _InFlight, message: str) -> None:
+    def _time_out(self, entry: InFlight, message: str) -> None:
         self._metrics.timeouts.inc()
         self._fail(entry, GenerationTimeout(message))
 
-    def _retry_or_fail(self, entry: _InFlight, reason: str, *, planned: bool = False) -> None:
+    def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
         """Start another attempt after one that the engine did not finish, or end with an error."""
         sequence = entry.sequence
         if sequence.state is RemoteSequenceState.STOPPING:
@@ -310,18 +323,18 @@ class Dispatcher:
         self._metrics.resumed.inc()
         self._requeue(entry)
 
-    def _requeue(self, entry: _InFlight) -> None:
+    def _requeue(self, entry: InFlight) -> None:
         self._detach(entry)
         entry.sequence.requeue()
         self._queues[entry.model.id].push(entry.sequence)
         self.place(entry.model)
 
-    def _fail(self, entry: _InFlight, error: ApiError) -> None:
+    def _fail(self, entry: InFlight, error: ApiError) -> None:
         if entry.engine is not None:
             self._send(entry.engine, _abort_message(entry.sequence))
         self._end(entry, lambda: entry.sequence.fail(error))
 
-    def _end(self, entry: _InFlight, mark: Callable[[], None]) -> None:
+    def _end(self, entry: InFlight, mark: Callable[[], None]) -> None:
         self._in_flight.pop(entry.sequence.request_id, None)
         self._queues[entry.model.id].discard(entry.sequence)
         placed = entry.engine is not None
@@ -332,7 +345,7 @@ class Dispatcher:
             self._queues[entry.model.id].on_departure()
             self.place(entry.model)
 
-    def _detach(self, entry: _InFlight) -> None:
+    def _detach(self, entry: InFlight) -> None:
         if entry.engine is not None:
             entry.engine.request_ids.pop(entry.sequence.request_id, None)
             entry.engine = None

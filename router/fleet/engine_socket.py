@@ -1,4 +1,4 @@
-"""The ROUTER socket to which engines connect."""
+"""A ROUTER socket to which engines connect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import zmq
 
+from shared.allow_list import AllowedKey
+from shared.curve import Gatekeeper, watch_peer
 from shared.locks import try_lock
 from shared.logs import RateLimitedLogger
 from shared.wire import Message, ToRouter, WireError, decode, encode
@@ -32,17 +34,21 @@ class EngineSocketError(Exception):
 class EngineSocket:
     """A socket that receives on the event loop and sends without blocking.
 
-    ``on_message`` is called with the peer's routing id, the message and its raw frames. A message
-    that does not decode is dropped with a warning, and ``on_undecodable`` is called.
+    ``on_message`` is called with the peer's routing id, the message, its raw frames and the key
+    that it came under. A message that does not decode is dropped with a warning, and
+    ``on_undecodable`` is called. With a ``gatekeeper`` the socket uses CURVE.
     """
 
     def __init__(
         self,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
-        on_message: Callable[[bytes, ToRouter, list[bytes]], None],
+        on_message: Callable[[bytes, ToRouter, list[bytes], AllowedKey | None], None],
         on_undecodable: Callable[[], None],
+        gatekeeper: Gatekeeper | None = None,
     ) -> None:
         """Bind the socket. Raises `EngineSocketError`."""
+        self._gatekeeper = gatekeeper
         self._on_message = on_message
         self._on_undecodable = on_undecodable
         self._drop_log = RateLimitedLogger(logger, interval_s=1.0)
@@ -50,16 +56,19 @@ class EngineSocket:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._path = address.removeprefix("ipc://")
         self._lock = _lock(address)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
+            # Nobody takes over the name of a connection: a key would get the prompts of another.
+            (zmq.ROUTER_HANDOVER, int(gatekeeper is None)),
             (zmq.MAXMSGSIZE, _MAX_FRAME_BYTES),
             (zmq.LINGER, _LINGER_MS),
             (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(option, value)
+        watch_peer(self._socket, address)
+        if gatekeeper is not None:
+            gatekeeper.protect(self._socket)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         try:
             self._socket.bind(address)
@@ -77,7 +86,6 @@ class EngineSocket:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
         self._socket.close()
-        self._context.term()
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 Path(self._path).unlink()  # ZeroMQ does not
@@ -105,8 +113,11 @@ class EngineSocket:
             # To ask costs less than an exception each time that nothing is there.
             if not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            self._handle_frames(frames[0], frames[1:])
+            if self._gatekeeper is None:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._handle_frames(peer, frames, None)
+            else:
+                self._handle_protected(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         self._schedule_receive()
 
     def _schedule_receive(self) -> None:
@@ -114,7 +125,14 @@ class EngineSocket:
             self._receive_scheduled = True
             self._loop.call_soon(self.receive_pending)
 
-    def _handle_frames(self, peer: bytes, frames: Sequence[bytes]) -> None:
+    def _handle_protected(self, frames: Sequence[zmq.Frame]) -> None:
+        assert self._gatekeeper is not None
+        key = self._gatekeeper.find(frames)
+        if key is not None:  # otherwise it was on the list when it connected
+            peer, *content = (frame.bytes for frame in frames)
+            self._handle_frames(peer, content, key)
+
+    def _handle_frames(self, peer: bytes, frames: Sequence[bytes], key: AllowedKey | None) -> None:
         try:
             message, payload = decode(frames, ToRouter)
         except WireError as error:
@@ -122,7 +140,7 @@ class EngineSocket:
             self._drop_log.warning("dropped a message from peer %s: %s", peer.hex(), error)
             return
         try:
-            self._on_message(peer, message, payload)
+            self._on_message(peer, message, payload, key)
         except Exception:
             # A bug in the handling of one message must not keep the others from being handled.
             logger.exception("handling a %s from peer %s", type(message).__name__, peer.hex())

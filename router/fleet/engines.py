@@ -14,8 +14,12 @@ from shared.wire import Beat, EngineStats, Hello, Phase, StoreStats
 class Engine:
     """One engine process, as it last described itself."""
 
-    def __init__(self, peer: bytes, hello: Hello, name: str, stall_limit_s: float) -> None:
+    def __init__(
+        self, peer: bytes, hello: Hello, name: str, stall_limit_s: float, key: str | None = None
+    ) -> None:
         self.peer = peer
+        self.key = key
+        """The public key that it joined under; None: without CURVE."""
         self.hello = hello
         self.name = name
         self.phase: Phase = "loading"
@@ -26,6 +30,8 @@ class Engine:
         self.last_beat = time.monotonic()
         self.lost_reason: str | None = None
         """Why the engine is gone; None while it is there."""
+        self.drained = False
+        """Whether an administrator lets it take no further requests."""
         self.left = False
         """Whether the engine has said that it ends."""
         self.request_ids: dict[str, None] = {}
@@ -46,6 +52,8 @@ class Engine:
             return self.lost_reason
         if self.phase != "ready":
             return f"{self.phase} for {self.phase_s:.0f} s"
+        if self.drained:
+            return "drained by an administrator"
         if self.stalled_s > self._stall_limit_s:
             return f"stalled: computed nothing for {self.stalled_s:.0f} s with requests in flight"
         return None

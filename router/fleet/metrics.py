@@ -126,6 +126,13 @@ class Metrics:
         self.resumed = counter("resumed_requests", "Sequences submitted once more")
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
         self.restarts = counter("engine_restarts", "Engines that were lost", ("engine",))
+        self.engines_joined = counter("engines_joined", "Engines that joined", ("model",))
+        self.engines_left = counter(
+            "engines_left", "Engines that left as planned, or were lost", ("reason",)
+        )
+        self.engines_refused = counter(
+            "engines_refused", "Connections and engines that were not let in", ("reason",)
+        )
         self.dropped_messages = counter("dropped_messages", "Wire messages not understood")
         self.loop_lag = histogram("event_loop_lag", "How late the event loop is", _LAG_SECONDS)
         self.work_refused = counter(

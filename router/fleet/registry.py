@@ -13,6 +13,7 @@ from typing import Protocol
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import Renderer
+from shared.allow_list import AllowedKey
 from shared.settings import Settings
 from shared.wire import SUPPORTED_VERSIONS, Beat, Files, FilesWanted, Hello, Message, Ping
 
@@ -29,6 +30,12 @@ _FILES_RETRY_S = 10.0
 
 class RegistryListener(Protocol):
     """Called when engines change."""
+
+    def on_engine_joined(self, engine: Engine) -> None:
+        """``engine`` has introduced itself."""
+
+    def on_engine_refused(self, reason: str) -> None:
+        """An engine was refused, for ``reason`` in one word."""
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         """``engine`` has lost everything that it had in flight."""
@@ -57,12 +64,22 @@ class Registry:
         self._pinged_at: dict[bytes, float] = {}
         self._unregistered: dict[bytes, tuple[float, Beat]] = {}
         self._rejected: set[str] = set()
+        self._drained: set[str] = set()
         self._files_asked_at: dict[str, float] = {}
         self._load_tasks: set[asyncio.Task[None]] = set()
         self.models: dict[str, ModelReplicas] = {}
 
     def find_engine(self, peer: bytes) -> Engine | None:
         return self._engines.get(peer)
+
+    @property
+    def engines(self) -> list[Engine]:
+        return list(self._engines.values())
+
+    def set_drained(self, engine: Engine, drained: bool) -> None:
+        """Let ``engine`` take no further requests, or again; also if it joins anew meanwhile."""
+        engine.drained = drained
+        (self._drained.add if drained else self._drained.discard)(engine.hello.incarnation)
 
     @property
     def unregistered_engines(self) -> list[str]:
@@ -97,13 +114,19 @@ class Registry:
             self._pinged_at[peer] = now
             self._send(peer, Ping(router_id=self._router_id))
 
-    def on_hello(self, peer: bytes, hello: Hello) -> None:
+    def on_hello(self, peer: bytes, hello: Hello, key: AllowedKey | None = None) -> None:
+        if key is not None and not key.may_serve([hello.model, *hello.aliases]):
+            names = ", ".join([hello.model, *hello.aliases])
+            self._reject(hello, f"its key may not serve {names}", "model")
+            return
         if hello.protocol not in SUPPORTED_VERSIONS:
             spoken = " or ".join(map(str, SUPPORTED_VERSIONS))
-            self._reject(hello, f"it speaks protocol {hello.protocol}, this router {spoken}")
+            self._reject(
+                hello, f"it speaks protocol {hello.protocol}, this router {spoken}", "version"
+            )
             return
         if nonsense := _invalid_hello(hello):
-            self._reject(hello, nonsense)
+            self._reject(hello, nonsense, "nonsense")
             return
         known = self._engines.get(peer)
         if known is not None and known.hello == hello and known.lost_reason is None:
@@ -118,10 +141,14 @@ class Registry:
         name = hello.engine
         if any(engine.name == name for engine in self._engines.values()):
             name = f"{name}-{hello.incarnation[:8]}"  # two engines were given the same name
-        engine = Engine(peer, hello, name, self._settings.stall_timeout_s / 2)
+        engine = Engine(
+            peer, hello, name, self._settings.stall_timeout_s / 2, None if key is None else key.key
+        )
+        engine.drained = hello.incarnation in self._drained
         self._unregistered.pop(peer, None)
         self._engines[peer] = engine
         model.engines.append(engine)
+        self._listener.on_engine_joined(engine)
         logger.info("engine %s joined: model %s", hello.engine, hello.model)
         # Makes it drop requests of a router that is gone, if it sent the `Hello` unasked.
         self.ping(peer)
@@ -170,6 +197,12 @@ class Registry:
             if engine.hello.engine == name and engine.lost_reason is None:
                 engine.left |= planned
                 self._mark_lost(engine, "ended")
+
+    def expel(self, is_forbidden: Callable[[Engine], bool]) -> None:
+        """Remove the engines that may not serve any more."""
+        for engine in list(self._engines.values()):
+            if is_forbidden(engine):
+                self._remove(engine, "may not serve its model any more")
 
     def on_unreachable(self, engine: Engine) -> None:
         self._mark_lost(engine, "disconnected")
@@ -226,19 +259,23 @@ class Registry:
                 if drop:
                     self._remove(other, "restarted")
 
-    def _reject(self, hello: Hello, reason: str) -> None:
-        """Log ``reason`` once. The engine goes on beating and may be registered later."""
+    def _reject(self, hello: Hello, reason: str, word: str) -> None:
+        """Log ``reason`` once, and count it as ``word``.
+
+        The engine goes on beating and may be registered later.
+        """
         if hello.incarnation not in self._rejected:
             if len(self._rejected) >= _MAX_REJECTED:
                 self._rejected.clear()
             self._rejected.add(hello.incarnation)
+            self._listener.on_engine_refused(word)
             logger.error("engine %s is not used: %s", hello.engine, reason)
 
     def _model_for(self, hello: Hello) -> ModelReplicas | None:
         model = self.models.get(hello.model)
         if model is not None and not model.matches(hello):
             if any(engine.lost_reason is None for engine in model.engines):
-                self._reject(hello, f"others serve another version of {hello.model}")
+                self._reject(hello, f"others serve another version of {hello.model}", "weights")
                 return None
             for engine in list(model.engines):
                 self._remove(engine, "replaced")

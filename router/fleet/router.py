@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
+from router.fleet.administration import Administration
 from router.fleet.admission import Admission
 from router.fleet.dispatch import Dispatcher
-from router.fleet.engine_socket import EngineSocket
+from router.fleet.engine_sockets import EngineSockets
 from router.fleet.engines import Engine, Model, ModelReplicas
 from router.fleet.loop_lag import LoopLag
 from router.fleet.metrics import EngineCollector, Metrics
@@ -25,6 +26,7 @@ from router.fleet.tenants import Tenant
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
 from router.tokens.work_pool import WorkPool
+from shared.allow_list import AllowedKey
 from shared.settings import Settings
 from shared.wire import (
     Accepted,
@@ -50,11 +52,11 @@ class Router:
     def __init__(
         self,
         settings: Settings,
-        socket_address: str,
+        addresses: Sequence[str],
         version: str,
         supervisor: SupervisorChannel | None = None,
     ) -> None:
-        """Bind the engines' socket, before the event loop runs.
+        """Bind the engines' sockets, before the event loop runs.
 
         Raises `EngineSocketError` and `LimitsStoreError`.
         """
@@ -62,17 +64,24 @@ class Router:
         self.version = version
         self.metrics = Metrics(version)
         self.rate_limits = RateLimits(settings.limits_url, self.metrics)
-        self.engine_socket = EngineSocket(
-            socket_address, self._on_message, self.metrics.dropped_messages.inc
+        self.engine_sockets = EngineSockets(
+            addresses,
+            settings.curve_dir,
+            self._on_message,
+            self.metrics.dropped_messages.inc,
+            lambda reason: self.metrics.engines_refused.labels(reason).inc(),
         )
         self.dispatcher = Dispatcher(
             settings, self._send_to, self.metrics, self.rate_limits.on_generated
         )
         # Beside the socket: its lock keeps other routers out of the directory, even after a kill.
-        scheme, _, path = socket_address.partition("://")
-        store = TokenizerFileStore(Path(path + ".files") if scheme == "ipc" else None)
+        paths = [address[6:] for address in addresses if address.startswith("ipc://")]
+        store = TokenizerFileStore(Path(paths[0] + ".files") if paths else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
         self.supervised = Supervised(supervisor)
+        self.administration = Administration(
+            self.registry, self.dispatcher, self.supervised, self._send_to
+        )
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for what takes long."""
@@ -97,7 +106,7 @@ class Router:
         self.metrics.registry.register(engines)
 
     async def start(self) -> None:
-        self.engine_socket.start()
+        self.engine_sockets.start()
         self._tasks = [
             asyncio.create_task(self._tick()),
             asyncio.create_task(self._loop_lag.run()),
@@ -107,13 +116,14 @@ class Router:
 
     async def stop(self) -> None:
         self.abort_all("The server is shutting down.")
+        self.administration.close()
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.work.close()
         await self.rate_limits.close()
-        self.engine_socket.close()
+        self.engine_sockets.close()
         self.registry.close()
 
     async def drain(self, timeout_s: float) -> None:
@@ -177,7 +187,7 @@ class Router:
         if "models" in message:
             self.supervised.on_models(message)
         elif "ended" in message:
-            self.engine_socket.receive_pending()  # its last words
+            self.engine_sockets.receive_pending()  # its last words
             self.registry.on_ended(str(message["ended"]), planned=bool(message.get("planned")))
 
     def demand(self) -> dict[str, tuple[int, float]]:
@@ -186,9 +196,16 @@ class Router:
 
     # -- RegistryListener ------------------------------------------------------
 
+    def on_engine_joined(self, engine: Engine) -> None:
+        self.metrics.engines_joined.labels(engine.hello.model).inc()
+
+    def on_engine_refused(self, reason: str) -> None:
+        self.metrics.engines_refused.labels(reason).inc()
+
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
-        self.metrics.restarts.labels(engine.name).inc()
         planned = engine.phase == "draining" or engine.left
+        self.metrics.restarts.labels(engine.name).inc()
+        self.metrics.engines_left.labels("left" if planned else "lost").inc()
         self.dispatcher.on_engine_lost(engine, reason, planned=planned)
 
     def on_capacity_changed(self, model: ModelReplicas) -> None:
@@ -196,10 +213,12 @@ class Router:
 
     # -- wire ------------------------------------------------------------------
 
-    def _on_message(self, peer: bytes, message: ToRouter, payload: list[bytes]) -> None:
+    def _on_message(
+        self, peer: bytes, message: ToRouter, payload: list[bytes], key: AllowedKey | None
+    ) -> None:
         match message:
             case Hello():
-                self.registry.on_hello(peer, message)
+                self.registry.on_hello(peer, message, key)
             case Beat():
                 beating = self.registry.on_beat(peer, message)
                 if beating is not None:
@@ -227,10 +246,10 @@ class Router:
                 engine.prefix_index.update(message)
 
     def _send(self, peer: bytes, message: Message) -> bool:
-        return bool(self.engine_socket.send(peer, message))
+        return bool(self.engine_sockets.send(peer, message))
 
     def _send_to(self, engine: Engine, message: Message) -> bool:
-        sent = self.engine_socket.send(engine.peer, message)
+        sent = self.engine_sockets.send(engine.peer, message)
         if sent is None:
             self.registry.on_unreachable(engine)
         return bool(sent)
@@ -240,7 +259,10 @@ class Router:
             await asyncio.sleep(_TICK_S)
             try:
                 # First: beats may wait in the socket after the loop was blocked.
-                self.engine_socket.receive_pending()
+                self.engine_sockets.receive_pending()
+                self.registry.expel(
+                    lambda engine: not self.engine_sockets.may_serve(engine.key, engine.hello)
+                )
                 self.registry.tick()
                 self.dispatcher.tick()
             except Exception:

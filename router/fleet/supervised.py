@@ -56,6 +56,11 @@ class Supervised:
         now = time.monotonic()
         self._used_at = {name: self._used_at.get(name, now) for name in self.models}
 
+    @property
+    def engines(self) -> set[str]:
+        """The names of the engines that the supervisor runs."""
+        return {name for model in self.models.values() for name in model.engines}
+
     def find(self, name: str | None) -> ConfiguredModel | None:
         """Return the model called ``name``; for None the first of the configuration."""
         for model in self.models.values():

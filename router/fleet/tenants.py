@@ -38,5 +38,7 @@ class Tenant:
         return wanted if self.max_priority is None else min(wanted, self.max_priority)
 
 
+ADMINISTRATOR = Tenant(name="(admin)")
+"""Who has the admin key. No API key can have this name."""
 EVERYBODY = Tenant()
 """The tenant of all requests where no keys are set."""

@@ -71,6 +71,7 @@ class RequestRecord:
                 "finish": None if self.error_code else found.finish,
                 "id": found.id,
             }
+        fields |= state.get("audit", {})
         fields |= {
             "total_s": round(total_s, 4),
             "error": self.error_code,

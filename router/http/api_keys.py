@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from starlette.datastructures import Headers
 
-from router.errors import Unauthorized
-from router.fleet.tenants import EVERYBODY, Tenant
+from router.errors import AdminForbidden, Unauthorized
+from router.fleet.tenants import ADMINISTRATOR, EVERYBODY, Tenant
 from router.http.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
 
@@ -69,16 +69,22 @@ class ApiKeys:
             if self._reload_asked.is_set() or (settled and stamp != self._stamp):
                 self._reload_asked.clear()
                 self._stamp = stamp
-                await self._reload()
+                await self._try_reload()
 
-    async def _reload(self) -> None:
-        """Read the keys again. If that fails, the old ones stay. Running requests go on."""
+    async def reload(self) -> int:
+        """Read the keys again, and return their number. Running requests go on.
+
+        Raises `KeyFileError`; then the old ones stay.
+        """
+        self._tenants = await asyncio.to_thread(read_tenants, self._settings)
+        logger.info("API keys read again: %d", len(self._tenants))
+        return len(self._tenants)
+
+    async def _try_reload(self) -> None:
         try:
-            self._tenants = await asyncio.to_thread(read_tenants, self._settings)
+            await self.reload()
         except KeyFileError as error:
             logger.error("the API keys stay as they were: %s", error)
-        else:
-            logger.info("API keys read again: %d", len(self._tenants))
 
 
 class SingleKey:
@@ -92,6 +98,27 @@ class SingleKey:
         if self._digest is None or hmac.compare_digest(self._digest, digest(given_key(headers))):
             return
         raise Unauthorized("The key is not valid.")
+
+
+class AdminKey:
+    """The key of ``/admin``, where there is one. Keys of ``keys`` are known, and do not suffice."""
+
+    def __init__(self, key: str | None, keys: ApiKeys) -> None:
+        self._digest = None if key is None else digest(key)
+        self._keys = keys
+
+    def guards(self, path: str) -> bool:
+        return self._digest is not None and path.startswith("/admin/")
+
+    def check(self, headers: Headers) -> Tenant:
+        """Return who administrates. Raises `AdminForbidden` and `Unauthorized`."""
+        given = digest(given_key(headers))
+        if self._digest is not None and hmac.compare_digest(self._digest, given):
+            return ADMINISTRATOR
+        if self._keys:
+            self._keys.identify(headers)
+            raise AdminForbidden("This is not the admin key.")
+        raise Unauthorized("The admin key is not valid.")
 
 
 def given_key(headers: Headers) -> str:

@@ -14,7 +14,7 @@ from router.errors import ApiError, ClientDisconnected, HostForbidden, InternalE
 from router.fleet.metrics import Metrics
 from router.fleet.tenants import EVERYBODY, Tenant
 from router.http.access_log import RequestRecord
-from router.http.api_keys import ApiKeys, SingleKey
+from router.http.api_keys import AdminKey, ApiKeys, SingleKey
 from router.http.error_responses import error_response
 from router.http.hosts import AllowedHosts
 from router.http.traces import RequestTrace
@@ -46,6 +46,7 @@ class RequestMiddleware:
         self._keys = keys
         self._hosts = AllowedHosts(settings.allowed_host)
         self._metrics_key = SingleKey(settings.metrics_key)
+        self._admin_key = AdminKey(settings.admin_key, keys)
         self._metric_paths = metric_paths
         self._public_paths = public_paths
         self._metrics = metrics
@@ -121,6 +122,8 @@ class RequestMiddleware:
         if path == "/metrics":
             self._metrics_key.check(headers)
             return EVERYBODY
+        if self._admin_key.guards(path):
+            return self._admin_key.check(headers)
         if not self._keys and not self._hosts.allows(headers.get("host")):
             raise HostForbidden(
                 "This server has no keys, and answers only to names that it knows: set"

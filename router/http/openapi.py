@@ -37,7 +37,12 @@ def document(
     metrics_key_needed: bool,
 ) -> bytes:
     """Return the document as JSON. ``server_url`` is the base of the paths of ``operations``."""
-    needed = {"open": None, "key": keys_needed, "metrics key": metrics_key_needed}
+    needed = {
+        "open": None,
+        "key": keys_needed,
+        "metrics key": metrics_key_needed,
+        "admin key": True,
+    }
     types = list(dict.fromkeys(_types(operations)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     references = dict(zip(types, schemas, strict=True))

@@ -32,23 +32,28 @@ def check(settings: Settings) -> None:
     for origin in settings.cors_origin:
         if origin != "*" and not _is_origin(origin):
             raise FlagError(f"--cors-origin: {origin!r} is not an origin like https://host:port")
-    for key in (*settings.api_key, settings.metrics_key or "-"):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            name = "--api-key" if key in settings.api_key else "--metrics-key"
+    single = {"--metrics-key": settings.metrics_key, "--admin-key": settings.admin_key}
+    keys = [("--api-key", key) for key in settings.api_key]
+    for name, key in (*keys, *single.items()):
+        if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
             raise FlagError(f"{name}: only printable ASCII without spaces can go into a header")
+    if settings.admin_key is not None and settings.admin_key in settings.api_key:
+        raise FlagError("--admin-key: the same as an --api-key, whose holders would administrate")
     if settings.limits_url is not None and not _LIMITS_URL.match(settings.limits_url):
         raise FlagError("--limits-url: not like redis://host:port/0 or redis+unix:///path")
     if settings.otlp_endpoint is not None and not _is_url(settings.otlp_endpoint):
         raise FlagError(f"--otlp-endpoint: {settings.otlp_endpoint!r} is not like http://host:4318")
     for name in ("engine_socket", "kvstore_socket"):
-        address = getattr(settings, name)
-        if address is not None:
-            _check_socket(f"--{name.replace('_', '-')}", address)
-    if settings.engine_socket and settings.engine_socket == settings.kvstore_socket:
+        addresses = getattr(settings, name)
+        for address in addresses:
+            _check_socket(f"--{name.replace('_', '-')}", address, settings.curve_dir is not None)
+        if len(set(addresses)) < len(addresses):
+            raise FlagError(f"--{name.replace('_', '-')}: the same address twice")
+    if set(settings.engine_socket) & set(settings.kvstore_socket):
         raise FlagError("--kvstore-socket: the same as --engine-socket")
 
 
-def _check_socket(name: str, address: str) -> None:
+def _check_socket(name: str, address: str, has_keys: bool) -> None:
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         if not rest.startswith("/"):
@@ -59,7 +64,7 @@ def _check_socket(name: str, address: str) -> None:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
-    if not is_loopback(host.strip("[]")):
+    if not has_keys and not is_loopback(host.strip("[]")):
         raise FlagError(f"{name}: {host} is not this machine, which needs --curve-dir")
 
 

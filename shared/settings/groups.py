@@ -59,7 +59,7 @@ class ServerSettings:
     )
     cache_salt_per_key: bool = flag(False, "share no cached prefixes between API keys")
     admin_key: str | None = flag(
-        None, "key for /admin", secret=True, later="the admin interface is"
+        None, "key for /admin", secret=True, shown_default="none: /admin is closed"
     )
     metrics_key: str | None = flag(None, "key for /metrics", secret=True, shown_default="open")
     max_request_bytes: int = flag(1048576, "largest request body", at_least=1)
@@ -304,17 +304,23 @@ class ProcessSettings:
         word="auto",
         shown_default="auto: the device's",
     )
-    engine_socket: str | None = flag(
-        None,
-        "address where router and engines meet: ipc://PATH or tcp://HOST:PORT",
+    engine_socket: tuple[str, ...] = flag(
+        (),
+        "address where router and engines meet: ipc://PATH or tcp://HOST:PORT; of several, a"
+        " router serves all, and an engine joins the routers of all",
         shown_default="a private one",
     )
-    kvstore_socket: str | None = flag(
-        None,
-        "address where kvstore and engines meet: ipc://PATH or tcp://HOST:PORT",
+    kvstore_socket: tuple[str, ...] = flag(
+        (),
+        "address where kvstore and engines meet: ipc://PATH or tcp://HOST:PORT; a kvstore serves"
+        " all of several, an engine uses one",
         shown_default="a private one",
     )
-    curve_dir: Path | None = flag(None, "ZeroMQ CURVE keys for tcp sockets", later="CURVE is")
+    curve_dir: Path | None = flag(
+        None,
+        "directory of CURVE keys, as `mlx-lm-server keys` makes them, for tcp sockets",
+        shown_default="none: tcp only within this machine, unprotected",
+    )
     otlp_endpoint: str | None = flag(
         None,
         "collector of OpenTelemetry traces, OTLP over HTTP: http://HOST:4318",

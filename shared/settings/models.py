@@ -124,14 +124,16 @@ def _text(table: dict[str, Any], key: str, where: str) -> str | None:
 
 
 def command_line(settings: Settings) -> list[str]:
-    """Return the words of a command line with what is given in ``settings``, but for secrets.
+    """Return the words of a command line with what is given in ``settings``, but for secrets and
+    sockets, which are not the same for all children.
 
     The file is not among them: a child that is started later has the settings of the others.
     """
+    left_out = ("config", "engine_socket", "kvstore_socket")
     return [
         word
         for flag in FLAGS
-        if flag.field in settings.given and not flag.declared.secret and flag.field != "config"
+        if flag.field in settings.given and not flag.declared.secret and flag.field not in left_out
         for word in arguments(flag, getattr(settings, flag.field))
     ]
 

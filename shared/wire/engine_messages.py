@@ -79,6 +79,12 @@ class Drain(Message, frozen=True, tag="drain"):
     """Finish the requests at hand, refuse new ones, and then send `Bye`."""
 
 
+class ClearCache(Message, frozen=True, tag="clear_cache"):
+    """Drop the cached prefixes that nothing uses."""
+
+    ssd: bool = False  # those in the kvstore too
+
+
 class FilesWanted(Message, frozen=True, tag="files_wanted"):
     """Ask for files whose digests the router does not have."""
 
@@ -173,5 +179,5 @@ class Bye(Message, frozen=True, tag="bye"):
     incarnation: str
 
 
-ToEngine = Ping | Submit | Abort | Drain | FilesWanted
+ToEngine = Ping | Submit | Abort | Drain | ClearCache | FilesWanted
 ToRouter = Hello | Beat | Accepted | Refused | Tokens | CacheEvents | Files | Bye

@@ -68,6 +68,12 @@ class Corrupt(Message, frozen=True, tag="corrupt"):
     hash: bytes
 
 
+class Clear(Message, frozen=True, tag="clear"):
+    """Remove all blocks of ``namespace``. No reply."""
+
+    namespace: str
+
+
 class StoreStatsWanted(Message, frozen=True, tag="store_stats_wanted"):
     """Ask for `StoreStats`."""
 
@@ -110,5 +116,5 @@ class StoreStatsReply(Message, frozen=True, tag="store_stats"):
     stats: StoreStats
 
 
-ToStore = Locate | Located | Has | FindLast | Get | Put | Touch | Corrupt | StoreStatsWanted
+ToStore = Locate | Located | Has | FindLast | Get | Put | Touch | Corrupt | Clear | StoreStatsWanted
 FromStore = Nonce | HasReply | FindLastReply | GetReply | PutReply | StoreStatsReply

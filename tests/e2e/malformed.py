@@ -87,6 +87,7 @@ TO_STORE: list[wire.Message] = [
     wire.Put(ticket=1, namespace=NAMESPACE, hash=HASH),
     wire.Touch(namespace=NAMESPACE, hashes=[HASH]),
     wire.Corrupt(namespace=NAMESPACE, hash=HASH),
+    wire.Clear(namespace=NAMESPACE),
     wire.StoreStatsWanted(),
 ]
 
@@ -101,6 +102,7 @@ TO_ENGINE: list[wire.Message] = [
         stop_token_ids=[],
     ),
     wire.Abort(request_id="r"),
+    wire.ClearCache(),
     wire.FilesWanted(names=["config.json"]),
 ]
 

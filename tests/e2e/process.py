@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,10 +20,13 @@ PATIENCE_S = 60.0
 class Process:
     """A running process. ``log`` holds the lines that it has printed so far."""
 
-    def __init__(self, module: str, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, module: str, *flags: str, prefix: Sequence[str] = (), **environment: str
+    ) -> None:
+        """``prefix`` is a command that runs the rest of its arguments."""
         outside = {k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")}
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
+            [*prefix, sys.executable, "-m", module, *flags],
             cwd=ROOT,
             env={**outside, **environment},
             stdout=subprocess.PIPE,
@@ -54,9 +57,11 @@ class Process:
 
 
 @contextmanager
-def running_process(module: str, *flags: str, **environment: str) -> Iterator[Process]:
+def running_process(
+    module: str, *flags: str, prefix: Sequence[str] = (), **environment: str
+) -> Iterator[Process]:
     """Run a process, and fail unless it ends cleanly on SIGTERM or was killed before."""
-    process = Process(module, *flags, **environment)
+    process = Process(module, *flags, prefix=prefix, **environment)
     try:
         yield process
         if process.is_running:

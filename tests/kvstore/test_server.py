@@ -19,7 +19,9 @@ from kvstore.server import Server
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import wire
-from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, wait_until
+from shared.blockfile import encode
+from shared.hashing import HASH_BYTES
+from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, payload_of, wait_until
 from tests.kvstore.faulty_disk import FaultyDisk
 
 
@@ -116,7 +118,7 @@ def run(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(
         context,
-        endpoint,
+        [endpoint],
         directory,
         store,
         writer,
@@ -175,6 +177,24 @@ def test_a_reply_in_bytes_is_bounded_and_the_rest_can_be_asked_for(running: Runn
     assert engine.get(9)[0].count == 1  # at least one, however large
     reads = engine.stats()
     assert (reads.reads_total, reads.misses_total) == (3, 0)
+
+
+def test_a_namespace_is_cleared_and_others_stay(running: Running) -> None:
+    engine = running.engine()
+    other = "0b" * HASH_BYTES
+    for number in range(3):
+        assert engine.put(number).stored
+    file = encode(hash_of(7), other, payload_of(7))
+    reply, _ = engine.ask(wire.Put(ticket=1, namespace=other, hash=hash_of(7)), file)
+    assert reply.stored
+    wait_until(lambda: engine.stats().blocks == 4)
+    engine.send(wire.Clear(namespace=NAMESPACE))
+    wait_until(lambda: engine.stats().blocks == 1)
+    assert engine.has(0, 1, 2) == 0
+    found, _ = engine.ask(wire.Has(ticket=2, namespace=other, hashes=[hash_of(7)]))
+    assert found.count == 1
+    assert engine.put(0).stored
+    wait_until(lambda: engine.has(0) == 1)
 
 
 def test_two_engines_share_the_blocks_and_are_told_apart(running: Running) -> None:

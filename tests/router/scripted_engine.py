@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import zmq
 
+from shared.curve import EngineKeys
 from shared.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -132,10 +133,12 @@ class ScriptedEngine:
         model: str = "tiny",
         max_sequences: int = 4,
         context_length: int = 512,
+        keys: EngineKeys | None = None,
         **behaviour: object,
     ) -> None:
         self.address = address
         self.name = name
+        self._keys = keys
         self.incarnation = uuid.uuid4().hex
         self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
         self.received: list[Message] = []
@@ -197,6 +200,8 @@ class ScriptedEngine:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200 if self._bye else 0)
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
+        if self._keys is not None:
+            self._keys.protect(socket)
         socket.connect(self.address)
         beat_at, number = 0.0, 0
         try:

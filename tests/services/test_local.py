@@ -107,9 +107,10 @@ def specs_of(
     """Return the specs of a server's processes, with one engine of each model."""
     settings, models = parse_models(argv, environ, "prog")
     with RunDir.create(directory) as run_dir, socket.socket() as http:
-        children = local.Children(settings, http, run_dir)
+        children = local.Children(settings, run_dir)
         engines = [children.engine(model, f"engine-{n}", 10**9) for n, model in enumerate(models)]
-        return [*children.services(), *engines]
+        kvstore = [] if settings.no_ssd else [children.kvstore()]
+        return [*kvstore, children.router(http), *engines]
 
 
 def parsed(spec: ChildSpec, environ: Mapping[str, str] = MappingProxyType({})) -> Settings:
@@ -151,10 +152,12 @@ def test_keys_are_in_no_childs_arguments_and_only_in_the_routers_environment(
             assert (again.api_key, again.metrics_key) == ((), None)
 
 
-def test_configured_sockets_are_used_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
+def test_others_join_at_configured_sockets_and_no_ssd_starts_no_kvstore(tmp_path: Path) -> None:
     specs = specs_of(["--no-ssd", "--engine-socket=ipc:///run/e"], tmp_path)
     assert [spec.name for spec in specs] == ["router", "engine-0"]
-    assert parsed(specs[0]).engine_socket == "ipc:///run/e"
+    router, engine = (parsed(spec).engine_socket for spec in specs)
+    assert len(engine) == 1 and engine[0].startswith(f"ipc://{tmp_path}/mlxlm-")
+    assert router == (*engine, "ipc:///run/e")
 
 
 def test_engines_have_the_settings_of_their_model_and_read_no_file_themselves(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +31,9 @@ class Engine:
 
     def __init__(self, directory: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        endpoint = f"ipc://{directory}/engines"
-        self._socket.bind(endpoint)
+        self._directory = directory
+        self._socket = self.bind("engines")
+        endpoint = ",".join(f"ipc://{directory}/{name}" for name in ("engines", "others"))
         self.tokenizer = directory / "tokenizer.json"
         self.tokenizer.write_text("the tokenizer")
         self._log = directory / "log"
@@ -49,6 +49,23 @@ class Engine:
         assert self._line() == "started"
         self.peer = b""
         self.hear(wire.Beat)
+
+    def bind(self, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"ipc://{self._directory}/{name}")
+        return socket
+
+    @contextmanager
+    def as_other_router(self) -> Iterator[None]:
+        """Be the engine's other router, which comes and goes."""
+        mine, self._socket = (self._socket, self.peer), self.bind("others")
+        try:
+            self.hear(wire.Beat)
+            yield
+        finally:
+            self._socket.close()
+            self._socket, self.peer = mine
 
     def tell(self, command: str) -> str:
         """Make the main thread run ``command``; return its answer."""
@@ -157,6 +174,8 @@ def test_an_engine_ends_itself_if_its_main_thread_takes_no_messages(engine: Engi
 
 def test_beats_report_the_seconds_without_progress(engine: Engine) -> None:
     engine.serve()
+    engine.send(submit())
+    assert engine.tell("take") == "Submit:r"
     engine.tell("live")
     while (beat := engine.hear(wire.Beat)).stalled_s < STALL_S / 4:
         pass
@@ -221,6 +240,41 @@ def test_a_loading_engine_ends_at_the_first_signal(engine: Engine) -> None:
 # -- routers ---------------------------------------------------------------------
 
 
+def test_two_routers_have_their_own_requests_and_one_that_restarts_loses_only_its_own(
+    engine: Engine,
+) -> None:
+    engine.serve()
+    engine.send(wire.Ping(router_id="mine"))
+    engine.hear(wire.Hello)
+    engine.send(submit("a"))
+    with engine.as_other_router():
+        engine.send(wire.Ping(router_id="other"))
+        engine.hear(wire.Hello)
+        engine.send(submit("b"))
+        engine.send(wire.Abort(request_id="a", attempt=3))  # of the first router
+        told = ""
+        while "Submit:b" not in told:
+            told += engine.tell("take") + " "
+        assert "Abort" not in told
+        engine.tell("live a b")
+        while not (beat := engine.hear(wire.Beat)).live:
+            pass
+        assert [one.request_id for one in beat.live] == ["b"]
+        engine.tell("tokens a b")
+        assert [delta.request_id for delta in engine.hear(wire.Tokens).deltas] == ["b"]
+        engine.tell("progress")
+        engine.send(wire.Ping(router_id="other, again"))
+        engine.hear(wire.Hello)
+        assert engine.tell("take") == "NewRouter:b"
+        engine.tell("progress")
+        engine.tell("tokens a b")
+        engine.send(wire.Ping(router_id="other, again"))
+        while not isinstance(heard := engine.hear(wire.Message), wire.Hello):
+            assert not isinstance(heard, wire.Tokens)
+    for _ in range(2):
+        assert [delta.request_id for delta in engine.hear(wire.Tokens).deltas] == ["a"]
+
+
 def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engine: Engine) -> None:
     engine.serve()
     for router_id in ("one", "one", "two"):
@@ -230,7 +284,7 @@ def test_the_main_thread_is_told_of_another_router_and_not_of_the_same_one(engin
     told = ""
     while "Abort" not in told:
         told += engine.tell("take") + " "
-    assert told.split() == ["NewRouter", "NewRouter", "Abort"]
+    assert told.split() == ["NewRouter:", "NewRouter:", "Abort"]
     assert "another router" in engine.log
 
 

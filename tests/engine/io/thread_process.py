@@ -12,7 +12,8 @@ from pathlib import Path
 
 import zmq
 
-from engine.io.inbox import Inbox
+from engine.io.inbox import Inbox, InboxMessage, NewRouter
+from engine.io.router_link import RouterLink
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
@@ -38,12 +39,12 @@ HELLO = wire.Hello(
 
 
 def main() -> None:
-    endpoint, stall_timeout_s, drain_timeout_s, tokenizer = sys.argv[1:]
+    endpoints, stall_timeout_s, drain_timeout_s, tokenizer = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status, inbox = EngineStatus(), Inbox()
     io_thread = IOThread(
-        context=zmq.Context(),
-        endpoint=endpoint,
+        links=[RouterLink(context, endpoint, None) for endpoint in endpoints.split(",")],
         engine=ENGINE,
         incarnation=INCARNATION,
         inbox=inbox,
@@ -61,16 +62,34 @@ def main() -> None:
                 io_thread.introduce(HELLO, {"tokenizer.json": Path(tokenizer)})
             case ["phase", "loading" | "warming" | "ready" | "draining" as phase]:
                 status.enter_phase(phase)
-            case ["live"]:
-                status.live = [wire.LiveRequest(request_id="r", attempt=0, generated=0)]
+            case ["live", *names]:
+                status.live = [
+                    wire.LiveRequest(request_id=name, attempt=3, generated=0)
+                    for name in names or ["r"]
+                ]
+            case ["tokens", *names]:
+                io_thread.send([wire.Tokens(deltas=[delta(name) for name in names])])
             case ["idle"]:
                 status.live = []
             case ["progress"]:
                 status.progress += 1
             case ["take"]:
-                answer(*(type(item).__name__ for item in inbox.take(5)))
+                answer(*map(describe, inbox.take(5)))
                 continue
         answer("done")
+
+
+def delta(name: str) -> wire.Delta:
+    return wire.Delta(request_id=name, attempt=3, index=0, token_ids=[5])
+
+
+def describe(item: InboxMessage) -> str:
+    """Return the type of a message, and what it is about where tests ask for it."""
+    if isinstance(item, NewRouter):
+        return "NewRouter:" + ",".join(sorted(name for name, _ in item.requests))
+    if isinstance(item, wire.Submit):
+        return f"Submit:{item.request_id}"
+    return type(item).__name__
 
 
 def answer(*words: str) -> None:

@@ -66,7 +66,7 @@ class MemoryStore:
 @pytest.fixture(scope="module", params=KINDS)
 def whole(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Stored:
     return Stored(
-        tiny_model(request.param), kvstore_socket="ipc:///nowhere", ssd_policy="write_through"
+        tiny_model(request.param), kvstore_socket=("ipc:///nowhere",), ssd_policy="write_through"
     )
 
 

@@ -210,16 +210,30 @@ def test_an_abort_at_any_moment_frees_the_slot_in_the_next_plan(
     engine.assert_nothing_left()
 
 
-def test_drop_all_leaves_nothing_of_earlier_requests() -> None:
+def test_a_cleared_cache_has_no_prefix_and_frees_its_memory() -> None:
+    engine = Engine(config())
+    engine.submit(request("a", prompt(40)))
+    engine.run()
+    assert engine.scheduler.cached_hashes()
+    engine.scheduler.clear_cache()
+    assert not engine.scheduler.cached_hashes()
+    client = engine.submit(request("b", prompt(40)))
+    engine.run()
+    engine.assert_right(client)
+    assert engine.scheduler.stats().cached_ram_tokens_total == 0
+    engine.assert_nothing_left()
+
+
+def test_a_dropped_request_leaves_nothing_and_others_go_on() -> None:
     engine = Engine(config(look_ahead=True))
     for name in "abcdef":
         engine.submit(request(name, prompt(20, start=ord(name))))
     for _ in range(3):
         engine.turn()
-    engine.scheduler.drop_all()
-    assert not engine.scheduler.live()
+    engine.scheduler.drop({(name, attempt) for name, attempt in engine.clients if name != "d"})
+    assert {one.request_id for one in engine.scheduler.live()} == {"d"}
     engine.run()
-    assert all(client.end is None for client in engine.clients.values())
+    assert [name for (name, _), client in engine.clients.items() if client.end] == ["d"]
     engine.assert_nothing_left()
 
 

@@ -146,9 +146,11 @@ class Chaos:
             self.engine.submit(self._request(name, newest + 1))
 
     def _drop(self) -> None:
-        for name, attempt in self.engine.clients:
+        """Drop the requests of one of two routers."""
+        dropped = {key for key in self.engine.clients if self.random.random() < 0.5}
+        for name, attempt in dropped:
             self._note_ended(name, attempt)
-        self.engine.scheduler.drop_all()
+        self.engine.scheduler.drop(dropped)
         self.engine.check()
 
     def _note_ended(self, name: str, attempt: int) -> None:

@@ -20,6 +20,10 @@ class _Listener:
 
     def on_capacity_changed(self, model: ModelReplicas) -> None: ...
 
+    def on_engine_joined(self, engine: Engine) -> None: ...
+
+    def on_engine_refused(self, reason: str) -> None: ...
+
 
 def test_the_garbage_collector_does_not_look_at_what_a_tokenizer_needs(model_dir: Path) -> None:
     """It takes a tenth of a second with its libraries, and holds up the event loop."""

@@ -1,0 +1,135 @@
+"""One of the engine's routers: the connection to it, and what is known of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shared import wire
+from shared.curve import HANDSHAKE_FAILED, EngineKeys, watch_peer
+
+logger = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 2_000
+OUTBOX_LIMIT = 20_000
+_LINGER_MS = 500
+_ASK_AGAIN_S = 5.0
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | HANDSHAKE_FAILED
+)
+
+
+class RouterLink:
+    """The DEALER that connects to ``endpoint``. Used on the IO thread only, once it runs."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: EngineKeys | None,
+    ) -> None:
+        self.endpoint = endpoint
+        self._own_key = "" if keys is None else keys.own.public
+        self.router_id: str | None = None
+        """Of its last `Ping`."""
+        self.pinged = False
+        self.is_connected = False
+        self.gone_since: float | None = None
+        """When the connection to a router with requests was lost; None while it is there."""
+        self._outbox: deque[list[bytes | memoryview]] = deque()
+        self._retry_at: float | None = None
+        self._complaint = ""
+        self.socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, _LINGER_MS),
+            (zmq.SNDHWM, HIGH_WATER_MARK),
+            (zmq.RCVHWM, HIGH_WATER_MARK),
+            (zmq.IPV6, int("[" in endpoint)),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+        ):
+            self.socket.set(option, value)
+        watch_peer(self.socket, endpoint)
+        if keys is not None:
+            keys.protect(self.socket)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        self.socket.connect(endpoint)
+
+    def __str__(self) -> str:
+        return self.endpoint
+
+    def post(self, message: wire.Message, *payload: bytes) -> None:
+        """Send ``message`` with the next `flush`."""
+        self._outbox.append(wire.encode(message, *payload))
+
+    @property
+    def is_backed_up(self) -> bool:
+        """Whether messages wait since the router does not read."""
+        return bool(self._outbox)
+
+    @property
+    def is_overfull(self) -> bool:
+        return len(self._outbox) > OUTBOX_LIMIT
+
+    def clear(self) -> None:
+        self._outbox.clear()
+
+    def flush(self) -> bool:
+        """Send what waits; return False if something is left."""
+        while self._outbox:
+            try:
+                self.socket.send_multipart(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._outbox.popleft()
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next message's frames; None if none has arrived."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def on_event(self) -> None:
+        """Take note of what happened to the connection."""
+        event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.is_connected, self.gone_since, self._complaint = True, None, ""
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.is_connected = False
+            if self.router_id is not None and self.gone_since is None:
+                self.gone_since = time.monotonic()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            # ZeroMQ does not try again, but the key may be put on the list.
+            self._retry_at = time.monotonic() + _ASK_AGAIN_S
+            self._complain(f"the key {self._own_key} of this engine is not on its list")
+        elif self._own_key:
+            self._complain("it does not use CURVE, or has another key than server.key here")
+        else:
+            self._complain("it wants CURVE: give --curve-dir")
+
+    def tick(self, now: float) -> None:
+        """Ask again to be let in, if it is time."""
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            self.socket.disconnect(self.endpoint)
+            self.socket.connect(self.endpoint)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(_LINGER_MS)
+
+    def _complain(self, reason: str) -> None:
+        """Log ``reason`` once in a row."""
+        if reason != self._complaint:
+            self._complaint = reason
+            logger.error("the router at %s refuses this engine: %s", self.endpoint, reason)

@@ -1,0 +1,157 @@
+"""What is in the directory of a kvstore: counted, checked, carried elsewhere.
+
+Reading needs no lock, since files are written whole under their names and never change. Removing
+and importing own the directory meanwhile: a kvstore that runs would not know of it.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.directory import BlockDirectory, BlockKey, FileInfo, block_path, scan_blocks
+from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode
+
+
+@dataclass
+class NamespaceFigures:
+    """The blocks of one namespace: of one model, with one kind of cache and one salt."""
+
+    blocks: int = 0
+    bytes: int = 0
+    last_used: float = 0.0
+    """In the seconds of the kvstore's own clock, as the files have it."""
+
+
+@dataclass
+class Outcome:
+    """How many blocks were treated, their bytes, and the names of those that could not be."""
+
+    blocks: int = 0
+    bytes: int = 0
+    bad: list[str] = field(default_factory=list)
+
+    def add(self, size: int) -> None:
+        self.blocks += 1
+        self.bytes += size
+
+
+def list_namespaces(root: Path) -> dict[str, NamespaceFigures]:
+    found: dict[str, NamespaceFigures] = {}
+    for key, info in _scan(root):
+        figures = found.setdefault(key.namespace, NamespaceFigures())
+        figures.blocks += 1
+        figures.bytes += info.size
+        figures.last_used = max(figures.last_used, info.last_used)
+    return found
+
+
+def verify(root: Path, namespace: str | None = None) -> Outcome:
+    """Read every block and check it against its name and checksum."""
+    outcome = Outcome()
+    for key, _ in _scan(root, namespace):
+        data = _read(root, key)
+        if data is not None and _is_good(key, data):
+            outcome.add(len(data))
+        elif data is not None:
+            outcome.bad.append(_name(key))
+    return outcome
+
+
+def clear(root: Path, namespace: str | None = None) -> Outcome:
+    """Remove all blocks. Raises: `DirectoryInUse` while a kvstore runs, OSError."""
+    directory = BlockDirectory(root)
+    outcome = Outcome()
+    try:
+        for key, info in list(_scan(root, namespace)):
+            directory.remove(key)
+            outcome.add(info.size)
+    finally:
+        directory.close()
+    return outcome
+
+
+def export_blocks(root: Path, archive: Path, namespace: str | None = None) -> Outcome:
+    """Write the good blocks to a tar file, which is there when all of it is. Raises: OSError."""
+    outcome = Outcome()
+    aside = archive.with_name(archive.name + ".part")
+    try:
+        with tarfile.open(aside, "w") as tar:
+            for key, info in _scan(root, namespace):
+                data = _read(root, key)
+                if data is None:
+                    continue  # it was evicted meanwhile
+                if not _is_good(key, data):
+                    outcome.bad.append(_name(key))
+                    continue
+                member = tarfile.TarInfo(_name(key))
+                member.size, member.mtime = len(data), int(info.last_used)
+                tar.addfile(member, io.BytesIO(data))
+                outcome.add(len(data))
+        aside.replace(archive)
+    finally:
+        aside.unlink(missing_ok=True)
+    return outcome
+
+
+def import_blocks(root: Path, archive: Path) -> Outcome:
+    """Add the blocks of a tar file that `export_blocks` wrote; those that are there stay.
+
+    Members with another name or content than a block's are left out, as bad. Raises:
+    `DirectoryInUse` while a kvstore runs, `tarfile.TarError`, OSError.
+    """
+    outcome = Outcome()
+    directory = BlockDirectory(root)
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                key, data = _key(member.name), b""
+                file = tar.extractfile(member) if member.isreg() else None
+                if file is not None and member.size <= MAX_FILE_BYTES:
+                    data = file.read()
+                if key is None or not _is_good(key, data):
+                    outcome.bad.append(member.name[:200])
+                elif directory.info(key) is None:
+                    directory.write(key, data, float(member.mtime), durable=False)
+                    outcome.add(len(data))
+    finally:
+        directory.close()
+    return outcome
+
+
+def _scan(root: Path, namespace: str | None = None) -> Iterator[tuple[BlockKey, FileInfo]]:
+    for key, info in scan_blocks(root, []):
+        if namespace in (None, key.namespace):
+            yield key, info
+
+
+def _read(root: Path, key: BlockKey) -> bytes | None:
+    try:
+        return block_path(root, key).read_bytes()
+    except OSError:
+        return None
+
+
+def _is_good(key: BlockKey, data: bytes) -> bool:
+    try:
+        decode(data, key.hash, key.namespace)
+    except BlockFileError:
+        return False
+    return True
+
+
+def _name(key: BlockKey) -> str:
+    return f"{key.namespace}/{key.hash.hex()}"
+
+
+def _key(name: str) -> BlockKey | None:
+    """Return the block that `_name` has named; None for any other name."""
+    namespace, _, digits = name.partition("/")
+    try:
+        key = BlockKey.checked(namespace, bytes.fromhex(digits))
+    except ValueError:
+        return None
+    return key if _name(key) == name else None

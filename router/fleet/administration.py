@@ -1,0 +1,156 @@
+"""What an administrator does to engines and requests that run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from itertools import islice
+
+from router.errors import EngineNotFound, RequestNotFound, Unavailable
+from router.fleet.dispatch import Dispatcher, InFlight
+from router.fleet.engines import Engine
+from router.fleet.registry import Registry
+from router.fleet.supervised import Supervised
+from shared.wire import ClearCache, Drain, Message
+
+logger = logging.getLogger(__name__)
+
+RESTART_TIMEOUT_S = 1800.0
+"""The longest that one engine may take to finish its requests, and to load its model again."""
+_POLL_S = 0.2
+_TELL_S = 2.0
+"""The longest that our supervisor takes to say that it has begun."""
+
+
+class Administration:
+    """Runs on the event loop. ``send`` sends a message to an engine, and returns False if not."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        supervised: Supervised,
+        send: Callable[[Engine, Message], bool],
+    ) -> None:
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._supervised = supervised
+        self._told: list[str] = []
+        """The engines that our supervisor was told to restart last."""
+        self._told_at = float("-inf")
+        self._send = send
+        self._queue: list[str] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def drain(self, name: str, *, undo: bool = False) -> Engine:
+        """Give an engine no further requests, or ``undo`` that. Those it has go on.
+
+        Raises `EngineNotFound`.
+        """
+        engine = self._find(name)
+        self._registry.set_drained(engine, not undo)
+        return engine
+
+    def restart(self, name: str | None = None) -> list[str]:
+        """Restart an engine, or all, one at a time. Return the names of those that will be.
+
+        Engines of this server are its supervisor's to exchange. One that joined from elsewhere
+        is told to finish its requests and end, and is started again by a supervisor there. Raises
+        `EngineNotFound`.
+        """
+        engines = self._registry.engines if name is None else [self._find(name)]
+        wanted = [each.name for each in engines if each.lost_reason is None]
+        own = [each for each in wanted if each in self._supervised.engines]
+        if own and self._supervised.restart(name):
+            self._told, self._told_at = own, time.monotonic()
+            wanted = [each for each in wanted if each not in own]
+        else:
+            own = []
+        self._queue += [each for each in wanted if each not in self._queue]
+        if self._queue and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._restart_in_turn())
+        return [*own, *self._queue]
+
+    @property
+    def restarting(self) -> list[str]:
+        """The engines that are being restarted, or wait for it."""
+        heard = time.monotonic() - self._told_at > _TELL_S
+        return [*(self._told if self._supervised.restarting or not heard else []), *self._queue]
+
+    def clear_caches(self, *, ssd: bool) -> list[str]:
+        """Drop the cached prefixes of all engines, also on SSD if ``ssd``. Return their names."""
+        engines = [engine for engine in self._registry.engines if engine.lost_reason is None]
+        return [each.name for each in engines if self._send(each, ClearCache(ssd=ssd))]
+
+    def requests(self, limit: int) -> list[InFlight]:
+        """Return the oldest ``limit`` sequences in flight."""
+        return list(islice(self._dispatcher.in_flight, limit))
+
+    def cancel(self, request_id: str) -> int:
+        """End an answer, or one choice of it, with an error. Return the number of sequences.
+
+        Raises `RequestNotFound`.
+        """
+        found = [
+            entry
+            for entry in self._dispatcher.in_flight
+            if request_id in (entry.sequence.request_id, answer_id(entry))
+        ]
+        if not found:
+            raise RequestNotFound(f"No request '{request_id}' is running or waiting.")
+        for entry in found:
+            self._dispatcher.fail(entry, _cancelled())
+        return len(found)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _find(self, name: str) -> Engine:
+        for engine in self._registry.engines:
+            if engine.name == name:
+                return engine
+        known = ", ".join(engine.name for engine in self._registry.engines) or "none"
+        raise EngineNotFound(f"There is no engine '{name}'; there are: {known}.")
+
+    async def _restart_in_turn(self) -> None:
+        while self._queue:
+            name = self._queue[0]
+            try:
+                engine = self._find(name)
+                if await self._restart_one(engine):
+                    logger.info("engine %s was restarted", name)
+                else:
+                    logger.error(
+                        "engine %s did not come back; these are not restarted: %s",
+                        name,
+                        ", ".join(self._queue[1:]) or "none",
+                    )
+                    self._queue.clear()
+                    return
+            except EngineNotFound:
+                pass  # it has gone meanwhile
+            self._queue.pop(0)
+
+    async def _restart_one(self, engine: Engine) -> bool:
+        """Return whether another process has the place of ``engine`` and is ready."""
+        incarnation, until = engine.hello.incarnation, time.monotonic() + RESTART_TIMEOUT_S
+        self._send(engine, Drain())
+        while time.monotonic() < until:
+            for other in self._registry.engines:
+                is_new = other.name == engine.name and other.hello.incarnation != incarnation
+                if is_new and other.trouble is None:
+                    return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
+
+def answer_id(entry: InFlight) -> str:
+    """Return the id of the answer that the sequence is a choice of."""
+    return entry.sequence.request_id.rpartition(":")[0]
+
+
+def _cancelled() -> Unavailable:
+    return Unavailable("The request was cancelled by an administrator.", code="cancelled")

@@ -1,0 +1,91 @@
+"""`mlx-lm-server engine`: engines of this machine that join the routers of others.
+
+They are children of this process, which starts them again when they end: after a fault, or since a
+router has told them to restart. Blocks are kept on this machine, unless ``--kvstore-socket`` says
+where.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from services.fleet.memory import budgets, total_bytes, weights_bytes
+from services.launcher import ChildSpec
+from services.local import GRACE_S, Children
+from services.local_launcher import LocalLauncher
+from services.managed_child import Limits
+from services.supervisor import Supervisor
+from services.supervisor_output import LogCollector
+from shared import logs, settings
+from shared.curve import CurveError, engine_keys
+from shared.descriptors import raise_descriptor_limit
+from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
+from shared.rundir import RunDir, RunDirError
+from shared.settings import ModelEntry, Settings
+
+PROG = "mlx-lm-server engine"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run engines until told to stop; return the exit code."""
+    options, models = settings.parse_models(argv, os.environ, PROG)
+    raise_descriptor_limit()
+    if not options.engine_socket:
+        return fail(PROG, "--engine-socket: the address of the router to join", EXIT_USAGE)
+    try:
+        for address in (*options.engine_socket, *options.kvstore_socket):
+            engine_keys(options.curve_dir, address)
+        with RunDir.create() as run_dir:
+            return _supervise(options, joining_children(options, models, run_dir), run_dir)
+    except CurveError as error:
+        return fail(PROG, f"--curve-dir: {error}")
+    except RunDirError as error:
+        return fail(PROG, error, EXIT_FAILED)
+
+
+def joining_children(
+    options: Settings, models: Sequence[ModelEntry], run_dir: RunDir
+) -> list[ChildSpec]:
+    """Return the specs of the engines of all ``models``, and of the kvstore that they share."""
+    children = Children(options, run_dir, joins=options.engine_socket)
+    sizes = budgets(
+        models,
+        [weights_bytes(entry.settings.model) for entry in models],
+        total_bytes(options, None),
+    )
+    host = socket.gethostname().partition(".")[0]
+    wanted = [
+        (entry, size)
+        for entry, size in zip(models, sizes, strict=True)
+        for _ in range(entry.settings.engines)
+    ]
+    engines = [
+        children.engine(entry, f"{host}-{number}", size)
+        for number, (entry, size) in enumerate(wanted)
+    ]
+    keeps_blocks = not options.no_ssd and not options.kvstore_socket
+    return [*([children.kvstore()] if keeps_blocks else []), *engines]
+
+
+def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -> int:
+    output = LogCollector(options.log_format)
+    logs.setup("supervisor", options.log_level, options.log_format, output)
+
+    def announce() -> None:
+        sys.stdout.write(f"{PROG} ready, for {', '.join(options.engine_socket)}\n")
+        sys.stdout.flush()
+
+    supervisor = Supervisor(
+        specs,
+        LocalLauncher(output),
+        limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
+        on_ready=announce,
+        on_turn=run_dir.keep_fresh,
+    )
+    try:
+        return supervisor.run()
+    finally:
+        output.close()

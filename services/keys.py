@@ -1,0 +1,156 @@
+"""`mlx-lm-server keys`: the CURVE keys of processes that meet over tcp, and who may join."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.admin_client import (
+    EXIT_CODES,
+    EXIT_NO_SERVER,
+    NoServer,
+    ServerRefused,
+    add_server_flags,
+    administrate,
+)
+from shared.allow_list import (
+    AllowedKey,
+    AllowListError,
+    parse_allowed_key,
+    read_allow_list,
+    write_allow_list,
+)
+from shared.curve import ALLOW_LIST, CurveError, create_pair, is_key
+from shared.exits import EXIT_FAILED, EXIT_OK, fail
+
+PROG = "mlx-lm-server keys"
+VARIABLE = "MLX_LM_SERVER_CURVE_DIR"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` says; return the exit code."""
+    options = _parser().parse_args(argv)
+    if options.curve_dir is None and options.run is not _reload:
+        return fail(PROG, f"--curve-dir or ${VARIABLE}: the directory of the keys", EXIT_FAILED)
+    try:
+        found = options.run((options.curve_dir or Path()).expanduser(), options)
+    except (CurveError, AllowListError, ServerRefused) as error:
+        return fail(PROG, error, EXIT_FAILED)
+    except NoServer as error:
+        return fail(PROG, error, EXIT_NO_SERVER)
+    except OSError as error:
+        return fail(PROG, f"{options.curve_dir}: {error.strerror}", EXIT_FAILED)
+    sys.stdout.write((json.dumps(found) if options.json else _text(found)) + "\n")
+    return EXIT_OK
+
+
+def _make_server(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    return {"server key": create_pair(directory, "server").public}
+
+
+def _make_engine(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    if not is_key(options.server):
+        raise CurveError(f"{options.server[:70]!r} is not a key of 64 hexadecimal digits")
+    own = create_pair(directory, "engine").public
+    (directory / "server.key").write_text(options.server + "\n")
+    return {"engine key": own}
+
+
+def _allow(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    fields = [f"name={options.name}"] if options.name else []
+    fields += [f"models={','.join(options.model)}"] if options.model else []
+    allowed = parse_allowed_key(options.key, fields)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    keys = read_allow_list(directory / ALLOW_LIST)
+    keys[allowed.key] = allowed
+    if any(one.name == allowed.name and one.key != allowed.key for one in keys.values()):
+        raise AllowListError(f"another key has the name {allowed.name}")
+    write_allow_list(directory / ALLOW_LIST, keys.values())
+    return {"allowed": _describe(allowed)}
+
+
+def _remove(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    keys = read_allow_list(directory / ALLOW_LIST)
+    found = [one for one in keys.values() if options.key in (one.key, one.name)]
+    if not found:
+        raise AllowListError(f"no key or name {options.key!r} is on the list")
+    write_allow_list(directory / ALLOW_LIST, [one for one in keys.values() if one not in found])
+    return {"removed": _describe(found[0])}
+
+
+def _list(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for role in ("server", "engine"):
+        path = directory / f"{role}.key"
+        if path.exists():
+            found[f"{role} key"] = path.read_text().strip()
+    keys = read_allow_list(directory / ALLOW_LIST)
+    return found | {"allowed": [_describe(one) for one in keys.values()]}
+
+
+def _reload(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    done = administrate(options, "POST", "keys", "reload")
+    return {"API keys": done["count"]}
+
+
+def _describe(allowed: AllowedKey) -> dict[str, Any]:
+    models = None if allowed.models is None else sorted(allowed.models)
+    return {"name": allowed.name, "models": models, "key": allowed.key}
+
+
+def _text(found: dict[str, Any]) -> str:
+    lines = []
+    for what, value in found.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                models = "any model" if each["models"] is None else ", ".join(each["models"])
+                each = f"{each['key']}  {each['name']}: {models}"
+            lines.append(f"{what:<11} {each}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--curve-dir",
+        type=Path,
+        metavar="PATH",
+        default=Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None,
+        help=f"directory of the keys (default: ${VARIABLE})",
+    )
+    common.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Keys for engines that join over tcp. The list of those that may join is read"
+        " again by a running server when it changes.",
+        epilog=EXIT_CODES,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        each = commands.add_parser(
+            name, parents=[common], help=help, description=help, epilog=EXIT_CODES
+        )
+        each.set_defaults(run=run)
+        return each
+
+    command("server", _make_server, "make the keys of this machine's router and kvstore")
+    engine = command("engine", _make_engine, "make the keys of engines on this machine")
+    engine.add_argument("--server", required=True, metavar="KEY", help="the server's public key")
+    allow = command("allow", _allow, "let engines of a public key join")
+    allow.add_argument("key", metavar="KEY", help="the engine's public key")
+    allow.add_argument("--name", help="what its engines are called by (default: the key's begin)")
+    allow.add_argument(
+        "--model", action="append", help="a model name that it may serve; repeatable (default: any)"
+    )
+    remove = command("remove", _remove, "let engines of a key join no more")
+    remove.add_argument("key", metavar="KEY", help="the public key, or its name on the list")
+    reload = command("reload", _reload, "make a running server read its API keys again")
+    add_server_flags(reload)
+    command("list", _list, "show the public keys and who may join")
+    return parser

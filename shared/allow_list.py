@@ -1,0 +1,129 @@
+"""The list of the keys that may join over tcp, a file with one public key a line.
+
+A line is a key in hexadecimal, perhaps followed by fields::
+
+    0f...e2 name=studio models=small,large
+
+Empty lines and those that begin with ``#`` are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+MAX_FILE_BYTES = 1_000_000
+
+
+class AllowListError(ValueError):
+    """The list cannot be used; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class AllowedKey:
+    """One line of the list."""
+
+    key: str
+    """The public key, 64 hexadecimal digits."""
+    name: str
+    """What the engines of this key are called by."""
+    models: frozenset[str] | None = None
+    """The names of models that engines of this key may serve; None: any."""
+
+    def may_serve(self, names: Iterable[str]) -> bool:
+        return self.models is None or self.models.issuperset(names)
+
+    @property
+    def line(self) -> str:
+        models = "" if self.models is None else f" models={','.join(sorted(self.models))}"
+        return f"{self.key} name={self.name}{models}"
+
+
+class AllowList:
+    """The keys of the file ``path``, by key. A file that is not there allows nobody."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `AllowListError`."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys = read_allow_list(path)
+
+    def find(self, key: str) -> AllowedKey | None:
+        return self._keys.get(key)
+
+    def refresh(self) -> bool:
+        """Read the file again if it has changed; return whether it has.
+
+        Raises `AllowListError`; then the keys stay as they were.
+        """
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self._keys = read_allow_list(self._path)
+        return True
+
+
+def read_allow_list(path: Path) -> dict[str, AllowedKey]:
+    """Raises `AllowListError`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES).decode()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise AllowListError(f"cannot read {path}: {error}") from None
+    keys: dict[str, AllowedKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            allowed = parse_allowed_key(words[0], words[1:])
+            if allowed.key in keys:
+                raise AllowListError("the same key twice")
+            if any(other.name == allowed.name for other in keys.values()):
+                raise AllowListError(f"the name {allowed.name} twice")
+        except AllowListError as error:
+            raise AllowListError(f"{path}, line {number}: {error}") from None
+        keys[allowed.key] = allowed
+    return keys
+
+
+def write_allow_list(path: Path, keys: Iterable[AllowedKey]) -> None:
+    """Replace the file as a whole: a reader sees the old list or the new one."""
+    aside = path.with_name(path.name + ".new")
+    aside.write_text("".join(key.line + "\n" for key in keys), encoding="utf-8")
+    aside.replace(path)
+
+
+def parse_allowed_key(key: str, fields: Iterable[str]) -> AllowedKey:
+    """Raises `AllowListError`."""
+    if not _KEY.fullmatch(key):
+        raise AllowListError(f"{key[:70]!r} is not a public key of 64 hexadecimal digits")
+    found: dict[str, str] = {}
+    for field in fields:
+        name, _, value = field.partition("=")
+        if name not in ("name", "models") or not value or name in found:
+            raise AllowListError(f"{field!r}: after the key come name= and models=, each once")
+        found[name] = value
+    name = found.get("name", key[:12])
+    if not _NAME.fullmatch(name):
+        raise AllowListError(f"name: {name!r} is not of letters, digits, '_' and '-' (64 at most)")
+    models = frozenset(found["models"].split(",")) if "models" in found else None
+    if models is not None and not all(models):
+        raise AllowListError("models has an empty name")
+    return AllowedKey(key, name, models)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with the contents of the file; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

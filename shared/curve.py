@@ -1,0 +1,259 @@
+"""CURVE, ZeroMQ's encryption, for processes that meet over tcp: keys in files, and who is let in.
+
+``--curve-dir`` holds ``server.key`` and ``server.secret`` where sockets are bound, and the list
+``allowed`` of those that may connect; ``engine.key``, ``engine.secret`` and a copy of
+``server.key`` where engines are. Keys are written in hexadecimal: Z85, ZeroMQ's own way, has
+characters that mean something to shells.
+
+The algorithm is CurveZMQ (https://rfc.zeromq.org/spec/26/): both sides prove that they have the
+secrets of their public keys, and each connection has fresh keys of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from shared.allow_list import AllowedKey, AllowList, AllowListError
+from shared.logs import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+ALLOW_LIST = "allowed"
+Role = Literal["server", "engine"]
+
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_POLL_S = 0.5
+_MAX_LOGGED_KEYS = 1000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
+
+
+class CurveError(Exception):
+    """The keys cannot be used; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A public key and its secret, 64 hexadecimal digits each."""
+
+    public: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """What an engine needs to connect: its own keys, and the public key of the server."""
+
+    own: KeyPair
+    server: str
+
+    @classmethod
+    def load(cls, directory: Path) -> EngineKeys:
+        """Raises `CurveError`."""
+        return cls(load_pair(directory, "engine"), load_public(directory, "server"))
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that will connect use these keys."""
+        socket.curve_publickey = _z85(self.own.public)
+        socket.curve_secretkey = _z85(self.own.secret)
+        socket.curve_serverkey = _z85(self.server)
+
+
+def engine_keys(directory: Path | None, endpoint: str) -> EngineKeys | None:
+    """Return the keys for a connection to ``endpoint``, unless it is plain. Raises `CurveError`."""
+    return EngineKeys.load(directory) if directory and endpoint.startswith("tcp:") else None
+
+
+def create_pair(directory: Path, role: Role) -> KeyPair:
+    """Make keys, in a directory that is private. Raises `CurveError`, also if there are some."""
+    public, secret = (z85.decode(key).hex() for key in zmq.curve_keypair())
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(directory / f"{role}.secret", flags, 0o600), "w") as file:
+            file.write(secret + "\n")
+        (directory / f"{role}.key").write_text(public + "\n")
+    except FileExistsError:
+        raise CurveError(f"{directory} has keys of {_a(role)} already") from None
+    except OSError as error:
+        raise CurveError(f"cannot write keys to {directory}: {error.strerror}") from None
+    return KeyPair(public, secret)
+
+
+def load_pair(directory: Path, role: Role) -> KeyPair:
+    """Raises `CurveError`, also for a secret that other users can read."""
+    public = load_public(directory, role)
+    path = directory / f"{role}.secret"
+    secret = _read(path)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise CurveError(f"{path} can be read by other users: chmod 600 {path}")
+    if z85.decode(zmq.curve_public(_z85(secret))).hex() != public:
+        raise CurveError(f"{path} is not the secret of {role}.key")
+    return KeyPair(public, secret)
+
+
+def load_public(directory: Path, role: Role) -> str:
+    """Raises `CurveError`."""
+    return _read(directory / f"{role}.key")
+
+
+def is_key(text: str) -> bool:
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")
+
+
+class Gatekeeper:
+    """Lets those in at CURVE sockets of ``context`` whose keys are on the allow list.
+
+    A key that is refused is logged once. The list is read again when it changes; messages of a key
+    that was removed are not accepted any more (`find`).
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        directory: Path,
+        *,
+        on_refused: Callable[[str], None] = lambda reason: None,
+        any_model_only: bool = False,
+    ) -> None:
+        """``on_refused`` is called with "key" or "handshake" for each refused connection, on a
+        thread. With ``any_model_only``, keys that may serve some models only are refused.
+
+        Raises `CurveError`.
+        """
+        self._pair = load_pair(directory, "server")
+        try:
+            self._list = AllowList(directory / ALLOW_LIST)
+        except AllowListError as error:
+            raise CurveError(str(error)) from None
+        self._on_refused, self._any_model_only = on_refused, any_model_only
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+        self._warnings = RateLimitedLogger(logger)
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._closing = threading.Event()
+        self._authenticator = _HexAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _Credentials(self._check))
+        self._watcher = threading.Thread(target=self._watch, name="gatekeeper", daemon=True)
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that will bind ask for keys. To be called before `start`."""
+        socket.curve_server = True
+        socket.curve_publickey = _z85(self._pair.public)
+        socket.curve_secretkey = _z85(self._pair.secret)
+        self._monitors.append(socket.get_monitor_socket(HANDSHAKE_FAILED))
+
+    def start(self) -> None:
+        self._watcher.start()
+
+    def find(self, frames: Sequence[zmq.Frame]) -> AllowedKey | None:
+        """Return whose message ``frames`` are; None if the key is no longer on the list."""
+        try:
+            return self.find_key(str(frames[-1].get("User-Id")))
+        except zmq.ZMQError:  # without a user: not by CURVE
+            return None
+
+    def find_key(self, key: str) -> AllowedKey | None:
+        allowed = self._list.find(key)
+        restricted = allowed is not None and allowed.models is not None
+        return None if restricted and self._any_model_only else allowed
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for monitor in self._monitors:
+            monitor.close(0)
+        self._authenticator.stop()
+
+    def _check(self, key: str) -> bool:
+        if self.find_key(key) is None:
+            self._refresh()  # it may have been added just now
+        if self.find_key(key) is not None:
+            return True
+        self._on_refused("key")
+        with self._lock:
+            is_new = key not in self._logged and len(self._logged) < _MAX_LOGGED_KEYS
+            self._logged |= {key} if is_new else set()
+        if is_new:
+            known = self._list.find(key) is not None
+            why = "is for some models only" if known else "is not on the list of allowed ones"
+            logger.warning("a connection was refused: the key %s %s", key, why)
+        return False
+
+    def _refresh(self) -> None:
+        try:
+            with self._lock:
+                changed = self._list.refresh()
+                if changed:
+                    self._logged.clear()
+        except AllowListError as error:
+            logger.error("the allowed keys stay as they were: %s", error)
+        else:
+            if changed:
+                logger.info("the list of allowed keys was read again")
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        for monitor in self._monitors:
+            poller.register(monitor, zmq.POLLIN)
+        while not self._closing.is_set():
+            for monitor, _ in poller.poll(int(_POLL_S * 1000)):
+                recv_monitor_message(monitor)
+                self._on_refused("handshake")
+                self._warnings.warning("a connection was refused: without CURVE, or to another key")
+            self._refresh()
+
+
+class _HexAuthenticator(ThreadAuthenticator):
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        """Return what messages of this key carry as their user."""
+        return client_public_key.hex()
+
+
+@dataclass(frozen=True)
+class _Credentials:
+    """What pyzmq's authenticator asks."""
+
+    check: Callable[[str], bool]
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return self.check(z85.decode(key).hex())
+
+
+def watch_peer(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Notice that a machine at the other end of ``endpoint`` vanished, which closes nothing."""
+    if endpoint.startswith("tcp:"):
+        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "no text"
+        raise CurveError(f"cannot read {path}: {reason} (mlx-lm-server keys makes keys)") from None
+    if not is_key(text):
+        raise CurveError(f"{path} is not a key of 64 hexadecimal digits")
+    return text
+
+
+def _z85(key: str) -> bytes:
+    return bytes(z85.encode(bytes.fromhex(key)))
+
+
+def _a(role: Role) -> str:
+    return "a server" if role == "server" else "an engine"

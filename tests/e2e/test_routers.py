@@ -1,0 +1,171 @@
+"""Two routers over one engine, which joins them and a kvstore with CURVE."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services import cli, keys
+from tests.conftest import unused_port
+from tests.e2e.process import Process, running_process
+from tests.e2e.server import private_directory
+
+PATIENCE_S = 60.0
+LONG: dict[str, Any] = {
+    "prompt": "the same prompt",
+    "max_tokens": 800,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+
+
+class RouterProcess:
+    """A router, and a client of it."""
+
+    def __init__(self, stack: ExitStack, *flags: str) -> None:
+        self._stack, self._flags = stack, flags
+        self.start()
+
+    def start(self) -> None:
+        self.process: Process = self._stack.enter_context(
+            running_process("mlx_lm_server", "router", *self._flags, "--host=127.0.0.1", "--port=0")
+        )
+        url = self.process.wait_for(r"listening on (\S+)")[1]
+        self.client = self._stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S))
+
+    def kill(self) -> None:
+        self.process.popen.send_signal(signal.SIGKILL)
+        self.process.popen.wait()
+
+    def wait_ready(self) -> None:
+        self.wait_until(lambda: self.client.get("/readyz").status_code == 200)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, "\n".join(self.process.log[-30:])
+            time.sleep(0.05)
+
+    def metric(self, name: str) -> float | None:
+        found = re.search(rf"^{name}\{{.*\}} (\S+)$", self.client.get("/metrics").text, re.M)
+        return float(found[1]) if found else None
+
+    def knows_the_store(self) -> bool:
+        return self.metric("mlx_lm_server_store_blocks") is not None
+
+    def text(self) -> str:
+        answer = self.client.post("/v1/completions", json=LONG)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    def stream(self) -> Iterator[str]:
+        """Yield the pieces of the text."""
+        with self.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module")
+def routers(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RouterProcess, RouterProcess]]:
+    """Two routers, one at IPv6 with CURVE and one at a private socket, over one engine."""
+    server, engine = (tmp_path_factory.mktemp(name) for name in ("server", "engine"))
+    keys.main(["server", f"--curve-dir={server}"])
+    public = (server / "server.key").read_text().strip()
+    keys.main(["engine", f"--curve-dir={engine}", "--server", public])
+    own = (engine / "engine.key").read_text().strip()
+    keys.main(["allow", f"--curve-dir={server}", own, "--name=studio"])
+    with ExitStack() as stack:
+        private = stack.enter_context(private_directory())
+        first = f"--engine-socket=tcp://[::1]:{unused_port()}"
+        second = f"--engine-socket=ipc://{private}/engines"
+        store = f"--kvstore-socket=tcp://[::1]:{unused_port()}"
+        curve = f"--curve-dir={server}"
+        stack.enter_context(
+            running_process(
+                "mlx_lm_server", "kvstore", store, curve, f"--ssd-cache-dir={private}/b"
+            )
+        )
+        both = (
+            RouterProcess(stack, first, curve, "--admin-key=boss"),
+            RouterProcess(stack, second),
+        )
+        model = f"--model={tiny_model('llama')}"
+        stack.enter_context(
+            running_process(
+                "mlx_lm_server",
+                *("engine", model, first, second, store, f"--curve-dir={engine}", "--kv-bits=16"),
+            )
+        )
+        for router in both:
+            router.wait_ready()
+        yield both
+
+
+def test_two_routers_share_an_engine_and_its_store(
+    routers: tuple[RouterProcess, RouterProcess],
+) -> None:
+    texts = {router.text() for router in routers}
+    assert len(texts) == 1
+    for router in routers:
+        router.wait_until(router.knows_the_store)
+    (names, others) = (
+        [e["name"] for m in r.client.get("/health").json()["models"] for e in m["engines"]]
+        for r in routers
+    )
+    assert names == [f"studio.{others[0]}"]
+
+
+def test_an_engine_from_elsewhere_is_restarted_by_its_own_supervisor(
+    routers: tuple[RouterProcess, RouterProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = routers
+    url = str(first.client.base_url)
+    asked = ["--url", url, "--admin-key=boss", "--json"]
+
+    def incarnations() -> list[str]:
+        capsys.readouterr()
+        assert cli.main(["engines", *asked]) == 0
+        return [one["incarnation"] for one in json.loads(capsys.readouterr().out)["engines"]]
+
+    before = incarnations()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(second.text)
+        assert cli.main(["restart", "--wait", *asked]) == 0
+        expected = running.result(PATIENCE_S)
+    assert len(before) == len(incarnations()) == 1 and before != incarnations()
+    assert first.text() == expected
+
+
+def test_a_router_that_is_killed_takes_nothing_from_the_other_and_comes_back(
+    routers: tuple[RouterProcess, RouterProcess],
+) -> None:
+    first, second = routers
+    expected = second.text()
+    with ThreadPoolExecutor(1) as pool:
+        lost = first.stream()
+        next(lost)
+        kept = second.stream()
+        begin = next(kept)
+        rest = pool.submit("".join, kept)
+        first.kill()
+        assert begin + rest.result(PATIENCE_S) == expected
+        with pytest.raises(httpx.HTTPError):
+            list(lost)
+    second.wait_until(lambda: second.metric("active_sequences") == 0)
+    first.start()
+    first.wait_ready()
+    assert first.text() == expected

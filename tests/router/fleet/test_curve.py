@@ -1,0 +1,202 @@
+"""Engines that join over tcp with CURVE: who is let in, as what, and who is not."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.fleet.engine_socket import EngineSocketError
+from router.fleet.engine_sockets import EngineSockets
+from services import keys
+from shared.curve import EngineKeys, KeyPair, create_pair, load_public
+from tests.conftest import unused_port
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+class CurveServer:
+    """A router process with a second address, at which only known keys join."""
+
+    def __init__(self, directory: Path, start_server: Callable[..., Server], host: str) -> None:
+        self.directory = directory
+        self.address = f"tcp://{host}:{unused_port()}"
+        self.server_key = create_pair(directory, "server").public
+        self.server = start_server(f"--engine-socket={self.address}", f"--curve-dir={directory}")
+
+    def make_keys(self, tmp_path: Path) -> EngineKeys:
+        return EngineKeys(create_pair(tmp_path, "engine"), self.server_key)
+
+    def allow(self, key: EngineKeys, *more: str) -> None:
+        assert keys.main(["allow", key.own.public, f"--curve-dir={self.directory}", *more]) == 0
+
+    def refused(self, reason: str) -> float:
+        pattern = rf'mlx_lm_server_engines_refused_total\{{reason="{reason}"\}} (\S+)'
+        found = re.search(pattern, self.server.client.get("/metrics").text)
+        return float(found[1]) if found else 0.0
+
+    def engines(self) -> dict[str, bool]:
+        """Return whether engines are ready, by name."""
+        models = self.server.client.get("/health").json()["models"]
+        return {each["name"]: each["ready"] for model in models for each in model["engines"]}
+
+
+@pytest.fixture(scope="module")
+def curve(
+    start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> CurveServer:
+    return CurveServer(tmp_path_factory.mktemp("curve"), start_server, "127.0.0.1")
+
+
+@pytest.fixture
+def join(curve: CurveServer, model_dir: Path, says: Any) -> Iterator[Start]:
+    engines: list[ScriptedEngine] = []
+
+    def start(key: EngineKeys | None, address: str = "", **options: Any) -> ScriptedEngine:
+        options.setdefault("script", says("hello world"))
+        engine = ScriptedEngine(address or curve.address, model_dir, keys=key, **options)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.leave()
+    eventually(lambda: not any(curve.engines().values()))
+
+
+def test_an_engine_with_a_known_key_joins_under_the_keys_name(
+    curve: CurveServer, join: Start, tmp_path: Path
+) -> None:
+    key = curve.make_keys(tmp_path)
+    curve.allow(key, "--name=studio")
+    join(key)
+    curve.server.wait_ready()
+    assert curve.engines()["studio.engine-0"]
+    assert curve.server.chat().json()["choices"][0]["message"]["content"] == "hello world"
+    text = curve.server.client.get("/metrics").text
+    assert 'mlx_lm_server_engines_joined_total{model="tiny"}' in text
+
+
+def test_a_stream_goes_on_while_wrong_keys_are_refused_and_logged_once(
+    curve: CurveServer, join: Start, tmp_path: Path
+) -> None:
+    good = curve.make_keys(tmp_path / "good")
+    curve.allow(good, "--name=good")
+    engine = join(good, hold_tokens_after=1)
+    curve.server.wait_ready()
+    before = {reason: curve.refused(reason) for reason in ("key", "handshake")}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(curve.server.chat, "x", stream=True)
+        eventually(lambda: 1 in engine.sent_counts)
+        stranger = curve.make_keys(tmp_path / "stranger")
+        others = [
+            join(stranger, name="stranger"),
+            join(stranger, name="stranger-again"),
+            join(None, name="plain"),
+            join(EngineKeys(good.own, stranger.own.public), name="another-server"),
+        ]
+        eventually(lambda: curve.refused("key") >= before["key"] + 2)
+        eventually(lambda: curve.refused("handshake") >= before["handshake"] + 2)
+        assert not any(other.received for other in others)
+        for other in others:
+            other.kill()
+        engine.behaviour.hold_tokens_after = None
+        text = answer.result(20).text
+    assert "[DONE]" in text and '"error"' not in text
+    assert [name for name, ready in curve.engines().items() if ready] == ["good.engine-0"]
+    log = curve.server.log.read_text()
+    assert log.count(f"the key {stranger.own.public} is not on the list") == 1
+    assert "Traceback" not in log
+
+
+def test_an_engine_serves_only_models_that_its_key_may_serve(
+    curve: CurveServer, join: Start, tmp_path: Path
+) -> None:
+    key = curve.make_keys(tmp_path)
+    curve.allow(key, "--name=narrow", "--model=small")
+    before = curve.refused("model")
+    claims_another = join(key, name="liar", model="tiny")
+    join(key, name="honest", model="small")
+    eventually(lambda: curve.engines().get("narrow.honest", False))
+    eventually(lambda: curve.refused("model") == before + 1)
+    assert "narrow.liar" not in curve.engines()
+    assert "its key may not serve tiny" in curve.server.log.read_text()
+    assert curve.server.chat(model="small").status_code == 200
+    assert not any(type(message).__name__ == "Submit" for message in claims_another.received)
+
+
+def test_a_removed_key_is_out_at_once_and_back_when_it_is_allowed_again(
+    curve: CurveServer, join: Start, tmp_path: Path
+) -> None:
+    key = curve.make_keys(tmp_path)
+    curve.allow(key, "--name=fickle")
+    join(key)
+    eventually(lambda: curve.engines().get("fickle.engine-0", False))
+    assert keys.main(["remove", "fickle", f"--curve-dir={curve.directory}"]) == 0
+    began = time.monotonic()
+    eventually(lambda: "fickle.engine-0" not in curve.engines())
+    assert time.monotonic() - began < 5, "it does not wait for missing beats"
+    curve.allow(key, "--name=fickle")
+    eventually(lambda: curve.engines().get("fickle.engine-0", False))
+
+
+def test_an_engine_joins_by_ipv6(
+    start_server: Callable[..., Server], join: Start, tmp_path: Path
+) -> None:
+    curve = CurveServer(tmp_path / "server", start_server, "[::1]")
+    key = curve.make_keys(tmp_path / "engine")
+    curve.allow(key)
+    join(key, curve.address)
+    eventually(lambda: any(curve.engines().values()))
+
+
+def test_keys_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    def open_sockets() -> None:
+        address = f"tcp://127.0.0.1:{unused_port()}"
+        EngineSockets([address], tmp_path, lambda *_: None, lambda: None, lambda _: None).close()
+
+    with pytest.raises(EngineSocketError, match=r"--curve-dir: cannot read .*server.key"):
+        open_sockets()
+    create_pair(tmp_path, "server")
+    (tmp_path / "server.secret").chmod(0o644)
+    with pytest.raises(EngineSocketError, match="can be read by other users: chmod 600"):
+        open_sockets()
+    (tmp_path / "server.secret").chmod(0o600)
+    (tmp_path / "allowed").write_text("# nobody\nnonsense\n")
+    with pytest.raises(EngineSocketError, match=r"allowed, line 2: 'nonsense' is not a public"):
+        open_sockets()
+    (tmp_path / "allowed").unlink()
+    open_sockets()
+
+
+def test_the_command_line_makes_keys_and_says_who_may_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, engine = f"--curve-dir={tmp_path / 's'}", f"--curve-dir={tmp_path / 'e'}"
+    assert keys.main(["server", server]) == 0
+    public = capsys.readouterr().out.split()[-1]
+    assert keys.main(["engine", engine, "--server", public]) == 0
+    own = capsys.readouterr().out.split()[-1]
+    loaded = EngineKeys.load(tmp_path / "e")
+    assert (loaded.own.public, loaded.server) == (own, public)
+    assert isinstance(loaded.own, KeyPair) and loaded.own.secret not in (own, public)
+    assert (tmp_path / "e" / "engine.secret").stat().st_mode & 0o077 == 0
+    assert keys.main(["server", server]) == 1, "keys are not overwritten"
+    assert "has keys of a server already" in capsys.readouterr().err
+    assert load_public(tmp_path / "s", "server") == public
+    assert keys.main(["allow", server, "abc"]) == 1
+    assert "'abc' is not a public key" in capsys.readouterr().err
+    assert keys.main(["allow", server, own, "--name=a", "--model=x", "--model=y"]) == 0
+    assert (tmp_path / "s" / "allowed").read_text() == f"{own} name=a models=x,y\n"
+    assert keys.main(["list", server, "--json"]) == 0
+    assert '"models": ["x", "y"]' in capsys.readouterr().out
+    assert keys.main(["remove", server, "b"]) == 1
+    assert keys.main(["list"]) == 1
+    assert "--curve-dir or $MLX_LM_SERVER_CURVE_DIR" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""`mlx-lm-server status | engines | drain | restart | keys reload`, beside a running router."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from services import cli
+from shared.wire import Drain
+from tests.conftest import unused_port
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+class Command:
+    """Runs the command line against a server."""
+
+    def __init__(self, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+        self._flags = ["--url", server.url]
+        self._capsys = capsys
+        self._lock = threading.Lock()
+
+    def __call__(self, *words: str, key: str = "boss", code: int = 0) -> str:
+        """Return what it prints, after a check of its exit code."""
+        flags = [*self._flags, *(["--admin-key", key] if words[0] != "status" else [])]
+        assert cli.main([*words, *flags]) == code
+        out, err = self._capsys.readouterr()
+        if code:
+            assert err.count("\n") <= 1, "one line"
+        return out + err
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server("--admin-key=boss", "--restart-wait-s=20")
+
+
+@pytest.fixture
+def command(server: Server, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(server, capsys)
+
+
+def shown(text: str) -> list[list[str]]:
+    """Return the first three words of each line."""
+    return [line.split()[:3] for line in text.splitlines()]
+
+
+def test_the_state_is_shown_and_decides_the_exit_code(
+    server: Server, command: Command, start_engine: Start, says: Any
+) -> None:
+    assert "no engine has joined yet" in command("status", code=1)
+    start_engine(server, script=says("hello"), name="shown")
+    server.wait_ready()
+    text = command("status")
+    assert text.startswith("ok: mlx-lm-server")
+    assert ["tiny", "shown", "ready"] in shown(text)
+    assert json.loads(command("status", "--json"))["status"] == "ok"
+    assert "shown" in command("engines")
+    assert json.loads(command("engines", "--json"))["engines"][0]["name"] == "shown"
+
+
+def test_engines_are_drained_and_restarted(
+    server: Server, command: Command, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, script=says("hello"), name="kept")
+    eventually(lambda: ["kept", "tiny", "ready"] in shown(command("engines")))
+    assert command("drain", "kept", "--wait") == "kept: drained\n"
+    assert "drained by an administrator" in command("engines")
+    assert command("drain", "kept", "--undo") == "kept: drain undone\n"
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(command, "restart", "kept", "--wait")
+        eventually(lambda: bool(engine.got(Drain)))
+        engine.leave()
+        start_engine(server, script=says("hello"), name="kept")
+        assert done.result(20) == "restarted: kept\n"
+
+
+def test_errors_are_one_line_and_an_exit_code(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "there is no engine 'x'" in command("drain", "x", code=1).lower()
+    assert "The admin key is not valid. (give --admin-key" in command("engines", key="no", code=1)
+    assert "--undo: only with an engine" in command("drain", "--undo", code=1)
+    assert cli.main(["engines", "--url", f"http://127.0.0.1:{unused_port()}"]) == 3
+    assert "no server answers at http://127.0.0.1:" in capsys.readouterr().err
+    assert cli.main(["status", "--url", "127.0.0.1"]) == 3
+    assert "an address begins with http://" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["restart", "--nonsense"])
+    assert caught.value.code == 2
+
+
+def test_keys_are_reloaded_and_caches_cleared(command: Command) -> None:
+    assert command("keys", "reload").split() == ["API", "keys", "0"]
+    assert command("cache", "clear").startswith("cleared (all): ")
+
+
+@pytest.mark.parametrize("name", ["status", "engines", "drain", "restart", "cache", "keys"])
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: mlx-lm-server {name}")
+    assert "Exit codes: 0" in shown
+
+
+def test_a_server_without_an_admin_key_says_so(
+    start_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = start_server()
+    assert cli.main(["engines", "--url", closed.url]) == 1
+    assert "(the server was started without --admin-key)" in capsys.readouterr().err

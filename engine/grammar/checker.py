@@ -83,8 +83,9 @@ class GrammarChecker:
         if answer is None:
             self._kill()
             raise GrammarError("it is too deep or too large to compile")
-        if message := msgspec.msgpack.decode(answer, type=str):
-            raise GrammarError(message)
+        message, param = msgspec.msgpack.decode(answer, type=tuple[str, str | None])
+        if message:
+            raise GrammarError(message, param=param)
 
     def close(self) -> None:
         """End the process for good, also while it compiles. Any thread may call it."""
@@ -164,16 +165,26 @@ def main() -> None:
 
 def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: IO[bytes]) -> None:
     while True:
-        grammar = msgspec.msgpack.decode(grammars.get(), type=Grammar)
-        try:
-            _try_out(tokenizer, grammar)
-            message = ""
-        except GrammarError as error:
-            message = str(error)
-            if grammar.kind == "json_schema":
-                where = locate(tokenizer, grammar.source, message)
-                message = f"at {where}: {message}" if where else message
-        _write(answers, msgspec.msgpack.encode(message))
+        whole = msgspec.msgpack.decode(grammars.get(), type=Grammar)
+        message, param = "", None
+        for grammar in (*whole.parts, whole):
+            if message := _fault(tokenizer, grammar):
+                param = grammar.param
+                break
+        _write(answers, msgspec.msgpack.encode((message, param)))
+
+
+def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
+    """Return what is wrong with ``grammar``, and where; nothing if it can be used."""
+    try:
+        _try_out(tokenizer, grammar)
+    except GrammarError as error:
+        message = str(error)
+        where = ""
+        if grammar.kind == "json_schema":
+            where = locate(tokenizer, grammar.source, message)
+        return f"at {where}: {message}" if where else message
+    return ""
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:

@@ -29,9 +29,10 @@ it, some models never reach the end."""
 class GrammarError(Exception):
     """A grammar cannot be compiled, or an output violates it."""
 
-    def __init__(self, message: str, *, transient: bool = False) -> None:
+    def __init__(self, message: str, *, transient: bool = False, param: str | None = None) -> None:
         super().__init__(message)
         self.transient = transient  # whether a later try may succeed
+        self.param = param  # the field of the request, where it is that of a part
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True):

@@ -56,7 +56,7 @@ class GrammarQueue:
         if self._compiler is None or self._grammars is None:
             why = "grammars are not supported with the tokenizer of this model"
             return _refused(request, "unsupported", why)
-        if len(grammar.source.encode()) > wire.MAX_GRAMMAR_BYTES:
+        if any(len(g.source.encode()) > wire.MAX_GRAMMAR_BYTES for g in (grammar, *grammar.parts)):
             return _refused(request, "too_large", "the grammar is too large")
         found = self._grammars.find(grammar)
         if found is not None:
@@ -132,16 +132,19 @@ def _ready_or_refused(request: wire.Submit, outcome: CompileOutcome) -> ReadyOrR
     if isinstance(outcome, CompiledGrammar):
         return ReadyRequest(request, outcome)
     if isinstance(outcome, GrammarError):
-        param = request.grammar.param if request.grammar else None
-        return _refused(request, "invalid", f"Invalid '{param or 'grammar'}': {outcome}")
+        param = outcome.param or (request.grammar.param if request.grammar else None)
+        message = f"Invalid '{param or 'grammar'}': {outcome}"
+        return _refused(request, "invalid", message, param)
     return _refused(request, "full", str(outcome))
 
 
-def _refused(request: wire.Submit, reason: wire.RefusalReason, message: str) -> wire.Refused:
+def _refused(
+    request: wire.Submit, reason: wire.RefusalReason, message: str, param: str | None = None
+) -> wire.Refused:
     return wire.Refused(
         request_id=request.request_id,
         attempt=request.attempt,
         reason=reason,
         message=message,
-        param=request.grammar.param if request.grammar else None,
+        param=param or (request.grammar.param if request.grammar else None),
     )

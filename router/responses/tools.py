@@ -20,10 +20,12 @@ from router.schemas.conversation import (
     FunctionDefinition,
     FunctionName,
     NamedTool,
+    TextFunction,
     ToolChoice,
     ToolMode,
 )
-from router.schemas.structured import regex_grammar
+from router.schemas.structured import MAX_INPUT_GRAMMAR_BYTES, check_grammar_size
+from shared.wire import Grammar
 
 _MAX_NAME_CHARS = 128
 _TEXT = {"type": "string"}
@@ -159,35 +161,43 @@ def _named_tool(tool: ResponsesTool, path: str, namespace: ResponsesTool | None)
             f"'{path}.name' has over {_MAX_NAME_CHARS} characters with its namespace.",
             param=f"{path}.name",
         )
-    parameters, strict = tool.parameters or None, tool.strict or None
-    if tool.type == "custom":
-        parameters, strict = _object(["input"], input=_input_schema(tool, path)), True
-    function = FunctionDefinition(
-        name=name, description=_description(tool), parameters=parameters, strict=strict
-    )
-    return ClientTool(tool.type, own_name, space, function)
+    return ClientTool(tool.type, own_name, space, _function(tool, name, path))
 
 
-def _description(tool: ResponsesTool) -> str | None:
-    """Return the description of a tool. A Lark grammar is a part of it: within the JSON text of a
-    call it is not enforced, so the model has to know it."""
+def _function(tool: ResponsesTool, name: str, path: str) -> FunctionDefinition:
     description = tool.description or None
-    if tool.format and tool.format.syntax == "lark" and tool.format.definition:
-        grammar = f"The input matches this Lark grammar:\n{tool.format.definition}"
-        return f"{description}\n\n{grammar}" if description else grammar
-    return description
+    if tool.type == "function":
+        parameters, strict = tool.parameters or None, tool.strict or None
+        return FunctionDefinition(
+            name=name, description=description, parameters=parameters, strict=strict
+        )
+    parameters = _object(["input"], input=_TEXT)
+    grammar = _input_grammar(tool.format, path) if tool.format else None
+    if grammar is None:
+        return FunctionDefinition(
+            name=name, description=description, parameters=parameters, strict=True
+        )
+    kind = "Lark grammar" if grammar.kind == "lark" else "regular expression"
+    # A model that has to guess what is allowed writes something else that is.
+    rule = f"The input matches this {kind}:\n{grammar.source}"
+    return TextFunction(
+        name=name,
+        description=f"{description}\n\n{rule}" if description else rule,
+        parameters=parameters,
+        strict=True,
+        input_grammar=grammar,
+    )
 
 
-def _input_schema(tool: ResponsesTool, path: str) -> dict[str, Any]:
-    """Return the schema of the text that a custom tool takes."""
-    match tool.format or ToolFormat(type="text"):
+def _input_grammar(format: ToolFormat, path: str) -> Grammar | None:
+    """Return the grammar of the text that a custom tool takes; None for any text."""
+    match format:
         case ToolFormat(type="text"):
-            return _TEXT
-        case ToolFormat(syntax="regex", definition=str(pattern)):
+            return None
+        case ToolFormat(syntax="lark" | "regex" as kind, definition=str(definition)):
             param = f"{path}.format.definition"
-            return _TEXT | {"pattern": f"^(?:{regex_grammar(pattern, param).source})$"}
-        case ToolFormat(syntax="lark", definition=str(_)):
-            return _TEXT
+            check_grammar_size(len(definition.encode()), param, MAX_INPUT_GRAMMAR_BYTES)
+            return Grammar(kind=kind, source=definition, param=param)
     raise InvalidRequest(
         f"'{path}.format' of type 'grammar' needs a 'syntax' and a 'definition'.",
         param=f"{path}.format",

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from router.errors import InvalidRequest, InvalidValue
+from shared.wire import Grammar
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:/@-]+\Z")]
 
@@ -107,6 +108,13 @@ def _depth(schema: Any) -> int:
             each for item in level for each in (item.values() if isinstance(item, dict) else item)
         ]
     return depth
+
+
+class TextFunction(FunctionDefinition, frozen=True, kw_only=True):
+    """A function with one argument, ``input``: text that a grammar describes. No request has one;
+    it stands for a tool of another kind."""
+
+    input_grammar: Grammar
 
 
 class Tool(Struct, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ from router.errors import InvalidRequest, NotSupported
 from shared.wire import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_CHOICES = 4096
+MAX_INPUT_GRAMMAR_BYTES = 32 * 1024
+"""Limit of the grammar of a tool's input, which becomes several times as long in that of calls."""
 
 Schema = dict[str, Any]
 SchemaOrText = Schema | str
@@ -163,12 +165,12 @@ def _grammar(kind: Literal["json_schema", "regex", "lark"], source: str, param: 
     return Grammar(kind=kind, source=source, param=param)
 
 
-def check_grammar_size(size: int, param: str) -> None:
+def check_grammar_size(size: int, param: str, limit: int = MAX_GRAMMAR_BYTES) -> None:
     """Raise `InvalidRequest` if a grammar of ``size`` bytes is too large; ``param`` is the field
     that the error names."""
-    if size > MAX_GRAMMAR_BYTES:
+    if size > limit:
         raise InvalidRequest(
-            f"'{param}' has {size} bytes, over the limit of {MAX_GRAMMAR_BYTES}.",
+            f"'{param}' has {size} bytes, over the limit of {limit}.",
             param=param,
             code="request_too_large",
         )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from router.schemas.conversation import Tool
+from router.schemas.conversation import TextFunction, Tool
 from router.schemas.structured import check_grammar_size, lark_grammar
 from router.tokens.parsing.calls import JSON
 from router.tokens.parsing.formats import ReasoningMarkers, ReplyFormat, ReplyState
@@ -19,6 +19,7 @@ from router.tokens.parsing.grammars import (
     call_template,
     calls_grammar,
     json_rule,
+    messages_grammar,
 )
 from router.tokens.parsing.marked import MarkedReplyParser, call_id, short_call_id
 from router.tokens.parsing.streaming_calls import StreamingCallParser
@@ -105,31 +106,42 @@ class ModelReplies:
         if not functions or format.tools is None or template is None:
             return None
         alternative = excluded_text = None
+        messages = False  # whether a reply consists of messages, of which a call may be the last
         if not policy.required:
             if bound is not None:
                 schema = msgspec.json.decode(bound.source) if bound.kind == "json_schema" else None
                 if not isinstance(schema, dict):
                     return None
                 alternative = json_rule(schema)
-            elif not any(function.strict for function in functions) or format.transitions:
+            elif not any(function.strict for function in functions):
                 return None
+            elif format.transitions:
+                if template is not CALL_TEMPLATES["harmony"]:
+                    return None
+                messages = True
             elif format.tools.start:
                 excluded_text = format.tools.start
             else:
                 alternative = _NOT_JSON
         # Before it is written, and not after: each schema is in it.
-        check_grammar_size(sum(len(msgspec.json.encode(f.parameters)) for f in functions), "tools")
-        text = calls_grammar(
-            template,
-            functions,
-            self._control_tokens,
-            parallel=policy.parallel,
-            think=self._optional_reasoning(format, tail),
-            excluded_text=excluded_text,
-            alternative=alternative,
-        )
+        parts = [f.input_grammar for f in functions if isinstance(f, TextFunction)]
+        size = sum(len(msgspec.json.encode(f.parameters)) for f in functions)
+        check_grammar_size(size + sum(len(part.source) for part in parts), "tools")
+        if messages:
+            text = messages_grammar(functions, self._control_tokens)
+        else:
+            text = calls_grammar(
+                template,
+                functions,
+                self._control_tokens,
+                parallel=policy.parallel,
+                think=self._optional_reasoning(format, tail),
+                excluded_text=excluded_text,
+                alternative=alternative,
+            )
         param = None if bound is None or policy.required else bound.param
-        return lark_grammar(text, param or "tools")
+        grammar = lark_grammar(text, param or "tools")
+        return msgspec.structs.replace(grammar, parts=parts)
 
     def _optional_reasoning(self, format: ReplyFormat, tail: str) -> ReasoningMarkers | None:
         """Return the markers of reasoning that a reply may open by itself."""

@@ -59,6 +59,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     # occur (the end of a model's reasoning).
     after: list[int] = []
     param: str | None = None  # the field of the request that a refusal names
+    # Grammars of the request that ``source`` was made of. Each is compiled by itself first, so that
+    # an error says where in it the fault is.
+    parts: list[Grammar] = []
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

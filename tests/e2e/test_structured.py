@@ -108,6 +108,40 @@ def test_grammars_work_with_several_choices_streams_and_log_probabilities(server
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
+CUSTOM = {"type": "custom", "name": "take", "format": {"type": "grammar"}}
+
+
+def take(server: Server, syntax: str, definition: str) -> httpx.Response:
+    format = {"type": "grammar", "syntax": syntax, "definition": definition}
+    fields: dict[str, Any] = {"input": "x", "tool_choice": "required", "temperature": 1, "seed": 5}
+    return server.post("/v1/responses", tools=[{**CUSTOM, "format": format}], **fields)
+
+
+def test_the_input_of_a_custom_tool_follows_its_grammar(server: Server) -> None:
+    nested = 'start: "\\n" | "[" start "]" | /[\\n"a]{3}/ "!" start'
+    for syntax, definition, pattern in (
+        ("regex", r'[a-c"]{2,5}\\\n', r'[a-c"]{2,5}\\\n'),
+        ("lark", nested, r'(\[|[\n"a]{3}!)*\n\]*'),
+    ):
+        answer = take(server, syntax, definition)
+        assert answer.status_code == 200, answer.text
+        call = answer.json()["output"][0]
+        assert call["type"] == "custom_tool_call"
+        assert re.fullmatch(pattern, call["input"]), call["input"]
+
+
+def test_a_grammar_of_a_custom_tool_that_does_not_compile_is_a_400_with_the_place(
+    server: Server,
+) -> None:
+    for definition, where in (
+        ('start: a\na: "x" b', "2(8): unknown name"),
+        ("start: <x>", "line 1"),
+    ):
+        error = take(server, "lark", definition).json()["error"]
+        assert error["param"] == "tools[0].format.definition"
+        assert where in error["message"], error
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "where"),
     [

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from router.schemas.conversation import FunctionDefinition
+from router.schemas.conversation import FunctionDefinition, TextFunction
 from router.tokens.literals import literal_pattern
 from router.tokens.parsing.formats import ReasoningMarkers
+from router.tokens.parsing.input_grammars import input_lark
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as templates write it when the call comes back, so that it has the same tokens."""
@@ -193,6 +194,28 @@ def calls_grammar(
     return "\n".join([f"start: {start}", *rules])
 
 
+def messages_grammar(functions: Sequence[FunctionDefinition], tokens: ControlTokens) -> str:
+    """Return the Lark grammar of replies in gpt-oss' messages, whose calls are of ``functions``:
+    messages of any text, and at the end one more or a call. A call names its function behind its
+    channel, as the model does, or before it, as the template does."""
+    own = CALL_TEMPLATES["harmony"]
+    addressed = own._replace(
+        begin=" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>"
+    )
+    channel, message = tokens.to_lark("<|channel|>"), tokens.to_lark("<|message|>")
+    return "\n".join(
+        [
+            "start: (message gap)* (message | call | addressed)",
+            f"message: {channel} CHANNEL {message} TEXT",
+            'CHANNEL: "analysis" | "commentary" | "final"',
+            f"TEXT: {tokens.text_without()}",
+            f"gap: {tokens.to_lark('<|end|><|start|>assistant')}",
+            *_alternatives("call", own, functions, tokens),
+            *_alternatives("addressed", addressed, functions, tokens),
+        ]
+    )
+
+
 def _alternatives(
     rule: str,
     template: CallTemplate,
@@ -215,7 +238,12 @@ def _call_rules(
     rules = []
     if "{number}" in begin:
         rules.append(f"{rule}_number: /[0-9]{{1,3}}/")
-    if not template.argument:
+    if not template.argument and isinstance(function, TextFunction):
+        opening, closing = json.dumps('{"input": "'), json.dumps('"}')
+        text = input_lark(function.input_grammar, quoted=True)
+        rules.append(f"{rule}_arguments: {opening} {text} {closing}")
+        arguments = [f"{rule}_arguments"]
+    elif not template.argument:
         parameters = function.parameters or {"type": "object", "properties": {}}
         rules.append(f"{rule}_arguments: {_json(parameters, function)}")
         arguments = [f"{rule}_arguments"]
@@ -240,7 +268,9 @@ def _arguments(
         expressions.append(name if key in required else f"{name}?")
         own = schema if isinstance(schema, dict) else {}
         choices = own.get("enum")
-        if choices and all(isinstance(each, str) for each in choices):
+        if isinstance(function, TextFunction):
+            value = _text_of_grammar(function, template.argument_end, tokens)
+        elif choices and all(isinstance(each, str) for each in choices):
             quoted = (json.dumps(each, ensure_ascii=False) for each in choices)
             value = f"({' | '.join(quoted)}) {end}"
         elif own.get("type") == "string":
@@ -253,6 +283,12 @@ def _arguments(
         opening = tokens.to_lark(template.argument.replace("{key}", key))
         rules.append(f"{name}: {opening} {value}")
     return expressions, rules
+
+
+def _text_of_grammar(function: TextFunction, end: str, tokens: ControlTokens) -> str:
+    if tokens.occur_in(end):
+        return f"{input_lark(function.input_grammar, quoted=False)} {tokens.to_lark(end.lstrip())}"
+    return input_lark(function.input_grammar, quoted=False, end=end)
 
 
 def _text_up_to(rule: str, end: str, tokens: ControlTokens) -> str:

@@ -104,17 +104,29 @@ def test_a_custom_tool_takes_text(
     assert "[patch] applied" in prompt
 
 
-def test_a_custom_tool_is_bound_by_its_expression_and_shows_its_grammar(
-    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
+@pytest.mark.parametrize(("syntax", "definition"), [("regex", "a|[b]+"), ("lark", "start: /b/")])
+def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
+    server: Server,
+    calls: Callable[..., ScriptedEngine],
+    tokenizer: Tokenizer,
+    syntax: str,
+    definition: str,
 ) -> None:
     engine = calls("patch", {"input": "ab"})
-    bound = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "a|[b]+"}}
-    assert ask(server, bound).status_code == 200
+    bound = {"type": "grammar", "syntax": syntax, "definition": definition}
+    assert ask(server, {**PATCH, "format": bound}).status_code == 200
     grammar = engine.got(Submit)[-1].grammar
-    assert grammar is not None and '"pattern": "^(?:a|[b]+)$"' in grammar.source
-    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b"'}
-    assert ask(server, {**PATCH, "format": lark}).status_code == 200
-    assert 'start: \\"a\\" | \\"b\\"' in last_prompt(engine, tokenizer)
+    assert grammar is not None and "%lark" in grammar.source
+    (part,) = grammar.parts
+    assert (part.kind, part.source, part.param) == (
+        syntax,
+        definition,
+        "tools[0].format.definition",
+    )
+    assert definition in last_prompt(engine, tokenizer)
+    large = {**bound, "definition": definition + " " * 40_000}
+    refused = ask(server, {**PATCH, "format": large})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, part.param)
 
 
 def test_the_input_of_a_custom_tool_is_streamed(

@@ -22,7 +22,10 @@ from router.tokens.parsing.grammars import (
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.test_marked import format_of, named, read
 
-MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
+MARKERS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
+)
 WEATHER = FunctionDefinition(
     name="get_weather",
     strict=True,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+
+from router.tokens.parsing.json_reader import JsonReader, mended
 
 MAX_CALL_CHARS = 1_000_000
 MAX_PARSE_WORK = 5_000_000
@@ -87,12 +90,16 @@ def parse_work(text: str, syntax_name: str) -> int:
     return len(text) * (1 if start is None else 1 + sum(1 for _ in start.finditer(text)))
 
 
-def parse_calls(text: str, syntax: ToolSyntax, tools: ToolSchemas) -> list[ParsedCall]:
-    """Return the calls of ``tools`` that ``text`` consists of, none if a part of it is unclear."""
+def parse_calls(
+    text: str, syntax: ToolSyntax, tools: ToolSchemas, *, mend: bool = True
+) -> list[ParsedCall]:
+    """Return the calls of ``tools`` that ``text`` consists of, none if a part of it is unclear.
+    With ``mend``, slips in JSON are mended (`JsonReader`)."""
     if len(text) > MAX_CALL_CHARS or parse_work(text, syntax.name) > MAX_PARSE_WORK:
         return []
     names = {tool["function"]["name"] for tool in tools}
-    for parse, given in ((syntax.parse, text), (syntax.parse, text.strip()), (_parse_json, text)):
+    own = partial(_parse_json, mend=mend)
+    for parse, given in ((syntax.parse, text), (syntax.parse, text.strip()), (own, text)):
         try:
             calls = [_call(each, names) for each in _listed(parse(given, tools))]
         except Exception:  # generated text, and a parser that may expect another form
@@ -168,25 +175,36 @@ def may_become_json_calls(start: str) -> bool:
     return any(known.startswith(start) or start.startswith(known) for known in _BEGINNINGS)
 
 
-def _parse_json(text: str, tools: Any) -> list[Any]:
+def _parse_json(text: str, tools: Any, *, mend: bool = False) -> list[Any]:
     """Return the items of consecutive JSON values, which may stand in a code fence."""
     text = text.strip().removeprefix(_PYTHON_TAG).strip()
     fence = _FENCE.match(text)
     if fence:
         # Not part of the expression: next to a lazy match, whitespace takes quadratic time.
         text = text[fence.end() :].removesuffix("```").strip()
-    return [each for value, _ in _json_values(text) for each in _listed(value)]
+    return [each for value, _ in _json_values(text, mend=mend) for each in _listed(value)]
 
 
-def _json_values(text: str) -> Iterator[tuple[Any, int]]:
+def _json_values(text: str, *, mend: bool = False) -> Iterator[tuple[Any, int]]:
     """Yield each JSON value of ``text`` with the position of the next one. Raises `ValueError` at
     text that is not JSON."""
     decoder, position = json.JSONDecoder(), 0
     while position < len(text):
-        value, position = decoder.raw_decode(text, position)
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except ValueError:
+            if not mend:
+                raise
+            value, position = _mended_value(text, position)
         space = _BETWEEN.match(text, position)
         position = space.end() if space else position
         yield value, position
+
+
+def _mended_value(text: str, position: int) -> tuple[Any, int]:
+    reader = JsonReader()
+    passed, rest = reader.feed(text[position:])
+    return json.loads(passed + reader.finish()), len(text) - len(rest)
 
 
 JSON = ToolSyntax("json", "", "", _parse_json)
@@ -206,7 +224,7 @@ def _call(parsed: Any, names: Collection[str]) -> ParsedCall:
         raise ValueError(f"no tool {name!r}")
     arguments = inner.get("arguments", inner.get("parameters"))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else {}
+        arguments = json.loads(mended(arguments.strip()) or arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

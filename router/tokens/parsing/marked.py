@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 
 from router.tokens.detokenizer import partial_match_length
+from router.tokens.parsing.begun_calls import BegunCallParser
 from router.tokens.parsing.calls import (
     JSON,
     ParsedCall,
@@ -19,7 +20,7 @@ from router.tokens.parsing.calls import (
     with_plain_properties,
 )
 from router.tokens.parsing.formats import Marker, ReplyFormat, ReplyState, harmony_state
-from router.tokens.parsing.streaming_calls import StreamingCallParser
+from router.tokens.parsing.streaming_calls import CallFragment, StreamingCallParser
 from router.tokens.parsing.trimmer import WhitespaceTrimmer
 from router.tokens.reply_parser import CallDelta, ReplyDelta
 
@@ -39,10 +40,11 @@ def short_call_id() -> str:
 class MarkedReplyParser:
     """A `router.tokens.reply_parser.ReplyParser` for replies in ``format``, from ``state`` on.
 
-    Only calls of ``tools`` count, each as a whole. Text that looks like a call but does not parse
-    stays text. With ``call_stream``, a grammar allows only calls after the reasoning. With
-    ``single_call``, everything after the first call is ignored, with ``only_calls`` everything from
-    the first call on that repeats an earlier one exactly.
+    Only calls of ``tools`` count: each as soon as it can be nothing else, if the model writes its
+    arguments as JSON behind a marker, and otherwise as a whole. Text that looks like a call but
+    does not parse stays text. With ``call_stream``, a grammar allows only calls after the
+    reasoning. With ``single_call``, everything after the first call is ignored, with ``only_calls``
+    everything from the first call on that repeats an earlier one exactly.
     """
 
     def __init__(
@@ -65,6 +67,10 @@ class MarkedReplyParser:
         self._repeated = False  # whether a call has repeated one of them
         self._new_id = new_id
         self._call_stream = call_stream
+        self._names = frozenset(tool["function"]["name"] for tool in tools)
+        self._begun: BegunCallParser | None = None
+        """Of the current calls: None where a grammar allows only calls, within reasoning, and where
+        they are only known when they are whole."""
         self._markers = format.markers(calls=bool(tools))
         self._pending = ""  # text that may be the beginning of a marker
         self._header = ""
@@ -87,6 +93,7 @@ class MarkedReplyParser:
     @property
     def called(self) -> bool:
         in_call = self._call_stream is not None and self._call_stream.in_reported_call
+        in_call |= self._begun is not None and self._begun.in_call
         return len(self._ids) > int(in_call)  # a call counts when it is complete
 
     @property
@@ -137,13 +144,15 @@ class MarkedReplyParser:
             return out.delta()  # outside of a call, what is pending is the beginning of another
         self._emit(self._pending, out)
         self._pending = ""
-        if self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
+        if cut and self._begun is not None and self._begun.started:
+            out.text.append(self._text.feed(self._begun.other_text))
+        elif self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
             self._state = self._called_from
         if self._state is ReplyState.HEADER and not self._header_ended:
             out.text.append(self._text.feed(self._header))
         if self._maybe_json:
             text, self._maybe_json = "".join(self._maybe_json), None
-            if not self._take_calls(text, out):
+            if not self._take_calls(text, out, mend=not cut):
                 if cut:
                     calls, text = parse_complete_json_calls(text, self._tools)
                     self._emit_calls(calls, out)
@@ -174,9 +183,10 @@ class MarkedReplyParser:
             case ReplyState.REASONING:
                 out.reasoning.append(self._reasoning.feed(text))
             case ReplyState.TOOL:
-                self._call.append(text)
-                self._work.add(text)
-                self._stream_call(text, out)
+                self._read_call(text, out)
+                if self._begun is None or not self._begun.started:
+                    self._call.append(text)
+                    self._work.add(text)
             case ReplyState.HEADER:
                 self._header += text
 
@@ -211,7 +221,14 @@ class MarkedReplyParser:
         self._header = ""
         self._state = after
         if after is ReplyState.TOOL:
-            self._stream_call(self._call[0], out)
+            syntax = self._format.tools
+            in_text = self._call_stream is None and self._called_from is ReplyState.NORMAL
+            known = syntax is not None and in_text
+            self._begun = BegunCallParser.of(syntax.name, self._names) if known else None
+            if syntax is not None and not syntax.start:
+                self._read_call(self._call[0], out)
+            else:
+                self._stream_call(self._call[0], out)
 
     def _close_call(self, end: str, out: _DeltaBuilder, *, parse: bool = True) -> bool:
         """End the current call at the marker ``end``. Return False if that is part of a string, or
@@ -223,6 +240,8 @@ class MarkedReplyParser:
                 return False
             self._state = ReplyState.NORMAL
             return True
+        if self._begun is not None and self._begun.started:
+            return self._close_begun(self._begun, end, out)
         opening, *inner = self._call
         text = "".join(inner)
         syntax = self._format.tools
@@ -240,21 +259,46 @@ class MarkedReplyParser:
         self._emit("".join(self._call) + end, out)
         return False
 
+    def _close_begun(self, begun: BegunCallParser, end: str, out: _DeltaBuilder) -> bool:
+        """End calls that have begun at the marker ``end``, unless that is part of a string."""
+        if end and begun.in_string:
+            self._add_fragments(begun.feed(end), out)
+            return False
+        self._add_fragments(begun.finish(), out)
+        self._begun = None
+        self._state = ReplyState.NORMAL
+        if not self.complete:
+            out.text.append(self._text.feed(begun.other_text))
+        return True
+
+    def _read_call(self, text: str, out: _DeltaBuilder) -> None:
+        """Add the pieces of calls in ``text``, within the markers of calls."""
+        if self._begun is not None:
+            self._add_fragments(self._begun.feed(text), out)
+            if self._begun.started:
+                self._work = self._no_work()  # it is not parsed again
+        else:
+            self._stream_call(text, out)
+
     def _stream_call(self, text: str, out: _DeltaBuilder) -> None:
         """Add the pieces of calls in ``text``, if it can be nothing but calls."""
-        if self._active_call_stream is None:
-            return
-        for name, arguments in self._active_call_stream.feed(text):
+        if self._active_call_stream is not None:
+            self._add_fragments(self._active_call_stream.feed(text), out)
+
+    def _add_fragments(self, fragments: list[CallFragment], out: _DeltaBuilder) -> None:
+        for name, arguments, id in fragments:
+            if name is not None and self._single_call and self._ids:
+                return
             if name is not None:
                 self._text.at_marker()
-                out.calls.append(self._call_delta(ParsedCall(name, arguments)))
+                out.calls.append(self._call_delta(ParsedCall(name, arguments, id)))
             elif arguments:
                 out.calls.append(CallDelta(len(self._ids) - 1, arguments))
 
-    def _take_calls(self, text: str, out: _DeltaBuilder) -> bool:
+    def _take_calls(self, text: str, out: _DeltaBuilder, *, mend: bool = True) -> bool:
         """Add the calls that ``text`` consists of. Return False if it is something else."""
         assert self._format.tools is not None
-        calls = parse_calls(text, self._format.tools, self._tools)
+        calls = parse_calls(text, self._format.tools, self._tools, mend=mend)
         self._emit_calls(calls, out)
         return bool(calls)
 

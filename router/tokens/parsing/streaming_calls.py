@@ -22,6 +22,7 @@ class CallFragment(NamedTuple):
 
     name: str | None  # in the first piece only
     arguments: str
+    id: str | None = None  # the model's own, in the first piece
 
 
 class StreamingCallParser:

@@ -72,7 +72,7 @@ def accumulated(events: list[Any]) -> list[Any]:
 def test_a_message_has_blocks_of_each_kind(
     server: Server, engine: ScriptedEngine, step: int, choice: str
 ) -> None:
-    """Required calls are streamed while they are generated, others are sent as a whole."""
+    """Calls are streamed while they are generated."""
     engine.behaviour.tokens_per_step = step
     fields: dict[str, Any] = {"max_tokens": 300, "tools": [TOOL], "tool_choice": {"type": choice}}
     message = test_anthropic.ask(server, **fields).json()
@@ -85,7 +85,7 @@ def test_a_message_has_blocks_of_each_kind(
     assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
     events = test_anthropic.streamed(server, **fields)
     deltas = [event for event in events if event.get("delta", {}).get("partial_json")]
-    assert (len(deltas) > 2) == (choice == "any" and step < 200)
+    assert (len(deltas) > 2) == (step < 200)
     *streamed, one, two = accumulated(events)
     kept = [
         {name: block[name] for name in whole}
@@ -111,7 +111,7 @@ def test_a_response_has_items_of_each_kind(
     assert first["call_id"] != second["call_id"]
     events = test_responses.streamed(server, **fields)
     deltas = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
-    assert (len(deltas) > 2) == (choice == "required" and step < 200)
+    assert (len(deltas) > 2) == (step < 200)
     assert "".join(delta["delta"] for delta in deltas) == '{"a": 1, "b": 2}{"a": 1, "b": 3}'
     assert [bare(item) for item in events[-1]["response"]["output"]] == [
         bare(item) for item in answer.json()["output"]

@@ -1,0 +1,128 @@
+"""Calls that a model makes of its own accord, as soon as they can be nothing else: when a tool of
+the request is named behind the marker of calls, and its arguments have begun."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from typing import NamedTuple
+
+from router.tokens.parsing.json_reader import JsonReader
+from router.tokens.parsing.streaming_calls import CallFragment
+
+_MAX_BEGINNING_CHARS = 2000
+_NAME = r"(?P<name>[\w.:/@-]{1,256}?)"
+
+
+class _Form(NamedTuple):
+    """What comes before the arguments of a call, an object of JSON, and what between calls."""
+
+    begin: re.Pattern[str]
+    between: re.Pattern[str]
+
+
+def _form(begin: str, between: str) -> _Form:
+    return _Form(re.compile(begin.replace("NAME", _NAME) + r"\s*(?=\{)"), re.compile(between))
+
+
+_FORMS = {
+    "json_tools": _form(
+        r'\s*\[?\s*\{\s*"name"\s*:\s*"NAME"\s*,\s*"(?:arguments|parameters)"\s*:',
+        r'(?:\s*,\s*"[^"]*"\s*:\s*"[^"]*")*[\s}\],;]*',  # such as its id
+    ),
+    "harmony": _form(
+        r"(?s:.{0,200}?)(?:\A|\s)to=(?:functions\.)?NAME(?=[\s<])(?s:.{0,200}?)<\|message\|>",
+        r"\s*",
+    ),
+    "mistral": _form(r"\s*NAME\s*\[ARGS\]", r"\s*(?:\[TOOL_CALLS\])?"),
+    "kimi_k2": _form(
+        r"\s*(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?NAME:\d+)\s*"
+        r"<\|tool_call_argument_begin\|>",
+        r"\s*(?:<\|tool_call_end\|>)?\s*",
+    ),
+    "kimi_k3": _form(
+        r'\s*<\|open\|>call tool="NAME" index="\d+"<\|sep\|>\s*<\|open\|>json[^<]*<\|sep\|>',
+        r"\s*(?:<\|close\|>json<\|sep\|>)?\s*(?:<\|close\|>call<\|sep\|>)?\s*",
+    ),
+}
+"""By the name of the tool parser that reads such calls as a whole."""
+
+
+class BegunCallParser:
+    """Reads the calls of ``names`` in one section of a reply, between the markers of calls.
+
+    As long as no call has begun, the section may still be something else. Slips in arguments are
+    mended (`JsonReader`); arguments that are not JSON are passed on as they are.
+    """
+
+    def __init__(self, form: _Form, names: Container[str]) -> None:
+        self._form = form
+        self._names = names
+        self._outside = ""  # text since the last call
+        self._given_up = False
+        self._reader = JsonReader()
+        self.started = self.in_call = False
+
+    @classmethod
+    def of(cls, parser: str, names: Container[str]) -> BegunCallParser | None:
+        """Return a parser of calls as the tool parser ``parser`` reads them; None where they are
+        only known when they are whole."""
+        return cls(_FORMS[parser], names) if parser in _FORMS else None
+
+    @property
+    def in_string(self) -> bool:
+        """Whether what comes next is in a string of the arguments."""
+        return self.in_call and self._reader.in_string
+
+    @property
+    def other_text(self) -> str:
+        """The text after the last call that is a part of none."""
+        between = self._form.between.match(self._outside)
+        return self._outside[between.end() if between else 0 :].strip()
+
+    def feed(self, text: str) -> list[CallFragment]:
+        """Return the pieces of calls in ``text``."""
+        fragments: list[CallFragment] = []
+        while text:
+            if self.in_call:
+                arguments, text = self._reader.feed(text)
+                self._add(fragments, arguments)
+                self.in_call = not self._reader.complete
+                continue
+            self._outside += text
+            begun = self._begun()
+            if begun is None:
+                break
+            fragments.append(CallFragment(begun["name"], "", begun.groupdict().get("id")))
+            text, self._outside = self._outside[begun.end() :], ""
+            self._reader = JsonReader()
+            self.started = self.in_call = True
+        return fragments
+
+    def finish(self) -> list[CallFragment]:
+        """End the section, and return the rest of the last call."""
+        fragments: list[CallFragment] = []
+        if self.in_call:
+            self._add(fragments, self._reader.finish())
+            self.in_call = False
+        return fragments
+
+    def _begun(self) -> re.Match[str] | None:
+        """Return the beginning of the next call, once it is known to be one."""
+        if self._given_up:
+            return None
+        between = self._form.between.match(self._outside) if self.started else None
+        found = self._form.begin.match(self._outside, between.end() if between else 0)
+        self._given_up = len(self._outside) > _MAX_BEGINNING_CHARS or (
+            found is not None and found["name"] not in self._names
+        )
+        return None if self._given_up else found
+
+    def _add(self, fragments: list[CallFragment], arguments: str) -> None:
+        if not arguments:
+            return
+        if fragments:
+            arguments = fragments[-1].arguments + arguments
+            fragments[-1] = fragments[-1]._replace(arguments=arguments)
+        else:
+            fragments.append(CallFragment(None, arguments))

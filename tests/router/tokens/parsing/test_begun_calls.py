@@ -1,0 +1,121 @@
+"""Calls that a model makes of its own accord: streamed as soon as they can be nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.tokens.parsing.formats import ReplyState
+from router.tokens.parsing.json_reader import JsonReader, mended
+from router.tokens.parsing.marked import MarkedReplyParser
+from router.tokens.reply_parser import ReplyDelta
+from tests.router.tokens.parsing.replies import REPLIES, TOOLS, Reply
+from tests.router.tokens.parsing.test_marked import BEGUN, format_of, named, read
+
+WHOLE = ('"{\\"', "[TOOL_CALLS][", "<|open|>argument")
+"""In replies whose first call has its arguments otherwise than as one object of JSON."""
+STREAMED = [
+    reply
+    for reply in REPLIES
+    if reply.parser in BEGUN and not any(each in reply.written for each in WHOLE)
+]
+
+
+@pytest.mark.parametrize("reply", STREAMED, ids=lambda reply: reply.parser)
+def test_a_call_is_shown_when_its_arguments_begin(reply: Reply) -> None:
+    format = format_of(reply.parser)
+    parser = MarkedReplyParser(format, format.initial_state, TOOLS)
+    shown = [parser.feed(character).calls for character in reply.written]
+    begin = next(position for position, calls in enumerate(shown) if calls)
+    (first,) = shown[begin]
+    (name, arguments), *_ = reply.calls
+    assert (first.name, first.arguments, reply.written[begin]) == (name, "{", "{")
+    assert reply.written[begin + 1 :].startswith(f'"{next(iter(arguments))}"')
+    assert sum(map(bool, shown)) > len(json.dumps(arguments)) / 2
+
+
+def call_of(arguments: str, end: str = "\n</tool_call>") -> str:
+    return '<tool_call>\n{"name": "get_weather", "arguments": ' + arguments + end
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (call_of('{"city": "a\nb\tc",}}'), {"city": "a\nb\tc"}),
+        (call_of('{"city": "x"'), {"city": "x"}),
+        (call_of('{"units": ["x", "y"', end=""), {"units": ["x", "y"]}),
+        (call_of('{"days": [1, 2 , ], "city": None }}'), {"days": [1, 2], "city": None}),
+        (call_of('{"city": "</tool_call>"}}'), {"city": "</tool_call>"}),
+        (call_of('{"city": "x"}, "id": "a"}'), {"city": "x"}),
+        (call_of('{"city": NaN}}'), '{"city": NaN}}\n'),
+        (call_of('{"city": "say "hi""}}'), '{"city": "say "hi""}}\n'),
+        (call_of('{"city": "x'), '{"city": "x\\n</tool_call>'),
+    ],
+)
+def test_slips_are_mended_and_other_arguments_stay_as_they_are(
+    written: str, arguments: object, size: int
+) -> None:
+    part = read(written, format_of("json_tools"), size=size)
+    assert (named(part.calls), part.text) == ([("get_weather", arguments)], "")
+
+
+def test_a_call_cut_short_is_not_mended() -> None:
+    part = read(call_of('{"units": ["x", ', end=""), format_of("json_tools"), cut=True)
+    assert named(part.calls) == [("get_weather", '{"units": ["x"')]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        'Well.<tool_call>{"name": "other", "arguments": {"city": "x"}}</tool_call>',
+        '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>',
+        "<tool_call>" + " " * 3000 + '{"name": "get_weather", "arguments": {x}}</tool_call>',
+    ],
+)
+def test_what_does_not_begin_a_call_stays_text(written: str) -> None:
+    for size in (1, 1000):
+        assert read(written, format_of("json_tools"), size=size) == ReplyDelta("", written)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_text_behind_the_calls_of_a_section_is_text(size: int) -> None:
+    written = '[TOOL_CALLS]get_weather[ARGS]{"city": "x"}[TOOL_CALLS]nothing[ARGS]{} so.'
+    part = read(written, format_of("mistral"), size=size)
+    assert named(part.calls) == [("get_weather", {"city": "x"})]
+    assert part.text == "nothing[ARGS]{} so."
+
+
+def test_a_call_within_reasoning_is_known_only_when_it_is_whole() -> None:
+    parser = MarkedReplyParser(format_of("json_tools"), ReplyState.REASONING, TOOLS)
+    assert parser.feed(call_of('{"city": "x"', end="")) == ReplyDelta()
+    assert len(parser.feed("}}</tool_call>").calls) == 1
+
+
+def test_a_call_of_the_models_own_accord_keeps_its_id() -> None:
+    (reply,) = (reply for reply in REPLIES if reply.parser == "kimi_k2")
+    ids = [call.id for call in read(reply.written, format_of("kimi_k2")).calls]
+    assert ids == ["functions.get_weather:0", "functions.get_weather:1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": [True, {"b": -1.5e3', '{"a": [true, {"b": -1.5e3}]}'),
+        ('{"a": "\\u00e9\x01"}', '{"a": "\\u00e9\\u0001"}'),
+        ("{", "{}"),
+        *((wrong, None) for wrong in ('{"a": 1,,}', "{,}", '{"a" 1}', '{"a": 01}', '{"a": 1]')),
+        *((wrong, None) for wrong in ('{"a": "\\d"}', '{"a":', '{"a": "x', '{"a"', "{} x", "x")),
+    ],
+)
+def test_json_is_mended_where_it_can_mean_one_thing(text: str, expected: str | None) -> None:
+    assert mended(text) == expected
+    for size in (1, 2, 3):
+        reader = JsonReader()
+        pieces = [reader.feed(text[at : at + size])[0] for at in range(0, len(text), size)]
+        whole = "".join([*pieces, reader.finish()])
+        if expected is not None:
+            assert whole == expected and reader.complete
+        else:
+            assert reader.broken or text == "{} x"

@@ -222,9 +222,9 @@ class MarkedReplyParser:
         self._state = after
         if after is ReplyState.TOOL:
             syntax = self._format.tools
-            in_text = self._call_stream is None and self._called_from is ReplyState.NORMAL
-            known = syntax is not None and in_text
-            self._begun = BegunCallParser.of(syntax.name, self._names) if known else None
+            self._begun = None
+            if syntax and not self._call_stream and self._called_from is ReplyState.NORMAL:
+                self._begun = BegunCallParser.of(syntax.name, self._names)
             if syntax is not None and not syntax.start:
                 self._read_call(self._call[0], out)
             else:

@@ -59,7 +59,8 @@ class BegunCallParser:
         self._form = form
         self._names = names
         self._outside = ""  # text since the last call
-        self._given_up = False
+        self._given_up = False  # no other call begins in the section
+        self._rest: list[str] = []  # the text from there on
         self._reader = JsonReader()
         self.started = self.in_call = False
 
@@ -78,7 +79,8 @@ class BegunCallParser:
     def other_text(self) -> str:
         """The text after the last call that is a part of none."""
         between = self._form.between.match(self._outside)
-        return self._outside[between.end() if between else 0 :].strip()
+        own = self._outside[between.end() if between else 0 :]
+        return "".join([own, *self._rest]).strip()
 
     def feed(self, text: str) -> list[CallFragment]:
         """Return the pieces of calls in ``text``."""
@@ -89,6 +91,10 @@ class BegunCallParser:
                 self._add(fragments, arguments)
                 self.in_call = not self._reader.complete
                 continue
+            if self._given_up:
+                if self.started:
+                    self._rest.append(text)
+                break
             self._outside += text
             begun = self._begun()
             if begun is None:
@@ -109,8 +115,6 @@ class BegunCallParser:
 
     def _begun(self) -> re.Match[str] | None:
         """Return the beginning of the next call, once it is known to be one."""
-        if self._given_up:
-            return None
         between = self._form.between.match(self._outside) if self.started else None
         found = self._form.begin.match(self._outside, between.end() if between else 0)
         self._given_up = len(self._outside) > _MAX_BEGINNING_CHARS or (

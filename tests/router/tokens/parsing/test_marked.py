@@ -117,7 +117,7 @@ def test_the_work_of_parsing_is_known_before(reply: Reply, monkeypatch: pytest.M
     """As much is done on the event loop as it says, and the rest on a thread."""
     parsed: list[str] = []
 
-    def no_calls(text: str, *_: Any) -> list[ParsedCall]:
+    def no_calls(text: str, *_: Any, **__: Any) -> list[ParsedCall]:
         parsed.append(text)
         return []
 

@@ -21,7 +21,13 @@ from router.tokens.parsing.json_quoting import (
     quoted_regex,
     quoted_string,
 )
-from router.tokens.parsing.lark_source import Definition, Piece, definitions, regular_rules, wrong
+from router.tokens.parsing.lark_source import (
+    Definition,
+    LarkPiece,
+    definitions,
+    regular_rules,
+    wrong,
+)
 from shared.wire import Grammar
 
 _IMPORTED = {
@@ -107,7 +113,7 @@ class _Converter:
             lines.append(imported if known is None else f"{own}: {self._regex(known, '')}")
         return "\n".join(lines)
 
-    def _expression(self, pieces: Sequence[Piece], loose: bool) -> str:
+    def _expression(self, pieces: Sequence[LarkPiece], loose: bool) -> str:
         """Return the converted right side of a definition. ``loose``: a class of characters that is
         repeated may become a rule."""
         out: list[str] = []
@@ -134,7 +140,7 @@ class _Converter:
                     out.append(piece.text)
         return "".join(out)
 
-    def _string(self, pieces: Sequence[Piece], index: int) -> tuple[str, int]:
+    def _string(self, pieces: Sequence[LarkPiece], index: int) -> tuple[str, int]:
         """Return the string before ``index``, or the range that it begins, and the index after."""
         first = self._decoded(pieces[index - 1])
         visible = [
@@ -148,7 +154,7 @@ class _Converter:
         written = json.dumps(quoted_string(first), ensure_ascii=False).replace("\x7f", r"\u007f")
         return written + flag, index
 
-    def _decoded(self, piece: Piece) -> str:
+    def _decoded(self, piece: LarkPiece) -> str:
         text = re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", piece.text.removesuffix("i"))
         try:
             return str(json.loads(text))
@@ -163,7 +169,7 @@ class _Converter:
         return f"/{converted}/{flags}"
 
 
-def _end_of_operand(pieces: Sequence[Piece], index: int) -> int:
+def _end_of_operand(pieces: Sequence[LarkPiece], index: int) -> int:
     """Return the end of what '~' before ``index`` negates; ``index`` if it counts instead."""
     start = index
     while index < len(pieces) and pieces[index].kind == "space":

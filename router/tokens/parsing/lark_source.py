@@ -24,7 +24,7 @@ _PIECE = re.compile(
 _DIRECTIVES = ("%import", "%ignore", "%declare")
 
 
-class Piece(NamedTuple):
+class LarkPiece(NamedTuple):
     """A token of a grammar's text."""
 
     kind: str
@@ -39,8 +39,8 @@ class Definition:
 
     kind: str  # rule, terminal, directive
     name: str
-    head: list[Piece]
-    body: list[Piece]
+    head: list[LarkPiece]
+    body: list[LarkPiece]
 
     @property
     def rules(self) -> set[str]:
@@ -54,7 +54,7 @@ def definitions(source: str, param: str) -> list[Definition]:
     return [_definition(each, param) for each in _statements(list(_pieces(source, param)))]
 
 
-def _pieces(source: str, param: str) -> Iterator[Piece]:
+def _pieces(source: str, param: str) -> Iterator[LarkPiece]:
     position, line = 0, 1
     while position < len(source):
         found = _PIECE.match(source, position)
@@ -64,14 +64,14 @@ def _pieces(source: str, param: str) -> Iterator[Piece]:
         if kind == "foreign" or (kind == "directive" and text not in _DIRECTIVES):
             raise wrong(f"{text!r} is not supported in the grammar of a tool", line, param)
         if kind != "comment":
-            yield Piece(kind, text, line)
+            yield LarkPiece(kind, text, line)
         position, line = found.end(), line + text.count("\n")
 
 
-def _statements(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _statements(pieces: Sequence[LarkPiece]) -> Iterator[list[LarkPiece]]:
     """Yield the pieces of each definition, which goes on in lines that begin with '|' or are within
     brackets."""
-    statement: list[Piece] = []
+    statement: list[LarkPiece] = []
     for index, piece in enumerate(pieces):
         if piece.kind != "newline":
             if statement or piece.kind != "space":
@@ -84,12 +84,12 @@ def _statements(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
                 yield statement
             statement = []
         elif statement:
-            statement.append(Piece("space", "\n", piece.line))
+            statement.append(LarkPiece("space", "\n", piece.line))
     if statement:
         yield statement
 
 
-def _definition(statement: list[Piece], param: str) -> Definition:
+def _definition(statement: list[LarkPiece], param: str) -> Definition:
     first = statement[0]
     if first.kind == "directive":
         return Definition("directive", first.text, [], statement[1:])
@@ -101,7 +101,7 @@ def _definition(statement: list[Piece], param: str) -> Definition:
     return Definition(first.kind, first.text.lstrip("!?"), head, body)
 
 
-def _without_aliases(body: Sequence[Piece]) -> Iterator[Piece]:
+def _without_aliases(body: Sequence[LarkPiece]) -> Iterator[LarkPiece]:
     """Yield ``body`` without the names of its alternatives, which mean nothing here."""
     after_arrow = False
     for piece in body:

@@ -22,6 +22,8 @@ PROG = "mlx-lm-server agent"
 KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
 _FLAGS = ("-h", "--help", "--url", "--model", "--api-key")
 _TIMEOUT_S = 10
+_CONTEXT = 32_768
+"""In tokens, where a server does not know it yet."""
 _LONGEST_OUTPUT = 16_384
 """In tokens; a quarter of the context if that is less. The rest of it is for the conversation."""
 
@@ -169,7 +171,8 @@ def _target(url: str, name: str | None, key: str) -> Target:
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             models: list[dict[str, Any]] = json.load(answer)["data"]
-            found = {str(each["id"]): int(each["context_length"]) for each in models}
+            # A model that was never loaded has not told its context yet.
+            found = {str(each["id"]): int(each["context_length"] or _CONTEXT) for each in models}
     except urllib.error.HTTPError as error:
         hint = "; give --api-key" if error.code == 401 else ""
         raise LookupError(f"{url} answers {error.code} {error.reason}{hint}") from None

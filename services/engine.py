@@ -120,6 +120,7 @@ def serve(
     from engine.core import EngineCore
     from engine.replica.build import build_replica
     from engine.replica.grammars import open_grammar_queue
+    from engine.replica.memory import device_memory_bytes
 
     device.prepare()
     loaded = _load_model(options)
@@ -131,6 +132,7 @@ def serve(
     )
     hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)
     io_thread.introduce(hello, loaded.tokenizer_files)
+    status.device_bytes = device_memory_bytes()
     status.enter_phase("ready")
     logger.info("ready: %s", hello.model)
     EngineCore(
@@ -222,6 +224,7 @@ def _hello(
         capabilities=[*replica.capabilities, *grammar_queue.capabilities],
         kv_bits=replica.executor.spec.kv_bits,
         version=installed_version(),
+        options=settings.serving_options(options),
     )
 
 

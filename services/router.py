@@ -22,6 +22,7 @@ from router.fleet.router import Router
 from router.http.api_keys import ApiKeys
 from router.http.app import create_app
 from router.http.connections import Connection
+from router.http.health import can_answer
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from services.terminal import Terminal
 from shared import logs
@@ -198,7 +199,7 @@ async def _beat(router: Router, link: SupervisorLink | None) -> None:
     """Tell the supervisor that the event loop runs; "ready" once requests are served."""
     was_ready = False
     while link is not None:
-        was_ready = was_ready or any(m.ready_engines for m in router.registry.models.values())
+        was_ready = was_ready or can_answer(router)
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
         link.beat(phase, models=router.demand())
         await asyncio.sleep(BEAT_EVERY_S)

@@ -18,6 +18,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
 from router.fleet.engines import Engine, ModelReplicas
+from router.fleet.metrics import LoopHistogram
 from router.fleet.router import Router
 from router.http.api_keys import ApiKeys
 from router.http.app import create_app
@@ -138,11 +139,11 @@ def _metrics() -> str:
     with tempfile.TemporaryDirectory() as directory:
         router = _router(directory)
         for each in vars(router.metrics).values():
-            if isinstance(each, Counter | Gauge | Histogram):
+            if isinstance(each, Counter | Gauge | Histogram | LoopHistogram):
                 for count in (1, 2):  # only of labels that have values there is a sample
                     with suppress(ValueError):
                         each.labels(*["x"] * count)
-        model = ModelReplicas(_HELLO)
+        model = ModelReplicas(_HELLO, router.settings)
         model.engines.append(Engine(b"", _HELLO, "engine-0", 1.0))
         router.registry.models[model.id] = model
         families = list(router.metrics.registry.collect())

@@ -17,6 +17,8 @@ class EngineStatus:
     live: list[LiveRequest] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
     """Without the figures of the kvstore, which the IO thread adds."""
+    device_bytes: int | None = None
+    """The memory of the device, once it is known. For the supervisor."""
     progress: int = 0
     """Rises with every token computed or delivered. An engine that has requests while this
     stands still is stuck."""

@@ -271,7 +271,7 @@ class IOThread(threading.Thread):
         self._beats += 1
         status = self._status
         if self._supervisor is not None:
-            self._supervisor.beat(status.phase)
+            self._supervisor.beat(status.phase, device_bytes=status.device_bytes)
         live = status.live
         if not len(self._inbox):  # what waits there is not live yet
             self._requests.on_beat(live)

@@ -17,7 +17,7 @@ from engine.executor.batched import GPU_CHUNK_TOKENS
 from engine.model.load import LoadedModel
 from engine.proving.choose import choose_executor
 from engine.replica import memory
-from engine.replica.memory import MemorySizes
+from engine.replica.memory import EngineMemory, MemorySizes
 from engine.scheduler import Scheduler, SchedulerConfig
 from shared.hashing import namespace_root
 from shared.settings import Settings
@@ -45,8 +45,8 @@ class Replica:
 
 def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
     """Choose the executor of ``loaded``, size the memory and configure the scheduler."""
-    room_bytes = memory.device_memory_bytes() // settings.engines
-    layers = device.tune(loaded.model, settings.cpu_precision, room_bytes)
+    own = EngineMemory.of(settings)
+    layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
     executor = _choose_executor(loaded, settings)
     packed_bytes = 0
     if layers is not None:
@@ -54,7 +54,7 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
     sizes = memory.size_memory(executor.spec, loaded, settings, packed_bytes)
-    memory.set_limits(settings.engines)
+    memory.set_limits(own)
     executor.release_weights()
     gc.collect()  # the proof's leftovers
     mx.clear_cache()

@@ -50,6 +50,7 @@ def size_memory(
     """Return the sizes that fit on this device, or that ``settings`` demand.
 
     ``packed_bytes`` are those of weights outside of the model's parameters."""
+    own = EngineMemory.of(settings)
     block_bytes = spec.block_token_bytes * settings.block_size
     slot_block_bytes = spec.slot_token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
@@ -60,7 +61,7 @@ def size_memory(
     max_snapshots = settings.sequence_cache_size if spec.state_bytes else 0
     if spec.keeps_kv:
         num_blocks = _within_buffers(
-            settings.num_blocks or default_num_blocks(block_bytes, other_bytes, settings.engines)
+            settings.num_blocks or default_num_blocks(block_bytes, other_bytes, own)
         )
         kv_bytes = max(num_blocks * block_bytes, slot_block_bytes)
         limit_bytes = kv_bytes + slot_states_bytes
@@ -68,7 +69,7 @@ def size_memory(
         if settings.num_blocks:
             logger.warning("--num-blocks has no effect: this model keeps nothing for each token")
         num_blocks = num_slots * -(-loaded.context_length // settings.block_size)
-        snapshot_room_bytes = room_bytes(other_bytes, settings.engines)
+        snapshot_room_bytes = own.room_bytes(other_bytes)
         max_snapshots = min(max_snapshots, snapshot_room_bytes // spec.state_bytes)
         kv_bytes = num_blocks * block_bytes
         limit_bytes = kv_bytes + slot_states_bytes + max_snapshots * spec.state_bytes
@@ -83,13 +84,42 @@ def size_memory(
     )
 
 
-def default_num_blocks(block_bytes: int, other_bytes: int, engines: int) -> int:
-    """Return the blocks that fit on this device beside ``other_bytes`` (mostly weights).
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory of one engine, weights included."""
 
-    Never fewer than `MIN_BLOCKS`; if those do not fit, a warning is logged. The memory is
-    divided by ``engines``, which share one machine.
+    size_bytes: int
+    is_budget: bool  # it is all the engine's; otherwise it shares the machine with others
+
+    @classmethod
+    def of(cls, settings: Settings) -> EngineMemory:
+        """Return ``--memory-gb``, or an equal part of the device's memory for each of
+        ``--engines``."""
+        device = device_memory_bytes()
+        if settings.memory_gb is None:
+            return cls(device // settings.engines, False)
+        return cls(min(device, int(settings.memory_gb * 1e9)), True)
+
+    def left_bytes(self, other_bytes: int) -> int:
+        kept_bytes = BUFFER_CACHE_BYTES if mx.default_device() == mx.gpu else 0
+        return self.size_bytes - other_bytes - kept_bytes - HEADROOM_BYTES
+
+    def room_bytes(self, other_bytes: int) -> int:
+        """Return what caches may take beside ``other_bytes``."""
+        share = HOST_SHARE
+        if self.is_budget:
+            share = 1.0
+        elif mx.default_device() == mx.gpu:
+            share = METAL_SHARE if mx.metal.is_available() else GPU_SHARE
+        return max(0, int(self.left_bytes(other_bytes) * share))
+
+
+def default_num_blocks(block_bytes: int, other_bytes: int, own: EngineMemory) -> int:
+    """Return the blocks that fit into ``own`` memory beside ``other_bytes`` (mostly weights).
+
+    Never fewer than `MIN_BLOCKS`; if those do not fit, a warning is logged.
     """
-    room = _left_bytes(other_bytes, engines)
+    room = own.left_bytes(other_bytes)
     if room < MIN_BLOCKS * block_bytes:
         logger.warning(
             "%d blocks of KV cache take %.1f GB, and beside the weights there is room for %.1f GB: "
@@ -98,15 +128,7 @@ def default_num_blocks(block_bytes: int, other_bytes: int, engines: int) -> int:
             MIN_BLOCKS * block_bytes / 1e9,
             max(room, 0) / 1e9,
         )
-    return max(MIN_BLOCKS, room_bytes(other_bytes, engines) // block_bytes)
-
-
-def room_bytes(other_bytes: int, engines: int) -> int:
-    """Return what an engine may take of this device's memory beside ``other_bytes``."""
-    share = HOST_SHARE
-    if mx.default_device() == mx.gpu:
-        share = METAL_SHARE if mx.metal.is_available() else GPU_SHARE
-    return max(0, int(_left_bytes(other_bytes, engines) * share))
+    return max(MIN_BLOCKS, own.room_bytes(other_bytes) // block_bytes)
 
 
 def max_buffers() -> int | None:
@@ -138,7 +160,7 @@ def device_memory_bytes() -> int:
     return min(total, _container_limit_bytes() or total)
 
 
-def set_limits(engines: int) -> None:
+def set_limits(own: EngineMemory) -> None:
     """Bound the freed buffers that MLX keeps.
 
     On Metal, also keep resident what MLX uses, up to this engine's part of what the system
@@ -146,12 +168,7 @@ def set_limits(engines: int) -> None:
     """
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        mx.set_wired_limit(device_memory_bytes() // engines)
-
-
-def _left_bytes(other_bytes: int, engines: int) -> int:
-    kept_bytes = BUFFER_CACHE_BYTES if mx.default_device() == mx.gpu else 0
-    return device_memory_bytes() // engines - other_bytes - kept_bytes - HEADROOM_BYTES
+        mx.set_wired_limit(own.size_bytes)
 
 
 def _within_buffers(num_blocks: int) -> int:

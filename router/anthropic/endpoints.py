@@ -59,10 +59,10 @@ class Messages(ChatEndpoint[MessagesRequest]):
             body = with_notes(body)
         return chat_request(body)
 
-    def max_tokens(self, request: ChatRequest) -> int | None:
+    def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
         """The field is required, so clients that want no limit send one that no model reaches."""
-        limit = self._router.settings.max_generation_tokens
-        return min(super().max_tokens(request) or limit, limit)
+        limit = model.settings.max_generation_tokens
+        return min(super().max_tokens(request, model) or limit, limit)
 
     def writer(self, body: MessagesRequest, model: Model) -> MessageWriter:
         return MessageWriter(body, model)
@@ -80,11 +80,11 @@ class CountTokens:
         http = Request(scope, receive)
         body, size = await read_body(http, router, CountTokensRequest)
         tenant: Tenant = http.state.tenant
-        model = router.model_for(body.model, tenant)
+        model = await router.loaded_model(body.model, tenant)
 
         def tokenize() -> list[list[int]]:
             return self._messages.tokenize_prompts(self._messages.chat_request(body), model)
 
-        async with router.admit(tenant, http.state.limits_left):
+        async with router.admit(tenant, model, http.state.limits_left):
             (prompt,) = await router.work.run(tenant.name, tokenize, size)
         await json_response(TokenCount(len(prompt)))(scope, receive, send)

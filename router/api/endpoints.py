@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.body import read_body, send_json
 from router.api.streaming import EventStream
 from router.api.writer import OutputWriter
-from router.errors import ApiError, ContextLengthExceeded, ErrorResponse
+from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
@@ -93,7 +93,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         """Return the grammar of a reply to ``prompt``, if any. Raises `InvalidRequest`."""
         return request.grammar
 
-    def max_tokens(self, request: _Request) -> int | None:
+    def max_tokens(self, request: _Request, model: Model) -> int | None:
         return request.max_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +110,9 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         body, size = await read_body(http, router, self.body_type)
         size += self.stored_bytes(body)
         request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
+        if (unloaded := router.unloaded_model(request.model, tenant)) is not None:
+            async with _cancel_on_disconnect(receive):
+                await router.wait_until_loaded(unloaded, tenant)
         model = router.model_for(request.model, tenant)
         writer = self.writer(body, model)
         state = scope["state"]
@@ -117,7 +120,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             router, model, request, writer.id, tenant, state.get("traceparent", "")
         )
         state["generation"] = generation  # for the log and for traces
-        async with router.admit(tenant, scope["state"]["limits_left"]):
+        async with router.admit(tenant, model, scope["state"]["limits_left"]):
             with generation:
                 await self._answer(generation, request, body, size, writer, http, send)
 
@@ -142,7 +145,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
                 explanation = await generation.run(lambda: explain(generation), size)
                 headers.append((b"x-debug-cache", explanation))
             if request.stream:
-                timeout_s = self._router.settings.request_timeout_s
+                timeout_s = generation.model.settings.request_timeout_s
                 stream = EventStream(
                     generation, writer, send, request_bytes=size, write_timeout_s=timeout_s
                 )
@@ -160,7 +163,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
         def prepare() -> list[SequenceSpec]:
             prompts = self.tokenize_prompts(request, model, generation.cache_scope)
-            limits = generation.check_lengths(prompts, self.max_tokens(request))
+            limits = generation.check_lengths(prompts, self.max_tokens(request, model))
             return list(self._sequence_specs(request, generation, prompts, limits))
 
         try:
@@ -193,7 +196,7 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
 
     prompt_field = "messages"
 
-    def max_tokens(self, request: ChatRequest) -> int | None:
+    def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
         return request.max_completion_tokens or request.max_tokens
 
     def tokenize_prompts(
@@ -258,6 +261,33 @@ async def _abort_on_disconnect(receive: Receive, generation: Generation) -> Asyn
     task = asyncio.create_task(watch())
     try:
         yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def _cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Raise `ClientDisconnected` in what runs here as soon as the client closes the connection."""
+    waiting = asyncio.current_task()
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        if waiting is not None:
+            waiting.cancel()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and waiting is not None and not waiting.uncancel():
+            raise ClientDisconnected from None
+        raise
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -30,11 +30,16 @@ class Admission:
         """Running and queued ones."""
         self.num_requests_of: Counter[str] = Counter()
         """The same by tenant; only those that have any."""
+        self._num_requests_to: Counter[str] = Counter()
+        """The same by model."""
 
     @contextmanager
-    def limit_concurrency(self, tenant: Tenant) -> Iterator[None]:
-        """Count one request of ``tenant`` while it is served. Raises `TooManyRequests`."""
+    def limit_concurrency(self, tenant: Tenant, model_id: str, limit: int) -> Iterator[None]:
+        """Count one request of ``tenant`` to a model, which has a ``limit`` of its own (0: none),
+        while it is served. Raises `TooManyRequests`."""
         reason = self._too_many(tenant)
+        if limit and self._num_requests_to[model_id] >= limit:
+            reason = reason or f"The model {model_id} has {limit} requests, which is its limit."
         if reason is not None:
             raise TooManyRequests(
                 reason,
@@ -43,10 +48,12 @@ class Admission:
             )
         self.num_requests += 1
         self.num_requests_of[tenant.name] += 1
+        self._num_requests_to[model_id] += 1
         try:
             yield
         finally:
             self.num_requests -= 1
+            self._num_requests_to[model_id] -= 1
             self.num_requests_of[tenant.name] -= 1
             if not self.num_requests_of[tenant.name]:
                 del self.num_requests_of[tenant.name]
@@ -73,14 +80,14 @@ class Admission:
         """
         capacity = sum(engine.free_capacity for engine in model.ready_engines)
         waiting, own = len(queue), queue.num_waiting_of(tenant)
-        places = self._settings.max_queue_size + capacity - waiting
+        places = model.settings.max_queue_size + capacity - waiting
         if own and new + (0 if tenant.alone else own) > places:
             raise TooManyRequests(
                 f"The queue is full ({waiting} waiting, {own} of them with this API key).",
                 code="queue_full",
                 retry_after_s=self._departure_rate.wait_s(waiting),
             )
-        limit_s = self._settings.first_token_timeout_s
+        limit_s = model.settings.first_token_timeout_s
         wait_s = queue.predicted_wait_s(tenant, priority)
         if wait_s > limit_s:
             raise TooManyRequests(
@@ -93,7 +100,7 @@ class Admission:
     def check_memory(self, model: ModelReplicas) -> None:
         """Raise `Unavailable` if every ready engine is under memory pressure."""
         ready = model.ready_engines
-        threshold = self._settings.memory_pressure_threshold
+        threshold = model.settings.memory_pressure_threshold
         if ready and min(engine.memory_pressure for engine in ready) >= threshold:
             raise Unavailable(
                 "The server is short of KV cache memory.",

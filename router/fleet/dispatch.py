@@ -60,18 +60,21 @@ class Dispatcher:
         send: Callable[[Engine, Message], bool],
         metrics: Metrics,
         on_generated: Callable[[Tenant, int], None],
+        is_loaded_on_demand: Callable[[ModelReplicas], bool] = lambda model: False,
     ) -> None:
-        """``on_generated`` is told of tokens as they come."""
+        """``on_generated`` is told of tokens as they come. ``is_loaded_on_demand`` says whether a
+        model without engines will get one."""
         self._settings = settings
         self._send = send
         self._metrics = metrics
         self._on_generated = on_generated
+        self._is_loaded_on_demand = is_loaded_on_demand
         self._in_flight: dict[str, InFlight] = {}
-        self._queues: defaultdict[str, ModelQueue] = defaultdict(ModelQueue)
+        self._queues: defaultdict[ModelReplicas, ModelQueue] = defaultdict(ModelQueue)
         self.departure_rate = DepartureRate()
 
     def num_waiting(self, model_id: str) -> int:
-        return len(self._queues.get(model_id, ()))
+        return sum(len(queue) for model, queue in self._queues.items() if model.id == model_id)
 
     @property
     def models_in_use(self) -> set[str]:
@@ -88,12 +91,12 @@ class Dispatcher:
         return len(self._in_flight)
 
     def queue_of(self, model: ModelReplicas) -> ModelQueue:
-        return self._queues[model.id]
+        return self._queues[model]
 
     # -- from the HTTP side ----------------------------------------------------
 
     def admit(self, model: ModelReplicas, sequences: list[RemoteSequence]) -> None:
-        queue = self._queues[model.id]
+        queue = self._queues[model]
         for sequence in sequences:
             self._in_flight[sequence.request_id] = InFlight(sequence, model)
             queue.push(sequence)
@@ -208,25 +211,37 @@ class Dispatcher:
         for entry in self._placed_on(engine):
             self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned)
 
+    def on_model_replaced(self, model: ModelReplicas) -> None:
+        """Give the successor of ``model`` what waits, as far as that can go on there."""
+        queue = self._queues[model]
+        for entry in list(self._in_flight.values()):
+            if entry.model is model and entry.engine is None:
+                entry.model = _version_for(entry, prefer_successor=True)
+                if entry.model is not model:
+                    queue.discard(entry.sequence)
+                    self._queues[entry.model].push(entry.sequence)
+        if model.successor is not None:
+            self.place(model.successor)
+
     # -- time ------------------------------------------------------------------
 
     def tick(self) -> None:
         now = time.monotonic()
+        for model in [model for model, queue in self._queues.items() if model.successor]:
+            if not model.engines and not len(self._queues[model]):
+                del self._queues[model]
         for entry in list(self._in_flight.values()):
             self._check_timeouts(entry, now)
 
     def place(self, model: ModelReplicas) -> None:
         """Send as many waiting sequences to engines as these take now."""
-        queue = self._queues.get(model.id)
+        queue = self._queues.get(model)
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
             sequence = queue.pop(model) if open_engines else None
             if sequence is None:
                 return
             entry = self._in_flight[sequence.request_id]
-            if entry.model is not model:  # the tokens are of a version that is gone
-                self._fail(entry, _no_engine(self._settings.restart_wait_s))
-                continue
             engine = choose_engine(open_engines, sequence)
             sequence.place()
             message = sequence.submit_message(queue.engine_priority(sequence))
@@ -238,7 +253,8 @@ class Dispatcher:
             entry.engine = engine
             engine.request_ids[sequence.request_id] = None
             queue.on_placed(sequence)
-            self._metrics.queue_time.observe(sequence.placed_at - sequence.queued_at)
+            waited_s = sequence.placed_at - sequence.queued_at
+            self._metrics.queue_time.labels(model.id).observe(waited_s)
 
     # -- inside ----------------------------------------------------------------
 
@@ -253,7 +269,7 @@ class Dispatcher:
 
     def _apply(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
         sequence = entry.sequence
-        previous = sequence.last_token_at
+        previous, model_id = sequence.last_token_at, entry.model.id
         try:
             sequence.apply(delta, now)
         except MissingTokensError as error:
@@ -263,18 +279,18 @@ class Dispatcher:
             return 0
         if delta.token_ids:
             if previous:
-                self._metrics.inter_token.observe(now - previous)
+                self._metrics.inter_token.labels(model_id).observe(now - previous)
             else:
-                self._metrics.first_token.observe(now - sequence.arrived_at)
+                self._metrics.first_token.labels(model_id).observe(now - sequence.arrived_at)
         if delta.finish is not None:
             if sequence.usage is not None:
-                self._metrics.prefill_time.observe(sequence.usage.prefill_s)
-                self._metrics.decode_time.observe(sequence.usage.decode_s)
+                self._metrics.prefill_time.labels(model_id).observe(sequence.usage.prefill_s)
+                self._metrics.decode_time.labels(model_id).observe(sequence.usage.decode_s)
             self._end(entry, lambda: None)
         return len(delta.token_ids)
 
     def _check_timeouts(self, entry: InFlight, now: float) -> None:
-        settings, sequence = self._settings, entry.sequence
+        settings, sequence = entry.model.settings, entry.sequence
         if sequence.state is RemoteSequenceState.STOPPING:
             if now - sequence.stopping_at > _STOP_WAIT_S:
                 self._end(entry, sequence.end)
@@ -291,9 +307,12 @@ class Dispatcher:
                 return
         if sequence.state is RemoteSequenceState.WAITING:
             waited_s = min(now - sequence.queued_at, entry.model.unready_for_s(now))
-            if waited_s > settings.restart_wait_s:
+            limit_s = settings.restart_wait_s
+            if self._is_loaded_on_demand(entry.model):
+                limit_s = settings.first_token_timeout_s
+            if waited_s > limit_s:
                 waited = _engine_lost if sequence.losses else _no_engine
-                self._fail(entry, waited(settings.restart_wait_s))
+                self._fail(entry, waited(limit_s))
 
     def _time_out(self, entry: InFlight, message: str) -> None:
         self._metrics.timeouts.inc()
@@ -326,7 +345,8 @@ class Dispatcher:
     def _requeue(self, entry: InFlight) -> None:
         self._detach(entry)
         entry.sequence.requeue()
-        self._queues[entry.model.id].push(entry.sequence)
+        entry.model = _version_for(entry)
+        self._queues[entry.model].push(entry.sequence)
         self.place(entry.model)
 
     def _fail(self, entry: InFlight, error: ApiError) -> None:
@@ -336,20 +356,32 @@ class Dispatcher:
 
     def _end(self, entry: InFlight, mark: Callable[[], None]) -> None:
         self._in_flight.pop(entry.sequence.request_id, None)
-        self._queues[entry.model.id].discard(entry.sequence)
+        self._queues[entry.model].discard(entry.sequence)
         placed = entry.engine is not None
         self._detach(entry)
         mark()
         if placed:
             self.departure_rate.record()
-            self._queues[entry.model.id].on_departure()
+            self._queues[entry.model].on_departure()
             self.place(entry.model)
 
     def _detach(self, entry: InFlight) -> None:
         if entry.engine is not None:
             entry.engine.request_ids.pop(entry.sequence.request_id, None)
             entry.engine = None
-            self._queues[entry.model.id].on_removed(entry.sequence)
+            self._queues[entry.model].on_removed(entry.sequence)
+
+
+def _version_for(entry: InFlight, *, prefer_successor: bool = False) -> ModelReplicas:
+    """Return the version of its model that the sequence can go on with: its own while that has an
+    engine that is ready, unless the successor is preferred."""
+    model, has_output = entry.model, bool(entry.sequence.output_token_ids)
+    if model.ready_engines and not prefer_successor:
+        return model
+    successor = model.successor
+    if successor is not None and successor.can_take_over(model, has_output=has_output):
+        return successor
+    return model
 
 
 def _abort_message(sequence: RemoteSequence) -> Abort:

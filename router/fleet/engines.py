@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.tokenizer_files import acceptable_files
 from router.tokens.rendering import Renderer
+from shared.settings import Settings
 from shared.wire import Beat, EngineStats, Hello, Phase, StoreStats
 
 
@@ -81,9 +82,13 @@ class Engine:
 class ModelReplicas:
     """The engines that serve one model, and what they have in common."""
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, settings: Settings) -> None:
         self.hello = hello
         """That of the engine that joined last."""
+        self.settings = settings
+        """The router's, with what the engines of this model set for it."""
+        self.successor: ModelReplicas | None = None
+        """The version of the model that has replaced this one, if any."""
         self.tokenizer_files = acceptable_files(hello.files)
         self.engines: list[Engine] = []
         self.renderer: Renderer | None = None
@@ -133,9 +138,20 @@ class ModelReplicas:
             found.append("no engine is connected")
         return found
 
-    def matches(self, hello: Hello) -> bool:
-        files = acceptable_files(hello.files)
-        return self.hello.fingerprint == hello.fingerprint and self.tokenizer_files == files
+    def matches(self, hello: Hello, settings: Settings) -> bool:
+        """Return whether an engine with ``hello`` and ``settings`` is one of these."""
+        return (
+            self.hello.fingerprint == hello.fingerprint
+            and self.hello.aliases == hello.aliases
+            and self.tokenizer_files == acceptable_files(hello.files)
+            and self.settings == settings
+        )
+
+    def can_take_over(self, other: ModelReplicas, *, has_output: bool) -> bool:
+        """Return whether a sequence of ``other`` can go on here: the tokens of its prompt mean the
+        same, and its output would be of the same weights."""
+        same_weights = self.hello.fingerprint == other.hello.fingerprint
+        return self.tokenizer_files == other.tokenizer_files and (same_weights or not has_output)
 
 
 @dataclass(frozen=True)
@@ -152,3 +168,7 @@ class Model:
     @property
     def names(self) -> list[str]:
         return self.replicas.names
+
+    @property
+    def settings(self) -> Settings:
+        return self.replicas.settings

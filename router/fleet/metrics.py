@@ -76,8 +76,21 @@ _STORE_COUNTERS = {
 """By name: the field of `StoreStats`, and the help. Engines of one KV store report the same."""
 
 
+class LoopSeries:
+    """The observations of one model in a `LoopHistogram`."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
 class LoopHistogram(Collector):
-    """A histogram for what happens at each token, observed on the event loop only.
+    """A histogram by model for what happens at each token, observed on the event loop only.
 
     That of prometheus_client locks, and looks at bucket after bucket: it takes ten times as long.
     """
@@ -85,17 +98,21 @@ class LoopHistogram(Collector):
     def __init__(self, name: str, help_: str, bounds: Sequence[float]) -> None:
         self._name, self._help = name, help_
         self._bounds = sorted(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._series: dict[str, LoopSeries] = {}
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def labels(self, model: str) -> LoopSeries:
+        found = self._series.get(model)
+        if found is None:
+            found = self._series[model] = LoopSeries(self._bounds)
+        return found
 
     def collect(self) -> Iterator[Metric]:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
+        family = HistogramMetricFamily(self._name, self._help, labels=["model"])
+        for model, series in self._series.items():
+            buckets = list(zip(bounds, itertools.accumulate(series.counts), strict=True))
+            family.add_metric([model], buckets, series.sum)
+        yield family
 
 
 class Metrics:
@@ -107,9 +124,18 @@ class Metrics:
         def counter(name: str, help_: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(_PREFIX + name, help_, list(labels), registry=self.registry)
 
-        def histogram(name: str, help_: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        def histogram(
+            name: str,
+            help_: str,
+            buckets: tuple[float, ...] = _SECONDS,
+            labels: Iterable[str] = ("model",),
+        ) -> Histogram:
             return Histogram(
-                f"{_PREFIX}{name}_seconds", help_, buckets=buckets, registry=self.registry
+                f"{_PREFIX}{name}_seconds",
+                help_,
+                list(labels),
+                buckets=buckets,
+                registry=self.registry,
             )
 
         self.requests = counter("requests", "Answers by path and status", ("path", "status"))
@@ -134,7 +160,7 @@ class Metrics:
             "engines_refused", "Connections and engines that were not let in", ("reason",)
         )
         self.dropped_messages = counter("dropped_messages", "Wire messages not understood")
-        self.loop_lag = histogram("event_loop_lag", "How late the event loop is", _LAG_SECONDS)
+        self.loop_lag = histogram("event_loop_lag", "How late the event loop is", _LAG_SECONDS, ())
         self.work_refused = counter(
             "work_refused", "Requests that the threads preparing them had no room or no time for"
         )
@@ -170,6 +196,8 @@ class EngineCollector(Collector):
     """Metrics that are read only when Prometheus asks."""
 
     models: Mapping[str, ModelReplicas]
+    versions: Callable[[], Iterable[ModelReplicas]]
+    """The same, and earlier and coming versions."""
     num_waiting: Callable[[str], int]
     shutdown_clean: Callable[[], bool]
 
@@ -177,8 +205,7 @@ class EngineCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        models = self.models.values()
-        engines = [(model.id, engine) for model in models for engine in model.engines]
+        engines = [(model.id, engine) for model in self.versions() for engine in model.engines]
         for name, (field, help_) in _ENGINE_GAUGES.items():
             yield _family(GaugeMetricFamily(name, help_, labels=_LABELS), engines, field)
         for name, (field, help_) in _ENGINE_COUNTERS.items():

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from router.fleet.engines import Engine, ModelReplicas
+from router.fleet.model_versions import ModelVersions
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import Renderer
 from shared.allow_list import AllowedKey
-from shared.settings import Settings
+from shared.flags import FlagError
+from shared.settings import Settings, overlay
 from shared.wire import SUPPORTED_VERSIONS, Beat, Files, FilesWanted, Hello, Message, Ping
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,12 @@ class RegistryListener(Protocol):
     def on_capacity_changed(self, model: ModelReplicas) -> None:
         """An engine of ``model`` may have more capacity than before."""
 
+    def on_model_replaced(self, model: ModelReplicas) -> None:
+        """``model`` has a successor now, which gets all new requests."""
+
+    def is_configured(self, model_id: str) -> bool:
+        """Return whether the model is to be kept in mind without engines."""
+
 
 class Registry:
     """The engines that have introduced themselves, and the models they serve."""
@@ -61,13 +69,16 @@ class Registry:
         self._listener = listener
         self._file_store = file_store
         self._engines: dict[bytes, Engine] = {}
+        self._model_of: dict[Engine, ModelReplicas] = {}
         self._pinged_at: dict[bytes, float] = {}
         self._unregistered: dict[bytes, tuple[float, Beat]] = {}
         self._rejected: set[str] = set()
         self._drained: set[str] = set()
         self._files_asked_at: dict[str, float] = {}
         self._load_tasks: set[asyncio.Task[None]] = set()
-        self.models: dict[str, ModelReplicas] = {}
+        self._versions = ModelVersions(listener.on_model_replaced)
+        self.models = self._versions.current
+        """By their names: what new requests get."""
 
     def find_engine(self, peer: bytes) -> Engine | None:
         return self._engines.get(peer)
@@ -88,6 +99,11 @@ class Registry:
             f"engine {beat.engine}: {beat.phase} for {beat.phase_s:.0f} s"
             for _, beat in self._unregistered.values()
         ]
+
+    @property
+    def versions(self) -> list[ModelReplicas]:
+        """All models, and earlier and coming versions of them that have engines."""
+        return self._versions.all
 
     def find_model(self, name: str | None) -> ModelReplicas | None:
         """Return the model called ``name``; for None the configured model, else the first."""
@@ -135,16 +151,22 @@ class Registry:
             if other.peer == peer or other.hello.incarnation == hello.incarnation:
                 self._remove(other, "joined anew")
         self._retire_predecessors(hello.engine, hello.incarnation, drop=True)
-        model = self._model_for(hello)
-        if model is None:
+        if (taken := self._versions.other_owner(hello)) is not None:
+            self._reject(hello, f"{taken[1]} is called {taken[0]} already", "model")
             return
+        try:
+            settings = overlay(self._settings, hello.options, f"engine {hello.engine}")
+        except FlagError as error:
+            self._reject(hello, str(error), "nonsense")
+            return
+        model = self._versions.find(hello, settings)
         name = hello.engine
         if any(engine.name == name for engine in self._engines.values()):
             name = f"{name}-{hello.incarnation[:8]}"  # two engines were given the same name
-        engine = Engine(
-            peer, hello, name, self._settings.stall_timeout_s / 2, None if key is None else key.key
-        )
+        of_key = None if key is None else key.key
+        engine = Engine(peer, hello, name, settings.stall_timeout_s / 2, of_key)
         engine.drained = hello.incarnation in self._drained
+        self._model_of[engine] = model
         self._unregistered.pop(peer, None)
         self._engines[peer] = engine
         model.engines.append(engine)
@@ -167,7 +189,7 @@ class Registry:
             return None
         changed = engine.lost_reason is not None or engine.phase != beat.phase
         engine.on_beat(beat)
-        model = self.models[engine.hello.model]
+        model = self._model_of[engine]
         if model.renderer is None:
             self._ensure_renderer(peer, model)
         if changed:
@@ -177,12 +199,10 @@ class Registry:
 
     def on_files(self, files: Files, contents: list[bytes]) -> None:
         """Store files by their real digests: a wrong file is never found."""
-        wanted = {
-            digest for model in self.models.values() for digest in model.tokenizer_files.values()
-        }
+        wanted = {digest for model in self.versions for digest in model.tokenizer_files.values()}
         for content in contents[: len(files.names)]:
             self._file_store.put(content, wanted)
-        for model in self.models.values():
+        for model in self.versions:
             if model.renderer is None and not self._file_store.missing(model.tokenizer_files):
                 self._start_loading(model)
 
@@ -196,7 +216,10 @@ class Registry:
         for engine in list(self._engines.values()):
             if engine.hello.engine == name and engine.lost_reason is None:
                 engine.left |= planned
-                self._mark_lost(engine, "ended")
+                if planned:
+                    self._remove(engine, "ended")
+                else:
+                    self._mark_lost(engine, "ended")
 
     def expel(self, is_forbidden: Callable[[Engine], bool]) -> None:
         """Remove the engines that may not serve any more."""
@@ -222,9 +245,10 @@ class Registry:
         for peer, (heard, _) in list(self._unregistered.items()):
             if now - heard > BEAT_TIMEOUT_S:
                 del self._unregistered[peer]
-        for model in list(self.models.values()):
-            if not model.engines and model.unready_for_s(now) > self._settings.restart_wait_s:
-                self._remove_model(model)
+        for model in self.versions:
+            if self._is_gone(model, now):
+                logger.info("model %s is no longer served: its engines have left", model.id)
+                self._versions.drop(model)
             else:
                 self._update_readiness(model)
 
@@ -232,20 +256,24 @@ class Registry:
 
     def _mark_lost(self, engine: Engine, reason: str) -> None:
         if engine.lost_reason is None:
-            logger.warning("engine %s is lost: %s", engine.name, reason)
+            if engine.left:
+                logger.info("engine %s has ended", engine.name)
+            else:
+                logger.warning("engine %s is lost: %s", engine.name, reason)
             engine.lost_reason = reason
             self._listener.on_engine_lost(engine, reason)
 
     def _remove(self, engine: Engine, reason: str) -> None:
         self._mark_lost(engine, reason)
         self._engines.pop(engine.peer, None)
-        model = self.models.get(engine.hello.model)
-        if model is not None and engine in model.engines:
+        model = self._model_of.pop(engine, None)
+        if model is not None:
             model.engines.remove(engine)
 
-    def _remove_model(self, model: ModelReplicas) -> None:
-        logger.info("model %s is no longer served: its engines have left", model.id)
-        del self.models[model.id]
+    def _is_gone(self, model: ModelReplicas, now: float) -> bool:
+        if model.engines or model.unready_for_s(now) <= self._settings.restart_wait_s:
+            return False
+        return model.successor is not None or not self._listener.is_configured(model.id)
 
     def _retire_predecessors(self, name: str, incarnation: str, *, drop: bool) -> None:
         """Mark older engines called ``name`` lost, if they are silent: a new one replaces them.
@@ -271,21 +299,6 @@ class Registry:
             self._listener.on_engine_refused(word)
             logger.error("engine %s is not used: %s", hello.engine, reason)
 
-    def _model_for(self, hello: Hello) -> ModelReplicas | None:
-        model = self.models.get(hello.model)
-        if model is not None and not model.matches(hello):
-            if any(engine.lost_reason is None for engine in model.engines):
-                self._reject(hello, f"others serve another version of {hello.model}", "weights")
-                return None
-            for engine in list(model.engines):
-                self._remove(engine, "replaced")
-            self._remove_model(model)
-            model = None
-        if model is None:
-            model = self.models[hello.model] = ModelReplicas(hello)
-        model.hello = hello
-        return model
-
     def _ensure_renderer(self, peer: bytes, model: ModelReplicas) -> None:
         """Load the tokenizer of ``model``, or ask ``peer`` for files that are missing."""
         missing = self._file_store.missing(model.tokenizer_files)
@@ -305,7 +318,7 @@ class Registry:
             task.add_done_callback(self._load_tasks.discard)
 
     async def _load_renderer(self, model: ModelReplicas) -> None:
-        settings = self._settings
+        settings = model.settings
         options = {
             name: value
             for name in ("eos_token", "pad_token", "bos_token")
@@ -336,6 +349,7 @@ class Registry:
 
     def _update_readiness(self, model: ModelReplicas) -> None:
         if model.update_readiness():
+            self._versions.on_ready(model)
             self._listener.on_capacity_changed(model)
 
 

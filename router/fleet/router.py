@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from router.fleet.loop_lag import LoopLag
 from router.fleet.metrics import EngineCollector, Metrics
 from router.fleet.rate_limits import RateLimits
 from router.fleet.registry import Registry
-from router.fleet.supervised import Supervised, SupervisorChannel
+from router.fleet.supervised import ConfiguredModel, Supervised, SupervisorChannel
 from router.fleet.tenants import Tenant
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import warm_up
@@ -44,6 +45,7 @@ from shared.wire import (
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_LOOK_AGAIN_S = 0.05
 
 
 class Router:
@@ -71,14 +73,18 @@ class Router:
             self.metrics.dropped_messages.inc,
             lambda reason: self.metrics.engines_refused.labels(reason).inc(),
         )
+        self.supervised = Supervised(supervisor)
         self.dispatcher = Dispatcher(
-            settings, self._send_to, self.metrics, self.rate_limits.on_generated
+            settings,
+            self._send_to,
+            self.metrics,
+            self.rate_limits.on_generated,
+            lambda model: not model.engines and self.supervised.will_load(model.id),
         )
         # Beside the socket: its lock keeps other routers out of the directory, even after a kill.
         paths = [address[6:] for address in addresses if address.startswith("ipc://")]
         store = TokenizerFileStore(Path(paths[0] + ".files") if paths else None)
         self.registry = Registry(settings, uuid.uuid4().hex, store, self._send, self)
-        self.supervised = Supervised(supervisor)
         self.administration = Administration(
             self.registry, self.dispatcher, self.supervised, self._send_to
         )
@@ -96,12 +102,16 @@ class Router:
             "Requests that wait for a thread that prepares them",
             lambda: self.work.num_waiting,
         )
+        self.started = int(time.time())
         self.draining = False
         self.shutdown_clean = True
         """False after a shutdown has cut requests."""
         self._tasks: list[asyncio.Task[None]] = []
         engines = EngineCollector(
-            self.registry.models, self.dispatcher.num_waiting, lambda: self.shutdown_clean
+            self.registry.models,
+            lambda: self.registry.versions,
+            self.dispatcher.num_waiting,
+            lambda: self.shutdown_clean,
         )
         self.metrics.registry.register(engines)
 
@@ -146,14 +156,56 @@ class Router:
     # -- for HTTP handlers -----------------------------------------------------
 
     @asynccontextmanager
-    async def admit(self, tenant: Tenant, headers: dict[str, str]) -> AsyncIterator[None]:
-        """Count a request of ``tenant`` against all limits of requests, while it is served.
+    async def admit(
+        self, tenant: Tenant, model: Model, headers: dict[str, str]
+    ) -> AsyncIterator[None]:
+        """Count a request of ``tenant`` to ``model`` against all limits of requests, while it is
+        served.
 
         Puts what is left of the limits into ``headers``. Raises `TooManyRequests`.
         """
-        with self.admission.limit_concurrency(tenant):
+        limit = model.settings.max_concurrent_requests
+        with self.admission.limit_concurrency(tenant, model.replicas.id, limit):
             await self.rate_limits.admit_request(tenant, headers)
             yield
+
+    def unloaded_model(self, name: str | None, tenant: Tenant) -> ConfiguredModel | None:
+        """Return the model called ``name`` if it has to be loaded for a request of ``tenant``."""
+        configured = self.supervised.find(name)
+        if configured is None or self.draining or not tenant.may_use(configured.names):
+            return None
+        model = self.registry.models.get(configured.names[0])
+        # With engines, even if these are lost, its queue takes requests.
+        is_known = model is not None and model.model is not None and bool(model.engines)
+        return None if is_known else configured
+
+    async def wait_until_loaded(self, configured: ConfiguredModel, tenant: Tenant) -> None:
+        """Wait until the supervisor has loaded a model. Raises `Unavailable` if it cannot, or is
+        late, and `TooManyRequests`."""
+        model_id, limit_s = configured.names[0], self.settings.first_token_timeout_s
+        deadline = time.monotonic() + limit_s
+        limit = self.settings.max_concurrent_requests
+        with (
+            self.admission.limit_concurrency(tenant, model_id, limit),
+            self.supervised.waiting_for(configured),
+        ):
+            while self.unloaded_model(model_id, tenant) is not None:
+                state = self.supervised.models[model_id]
+                if state.state == "broken":
+                    raise Unavailable(
+                        f"The model {model_id} cannot be loaded: {state.reason}.",
+                        code="model_broken",
+                        retry_after_s=limit_s,
+                    )
+                if time.monotonic() > deadline:
+                    raise _not_ready(f"it was not loaded within {limit_s:g} s")
+                await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def loaded_model(self, name: str | None, tenant: Tenant) -> Model:
+        """Return the same as `model_for`, after waiting until it is loaded."""
+        if (unloaded := self.unloaded_model(name, tenant)) is not None:
+            await self.wait_until_loaded(unloaded, tenant)
+        return self.model_for(name, tenant)
 
     def model_for(self, name: str | None, tenant: Tenant) -> Model:
         """Return the model called ``name``, if it can take a request of ``tenant`` now or soon.
@@ -167,7 +219,8 @@ class Router:
                 code="shutting_down",
                 retry_after_s=settings.drain_timeout_s,
             )
-        replicas = self.registry.find_model(name)
+        configured = self.supervised.find(name)
+        replicas = self.registry.find_model(configured.names[0] if configured else name)
         if replicas is None:
             if name is not None and self.registry.models:
                 raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
@@ -192,7 +245,12 @@ class Router:
 
     def demand(self) -> dict[str, tuple[int, float]]:
         """Return what the supervisor is told of the use of models (`Supervised.demand`)."""
-        return self.supervised.demand(self.dispatcher.models_in_use)
+        stranded = {
+            model.id: self.dispatcher.num_waiting(model.id)
+            for model in self.registry.models.values()
+            if not model.engines
+        }
+        return self.supervised.demand(self.dispatcher.models_in_use, stranded)
 
     # -- RegistryListener ------------------------------------------------------
 
@@ -204,9 +262,16 @@ class Router:
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         planned = engine.phase == "draining" or engine.left
-        self.metrics.restarts.labels(engine.name).inc()
         self.metrics.engines_left.labels("left" if planned else "lost").inc()
+        if not planned:
+            self.metrics.restarts.labels(engine.name).inc()
         self.dispatcher.on_engine_lost(engine, reason, planned=planned)
+
+    def on_model_replaced(self, model: ModelReplicas) -> None:
+        self.dispatcher.on_model_replaced(model)
+
+    def is_configured(self, model_id: str) -> bool:
+        return model_id in self.supervised.models
 
     def on_capacity_changed(self, model: ModelReplicas) -> None:
         self.dispatcher.place(model)

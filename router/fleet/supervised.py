@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -68,6 +68,11 @@ class Supervised:
                 return model
         return None
 
+    def will_load(self, model_id: str) -> bool:
+        """Return whether the supervisor will load the model if it has to."""
+        model = self.models.get(model_id)
+        return model is not None and model.state != "broken"
+
     def restart(self, target: str | None = None) -> bool:
         """Exchange the engine or the engines of the model ``target``, or all engines, one at a
         time. Return False without a supervisor that could be told."""
@@ -86,17 +91,17 @@ class Supervised:
             self._waiting[name] -= 1
             self._used_at[name] = time.monotonic()
 
-    def num_waiting(self, model_id: str) -> int:
-        return self._waiting.get(model_id, 0)
-
-    def demand(self, in_use: set[str]) -> dict[str, tuple[int, float]]:
+    def demand(
+        self, in_use: Collection[str], stranded: Mapping[str, int]
+    ) -> dict[str, tuple[int, float]]:
         """Return, by model, how many requests wait for it to be loaded, and the seconds since its
-        last request: 0 while it has any, as those ``in_use``."""
+        last request: 0 while it has any, as those ``in_use``. ``stranded`` are the requests whose
+        model was unloaded after they had come."""
         now = time.monotonic()
+        found = {}
         for name in self.models:
-            if name in in_use or self._waiting.get(name):
+            waiting = self._waiting.get(name, 0) + stranded.get(name, 0)
+            if waiting or name in in_use:
                 self._used_at[name] = now
-        return {
-            name: (self._waiting.get(name, 0), round(now - self._used_at[name], 3))
-            for name in self.models
-        }
+            found[name] = (waiting, round(now - self._used_at[name], 3))
+        return found

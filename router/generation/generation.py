@@ -128,7 +128,7 @@ class Generation:
         Raises `InvalidRequest` if the model cannot take the request, or the answer would be too
         large.
         """
-        settings = self._router.settings
+        settings = self.model.settings
         check_vocabulary(self._request, self.model)
         limits = [check_lengths(settings, self.model, each, max_tokens) for each in prompts]
         check_num_entries(self._request, prompts, limits)
@@ -156,7 +156,7 @@ class Generation:
                 spec,
                 request,
                 self.model,
-                router.settings,
+                self.model.settings,
                 self._tenant,
                 self.seed,
                 self._traceparent,
@@ -314,7 +314,8 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self._release()
         if self.finished and self.choices:
-            self._router.metrics.end_to_end.observe(time.monotonic() - self._started_at)
+            end_to_end = self._router.metrics.end_to_end.labels(self.model.replicas.id)
+            end_to_end.observe(time.monotonic() - self._started_at)
 
     def _release(self) -> None:
         for choice in self.choices:

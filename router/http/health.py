@@ -13,6 +13,7 @@ from router.api.body import json_response
 from router.api.operations import Operation
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.router import Router
+from router.fleet.supervised import ConfiguredState
 
 _DEGRADED_FROM = 0.72
 """The fraction of the memory pressure threshold from which on the status is "degraded"."""
@@ -54,6 +55,12 @@ class EngineHealth(Struct, frozen=True, kw_only=True):
 class ModelHealth(Struct, frozen=True, kw_only=True):
     id: str
     status: HealthStatus
+    state: Annotated[
+        ConfiguredState,
+        Meta(description="An unloaded model is loaded when it is asked for; a broken one cannot."),
+    ]
+    reason: Annotated[str | None, Meta(description="Why the model is broken.")]
+    load_s: Annotated[float | None, Meta(description="How long its last load took, in seconds.")]
     queued: int
     engines: list[EngineHealth]
 
@@ -80,10 +87,11 @@ async def show_livez(http: Request) -> Response:
 
 
 async def show_readyz(http: Request) -> Response:
-    reasons = _unready_reasons(http.app.state.router)
-    if reasons:
-        return json_response(Readiness("not ready", reasons), 503)
-    return json_response(Readiness("ready", []))
+    router: Router = http.app.state.router
+    reasons = _unready_reasons(router)
+    if can_answer(router):
+        return json_response(Readiness("ready", reasons))
+    return json_response(Readiness("not ready", reasons), 503)
 
 
 async def show_metrics(http: Request) -> Response:
@@ -97,53 +105,87 @@ async def show_version(http: Request) -> Response:
     return json_response(Version(http.app.state.router.version))
 
 
+def can_answer(router: Router) -> bool:
+    """Return whether the server answers requests for one model at least: it has a ready engine, or
+    will be loaded when it is asked for."""
+    if router.draining:
+        return False
+    if any(model.ready_engines for model in router.registry.models.values()):
+        return True
+    return any(model.state == "unloaded" for model in router.supervised.models.values())
+
+
 def _unready_reasons(router: Router) -> list[str]:
-    """Return why the server is not ready; empty if every model has a ready engine."""
+    """Return why models cannot answer now; those that are loaded on demand are none."""
     if router.draining:
         return ["the server is shutting down"]
-    models = list(router.registry.models.values())
-    if not models:
-        return ["no engine has joined yet", *router.registry.unregistered_engines]
-    return [
-        f"model {model.id}: {trouble}"
-        for model in models
-        if not model.ready_engines
-        for trouble in (*model.troubles, *router.registry.unregistered_engines)
-    ]
+    found = []
+    configured, registry = router.supervised.models, router.registry
+    for model_id in {**registry.models, **configured}:
+        model, known = registry.models.get(model_id), configured.get(model_id)
+        if (model is not None and model.ready_engines) or (known and known.state == "unloaded"):
+            continue
+        troubles = [] if model is None else model.troubles
+        if known is not None and known.state == "broken":
+            troubles = [f"it is broken: {known.reason}"]
+        troubles = troubles or ["it is being loaded"]
+        found += [f"model {model_id}: {trouble}" for trouble in troubles]
+    if not registry.models and not configured:
+        found.append("no engine has joined yet")
+    return [*found, *registry.unregistered_engines] if found else []
 
 
 def _health(router: Router) -> tuple[int, Health]:
     """Return the HTTP status and the body.
 
-    The server's status is that of its worst model. A model without a ready engine makes the server
-    degraded, with a 503.
+    The server's status is that of its worst model. A model that cannot answer makes the server
+    degraded; if none can, the status of HTTP is 503.
     """
+    reasons = _unready_reasons(router)
     models = list(router.registry.models.values())
     threshold = router.settings.memory_pressure_threshold
-    reasons = _unready_reasons(router)
-    states = [_state(model, threshold) for model in models]
+    states = [_state(model, threshold) for model in models if model.ready_engines]
     state: HealthStatus = "ok"
     if router.draining:
         state = "shutting_down"
-    elif "overloaded" in states and not reasons:
+    elif states and all(each == "overloaded" for each in states):
         state = "overloaded"
-    elif reasons or "degraded" in states:
+    elif reasons or "degraded" in states or "overloaded" in states:
         state = "degraded"
-    status = 503 if reasons or state in ("overloaded", "shutting_down") else 200
-    return status, Health(
+    bad = not can_answer(router) or state in ("overloaded", "shutting_down")
+    return 503 if bad else 200, Health(
         status=state,
         version=router.version,
         reasons=reasons or [trouble for model in models for trouble in model.troubles],
         requests=router.admission.num_requests,
         models=[
-            ModelHealth(
-                id=model.names[0],
-                status=model_state,
-                queued=router.dispatcher.num_waiting(model.id),
-                engines=[_engine(engine) for engine in model.engines],
-            )
-            for model, model_state in zip(models, states, strict=True)
+            _model(router, model_id)
+            for model_id in {**router.supervised.models, **router.registry.models}
         ],
+    )
+
+
+def _model(router: Router, model_id: str) -> ModelHealth:
+    model = router.registry.models.get(model_id)
+    configured = router.supervised.models.get(model_id)
+    engines = [
+        engine
+        for version in router.registry.versions
+        if version.id == model_id
+        for engine in version.engines
+    ]
+    state: ConfiguredState = "ready" if model is not None and model.ready_engines else "loading"
+    if configured is not None and state != "ready" and configured.state != "ready":
+        state = configured.state
+    threshold = router.settings.memory_pressure_threshold
+    return ModelHealth(
+        id=model_id,
+        status="ok" if state == "unloaded" else _state(model, threshold) if model else "degraded",
+        state=state,
+        reason=None if configured is None else configured.reason,
+        load_s=None if configured is None else configured.load_s,
+        queued=router.dispatcher.num_waiting(model_id),
+        engines=[_engine(engine) for engine in engines],
     )
 
 
@@ -188,7 +230,7 @@ OPERATIONS = (
     _operation(
         "/readyz",
         show_readyz,
-        "Whether every model can answer",
+        "Whether a model can answer",
         response_type=Readiness,
         statuses=(200, 503),
     ),

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from router.api.body import json_response
 from router.api.operations import Operation
 from router.errors import ModelForbidden, ModelNotFound
-from router.fleet.engines import ModelReplicas
+from router.fleet.router import Router
+from router.fleet.supervised import ConfiguredState
 from router.fleet.tenants import Tenant
 
 
@@ -25,12 +26,19 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     owned_by: Literal["mlx-lm-server"] = "mlx-lm-server"
     root: Annotated[str, Meta(description="The name that the model was loaded by.")]
     parent: None = None
-    max_model_len: Annotated[int, Meta(description="The context, in tokens.")]
-    context_length: Annotated[int, Meta(description="The same as `max_model_len`.")]
+    max_model_len: Annotated[
+        int | None,
+        Meta(description="The context, in tokens; null until the model is loaded first."),
+    ]
+    context_length: Annotated[int | None, Meta(description="The same as `max_model_len`.")]
     capabilities: list[str]
-    kv_bits: Annotated[int, Meta(description="16 for a KV cache in the model's own type.")]
+    kv_bits: Annotated[int | None, Meta(description="16 for a KV cache in the model's own type.")]
     replicas: Annotated[int, Meta(description="Engines that serve the model.")]
     ready_replicas: Annotated[int, Meta(description="Engines that take requests now.")]
+    state: Annotated[
+        ConfiguredState,
+        Meta(description="An unloaded model is loaded when it is asked for; a broken one cannot."),
+    ]
     # Anthropic's clients read these.
     type: Literal["model"] = "model"
     display_name: str
@@ -48,39 +56,56 @@ class ModelList(Struct, frozen=True, kw_only=True):
 
 
 async def list_models(http: Request) -> Response:
-    models = http.app.state.router.registry.models.values()
+    router: Router = http.app.state.router
     tenant: Tenant = http.state.tenant
-    usable = [model for model in models if tenant.may_use(model.names)]
-    data = [_card(model, name) for model in usable for name in model.names]
+    data = [
+        _card(router, model_id, name, names)
+        for model_id, names in _models(router).items()
+        if tenant.may_use(names)
+        for name in names
+    ]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(ModelList(data=data, first_id=first_id, last_id=last_id))
 
 
 async def show_model(http: Request) -> Response:
+    router: Router = http.app.state.router
     name = http.path_params["model"]
-    model = http.app.state.router.registry.find_model(name)
-    if model is None:
-        raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
-    if not http.state.tenant.may_use(model.names):
-        raise ModelForbidden(f"The API key may not use {name}.", param="model")
-    return json_response(_card(model, name))
+    for model_id, names in _models(router).items():
+        if name in names:
+            if not http.state.tenant.may_use(names):
+                raise ModelForbidden(f"The API key may not use {name}.", param="model")
+            return json_response(_card(router, model_id, name, names))
+    raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
 
 
-def _card(model: ModelReplicas, name: str) -> ModelCard:
-    hello = model.hello
-    capabilities = model.renderer.capabilities if model.renderer else ()
+def _models(router: Router) -> dict[str, list[str]]:
+    """Return the names of each model that is configured or has joined, by its own name."""
+    configured = {each.names[0]: each.names for each in router.supervised.models.values()}
+    return {**configured, **{model.id: model.names for model in router.registry.models.values()}}
+
+
+def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCard:
+    model = router.registry.models.get(model_id)
+    configured = router.supervised.models.get(model_id)
+    hello = None if model is None else model.hello
+    ready = 0 if model is None else len(model.ready_engines)
+    created = router.started if model is None else model.created
+    capabilities = model.renderer.capabilities if model and model.renderer else []
+    context = None if hello is None else hello.context_length
     return ModelCard(
         id=name,
-        created=model.created,
-        root=model.id,
-        max_model_len=hello.context_length,
-        context_length=hello.context_length,
-        capabilities=[*capabilities, *hello.capabilities],
-        kv_bits=hello.kv_bits,
-        replicas=len(model.engines),
-        ready_replicas=len(model.ready_engines),
+        created=created,
+        root=model_id,
+        max_model_len=context,
+        context_length=context,
+        capabilities=[*capabilities, *(hello.capabilities if hello else ())],
+        kv_bits=None if hello is None else hello.kv_bits,
+        replicas=0 if model is None else len(model.engines),
+        ready_replicas=ready,
+        state="ready" if ready else configured.state if configured else "loading",
         display_name=name,
-        created_at=datetime.fromtimestamp(model.created, UTC).isoformat(),
+        created_at=datetime.fromtimestamp(created, UTC).isoformat(),
     )
 
 

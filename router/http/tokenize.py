@@ -74,8 +74,8 @@ async def tokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request, size = await read_body(http, router, TokenizeRequest)
     tenant: Tenant = http.state.tenant
-    model = router.model_for(request.model, tenant)
-    async with router.admit(tenant, http.state.limits_left):
+    model = await router.loaded_model(request.model, tenant)
+    async with router.admit(tenant, model, http.state.limits_left):
         return await router.work.run(tenant.name, lambda: _tokenized(request, model), size)
 
 
@@ -102,8 +102,8 @@ async def detokenize(http: Request) -> Response:
     router: Router = http.app.state.router
     request, size = await read_body(http, router, DetokenizeRequest)
     tenant: Tenant = http.state.tenant
-    model = router.model_for(request.model, tenant)
-    async with router.admit(tenant, http.state.limits_left):
+    model = await router.loaded_model(request.model, tenant)
+    async with router.admit(tenant, model, http.state.limits_left):
         return await router.work.run(tenant.name, lambda: _detokenized(request, model), size)
 
 

@@ -125,12 +125,12 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         self._tools = client_tools(body.tools or ())
         return chat_request(body, [*earlier_items, *self._new_items], self._tools)
 
-    def max_tokens(self, request: ChatRequest) -> int:
+    def max_tokens(self, request: ChatRequest, model: Model) -> int:
         """Without a limit OpenAI's answers end where the model ends them. Agents give none, and an
         answer that is cut short within a call is of no use to them."""
-        settings = self._router.settings
+        settings = model.settings
         unlimited = min(_UNLIMITED_TOKENS, settings.max_generation_tokens)
-        return super().max_tokens(request) or max(unlimited, settings.default_max_tokens)
+        return super().max_tokens(request, model) or max(unlimited, settings.default_max_tokens)
 
     def stored_bytes(self, body: ResponsesRequest) -> int:
         previous_id = body.previous_response_id
@@ -156,9 +156,9 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         prompts = super().tokenize_prompts(request, model, cache_scope)
         if not self._may_truncate:
             return prompts
-        settings, context = self._router.settings, model.hello.context_length
+        settings, context = model.settings, model.hello.context_length
         # The answer gets the tokens it may have, but at most half of the context.
-        max_tokens = min(self.max_tokens(request), context // 2)
+        max_tokens = min(self.max_tokens(request, model), context // 2)
         limit = min(context - max_tokens, settings.max_prompt_tokens)
         render = super().tokenize_prompts
         return truncate_to_fit(

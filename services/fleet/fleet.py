@@ -49,6 +49,7 @@ class EngineFleet:
     def turn(self) -> None:
         now = time.monotonic()
         self._listen(now)
+        self._learn_device()
         for model in self._models:
             if line := model.follow_engines():
                 logger.info(line)
@@ -106,6 +107,15 @@ class EngineFleet:
                 self.restart(message.get("target"))
             else:
                 logger.error("the router asks for something unknown: %s", message)
+
+    def _learn_device(self) -> None:
+        """Size the memory anew once an engine has said what its device has."""
+        for model in self._models:
+            for child in model.engines:
+                facts = {} if child.process is None else child.process.state.facts
+                if self._device_bytes is None and isinstance(facts.get("device_bytes"), int):
+                    self._device_bytes = facts["device_bytes"]
+                    self._size_budgets()
 
     def _tell_router(self) -> None:
         if self._router is None or self._router.state.last_beat_at is None:

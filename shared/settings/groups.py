@@ -117,10 +117,7 @@ class ModelSettings:
         "activations beside quantized weights on a CPU: in fp32, or in 8 bits; auto: exact",
     )
     idle_unload_s: float = flag(
-        0.0,
-        "seconds without a request after which a model is unloaded (0: never)",
-        at_least=0,
-        later="unloading is",
+        0.0, "seconds without a request after which a model is unloaded (0: never)", at_least=0
     )
     memory_gb: float | None = flag(
         None,

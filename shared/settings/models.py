@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.flags import FlagError, arguments, flags_of, from_table, values_of
@@ -30,7 +31,9 @@ _GROUPS = (
     DistributedSettings,
 )
 _NOT_BY_MODEL = ("model", "served_model_name")
-_FURTHER = ("engines", "memory_pressure_threshold", "stall_timeout_s")
+_FURTHER = (
+    *("engines", "memory_pressure_threshold", "stall_timeout_s", "max_concurrent_requests"),
+)
 FLAGS = flags_of(Settings)
 MODEL_FLAGS = [
     flag
@@ -156,28 +159,42 @@ def fixed_changes(before: Settings, after: Settings) -> set[str]:
 
 
 def overlay(settings: Settings, values: Mapping[str, Any], where: str) -> Settings:
-    """Return ``settings`` with those ``values`` that `serving_options` has made, checked.
+    """Return ``settings`` with the ``values`` that `serving_options` has made at ``where``.
 
-    Raises: `FlagError` if ``where`` sends others.
+    Those that are not known here are left out, so that a newer engine can have more. Raises:
+    `FlagError` for bad values.
     """
     flags = [flag for flag in MODEL_FLAGS if flag.field in _OF_THE_ROUTER]
-    checked, _ = values_of(flags, from_table(flags, values, where))
+    known = {name: value for name, value in values.items() if name in _OF_THE_ROUTER}
+    checked, _ = values_of(flags, from_table(flags, known, where))
     return dataclasses.replace(settings, **checked)
 
 
 def serving_options(settings: Settings) -> dict[str, Any]:
     """Return what a router has to know of a model's settings, as far as it is given."""
-    return {
+    found = {
         name: getattr(settings, name)
         for name in sorted(_OF_THE_ROUTER)
         if name in settings.given and getattr(settings, name) is not None
     }
+    template = settings.chat_template
+    if template is not None and _is_file(template):
+        found["chat_template"] = Path(template).read_text(encoding="utf-8")
+    return found
+
+
+def _is_file(path_or_text: str) -> bool:
+    try:
+        return Path(path_or_text).is_file()
+    except OSError:  # text that is too long for a path
+        return False
 
 
 _OF_THE_ROUTER = {
     *("chat_template", "chat_template_args", "eos_token", "pad_token", "bos_token"),
     *("tool_parser", "reasoning_parser", "temperature", "top_p", "top_k", "min_p"),
     *("default_max_tokens", "max_prompt_tokens", "max_generation_tokens", "max_queue_size"),
+    *("max_concurrent_requests",),
     *("request_timeout_s", "first_token_timeout_s", "memory_pressure_threshold"),
     "stall_timeout_s",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -116,6 +116,9 @@ class Hello(Message, frozen=True, tag="hello"):
     capabilities: list[str] = msgspec.field(default_factory=list)
     kv_bits: int = 16
     version: str = ""
+    # Settings of this model that concern the router, such as its template and its limits; the
+    # router's own hold for the rest (see `shared.settings.serving_options`).
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Beat(Message, frozen=True, tag="beat"):

@@ -93,10 +93,14 @@ def private_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @contextmanager
-def serving(model: str | Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """Run a server on a free port, stop it, and fail if any of its processes is left."""
+def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterator[Server]:
+    """Run a server on a free port, stop it, and fail if any of its processes is left.
+
+    Without a ``model``, ``flags`` have to name a file that has some.
+    """
     with private_directory() as private:
-        command = [sys.executable, "-m", "mlx_lm_server", "--model", str(model)]
+        command = [sys.executable, "-m", "mlx_lm_server"]
+        command += [] if model is None else ["--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", "0"]
         if "--kv-bits" not in flags:  # texts are compared with mlx-lm, whose cache is not quantized
             command += ["--kv-bits", "16"]

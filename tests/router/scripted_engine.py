@@ -10,10 +10,10 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -66,13 +66,15 @@ def make_hello(
     max_sequences: int = 4,
     context_length: int = 512,
     files: dict[str, str] | None = None,
+    aliases: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
 ) -> Hello:
     return Hello(
         protocol=PROTOCOL_VERSION,
         engine=name,
         incarnation=incarnation,
         model=model,
-        aliases=[],
+        aliases=list(aliases),
         fingerprint="0123456789abcdef",
         context_length=context_length,
         vocab_size=VOCAB,
@@ -84,6 +86,7 @@ def make_hello(
         eos_token_ids=[EOS],
         files=files or {},
         version="test",
+        options=options or {},
     )
 
 
@@ -134,6 +137,8 @@ class ScriptedEngine:
         max_sequences: int = 4,
         context_length: int = 512,
         keys: EngineKeys | None = None,
+        aliases: Sequence[str] = (),
+        options: dict[str, Any] | None = None,
         **behaviour: object,
     ) -> None:
         self.address = address
@@ -156,6 +161,8 @@ class ScriptedEngine:
             model=model,
             max_sequences=max_sequences,
             context_length=context_length,
+            aliases=aliases,
+            options=options,
             files={n: hashlib.sha256(c).hexdigest() for n, c in contents.items()},
         )
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -70,7 +70,6 @@ REFERENCE = {
 """The flags of the reference, and their defaults."""
 
 LATER = {
-    "--idle-unload-s": "5",
     "--admin-key": "x",
     "--spec-decode": "ngram",
     "--num-speculative-tokens": "4",

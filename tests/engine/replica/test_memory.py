@@ -14,6 +14,7 @@ import pytest
 
 from engine.cache.quantization import Precision
 from engine.replica import memory
+from engine.replica.memory import EngineMemory
 from shared.settings import Settings
 from shared.wire import SamplingParams
 from tests.engine.whole import Whole
@@ -206,20 +207,34 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, gpu: bool) 
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu if gpu else mx.cpu)
 
 
+def blocks_of(engines: int, other_bytes: int = 10 * GB, **settings: float) -> int:
+    own = EngineMemory.of(Settings(engines=engines, **settings))  # type: ignore[arg-type]
+    return memory.default_num_blocks(10**6, other_bytes, own)
+
+
+def test_a_budget_is_all_the_engines_and_never_more_than_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_device(monkeypatch, 64 * GB, gpu=False)
+    left = (30 * GB - 10 * GB - memory.HEADROOM_BYTES) // 10**6
+    assert blocks_of(1, memory_gb=30.0) == blocks_of(4, memory_gb=30.0) == left
+    assert blocks_of(1, memory_gb=500.0) == blocks_of(1, memory_gb=64.0)
+
+
 def test_the_pool_gets_the_memory_that_the_weights_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_a_device(monkeypatch, 64 * GB, gpu=True)
-    alone = memory.default_num_blocks(10**6, 10 * GB, engines=1)
+    alone = blocks_of(1)
     assert 0.85 * 53_000 < alone < 53_000
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert memory.default_num_blocks(10**6, 10 * GB, engines=1) < 0.62 * 53_000, "a Mac is shared"
+    assert blocks_of(1) < 0.62 * 53_000, "a Mac is shared"
     monkeypatch.undo()
     on_a_device(monkeypatch, 64 * GB, gpu=True)
-    shared = memory.default_num_blocks(10**6, 10 * GB, engines=2)
+    shared = blocks_of(2)
     assert 2 * (shared * 10**6 + 10 * GB) < 64 * GB
     on_a_device(monkeypatch, 64 * GB, gpu=False)
-    assert memory.default_num_blocks(10**6, 10 * GB, engines=1) < alone / 2
+    assert blocks_of(1) < alone / 2
 
 
 def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(
@@ -227,7 +242,7 @@ def test_a_device_that_is_too_small_for_the_smallest_pool_gives_a_warning(
 ) -> None:
     on_a_device(monkeypatch, 8 * GB, gpu=True)
     with caplog.at_level(logging.WARNING):
-        assert memory.default_num_blocks(10**6, 6 * GB, engines=1) == memory.MIN_BLOCKS
+        assert blocks_of(1, 6 * GB) == memory.MIN_BLOCKS
     assert "--num-blocks" in caplog.text
 
 
@@ -257,7 +272,7 @@ def test_engines_share_the_memory_that_metal_keeps_resident(
     on_a_device(monkeypatch, 64 * GB, gpu=True)
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
-    memory.set_limits(engines=4)
+    memory.set_limits(EngineMemory.of(Settings(engines=4)))
     assert wired == ([16 * GB] if metal else [])
 
 

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -301,22 +300,6 @@ def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start,
     assert server.client.get("/v1/models/tiny").json()["ready_replicas"] == 2
     (model,) = server.client.get("/health").json()["models"]
     assert len({engine["name"] for engine in model["engines"]}) == 2
-
-
-def test_an_engine_with_another_version_of_the_model_is_not_used(
-    server: Server, start_engine: Start, says: Any, tmp_path: Path
-) -> None:
-    from tests.router.tiny_tokenizer import write_tokenizer
-
-    write_tokenizer(tmp_path, temperature=0.3)
-    first = start_engine(server, name="a", script=says("hi"))
-    server.wait_ready()
-    second = start_engine(server, name="b", directory=tmp_path, script=says("new"))
-    eventually(lambda: bool(second.got(Ping)))
-    assert text_of(server.chat("x")) == "hi"
-    first.leave()
-    server.wait_ready()
-    eventually(lambda: text_of(server.chat("x")) == "new")
 
 
 # -- wrong messages ------------------------------------------------------------

@@ -1,0 +1,164 @@
+"""A server of several models: settings of each, loading on demand, models that cannot be loaded."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server, assert_error, serving
+
+PATIENCE_S = 60.0
+MODEL = """
+[[model]]
+id = "{id}"
+path = "{path}"
+memory_gb = 0.1
+"""
+
+
+class Models:
+    """A running server, and its file."""
+
+    def __init__(self, server: Server, file: Path) -> None:
+        self.server = server
+        self.file = file
+
+    @property
+    def states(self) -> dict[str, str]:
+        models = self.server.client.get("/health").json()["models"]
+        return {model["id"]: model["state"] for model in models}
+
+    def ask(self, model: str, **fields: Any) -> str:
+        answer = self.server.complete("abc", 8, model=model, ignore_eos=True, **fields)
+        return str(answer["choices"][0]["text"])
+
+    def reload(self, content: str) -> None:
+        self.file.write_text(content)
+        self.server.process.send_signal(signal.SIGHUP)
+
+    def wait_for(self, **states: str) -> None:
+        def reached() -> bool:
+            return self.states.items() >= states.items()
+
+        self.server.wait_until(reached, PATIENCE_S, f"{states}")
+
+
+@pytest.fixture(scope="module")
+def content(tiny_model: Callable[..., Path]) -> str:
+    path = tiny_model("llama")
+    return (
+        "fleet_memory_gb = 0.2\nnum_blocks = 64\n"
+        + MODEL.format(id="org/a", path=path)
+        + 'aliases = ["first"]\npinned = true\nmax_generation_tokens = 600\n'
+        + "chat_template = \"{% for m in messages %}A:{{ m['content'] }}{% endfor %}\"\n"
+        + MODEL.format(id="b", path=path)
+        + MODEL.format(id="c", path=tiny_model("llama", 1))
+        + MODEL.format(id="broken", path="/nowhere/at/all")
+    )
+
+
+@pytest.fixture(scope="module")
+def models(content: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    file = tmp_path_factory.mktemp("models") / "server.toml"
+    file.write_text(content)
+    with serving(None, "--config", str(file), "--kv-bits", "16") as server:
+        yield Models(server, file)
+
+
+def test_models_are_loaded_at_the_start_or_on_demand_and_the_oldest_makes_room(
+    models: Models,
+) -> None:
+    models.wait_for(**{"org/a": "ready", "b": "ready"})
+    assert models.states["c"] == "unloaded"
+    texts = {name: models.ask(name) for name in ("org/a", "b")}
+    assert texts["org/a"] == texts["b"], "the same weights"
+    with ThreadPoolExecutor(3) as pool:
+        (text,) = set(pool.map(models.ask, ["c"] * 3))  # they wait until it is loaded
+    assert text != texts["b"]
+    assert models.states | {"broken": ""} == {
+        "org/a": "ready",
+        "b": "unloaded",
+        "c": "ready",
+        "broken": "",
+    }
+    assert len(models.server.pids("services.engine")) <= 2
+
+
+def test_settings_go_by_model(models: Models) -> None:
+    server = models.server
+    assert models.ask("first") == models.ask("org/a")
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    counts = {
+        name: server.post("/tokenize", model=name, **chat).json()["tokens"]
+        for name in ("org/a", "c")
+    }
+    assert counts["org/a"] != counts["c"], "the template is its own"
+    long = {"prompt": "abc", "max_tokens": 601}
+    assert_error(server.post("/v1/completions", model="org/a", **long), 400)
+    assert server.post("/v1/completions", model="c", **long).status_code == 200
+    metrics = server.client.get("/metrics").text
+    for name in ("org/a", "c"):
+        count = f'mlx_lm_server_time_to_first_token_seconds_count{{model="{name}"}}'
+        assert count in metrics
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_the_others_are_served(models: Models) -> None:
+    server = models.server
+    answer = server.post("/v1/completions", model="broken", prompt="abc")
+    error = assert_error(answer, 503, "model_broken")
+    assert "/nowhere/at/all" in error["message"]
+    ready = server.client.get("/readyz")
+    assert ready.status_code == 200
+    assert any("broken" in reason for reason in ready.json()["reasons"])
+    assert server.client.get("/health").json()["status"] == "degraded"
+    cards = {card["id"]: card for card in server.client.get("/v1/models").json()["data"]}
+    assert cards["broken"]["state"] == "broken"
+    assert cards["broken"]["context_length"] is None
+    assert {"org/a", "first", "b", "c"} <= cards.keys()
+    assert_error(server.post("/v1/completions", model="none", prompt="abc"), 404)
+
+
+def test_the_file_is_read_again_on_sighup(models: Models, content: str) -> None:
+    server = models.server
+    models.reload(content.replace('id = "broken"', 'id = "b"'))
+    line = "the model name 'b' is used twice"
+    server.wait_until(lambda: any(line in each for each in server.log), PATIENCE_S, "refused")
+    models.reload(content.replace('id = "broken"', 'id = "d"').replace("/nowhere/at/all", "demo"))
+    models.wait_for(d="unloaded")
+    assert "broken" not in models.states
+
+
+@pytest.mark.slow
+def test_five_models_on_memory_for_two_are_all_answered_in_turn_and_nothing_swaps(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    names = "abcde"
+    file = tmp_path / "server.toml"
+    entries = (MODEL.format(id=name, path=tiny_model("llama", seed=ord(name))) for name in names)
+    file.write_text("fleet_memory_gb = 0.2\nnum_blocks = 64\n" + "".join(entries))
+    with serving(None, "--config", str(file)) as server:
+        models = Models(server, file)
+        first = {name: models.ask(name) for name in names}
+        assert len(set(first.values())) == 5
+        assert {name: models.ask(name) for name in names} == first
+        assert len(server.pids("services.engine")) <= 2
+        assert swapped_kb(server) == 0
+        loads = [line for line in server.log if "was loaded in" in line]
+        assert len(loads) >= 9, "each is unloaded before it is asked again"
+        print("\n".join(loads))  # noqa: T201
+
+
+def swapped_kb(server: Server) -> int:
+    """Return what of the server's processes is on a swap device; 0 where Linux does not tell."""
+    total = 0
+    for pid in server.pids():
+        path = Path(f"/proc/{pid}/status")
+        if path.exists():
+            lines = [line.split() for line in path.read_text().splitlines()]
+            total += sum(int(line[1]) for line in lines if line and line[0] == "VmSwap:")
+    return total

@@ -1,0 +1,111 @@
+"""Engines that are exchanged under load: nothing fails, and no text is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.oracle import Oracle
+
+PATIENCE_S = 120.0
+LONG = 8000
+"""Tokens of streams that are longer than the roll."""
+
+
+def stream(server: Server, prompt: str, tokens: int) -> tuple[str, float]:
+    """Return the text of a greedy stream, and its longest pause in seconds."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    url = server.client.base_url.join("/v1/completions")
+    text, pause, last = "", 0.0, time.monotonic()
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=PATIENCE_S) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            now = time.monotonic()
+            pause, last = max(pause, now - last), now
+            if line == "data: [DONE]":
+                return text, pause
+            if line.startswith("data: "):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+    raise AssertionError("the stream was cut")
+
+
+@pytest.mark.slow
+def test_a_restart_of_all_engines_under_load_fails_no_request_and_breaks_no_text(
+    tmp_path: Path,
+) -> None:
+    from tests.tiny_models import make_tiny
+
+    model = make_tiny("llama", tmp_path / "model", max_position_embeddings=4 * LONG)
+    file = tmp_path / "server.toml"
+    file.write_text(
+        f'drain_timeout_s = 2\nnum_blocks = 4096\n[[model]]\nid = "m"\npath = "{model}"\n'
+        "engines = 2\nkv_bits = 16\ntemperature = 0.5\n"
+    )
+    with serving(None, "--config", str(file)) as server, ThreadPoolExecutor(8) as pool:
+        server.wait_until(lambda: len(ready_engines(server)) == 2, PATIENCE_S, "both are ready")
+        stop = Event()
+
+        def load(number: int) -> list[str]:
+            texts = []
+            while not stop.is_set():
+                texts.append(stream(server, f"short {number}", 60)[0])
+            return texts
+
+        short = [pool.submit(load, number) for number in range(3)]
+        long = [pool.submit(stream, server, f"long {number}", LONG) for number in range(2)]
+        file.write_text(file.read_text().replace("temperature = 0.5", "temperature = 0.6"))
+        server.process.send_signal(signal.SIGHUP)
+        try:
+            server.wait_until(
+                lambda: sum("was restarted: it is" in line for line in server.log) == 2,
+                PATIENCE_S,
+                "both are exchanged",
+            )
+        finally:
+            stop.set()
+        oracle = Oracle(model)
+        for number, future in enumerate(short):
+            for text in set(future.result(PATIENCE_S)):
+                check(oracle, f"short {number}", 60, text)
+        for number, stream_ in enumerate(long):
+            text, _ = stream_.result(PATIENCE_S)
+            expected, _ = stream(server, f"long {number}", LONG)
+            if text != expected:
+                check(oracle, f"long {number}", LONG, text)
+        assert server.metric("mlx_lm_server_resumed_requests_total") > 0
+        assert not [line for line in server.log if "Traceback" in line]
+
+
+def check(oracle: Oracle, prompt: str, tokens: int, text: str) -> None:
+    oracle.check(oracle.tokenizer.encode(prompt), tokens, text)
+
+
+def ready_engines(server: Server) -> set[str]:
+    (model,) = server.client.get("/health").json()["models"]
+    return {engine["name"] for engine in model["engines"] if engine["ready"]}
+
+
+def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """The supervisor tells the router at once; it does not wait for missing beats."""
+    with serving(tiny_model("llama"), "--engines", "2") as server, ThreadPoolExecutor(6) as pool:
+        server.wait_until(lambda: len(ready_engines(server)) == 2, PATIENCE_S, "both are ready")
+        streams = [pool.submit(stream, server, f"p {number}", 1500) for number in range(6)]
+        server.wait_until(lambda: server.sequences_in_flight() == 6, PATIENCE_S, "all run")
+        os.kill(server.pids("services.engine")[0], signal.SIGKILL)
+        pauses = [future.result(PATIENCE_S)[1] for future in streams]
+        assert server.metric("mlx_lm_server_resumed_requests_total") >= 1
+        print(f"longest pause: {max(pauses):.2f} s")  # noqa: T201

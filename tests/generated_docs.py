@@ -141,7 +141,7 @@ def _metrics() -> str:
         for each in vars(router.metrics).values():
             if isinstance(each, Counter | Gauge | Histogram | LoopHistogram):
                 for count in (1, 2):  # only of labels that have values there is a sample
-                    with suppress(ValueError):
+                    with suppress(ValueError, TypeError):
                         each.labels(*["x"] * count)
         model = ModelReplicas(_HELLO, router.settings)
         model.engines.append(Engine(b"", _HELLO, "engine-0", 1.0))

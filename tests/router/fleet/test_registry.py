@@ -24,6 +24,11 @@ class _Listener:
 
     def on_engine_refused(self, reason: str) -> None: ...
 
+    def on_model_replaced(self, model: ModelReplicas) -> None: ...
+
+    def is_configured(self, model_id: str) -> bool:
+        return False
+
 
 def test_the_garbage_collector_does_not_look_at_what_a_tokenizer_needs(model_dir: Path) -> None:
     """It takes a tenth of a second with its libraries, and holds up the event loop."""

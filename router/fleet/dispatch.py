@@ -128,13 +128,15 @@ class Dispatcher:
 
     def fail(self, entry: InFlight, error: ApiError) -> None:
         """End a sequence with ``error``."""
-        self._fail(entry, error)
+        if entry.engine is not None:
+            self._send(entry.engine, _abort_message(entry.sequence))
+        self._end(entry, lambda: entry.sequence.fail(error))
 
     def fail_all(self, error: Callable[[], Unavailable]) -> int:
         """End everything in flight. Return the number of sequences."""
         in_flight = list(self._in_flight.values())
         for entry in in_flight:
-            self._fail(entry, error())
+            self.fail(entry, error())
         return len(in_flight)
 
     # -- from engines ----------------------------------------------------------
@@ -216,7 +218,8 @@ class Dispatcher:
         queue = self._queues[model]
         for entry in list(self._in_flight.values()):
             if entry.model is model and entry.engine is None:
-                entry.model = _version_for(entry, prefer_successor=True)
+                has_output = bool(entry.sequence.output_token_ids)
+                entry.model = model.version_for(has_output=has_output, prefer_successor=True)
                 if entry.model is not model:
                     queue.discard(entry.sequence)
                     self._queues[entry.model].push(entry.sequence)
@@ -312,11 +315,11 @@ class Dispatcher:
                 limit_s = settings.first_token_timeout_s
             if waited_s > limit_s:
                 waited = _engine_lost if sequence.losses else _no_engine
-                self._fail(entry, waited(limit_s))
+                self.fail(entry, waited(limit_s))
 
     def _time_out(self, entry: InFlight, message: str) -> None:
         self._metrics.timeouts.inc()
-        self._fail(entry, GenerationTimeout(message))
+        self.fail(entry, GenerationTimeout(message))
 
     def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
         """Start another attempt after one that the engine did not finish, or end with an error."""
@@ -345,14 +348,9 @@ class Dispatcher:
     def _requeue(self, entry: InFlight) -> None:
         self._detach(entry)
         entry.sequence.requeue()
-        entry.model = _version_for(entry)
+        entry.model = entry.model.version_for(has_output=bool(entry.sequence.output_token_ids))
         self._queues[entry.model].push(entry.sequence)
         self.place(entry.model)
-
-    def _fail(self, entry: InFlight, error: ApiError) -> None:
-        if entry.engine is not None:
-            self._send(entry.engine, _abort_message(entry.sequence))
-        self._end(entry, lambda: entry.sequence.fail(error))
 
     def _end(self, entry: InFlight, mark: Callable[[], None]) -> None:
         self._in_flight.pop(entry.sequence.request_id, None)
@@ -370,18 +368,6 @@ class Dispatcher:
             entry.engine.request_ids.pop(entry.sequence.request_id, None)
             entry.engine = None
             self._queues[entry.model].on_removed(entry.sequence)
-
-
-def _version_for(entry: InFlight, *, prefer_successor: bool = False) -> ModelReplicas:
-    """Return the version of its model that the sequence can go on with: its own while that has an
-    engine that is ready, unless the successor is preferred."""
-    model, has_output = entry.model, bool(entry.sequence.output_token_ids)
-    if model.ready_engines and not prefer_successor:
-        return model
-    successor = model.successor
-    if successor is not None and successor.can_take_over(model, has_output=has_output):
-        return successor
-    return model
 
 
 def _abort_message(sequence: RemoteSequence) -> Abort:

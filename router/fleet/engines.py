@@ -147,11 +147,19 @@ class ModelReplicas:
             and self.settings == settings
         )
 
-    def can_take_over(self, other: ModelReplicas, *, has_output: bool) -> bool:
-        """Return whether a sequence of ``other`` can go on here: the tokens of its prompt mean the
-        same, and its output would be of the same weights."""
-        same_weights = self.hello.fingerprint == other.hello.fingerprint
-        return self.tokenizer_files == other.tokenizer_files and (same_weights or not has_output)
+    def version_for(self, *, has_output: bool, prefer_successor: bool = False) -> ModelReplicas:
+        """Return the version that a waiting sequence of this one goes on with: this one while it
+        has a ready engine, unless the successor is preferred.
+
+        The tokens of the prompt have to mean the same there, and output has to be of the same
+        weights.
+        """
+        other = self.successor
+        if other is None or (self.ready_engines and not prefer_successor):
+            return self
+        same_weights = other.hello.fingerprint == self.hello.fingerprint
+        same_tokens = other.tokenizer_files == self.tokenizer_files
+        return other if same_tokens and (same_weights or not has_output) else self
 
 
 @dataclass(frozen=True)

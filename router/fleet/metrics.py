@@ -124,19 +124,9 @@ class Metrics:
         def counter(name: str, help_: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(_PREFIX + name, help_, list(labels), registry=self.registry)
 
-        def histogram(
-            name: str,
-            help_: str,
-            buckets: tuple[float, ...] = _SECONDS,
-            labels: Iterable[str] = ("model",),
-        ) -> Histogram:
-            return Histogram(
-                f"{_PREFIX}{name}_seconds",
-                help_,
-                list(labels),
-                buckets=buckets,
-                registry=self.registry,
-            )
+        def histogram(name: str, help_: str) -> Histogram:
+            name = f"{_PREFIX}{name}_seconds"
+            return Histogram(name, help_, ["model"], buckets=_SECONDS, registry=self.registry)
 
         self.requests = counter("requests", "Answers by path and status", ("path", "status"))
         self.first_token = histogram("time_to_first_token", "From admission to the first token")
@@ -160,7 +150,12 @@ class Metrics:
             "engines_refused", "Connections and engines that were not let in", ("reason",)
         )
         self.dropped_messages = counter("dropped_messages", "Wire messages not understood")
-        self.loop_lag = histogram("event_loop_lag", "How late the event loop is", _LAG_SECONDS, ())
+        self.loop_lag = Histogram(
+            f"{_PREFIX}event_loop_lag_seconds",
+            "How late the event loop is",
+            buckets=_LAG_SECONDS,
+            registry=self.registry,
+        )
         self.work_refused = counter(
             "work_refused", "Requests that the threads preparing them had no room or no time for"
         )

@@ -92,6 +92,15 @@ class Router:
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for what takes long."""
         self._loop_lag = LoopLag(self.metrics.loop_lag)
+        self.started = int(time.time())
+        self.draining = False
+        self.shutdown_clean = True
+        """False after a shutdown has cut requests."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._add_gauges()
+
+    def _add_gauges(self) -> None:
+        """Add the metrics that are read only when Prometheus asks."""
         self.metrics.add_gauge(
             "event_loop_lag_max_seconds",
             "The longest that the event loop stood still in the last minute",
@@ -102,11 +111,6 @@ class Router:
             "Requests that wait for a thread that prepares them",
             lambda: self.work.num_waiting,
         )
-        self.started = int(time.time())
-        self.draining = False
-        self.shutdown_clean = True
-        """False after a shutdown has cut requests."""
-        self._tasks: list[asyncio.Task[None]] = []
         engines = EngineCollector(
             self.registry.models,
             lambda: self.registry.versions,

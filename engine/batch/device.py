@@ -83,13 +83,15 @@ def batch_classes(model: Any, layout: Layout) -> list[type[RaggedBatch]]:
     """Return the classes of batches for ``model`` on this device, the fastest first."""
     import mlx.core as mx
 
+    from engine.backend import gpu_path
     from engine.batch.cpu import decoder
     from engine.batch.cpu.host import HostBatch
     from engine.batch.gpu import GPUBatch
     from engine.batch.graph import GraphBatch
 
     if mx.default_device() == mx.gpu:
-        if (layer := next((each for each in layout.layers if each.value_dim), None)) is not None:
+        layer = next((each for each in layout.layers if each.value_dim), None)
+        if layer is not None and not gpu_path.forced:
             GPUBatch.measure(layer)
         return [GPUBatch]
     if not uses_host() or any(layer.dtype != mx.float32 for layer in layout.layers):

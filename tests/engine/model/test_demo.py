@@ -14,7 +14,7 @@ from engine.model.demo import MANIFEST, demo_model_path
 from engine.model.errors import ModelUnavailable
 from engine.model.load import load, resolve
 
-GET_IT = "from engine.model.demo import demo_model_path; print(demo_model_path())"
+GET_IT = "from engine.model.demo import demo_model_path; print(demo_model_path(quantized=True))"
 
 
 def test_the_demo_model_knows_the_capital_of_france(demo_model: Path) -> None:

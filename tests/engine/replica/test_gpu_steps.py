@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.gpu import GPUBatch
 from engine.cache import blocks
 from engine.cache.quantization import Precision
@@ -31,9 +32,10 @@ from tests.tiny_models import VOCAB_SIZE, make_tiny
 BLOCK = 16
 
 
-@pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+@pytest.fixture(autouse=True, scope="module")
+def on_a_gpu() -> Iterator[None]:
+    with forced_gpu_path():
+        yield
 
 
 def forced(path: Path, **settings: Any) -> Whole:
@@ -46,11 +48,9 @@ def forced(path: Path, **settings: Any) -> Whole:
 
 @pytest.fixture(scope="module", params=[16, 8])
 def engine(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Whole]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx, "default_device", lambda: mx.gpu)
-        whole = forced(tiny_model("llama"), kv_bits=request.param)
-        assert issubclass(whole.executor.batch_class, GPUBatch)  # type: ignore[attr-defined]
-        yield whole
+    whole = forced(tiny_model("llama"), kv_bits=request.param)
+    assert issubclass(whole.executor.batch_class, GPUBatch)  # type: ignore[attr-defined]
+    yield whole
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from router.schemas.requests import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import Settings
 from shared.wire import PROTOCOL_VERSION, Hello
+from tests.router.tokens import template_table
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,6 +82,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "main flags": _main_flags,
         "metrics": _metrics,
         "endpoints": lambda: _endpoints(document()),
+        "templates": lambda: _table(*template_table.table()),
         "fields sampling": lambda: _sampling_fields(document()),
         **fields,
     }

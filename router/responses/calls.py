@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -32,6 +34,13 @@ from router.schemas.conversation import FunctionCall, ToolCall
 from router.tokens.reply_parser import CallDelta
 
 _Action = TypeVar("_Action")
+
+_INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_WHOLE_CHARACTERS = re.compile(
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?:(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}))*"
+)
+"""The characters of a JSON string, up to its end or one that is not complete."""
 
 CALL_TYPES = (
     *("function_call", "custom_tool_call"),
@@ -95,6 +104,8 @@ class _OpenCustomCall(OpenItem):
         super().__init__(index)
         self._call_id = call_id
         self._tool = tool
+        self._streamed = ""  # of the input
+        self._position: int | None = None  # of what follows in the JSON text; None: not begun
 
     def block(self) -> CustomCallItem:
         return CustomCallItem(
@@ -107,20 +118,35 @@ class _OpenCustomCall(OpenItem):
         )
 
     def extend(self, delta: str) -> list[SequencedEvent]:
-        return []  # a part of the JSON text around the input
+        if self._position is None:
+            begun = _INPUT_BEGUN.match(self.text)
+            self._position = begun.end() if begun else None
+        if self._position is None:
+            return []
+        found = _WHOLE_CHARACTERS.match(self.text, self._position)
+        assert found is not None  # it may be empty
+        self._position = found.end()
+        return self._add(str(json.loads(f'"{found[0]}"', strict=False)))
 
     def end_content(self) -> list[SequencedEvent]:
         text = self._input
-        return [
-            CustomInputDeltaEvent(item_id=self.id, output_index=self.index, delta=text),
-            CustomInputDoneEvent(item_id=self.id, output_index=self.index, input=text),
-        ]
+        rest = self._add(text.removeprefix(self._streamed))
+        return [*rest, CustomInputDoneEvent(item_id=self.id, output_index=self.index, input=text)]
+
+    def _add(self, text: str) -> list[SequencedEvent]:
+        self._streamed += text
+        if not text:
+            return []
+        return [CustomInputDeltaEvent(item_id=self.id, output_index=self.index, delta=text)]
 
     @property
     def _input(self) -> str:
         arguments = _decoded(self.text)
         text = arguments.get("input") if isinstance(arguments, dict) else None
-        return text if isinstance(text, str) else self.text
+        if isinstance(text, str) and text.startswith(self._streamed):
+            return text
+        # Cut short, or not JSON: as far as it was read, and then as it is.
+        return self._streamed + self.text[self._position or 0 :]
 
 
 class _OpenActionCall(OpenItem):

@@ -14,6 +14,7 @@ from typing import Any
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
+from router.tokens.fitting import TemplateLimits, fitted, limits_of
 from router.tokens.literals import literal_pattern
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class ChatTemplate:
         self.short_ids = "[TOOL_CALLS]" in source
         """Whether ids are nine letters and digits: Mistral's templates take no others."""
         self._arguments_as_text: bool | None = None  # None: not known yet
+        self._limits: TemplateLimits | None = None  # None: not known yet
         added = tokenizer.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special and len(str(token)) > 1]
         self._control_tokens = literal_pattern(special)
@@ -95,12 +97,25 @@ class ChatTemplate:
                 param="messages",
             )
         try:
-            conversation = self._break_control_tokens(self._conversation(messages))
+            plain = fitted(self._conversation(messages), self.limits)
+            conversation = self._break_control_tokens(plain)
             schemas = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
             args = self._template_args | self._break_control_tokens(dict(template_args))
         except RecursionError:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
         return self._render(conversation, schemas, args, ending)
+
+    @property
+    def limits(self) -> TemplateLimits:
+        """What the template cannot do. It is found out at first use."""
+        if self._limits is None:
+
+            def renders(messages: list[_Json], with_tool: bool) -> str:
+                tools = [_PROBE_TOOL] if with_tool else None
+                return self._apply(messages, tools, self._template_args, "last_message")
+
+            self._limits = limits_of(renders, self._arguments)
+        return self._limits
 
     def _render(
         self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding

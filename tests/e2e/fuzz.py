@@ -1,7 +1,8 @@
 """Random requests generated from `/openapi.json`: `python -m tests.e2e.fuzz --requests 10000`.
 
 Starts a whole server with a tiny model and an API key. schemathesis generates valid and invalid
-requests from the server's own description, and checks every answer against that description.
+requests from the server's own description, and checks every answer against that description. A
+tenth as many requests are those of coding agents (`tests.e2e.fuzz_agents`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.e2e.fuzz_agents import fuzz_agents
 from tests.e2e.server import Server, serving
 from tests.tiny_models import make_tiny
 
@@ -77,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 before, answered = answered, requests_answered(server)
                 if answered - before < MIN_RUN_REQUESTS:
                     break
+            server.client.headers["authorization"] = f"Bearer {KEY}"
+            reached, wrong = fuzz_agents(server.client, options.requests // 10, options.seed)
+            sys.stdout.write("\n".join([*wrong, f"agents' fields: {dict(reached)}", ""]))
+            failed |= bool(wrong)
             errors = internal_errors(server)
             sys.stdout.write("\n".join([*errors, ""]))
             sys.stdout.write(f"{answered} requests, {len(errors)} internal errors\n")

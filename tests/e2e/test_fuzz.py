@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fuzz import FLAGS, fuzz, internal_errors, requests_answered
+from tests.e2e.fuzz import FLAGS, KEY, fuzz, internal_errors, requests_answered
+from tests.e2e.fuzz_agents import fuzz_agents
 from tests.e2e.server import serving
 
 
@@ -20,3 +21,14 @@ def test_answers_to_generated_requests_match_the_openapi_document(
         assert run.returncode == 0, run.stdout + run.stderr
         assert requests_answered(server) > 200
         assert internal_errors(server) == []
+
+
+@pytest.mark.slow
+def test_requests_of_agents_are_answered_or_refused(tiny_model: Callable[..., Path]) -> None:
+    with serving(tiny_model("llama"), *FLAGS, "--skip-unsupported-content") as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        reached, failed = fuzz_agents(server.client, 400, seed=3)
+        assert failed == []
+        assert internal_errors(server) == []
+        wanted = {"tools", "tool_choice", "include", "reasoning", "thinking", "output_config"}
+        assert {name for name in wanted if reached[name] < 5} == set()

@@ -132,12 +132,14 @@ def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
 def test_the_input_of_a_custom_tool_is_streamed(
     server: Server, calls: Callable[..., ScriptedEngine]
 ) -> None:
-    calls("patch", {"input": "a\nb"})
+    engine = calls("patch", {"input": 'a\n"é🌍'})
+    engine.behaviour.tokens_per_step = 1
     stream = events(ask(server, PATCH, stream=True).text)
     added, *deltas, done, item_done, completed = stream[2:]
     assert (added["type"], added["item"]["input"]) == ("response.output_item.added", "")
     assert {event["type"] for event in deltas} == {"response.custom_tool_call_input.delta"}
-    assert "".join(event["delta"] for event in deltas) == done["input"] == "a\nb"
+    assert "".join(event["delta"] for event in deltas) == done["input"] == 'a\n"é🌍'
+    assert len(deltas) > 2
     assert item_done["item"] == completed["response"]["output"][0]
 
 

@@ -1,0 +1,252 @@
+"""Conversations made to fit templates that refuse them, or lose a part of them.
+
+Templates differ in what they take: one system message or none, roles in turn, one call at a time.
+Clients send what they like. What a template cannot do is found by rendering short conversations
+once. It is then avoided in every conversation, whether or not this one needs it, so that a longer
+prompt goes on as the shorter one did and its prefix is found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_Json = dict[str, Any]
+Renders = Callable[[list[_Json], bool], str]
+"""Renders a conversation, with a tool or without. May raise any exception."""
+
+_BREAK = "\n\n"
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """What a template cannot do: it raises, leaves something out, or puts it elsewhere."""
+
+    system: bool = False
+    """Take a system message. It becomes the beginning of the first message of the user's."""
+    several_systems: bool = False
+    """Take two system messages at the beginning. They become one."""
+    later_system: bool = False
+    """Take a system message after others. It becomes the user's."""
+    users_in_a_row: bool = False
+    """Take two messages of the user's. They become one."""
+    tool_messages: bool = False
+    """Take calls and their results. They become text of the assistant's and of the user's."""
+    several_calls: bool = False
+    """Take two calls in one message. Each gets a message, with its result after it."""
+    user_after_tool: bool = False
+    """Take the user's text after a result. It becomes a part of the result."""
+    text_with_call: bool = False
+    """Take text beside a call. It becomes a message before it."""
+    plain_content: bool = False
+    """Take content that is text. It becomes a list with one part."""
+
+
+def _user(text: str) -> _Json:
+    return {"role": "user", "content": text}
+
+
+def _said(text: str, *calls: str) -> _Json:
+    message: _Json = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": call, "function": {"name": "probe", "arguments": {}}}
+            for call in calls
+        ]
+    return message
+
+
+def _result(text: str, call: str) -> _Json:
+    return {"role": "tool", "content": text, "name": "probe", "tool_call_id": call}
+
+
+_SYSTEM = {"role": "system", "content": "PROBE-1"}
+_CALLS = ("probe0001", "probe0002")
+
+
+def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimits:
+    """Return what the template of ``renders`` cannot do. ``arguments`` returns the arguments of a
+    call, given as JSON, in the form that it takes."""
+    parts = False
+
+    def fails(*messages: _Json) -> bool:
+        wanted = [text for message in messages for text in _texts(message)]
+        conversation = [_with_arguments(message, arguments) for message in messages]
+        if parts:
+            conversation = [_in_parts(message) for message in conversation]
+        try:
+            text = renders(conversation, any("tool_calls" in message for message in messages))
+        except Exception:  # a template is foreign code
+            return True
+        places = [text.find(each) for each in wanted]
+        return -1 in places or places != sorted(places)
+
+    hello, reply = _user("PROBE-U"), _said("PROBE-A")
+    if fails(hello):
+        parts = True
+        if fails(hello):
+            return TemplateLimits()  # nothing can be found out
+    one, two = _CALLS
+    called = (hello, _said("", one), _result("PROBE-R", one))
+    tool = fails(*called)
+    following = _user("PROBE-V")
+    system = (
+        fails(_SYSTEM, hello)
+        or fails(_SYSTEM, hello, reply, following)
+        or (not tool and fails(_SYSTEM, *called))
+    )
+    second = {**_SYSTEM, "content": "PROBE-2"}
+    return TemplateLimits(
+        system=system,
+        several_systems=not system and fails(_SYSTEM, second, hello),
+        later_system=system or fails(_SYSTEM, hello, reply, second, following),
+        users_in_a_row=fails(hello, following),
+        tool_messages=tool,
+        several_calls=not tool
+        and fails(hello, _said("", one, two), _result("PROBE-R", one), _result("PROBE-S", two)),
+        user_after_tool=not tool and fails(*called, following),
+        text_with_call=not tool
+        and fails(hello, _said("PROBE-T", one), _result("PROBE-R", one))
+        and not fails(hello, _said("PROBE-T"), _said("", one), _result("PROBE-R", one), reply),
+        plain_content=parts,
+    )
+
+
+def _in_parts(message: _Json) -> _Json:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _texts(message: _Json) -> list[str]:
+    """Return the texts of a probe that have to be in a prompt, in this order."""
+    calls = [f"CALLED-{call['id']}" for call in message.get("tool_calls", ())]
+    return [each for each in (message["content"], *calls) if each]
+
+
+def _with_arguments(message: _Json, arguments: Callable[[str], Any]) -> _Json:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        given = arguments(json.dumps({"probed": f"CALLED-{call['id']}"}))
+        calls.append({**call, "function": {"name": "probe", "arguments": given}})
+    return {**message, "tool_calls": calls}
+
+
+def fitted(messages: Sequence[_Json], limits: TemplateLimits) -> list[_Json]:
+    """Return ``messages``, whose content is text, without what the template cannot do."""
+    found = list(messages)
+    if limits.tool_messages:
+        found = [_as_text(message) for message in found]
+    if limits.several_calls:
+        found = _one_call_each(found)
+    if limits.text_with_call:
+        found = [each for message in found for each in _text_apart(message)]
+    found = _systems(found, limits)
+    if limits.user_after_tool:
+        found = _merged(found, ("tool", "user"))
+    if limits.users_in_a_row:
+        found = _merged(found, ("user", "user"))
+        if limits.tool_messages:
+            found = _merged(found, ("assistant", "assistant"))
+    return [_in_parts(message) for message in found] if limits.plain_content else found
+
+
+def _systems(messages: list[_Json], limits: TemplateLimits) -> list[_Json]:
+    start = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    first, rest = messages[:start], messages[start:]
+    if limits.later_system:
+        rest = [{**m, "role": "user"} if m["role"] == "system" else m for m in rest]
+    if len(first) > 1 and (limits.several_systems or limits.system):
+        first = [{**first[0], "content": _BREAK.join(m["content"] for m in first)}]
+    if limits.system and first:
+        if rest and rest[0]["role"] == "user":
+            rest[0] = {**rest[0], "content": first[0]["content"] + _BREAK + rest[0]["content"]}
+        else:
+            rest.insert(0, {**first[0], "role": "user"})
+        first = []
+    return first + rest
+
+
+def _merged(messages: list[_Json], roles: tuple[str, str]) -> list[_Json]:
+    """Return ``messages`` with each that has the second role made part of one of the first before
+    it."""
+    found: list[_Json] = []
+    for message in messages:
+        before = found[-1] if found else {"role": ""}
+        if (before["role"], message["role"]) == roles:
+            texts = filter(None, (before["content"], message["content"]))
+            found[-1] = {**before, "content": _BREAK.join(texts)}
+        else:
+            found.append(message)
+    return found
+
+
+def _as_text(message: _Json) -> _Json:
+    """Return calls and results as text."""
+    if message["role"] in ("tool", "function"):
+        name = message.get("name")
+        about = f"Result of {name}:\n" if name else "Result:\n"
+        return _user(about + message["content"])
+    if not message.get("tool_calls"):
+        return message
+    written = [
+        json.dumps(
+            {
+                "name": call["function"]["name"],
+                "arguments": _decoded(call["function"]["arguments"]),
+            },
+            ensure_ascii=False,
+        )
+        for call in message["tool_calls"]
+    ]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, [message["content"], *written]))}
+
+
+def _decoded(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _one_call_each(messages: list[_Json]) -> list[_Json]:
+    """Return each of several calls of a message in one of its own, followed by its result."""
+    found: list[_Json] = []
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while position < len(messages) and messages[position]["role"] == "tool":
+            results.append(messages[position])
+            position += 1
+        for number, call in enumerate(calls):
+            own = _result_of(call, results)
+            text = message if number == 0 else {"role": "assistant", "content": ""}
+            found.append({**text, "tool_calls": [call]})
+            if own is not None:
+                results.remove(own)
+                found.append(own)
+        found += results
+    return found
+
+
+def _result_of(call: _Json, results: list[_Json]) -> _Json | None:
+    """Return the result with the id of ``call``, or the next one if calls have no ids."""
+    if "id" in call:
+        return next((each for each in results if each.get("tool_call_id") == call["id"]), None)
+    return results[0] if results else None
+
+
+def _text_apart(message: _Json) -> list[_Json]:
+    if not (message.get("tool_calls") and message["content"]):
+        return [message]
+    text = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [text, {**message, "content": ""}]

@@ -144,10 +144,7 @@ def _template_args(thinking: ThinkingConfig) -> dict[str, Any]:
 def _messages(body: CountTokensRequest) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     if body.system:
-        system = body.system
-        if isinstance(system, list):
-            system = [block for block in system if not (block.text or "").startswith(_BILLING)]
-        messages.append(ChatMessage("system", _text(system, "system", PARAGRAPH_BREAK)))
+        messages.append(ChatMessage("system", _system_text(body.system)))
     tool_names: dict[str, str] = {}  # by the id of a call
     for path, param in with_paths(body.messages, "messages"):
         match param.role:
@@ -159,11 +156,21 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
             case "user":
                 messages += _user_messages(param, path, tool_names)
             case "system":
-                text = _text(param.content, path, PARAGRAPH_BREAK)
+                text = _text(param.content, f"{path}.content", PARAGRAPH_BREAK)
                 messages.append(ChatMessage("system", text))
     if messages[-1].tool_calls:
         raise InvalidRequest(f"The calls in '{path}' have no results.", param=path)
     return messages
+
+
+def _system_text(system: str | Sequence[ContentBlockParam]) -> str:
+    if isinstance(system, str):
+        return system
+    return PARAGRAPH_BREAK.join(
+        _block_text(block, path)
+        for path, block in with_paths(system, "system")
+        if not (block.text or "").startswith(_BILLING)
+    )
 
 
 def _assistant_message(param: MessageParam, path: str) -> ChatMessage:

@@ -34,9 +34,10 @@ class _RestartableTimer:
         self._timer: asyncio.TimerHandle | None = None
         self.expired = False
 
-    def start(self) -> None:
+    def start(self, now: float) -> None:
+        """Begin at the time ``now`` of the loop."""
         self.expired = False
-        self._deadline = self._loop.time() + self._delay_s
+        self._deadline = now + self._delay_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline, self._check)
 
@@ -79,6 +80,7 @@ class EventStream:
         self._generation = generation
         self._writer = writer
         self._send = send
+        self._loop = asyncio.get_running_loop()
         self._write_timeout = asyncio.timeout(None)
         self._write_timer = _RestartableTimer(write_timeout_s, self._abort)
         self._keep_alive_timer = _RestartableTimer(keep_alive_s, generation.notify)
@@ -126,7 +128,7 @@ class EventStream:
         start = partial(writer.stream_start, generation)
         events = [await generation.run_large(start, self._repeated_bytes)]
         unfinished = list(generation.choices)
-        self._keep_alive_timer.start()
+        self._keep_alive_timer.start(self._loop.time())
         while True:
             error: ApiError | None = None
             await generation.begin_echoes()
@@ -166,10 +168,11 @@ class EventStream:
         return await generation.format(lambda: writer.delta(generation, choice, delta), entries)
 
     async def _write(self, body: bytes, more: bool = True) -> None:
-        self._write_timer.start()
+        now = self._loop.time()
+        self._write_timer.start(now)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._write_timer.stop()
-        self._keep_alive_timer.start()
+        self._keep_alive_timer.start(now)
 
     def _abort(self) -> None:
         self._write_timeout.reschedule(0)

@@ -41,6 +41,9 @@ from router.tokens.logprobs import chat_logprobs, text_logprobs
 DONE = "[DONE]"
 """The data of the event that ends a stream."""
 
+_MARK = uuid.uuid4().hex
+"""A text that no client can have put into a chunk."""
+
 _FullChoice = TypeVar("_FullChoice")
 _ChunkChoice = TypeVar("_ChunkChoice")
 
@@ -62,6 +65,8 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         )
         self._header = asdict(header)
         self._include_usage = body.include_usage
+        self._text_frames: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: the JSON around the text of a chunk that has nothing else."""
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
         pairs = zip(generation.choices, deltas, strict=True)
@@ -72,26 +77,38 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         return b""
 
     def delta(self, generation: Generation, choice: Choice, delta: OutputDelta) -> bytes:
-        return self._event(self._chunk_choice(generation, choice.index, delta, None))
+        if delta.tokens is not None or delta.reasoning or delta.calls:
+            return self._event(self._chunk_choice(generation, choice.index, delta, None))
+        start, end = self._text_frame(generation, choice.index)
+        return encode_event(start + msgspec.json.encode(delta.text) + end)
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
         index, reason = choice.index, choice.finish_reason
         return self._event(self._chunk_choice(generation, index, OutputDelta(), reason))
 
     def stream_end(self, generation: Generation) -> bytes:
-        usage = self._encode(self._chunk([], generation.usage())) if self._include_usage else b""
-        return usage + encode_event(DONE.encode())
+        end = encode_event(DONE.encode())
+        if not self._include_usage:
+            return end
+        return encode_event(msgspec.json.encode(self._chunk([], generation.usage()))) + end
 
     def error(self, error: ApiError) -> bytes:
         return encode_event(error.body())
 
     def _event(self, choice: _ChunkChoice) -> bytes:
-        # OpenAI's chunks have "usage": null when the usage comes at the end.
-        return self._encode(self._chunk([choice], None if self._include_usage else UNSET))
+        return encode_event(self._chunk_json(choice))
 
-    @staticmethod
-    def _encode(chunk: CompletionHeader) -> bytes:
-        return encode_event(msgspec.json.encode(chunk))
+    def _chunk_json(self, choice: _ChunkChoice) -> bytes:
+        # OpenAI's chunks have "usage": null when the usage comes at the end.
+        usage = None if self._include_usage else UNSET
+        return msgspec.json.encode(self._chunk([choice], usage))
+
+    def _text_frame(self, generation: Generation, index: int) -> tuple[bytes, bytes]:
+        if index not in self._text_frames:
+            choice = self._chunk_choice(generation, index, OutputDelta(_MARK), None)
+            start, end = self._chunk_json(choice).split(f'"{_MARK}"'.encode())
+            self._text_frames[index] = start, end
+        return self._text_frames[index]
 
     @abstractmethod
     def _full(self, generation: Generation, choices: list[_FullChoice]) -> CompletionHeader:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+_MOST_TOKENS = 64
+_CONTEXT_TOKENS = 16
+"""How many tokens of a line are decoded again with the next one, and how many are left after that.
+Spaces depend on the token before, and characters have four tokens at most."""
+
 
 class StreamingDetokenizer(Protocol):
     """The part of mlx-lm's streaming detokenizers that is used here."""
@@ -136,17 +141,24 @@ class IncrementalDetokenizer:
         return shown if self.stopped else shown + self._scanner.flush()
 
     def _read(self) -> str:
-        """Return the text since the last call.
+        """Return the text since the last call, and take from mlx-lm's detokenizers what they no
+        longer need: with each token they copy, or decode, all that they have.
 
-        mlx-lm's detokenizers for BPE and SentencePiece look at no more than whether there was text
-        before, and at the bytes of a character that is not whole (``_unflushed``). They are left
-        one character: they copy all of their text with each token.
+        Those for BPE and SentencePiece look at no more than whether there was text before, and at
+        the bytes of a character that is not whole (``_unflushed``). The one for all other
+        tokenizers decodes a line from its beginning.
         """
         detokenizer: Any = self._detokenizer
         segment: str = detokenizer.last_segment
-        if getattr(detokenizer, "_unflushed", None) is not None and detokenizer.text:
-            self._is_between = not detokenizer._unflushed
-            detokenizer.text, detokenizer.offset = detokenizer.text[-1:], 1
+        if hasattr(detokenizer, "_unflushed"):
+            if detokenizer.text:
+                self._is_between = not detokenizer._unflushed
+                detokenizer.text, detokenizer.offset = detokenizer.text[-1:], 1
+                detokenizer.tokens.clear()
+        elif len(detokenizer.tokens) > _MOST_TOKENS:
+            detokenizer._current_tokens = detokenizer._current_tokens[-_CONTEXT_TOKENS:]
+            detokenizer._text = detokenizer._current_text = ""
+            detokenizer.offset = len(detokenizer.text)
             detokenizer.tokens.clear()
         return segment
 

@@ -1,6 +1,8 @@
 """Requests by which one client could hurt others: the list of `tests.e2e.abuse`.
 
-Each is sent again and again, on several connections. Bodies are made before.
+Each is sent again and again, on several connections. Bodies are made before. What no client can
+cause has tests of its own: half of a tokenizer's file (`tests.router.fleet.test_tokenizer_files`),
+and a template as text (`tests.router.http.test_process`).
 """
 
 from __future__ import annotations
@@ -244,6 +246,9 @@ def abuses() -> Mapping[str, Abuse]:
             RESPONSES, input=[{"id": "msg_0"}] * 10_000, max_output_tokens=1
         ),
         "a stored conversation": _conversation(5_000, 6),
+        "answers that repeat a large request": _post(
+            RESPONSES, input="x", instructions=long, max_output_tokens=1, stream=True
+        ),
         "a flood of headers": _headers(5000),
         "long headers": _headers(50, "x" * 4000),
         "a pipeline that is left": _pipeline(8, endless),

@@ -103,10 +103,11 @@ class FaultyDisk(Disk):
 
     def lose_power(self) -> None:
         """Lose what was not synced: names, and the ends of files."""
-        for path in self._unsynced_names:
+        # In a fixed order, so that a run can be repeated by its seed.
+        for path in sorted(self._unsynced_names):
             if self.rng.random() < 0.5:
                 path.unlink(missing_ok=True)
-        for path in self._unsynced_content:
+        for path in sorted(self._unsynced_content):
             if path.exists():
                 data = path.read_bytes()
                 path.write_bytes(data[: self.rng.randrange(len(data) + 1)])

@@ -233,6 +233,19 @@ def test_tools_that_anthropic_runs_are_left_out(server: Server, engine: Scripted
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
             "messages[0].content[0].tool_use_id",
         ),
+        (
+            {"messages": [*HI, {"role": "system", "content": [{"type": "image"}]}, *HI]},
+            "'messages[1].content[0]'",
+        ),
+        (
+            {
+                "system": [
+                    {"type": "text", "text": "x-anthropic-billing-header: x"},
+                    {"type": "text"},
+                ]
+            },
+            "'system[1].text'",
+        ),
         ({"tools": [{"type": "nonsense", "name": "f"}]}, "nonsense"),
         ({"tools": [{"type": "a\r\nb_20250305", "name": "f"}]}, "tools[0].type"),
         (

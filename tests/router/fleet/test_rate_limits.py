@@ -231,6 +231,23 @@ def test_tokens_are_charged_as_they_come_and_not_for_what_is_aborted(
     assert 'key_prompt_tokens_total{key=""} 30.0' in tokens
 
 
+def test_what_only_counts_tokens_is_a_request_too(
+    start_server: Callable[..., Server], start_engine: Start
+) -> None:
+    server = start_server("--rate-limit-requests=3")
+    start_engine(server)
+    server.wait_ready()
+    messages = [{"role": "user", "content": "x"}]
+    requests = [
+        ("/v1/messages/count_tokens", {"messages": messages}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": messages}),
+    ]
+    answers = [server.client.post(path, json=body) for path, body in requests]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+
+
 def test_without_its_redis_a_router_counts_alone_and_waits_for_nothing(
     redis: Redis, start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:

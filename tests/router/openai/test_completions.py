@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer
 
+from router.generation.choice import OutputDelta
+from router.openai.writer import ChatCompletionWriter, TextCompletionWriter
+from router.tokens.logprobs import LogprobsContext
 from shared.wire import Abort, SamplingParams, Submit
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import EOS, ScriptedEngine
@@ -28,6 +32,26 @@ def streamed(server: Server, **body: Any) -> list[Any]:
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
     return events(answer.text)
+
+
+@pytest.mark.parametrize("text", ["plain", '"\\ \n', "日本\u2028", "🌍"])
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("kind", [ChatCompletionWriter, TextCompletionWriter])
+def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, text: str) -> None:
+    hello = SimpleNamespace(fingerprint="f" * 16)
+    body: Any = SimpleNamespace(model=None, include_usage=usage)
+    writer = kind(body, SimpleNamespace(names=["m"], hello=hello))
+    generation: Any = SimpleNamespace(logprobs_context=LogprobsContext(cast(Any, None), 0))
+    for index in (0, 3):
+        choice: Any = SimpleNamespace(index=index)
+        alone, scored = (
+            json.loads(writer.delta(generation, choice, delta)[6:])
+            for delta in (OutputDelta(text), OutputDelta(text, []))
+        )
+        assert alone.keys() == scored.keys()
+        (one,), (other,) = alone["choices"], scored["choices"]
+        assert one.pop("logprobs") is None and other.pop("logprobs") is not None
+        assert one == other and alone == scored
 
 
 def test_a_chat_answer_has_openais_form(server: Server, engine: ScriptedEngine) -> None:

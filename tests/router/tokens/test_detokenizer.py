@@ -114,6 +114,28 @@ def test_text_does_not_depend_on_what_is_known_of_tokens(
         assert text == theirs.text
 
 
+@pytest.mark.parametrize("text", ["日本語 🌍🏽 é, and words . " * 40, "a line\n" * 60, "🌍" * 100])
+def test_a_line_is_not_decoded_from_its_beginning(
+    text: str, detokenizer: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
+
+    decoded: list[int] = []
+    inner = detokenizer._tokenizer
+    decode = inner.decode
+
+    def counted(ids: list[int]) -> Any:
+        decoded.append(len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(inner, "decode", counted)
+    stream = IncrementalDetokenizer(NaiveStreamingDetokenizer(inner))
+    pieces = [stream.feed(token) for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) + stream.finish() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert max(decoded) <= 16 + 65
+
+
 def test_a_detokenizer_keeps_no_text(detokenizer: Any, tokenizer: Any) -> None:
     own = detokenizer.detokenizer
     stream = IncrementalDetokenizer(own)

@@ -32,6 +32,7 @@ FLUSH_S = 10.0
 ORPHAN_FLUSH_S = 2.0
 """The same once the supervisor is gone: less, as the other processes end too."""
 
+_MOST_SERVERS = 8
 _DAY_S = 86400.0
 _TURN_S = 0.2
 logger = logging.getLogger("kvstore")
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.request(FLUSH_S))
     signal.signal(signal.SIGINT, lambda *_: stop.request(FLUSH_S))
     try:
-        directory = BlockDirectory(settings.ssd_cache_dir)
+        directory = _open_directory(settings)
     except DirectoryInUse as error:
         return fail(PROG, f"--ssd-cache-dir: {error}")
     except OSError as error:
@@ -95,6 +96,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _remove_socket(endpoint)
     directory.close()
     return EXIT_OK
+
+
+def _open_directory(settings: Settings) -> BlockDirectory:
+    """Open the directory of blocks. A second server of a machine gets one beside the default.
+
+    Raises: `DirectoryInUse` and OSError.
+    """
+    first = settings.ssd_cache_dir
+    others = () if "ssd_cache_dir" in settings.given else range(2, _MOST_SERVERS + 1)
+    for path in (first, *(first.with_name(f"{first.name}-{number}") for number in others)):
+        try:
+            directory = BlockDirectory(path)
+        except DirectoryInUse as error:
+            reason = error
+            continue
+        if path != first:
+            logger.warning("another server uses %s: this one keeps its blocks in %s", first, path)
+        return directory
+    raise DirectoryInUse(f"{reason}; give this server another, or --no-ssd")
 
 
 class _StopRequest:

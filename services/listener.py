@@ -31,7 +31,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ListenError(f"--port: {port} is in use by another program") from None
+            reason = f"{port} is in use by another program; --port 0 takes any free one"
+            raise ListenError(f"--port: {reason}") from None
         flag = "--port" if error.errno == errno.EACCES else "--host"
         raise ListenError(f"{flag}: cannot listen on {host}:{port} ({error.strerror})") from None
     return listener

@@ -168,7 +168,7 @@ def _supervise(
     supervisor = Supervisor(
         services,
         LocalLauncher(output),
-        limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
+        limits=Limits(drain_timeout_s=options.pre_stop_delay_s + options.drain_timeout_s + GRACE_S),
         on_ready=_make_announcement(options, models, http),
         # From now on only the router has the socket, so that it can refuse connections.
         on_stopping=http.close,

@@ -123,7 +123,8 @@ async def _serve(
     stopping: list[asyncio.Task[None]] = []
 
     async def drain() -> None:
-        await router.drain(router.settings.drain_timeout_s)
+        settings = router.settings
+        await router.drain(settings.drain_timeout_s, settings.pre_stop_delay_s)
         server.should_exit = True
 
     def stop() -> None:

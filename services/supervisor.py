@@ -173,6 +173,8 @@ class Supervisor:
         if after - now > max(self._limits.silence_s / 2, 4 * _MAX_WAIT_S):
             for child in self.children:
                 child.excused_at = after  # the supervisor itself was stopped, not the child
+                if child.retired_until is not None:
+                    child.retired_until += after - now
 
     def _check(self, child: ManagedChild, process: LaunchedProcess, now: float) -> int | None:
         """Kill a silent child, reap a dead one. An exit code means that the server ends."""

@@ -35,6 +35,10 @@ class StallWatch:
         self._progress = -1
         self._since = time.monotonic()
 
+    def forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which the whole process stood still."""
+        self._since += asleep_s
+
     def stalled_s(self, status: EngineStatus, waiting: bool, now: float) -> float:
         """Return the seconds without progress; 0 without work, and while loading or warming.
 

@@ -37,6 +37,8 @@ BEAT_INTERVAL_S = 0.5
 ROUTER_GONE_S = 10.0
 """A router without a connection for so long has given its requests to others, or is gone."""
 DROP_LOG_INTERVAL_S = 10.0
+ASLEEP_S = 2.0
+"""The thread looks twice a second. Where it is later than this, the process stood still."""
 
 
 class IOThread(threading.Thread):
@@ -83,6 +85,7 @@ class IOThread(threading.Thread):
         self._hello: wire.Hello | None = None  # until the model is loaded
         self._tokenizer_files: dict[str, Path] = {}
         self._stall = StallWatch()
+        self._looked_at = time.monotonic()
         self._beats = 0
         self._next_beat = 0.0
         self._dropped = 0
@@ -151,6 +154,8 @@ class IOThread(threading.Thread):
         try:
             while not (self._stopping.is_set() and not self._calls and self._sent_all):
                 now = time.monotonic()
+                self._forgive(now - self._looked_at - BEAT_INTERVAL_S)
+                self._looked_at = now
                 if now >= self._next_beat:
                     self._beat(now)
                     self._next_beat = now + BEAT_INTERVAL_S
@@ -306,6 +311,15 @@ class IOThread(threading.Thread):
             store_read_bytes_total=figures.read_bytes,
             store_written_bytes_total=figures.written_bytes,
         )
+
+    def _forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which this thread stood still, as on a machine that slept: the
+        main thread did so too."""
+        if asleep_s > ASLEEP_S:
+            logger.warning("this process stood still for %.0f s, which does not count", asleep_s)
+            self._stall.forgive(asleep_s)
+            if self._drain_until is not None:
+                self._drain_until += asleep_s
 
     def _check_deadlines(self, now: float) -> None:
         if self._drain_until is not None and now > self._drain_until:

@@ -228,6 +228,10 @@ class Dispatcher:
 
     # -- time ------------------------------------------------------------------
 
+    def forgive(self, asleep_s: float) -> None:
+        for entry in self._in_flight.values():
+            entry.sequence.forgive(asleep_s)
+
     def tick(self) -> None:
         now = time.monotonic()
         for model in [model for model, queue in self._queues.items() if model.successor]:

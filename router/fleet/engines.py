@@ -123,6 +123,10 @@ class ModelReplicas:
         self._last_ready = time.monotonic()
         return True
 
+    def forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which readiness could not be seen."""
+        self._last_ready += asleep_s
+
     def unready_for_s(self, now: float) -> float:
         return now - self._last_ready
 

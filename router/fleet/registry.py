@@ -232,6 +232,13 @@ class Registry:
 
     # -- time ------------------------------------------------------------------
 
+    def forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which no engine could be heard as its silence."""
+        for engine in self._engines.values():
+            engine.last_beat += asleep_s
+        for model in self.versions:
+            model.forgive(asleep_s)
+
     def tick(self) -> None:
         now = time.monotonic()
         for engine in list(self._engines.values()):

@@ -120,6 +120,14 @@ class RemoteSequence:
         if not self.has_prompt_logprobs:
             self.prompt_logprobs.clear()
 
+    def forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which nothing could come."""
+        self.arrived_at += asleep_s
+        self.queued_at += asleep_s
+        self.placed_at += asleep_s
+        self.stopping_at += asleep_s
+        self.last_token_at += asleep_s if self.last_token_at else 0.0
+
     def accept(self) -> None:
         if self.state is RemoteSequenceState.PLACED:
             self.state = RemoteSequenceState.ACCEPTED

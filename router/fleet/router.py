@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _LOOK_AGAIN_S = 0.05
+_ASLEEP_S = 2.0
 
 
 class Router:
@@ -93,6 +94,8 @@ class Router:
         """Threads for what takes long."""
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
+        self.leaving = False
+        """Whether load balancers are to go elsewhere: it will drain soon."""
         self.draining = False
         self.shutdown_clean = True
         """False after a shutdown has cut requests."""
@@ -140,8 +143,13 @@ class Router:
         self.engine_sockets.close()
         self.registry.close()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for those in flight. Cut them after ``timeout_s``."""
+    async def drain(self, timeout_s: float, delay_s: float = 0.0) -> None:
+        """Refuse new requests and wait for those in flight. Cut them after ``timeout_s``.
+
+        Before that, serve for ``delay_s`` more and tell load balancers to go elsewhere.
+        """
+        self.leaving = True
+        await asyncio.sleep(delay_s)
         self.draining = True
         waited_s = 0.0
         while self.admission.num_requests and waited_s < timeout_s:
@@ -325,8 +333,12 @@ class Router:
 
     async def _tick(self) -> None:
         while True:
+            before = time.monotonic()
             await asyncio.sleep(_TICK_S)
             try:
+                stood_still_s = time.monotonic() - before - _TICK_S
+                if stood_still_s > _ASLEEP_S:
+                    self._forgive(stood_still_s)
                 # First: beats may wait in the socket after the loop was blocked.
                 self.engine_sockets.receive_pending()
                 self.registry.expel(
@@ -336,6 +348,15 @@ class Router:
                 self.dispatcher.tick()
             except Exception:
                 logger.exception("housekeeping")
+
+    def _forgive(self, asleep_s: float) -> None:
+        """Count a time in which this process stood still for nobody, as that of a machine that
+        slept: engines could not be heard."""
+        logger.warning(
+            "this process stood still for %.0f s, which is held against nobody", asleep_s
+        )
+        self.registry.forgive(asleep_s)
+        self.dispatcher.forgive(asleep_s)
 
 
 def _not_ready(reason: str) -> Unavailable:

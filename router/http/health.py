@@ -108,7 +108,7 @@ async def show_version(http: Request) -> Response:
 def can_answer(router: Router) -> bool:
     """Return whether the server answers requests for one model at least: it has a ready engine, or
     will be loaded when it is asked for."""
-    if router.draining:
+    if router.draining or router.leaving:
         return False
     if any(model.ready_engines for model in router.registry.models.values()):
         return True
@@ -117,7 +117,7 @@ def can_answer(router: Router) -> bool:
 
 def _unready_reasons(router: Router) -> list[str]:
     """Return why models cannot answer now; those that are loaded on demand are none."""
-    if router.draining:
+    if router.draining or router.leaving:
         return ["the server is shutting down"]
     found = []
     configured, registry = router.supervised.models, router.registry
@@ -146,7 +146,7 @@ def _health(router: Router) -> tuple[int, Health]:
     threshold = router.settings.memory_pressure_threshold
     states = [_state(model, threshold) for model in models if model.ready_engines]
     state: HealthStatus = "ok"
-    if router.draining:
+    if router.draining or router.leaving:
         state = "shutting_down"
     elif states and all(each == "overloaded" for each in states):
         state = "overloaded"

@@ -236,6 +236,11 @@ class AdmissionSettings:
         shown_default="in memory",
     )
     drain_timeout_s: float = flag(30.0, "seconds that a graceful stop may take", at_least=0)
+    pre_stop_delay_s: float = flag(
+        0.0,
+        "seconds that a server which was told to stop still serves, while /readyz is a 503",
+        at_least=0,
+    )
     restart_wait_s: float = flag(30.0, "seconds that requests wait for a lost engine", at_least=0)
     stall_timeout_s: float = flag(
         60.0, "seconds without progress after which an engine with work is restarted", more_than=0

@@ -109,3 +109,21 @@ def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
         pauses = [future.result(PATIENCE_S)[1] for future in streams]
         assert server.metric("mlx_lm_server_resumed_requests_total") >= 1
         print(f"longest pause: {max(pauses):.2f} s")  # noqa: T201
+
+
+@pytest.mark.slow
+def test_a_machine_that_slept_is_forgiven(tiny_model: Callable[..., Path]) -> None:
+    """All processes stand still for longer than any of them may be silent, stalled or late."""
+    limits = ("--stall-timeout-s", "5", "--request-timeout-s", "5")
+    with serving(tiny_model("llama"), *limits) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(stream, server, "abc", 1900)
+        server.wait_until(lambda: server.sequences_in_flight() == 1, PATIENCE_S, "it runs")
+        pids = server.pids()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in (server.process.pid, *pids):
+                os.kill(pid, number)
+            time.sleep(12 if number == signal.SIGSTOP else 0)
+        answer.result(PATIENCE_S)
+        assert set(server.pids()) == set(pids), "none was killed"
+        assert server.metric("mlx_lm_server_resumed_requests_total") == 0
+        assert any("stood still" in line for line in server.log)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import zmq
 from shared import wire
 from shared.exits import EXIT_CONFIG, EXIT_USAGE
 from shared.supervisor_link import LINK_VARIABLE
+from tests.e2e.process import Process as OtherProcess
+from tests.e2e.process import running_process
 from tests.kvstore.blocks import file_of, wait_until
 from tests.kvstore.process import Process
 from tests.kvstore.test_server import Engine
@@ -80,6 +83,24 @@ def test_a_second_kvstore_is_refused_with_one_line(kvstore: Process, socket_dir:
         assert refused.returncode == EXIT_CONFIG
         assert why in refused.stderr and refused.stderr.count("\n") == 1
     assert kvstore.stop() == 0
+
+
+def test_a_second_server_gets_a_directory_beside_the_default(
+    tmp_path: Path, socket_dir: Path
+) -> None:
+    def kvstore(name: str) -> AbstractContextManager[OtherProcess]:
+        address = f"--kvstore-socket=ipc://{socket_dir}/{name}"
+        return running_process(
+            "services.kvstore", address, "--disk-reserve-gb=0", HOME=str(tmp_path)
+        )
+
+    with kvstore("a") as a, kvstore("b") as b:
+        first = a.wait_for(r"keeps blocks in (\S+)")[1]
+        second = b.wait_for(r"keeps blocks in (\S+)")[1]
+    assert sorted((first, second)) == [
+        f"{tmp_path}/.cache/mlx-lm-server/kv-cache",
+        f"{tmp_path}/.cache/mlx-lm-server/kv-cache-2",
+    ]
 
 
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path, socket_dir: Path) -> None:

@@ -36,7 +36,9 @@ def test_a_port_in_use_is_an_error_of_one_line() -> None:
         port = taken.getsockname()[1]
         result = run("--host=127.0.0.1", f"--port={port}", "--model=demo")
     assert result.returncode == 1
-    assert result.stderr == f"mlx-lm-server: --port: {port} is in use by another program\n"
+    hint = "--port 0 takes any free one"
+    line = f"mlx-lm-server: --port: {port} is in use by another program; {hint}\n"
+    assert result.stderr == line
     assert result.stdout == ""
 
 

@@ -203,3 +203,17 @@ def test_a_long_chat_template_is_not_taken_for_a_path(
     start_engine(server)
     server.wait_ready()
     assert server.chat("hello").status_code == 200
+
+
+def test_a_server_that_is_told_to_stop_serves_on_while_load_balancers_go_elsewhere(
+    start_server: Callable[..., Server], start_engine: Callable[..., ScriptedEngine], says: Any
+) -> None:
+    server = start_server("--pre-stop-delay-s=600")
+    start_engine(server, script=says("hi"))
+    server.wait_ready()
+    server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: server.client.get("/readyz").status_code == 503)
+    assert server.client.get("/health").json()["status"] == "shutting_down"
+    assert server.chat("x").status_code == 200
+    server.process.send_signal(signal.SIGTERM)  # the second one: at once
+    assert server.process.wait(30) == 0

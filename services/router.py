@@ -23,6 +23,7 @@ from router.http.api_keys import ApiKeys
 from router.http.app import create_app
 from router.http.connections import Connection
 from router.http.health import can_answer
+from router.responses.archive import ArchiveError
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from services.terminal import Terminal
 from shared import logs
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(PROG, f"{flag}{error}")
     try:
         server = _server(router, keys, tracing)
+    except ArchiveError as error:
+        return fail(PROG, f"--response-store-dir: {error}")
     except (ssl.SSLError, OSError) as error:
         listener.close()
         router.engine_sockets.close()

@@ -316,7 +316,8 @@ class IOThread(threading.Thread):
         """Do not count a time in which this thread stood still, as on a machine that slept: the
         main thread did so too."""
         if asleep_s > ASLEEP_S:
-            logger.warning("this process stood still for %.0f s, which does not count", asleep_s)
+            level = logging.DEBUG if self._hello is None else logging.WARNING  # loading does it too
+            logger.log(level, "this process stood still for %.0f s, which does not count", asleep_s)
             self._stall.forgive(asleep_s)
             if self._drain_until is not None:
                 self._drain_until += asleep_s

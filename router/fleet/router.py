@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,8 @@ class Router:
         """Threads for what takes long."""
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
+        self.closers: list[Callable[[], None]] = []
+        """Called, each on a thread, when the router stops."""
         self.leaving = False
         """Whether load balancers are to go elsewhere: it will drain soon."""
         self.draining = False
@@ -142,6 +144,8 @@ class Router:
         await self.rate_limits.close()
         self.engine_sockets.close()
         self.registry.close()
+        for close in self.closers:
+            await asyncio.to_thread(close)
 
     async def drain(self, timeout_s: float, delay_s: float = 0.0) -> None:
         """Refuse new requests and wait for those in flight. Cut them after ``timeout_s``.

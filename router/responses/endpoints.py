@@ -15,6 +15,7 @@ from router.api.operations import Operation, generation_operation
 from router.errors import InvalidRequest, NotFound, NotSupported
 from router.fleet.engines import Model
 from router.fleet.router import Router
+from router.responses.archive import ResponseArchive
 from router.responses.objects import DeletedResponse, ItemList, ResponseObject, ResponseStreamEvent
 from router.responses.schemas import InputItem, ResponsesRequest
 from router.responses.sealing import ReasoningSeal
@@ -170,8 +171,12 @@ class Responses:
     """The handlers, and the store that they share."""
 
     def __init__(self, router: Router) -> None:
+        """Raises `ArchiveError`."""
         self._router = router
-        self._store = ResponseStore(router.settings.response_store_mb * _MB)
+        directory = router.settings.response_store_dir
+        archive = None if directory is None else ResponseArchive(directory.expanduser())
+        self._store = ResponseStore(router.settings.response_store_mb * _MB, archive=archive)
+        router.closers.append(self._store.close)
         self._seal = ReasoningSeal(router.settings.reasoning_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from router.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from router.responses.archive import ArchivedTurn, ResponseArchive
 from router.responses.schemas import InputItem
 
 MAX_RESPONSES = 4096
@@ -41,6 +43,8 @@ class StoredResponse:
         """The items of its request, as a list in JSON; not those of ``previous``."""
         self.response = response
         """A `ResponseObject` in JSON."""
+        self.number = 0
+        """Rises from turn to turn; its place in an archive."""
         self.ref_count = 0
         """The number of its holders: its entry in the store, and turns after it."""
         self.input_ids = _ids(self.new_input)
@@ -50,6 +54,12 @@ class StoredResponse:
         self.size_bytes = len(input_items) + len(response) + ids_bytes + _OVERHEAD_BYTES
         self.chain_bytes: int = self.size_bytes + (previous.chain_bytes if previous else 0)
         """With all turns before."""
+
+    def archived(self, response_id: str | None) -> ArchivedTurn:
+        before = None if self.previous is None else self.previous.number
+        return ArchivedTurn(
+            self.number, self.key, response_id, before, self._input_items, self.response
+        )
 
     @property
     def new_input(self) -> list[Raw]:
@@ -142,7 +152,13 @@ class ResponseStore:
     or too many bytes. A response that later ones build on stays, and counts, until they are
     dropped."""
 
-    def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        max_responses: int = MAX_RESPONSES,
+        archive: ResponseArchive | None = None,
+    ) -> None:
+        """Begin with what ``archive`` has, and keep it up to date."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
@@ -152,16 +168,26 @@ class ResponseStore:
         self.size_bytes = 0
         self._lock = threading.RLock()
         """Guards all of the above: responses are written on several threads."""
+        self._numbers = itertools.count(1)
+        self._archive: ResponseArchive | None = None
+        if archive is not None:
+            self._load(archive)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         with self._lock:
+            stored.number = next(self._numbers)
             self._entries[stored.key, response_id] = stored
             self._retain(stored)
+            if self._archive is not None:
+                # A turn that was dropped meanwhile counts again (`_retain`), and is written again.
+                for turn in itertools.takewhile(lambda each: each.ref_count == 1, stored.turns):
+                    self._archive.add(turn.archived(response_id if turn is stored else None))
             while self.size_bytes > self._max_bytes or len(self._entries) > self._max_responses:
                 _, oldest = self._entries.popitem(last=False)
+                self._forget_id(oldest)
                 self._release(oldest)
 
     def find(self, key: str, response_id: str, param: str | None = None) -> StoredResponse:
@@ -187,8 +213,34 @@ class ResponseStore:
     def delete(self, key: str, response_id: str) -> None:
         """Delete a response. Raises `NotFound`."""
         with self._lock:
-            self._release(self.find(key, response_id))
+            stored = self.find(key, response_id)
+            self._forget_id(stored)
+            self._release(stored)
             del self._entries[key, response_id]
+
+    def _load(self, archive: ResponseArchive) -> None:
+        turns: dict[int, StoredResponse] = {}
+        last = 0
+        for each in archive.load():
+            before = None if each.previous is None else turns.get(each.previous)
+            stored = StoredResponse(each.key, before, each.input_items, each.response)
+            stored.number = last = each.number
+            turns[each.number] = stored
+            if each.response_id is not None:
+                self._entries[each.key, each.response_id] = stored
+                self._retain(stored)
+        self._numbers, self._archive = itertools.count(last + 1), archive
+        for number, stored in turns.items():
+            if not stored.ref_count:
+                archive.remove(number)
+
+    def close(self) -> None:
+        if self._archive is not None:
+            self._archive.close()
+
+    def _forget_id(self, stored: StoredResponse) -> None:
+        if self._archive is not None and stored.ref_count > 1:
+            self._archive.forget_id(stored.number)
 
     def _retain(self, stored: StoredResponse | None) -> None:
         while stored is not None:
@@ -207,6 +259,8 @@ class ResponseStore:
             if stored.ref_count:
                 return
             self.size_bytes -= stored.size_bytes
+            if self._archive is not None:
+                self._archive.remove(stored.number)
             for item_id in filter(None, stored.item_ids):
                 if self._items.get((stored.key, item_id)) is stored:
                     del self._items[stored.key, item_id]

@@ -66,6 +66,9 @@ class ServerSettings:
     response_store_mb: int = flag(
         64, "MB of memory for stored responses (0: none is stored)", at_least=0
     )
+    response_store_dir: Path | None = flag(
+        None, "directory in which stored responses survive a restart", shown_default="memory only"
+    )
     reasoning_key: str | None = flag(
         None,
         "key that seals reasoning which clients carry (the same for routers that share clients)",

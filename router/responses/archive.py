@@ -1,0 +1,107 @@
+"""Stored responses on disk, so that they survive a restart: one SQLite file, written behind.
+
+Only one router uses a directory at a time. What is lost with the machine is what its disk had not
+written: SQLite's own promise with ``synchronous = NORMAL`` and a write-ahead log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shared.locks import try_lock
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED = 10_000
+_TABLE = """
+CREATE TABLE IF NOT EXISTS turns (
+    number INTEGER PRIMARY KEY, key TEXT NOT NULL, response_id TEXT, previous INTEGER,
+    input_items BLOB NOT NULL, response BLOB NOT NULL
+)
+"""
+
+
+class ArchiveError(Exception):
+    """The directory cannot be used; the message is one line for the user."""
+
+
+class ArchivedTurn(NamedTuple):
+    """One turn of a conversation. The ``response_id`` of one that was deleted, and that later turns
+    build on, is None."""
+
+    number: int
+    key: str
+    response_id: str | None
+    previous: int | None
+    input_items: bytes
+    response: bytes
+
+
+class ResponseArchive:
+    """The turns of a `ResponseStore`, by number. Changes are queued for a thread; where the disk is
+    slower than the server for long, they are dropped, and the log says so."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `ArchiveError`."""
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = try_lock(directory / "lock")
+            if self._lock is None:
+                raise ArchiveError(f"another router uses {directory}")
+            path = directory / "responses.db"
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._database = sqlite3.connect(path, check_same_thread=False)
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.execute("PRAGMA secure_delete = ON")
+            self._database.execute(_TABLE)
+        except (OSError, sqlite3.Error) as error:
+            raise ArchiveError(f"{directory} cannot be used: {error}") from None
+        self._changes: queue.Queue[tuple[str, tuple[object, ...]] | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
+
+    def load(self) -> Iterator[ArchivedTurn]:
+        """Yield all turns, the oldest first, and begin to take changes."""
+        for row in self._database.execute("SELECT * FROM turns ORDER BY number"):
+            yield ArchivedTurn(*row)
+        self._thread.start()
+
+    def add(self, turn: ArchivedTurn) -> None:
+        self._change("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", turn)
+
+    def forget_id(self, number: int) -> None:
+        """Keep a turn only for those that build on it."""
+        self._change("UPDATE turns SET response_id = NULL WHERE number = ?", (number,))
+
+    def remove(self, number: int) -> None:
+        self._change("DELETE FROM turns WHERE number = ?", (number,))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, as far as possible within ``timeout_s``."""
+        self._changes.put(None)
+        self._thread.join(timeout_s)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _change(self, statement: str, values: tuple[object, ...]) -> None:
+        try:
+            self._changes.put_nowait((statement, values))
+        except queue.Full:
+            logger.error("a stored response is not written: the disk is too slow")
+
+    def _write_all(self) -> None:
+        while (change := self._changes.get()) is not None:
+            try:
+                with self._database:
+                    self._database.execute(*change)
+            except sqlite3.Error as error:  # the disk is full, or fails
+                logger.error("a stored response is not written: %s", error)
+        self._database.close()

@@ -1,0 +1,67 @@
+"""Stored responses that survive a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from router.responses.archive import ResponseArchive
+from router.responses.store import ResponseStore
+from tests.router.conftest import Server
+from tests.router.responses.test_responses import turn
+from tests.router.scripted_engine import ScriptedEngine
+
+
+def opened(directory: Path, **limits: int) -> tuple[ResponseStore, ResponseArchive]:
+    archive = ResponseArchive(directory)
+    return ResponseStore(limits.pop("max_bytes", 10**6), **limits, archive=archive), archive
+
+
+def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
+    store, archive = opened(tmp_path, max_responses=3)
+    one = turn(1)
+    store.put("a", one)
+    store.put("b", turn(2, one))
+    store.put("c", turn(3))
+    store.delete("k", "a")  # "b" builds on it
+    store.put("d", turn(4))
+    before = store.size_bytes
+    archive.close()
+    again, archive = opened(tmp_path, max_responses=3)
+    assert (len(again), again.size_bytes) == (3, before)
+    assert len(again.find("k", "b").conversation(10**6, whole=True)) == 4
+    again.find("k", "c")
+    again.put("e", turn(5, again.find("k", "d")))  # the oldest goes: "b", with what it built on
+    archive.close()
+    last, archive = opened(tmp_path)
+    assert [last.find("k", name).item_ids[0] for name in "cde"] == ["in_3", "in_4", "in_5"]
+    assert last.find_turn("k", "in_1") is None
+    assert len(list(tmp_path.glob("responses.db"))) == 1
+    archive.close()
+
+
+def test_a_router_that_is_started_again_has_the_responses(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    says: Any,
+    tmp_path: Path,
+) -> None:
+    flag = f"--response-store-dir={tmp_path / 'responses'}"
+    server = start_server(flag)
+    start_engine(server, script=says("hello world"))
+    server.wait_ready()
+    first = server.client.post("/v1/responses", json={"input": "hi"}).json()
+    assert server.stop() == 0
+    server = start_server(flag)
+    start_engine(server, script=says("hello world"))
+    server.wait_ready()
+    assert server.client.get(f"/v1/responses/{first['id']}").json() == first
+    body = {"input": "and?", "previous_response_id": first["id"]}
+    assert server.client.post("/v1/responses", json=body).status_code == 200
+    try:
+        start_server(flag)
+    except AssertionError as error:
+        assert "--response-store-dir: another router uses" in str(error)
+    else:
+        raise AssertionError("two routers share a directory")

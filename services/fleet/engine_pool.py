@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from services.fleet.memory import OVERLAP_SHARE
@@ -43,7 +44,10 @@ class EnginePool:
     def start(self, model: FleetModel) -> ManagedChild:
         """Start one more engine of ``model``."""
         name = free_name(model.prefix, self._supervisor.children)
-        child = self._supervisor.add(self._make_spec(model.entry, name, model.budget_bytes))
+        spec = self._make_spec(model.entry, name, model.budget_bytes)
+        if model.engines:  # the others serve, whether this one can start or not
+            spec = replace(spec, essential=False)
+        child = self._supervisor.add(spec)
         self._owners[child] = model
         if not model.engines:
             model.loading_since = time.monotonic()

@@ -78,13 +78,15 @@ class EngineFleet:
                 logger.info("model %s was added", model.id)
             elif changes := model_changes(model.entry, entry):
                 logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
-                model.entry, model.trouble = entry, None
+                model.entry = entry
+                model.mend()
                 model.weights_bytes = weights_bytes(entry.settings.model)
                 self._rolling.add(model)
             model.entry = entry
             self._models.append(model)
         for model in known.values():
             logger.info("model %s was taken out", model.id)
+            self._rolling.forget(model)
             self._pool.retire(model, model.engines)
         self._size_budgets()
         self._load_what_fits()
@@ -129,7 +131,7 @@ class EngineFleet:
         """Exchange the engines that ``target`` names: an engine, a model, or None for all."""
         for model in self._models:
             if target is None or target in model.entry.names:
-                model.trouble = None
+                model.mend()
                 if model.engines:
                     self._rolling.add(model)
                 elif target is not None:
@@ -161,7 +163,7 @@ class EngineFleet:
     def _lacks_engines(self, model: FleetModel) -> bool:
         return (
             model.trouble is None
-            and len(model.engines) < model.entry.settings.engines
+            and len(model.engines) + model.given_up < model.entry.settings.engines
             and not self._rolling.concerns(model)
         )
 

@@ -26,6 +26,8 @@ class FleetModel:
         self.waiting_since: float | None = None
         self.idle_s = 0.0
         """The time since its last request; 0 while there are any."""
+        self.given_up = 0
+        """Engines that cannot start beside others that run. They are tried again by a restart."""
         self.trouble: str | None = None
         """Why it cannot be loaded, in words."""
         self.loading_since: float | None = None
@@ -61,6 +63,10 @@ class FleetModel:
             "load_s": self.load_s,
         }
 
+    def mend(self) -> None:
+        """Try again what could not be started."""
+        self.trouble, self.given_up = None, 0
+
     def note_demand(self, waiting: int, idle_s: float, now: float) -> None:
         self.waiting, self.idle_s = waiting, idle_s
         if not waiting:
@@ -73,6 +79,7 @@ class FleetModel:
         for child in list(self.engines):
             if child.gave_up is not None:
                 self.engines.remove(child)
+                self.given_up += 1
                 if not self.engines:
                     self.trouble = child.gave_up
         if self.state != "ready":

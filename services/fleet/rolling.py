@@ -35,6 +35,12 @@ class RollingRestart:
         if child is not self._new and (model, child) not in self._queue:
             self._queue.append((model, child))
 
+    def forget(self, model: FleetModel) -> None:
+        """Exchange no further engines of ``model``."""
+        self._queue = deque(each for each in self._queue if each[0] is not model)
+        if self._model is model:
+            self._model = self._old = self._new = None
+
     def concerns(self, model: FleetModel) -> bool:
         return model is self._model or any(each is model for each, _ in self._queue)
 
@@ -78,5 +84,4 @@ class RollingRestart:
     def _stop(self, reason: str) -> None:
         assert self._model is not None
         logger.error("restart of model %s: %s", self._model.id, reason)
-        self._queue = deque(each for each in self._queue if each[0] is not self._model)
-        self._model = self._old = self._new = None
+        self.forget(self._model)

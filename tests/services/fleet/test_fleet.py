@@ -116,6 +116,33 @@ def test_a_restart_ends_where_the_new_engine_cannot_start() -> None:
     assert run.states == {"a": "ready"}
 
 
+def test_the_server_goes_on_without_an_engine_that_cannot_be_exchanged_or_started() -> None:
+    """Not even the only model's: others of its engines serve."""
+    run = FleetRun(2 * GB, [entry("a", engines=2)])
+    assert [child.spec.essential for child in run.children[1:]] == [True, False]
+    run.settle()
+    run.fleet.restart("a-1")
+    run.fleet.turn()
+    run.end_retired()  # there is no memory for both
+    run.fleet.turn()
+    run.child("a-1").gave_up = "no such model"
+    run.settle()
+    assert run.engines == ["a-0"], "it is not started again and again"
+    run.fleet.restart("a")
+    run.settle()
+    assert sorted(run.engines) == ["a-0", "a-1"]
+
+
+def test_a_model_that_is_taken_out_during_its_restart_is_gone() -> None:
+    run = FleetRun(2 * GB, [entry("a"), entry("b")])
+    run.settle()
+    run.fleet.restart("b")
+    run.fleet.turn()
+    run.fleet.reconfigure(run.settings, [entry("a")])
+    run.settle()
+    assert run.engines == ["a-0"]
+
+
 def test_the_router_is_told_at_once_which_engine_has_ended_and_whether_that_was_planned() -> None:
     run = FleetRun(2 * GB, [entry("a", engines=2)])
     run.settle()

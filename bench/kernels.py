@@ -122,7 +122,7 @@ def ours(model: Any, layout: Layout, lengths: Sequence[int], width: int, bits: i
         Row(slot, length, length + width) for slot, length in zip(slots, lengths, strict=True)
     )
     mx.eval([(slab.arrays, slab.scales) for slab in slabs.values()])  # as in a running engine
-    contents = {number: (list(slab.arrays), dict(slab.scales)) for number, slab in slabs.items()}
+    contents = {number: (list(slab.arrays), list(slab.scales)) for number, slab in slabs.items()}
     inputs = mx.zeros((len(rows), width), mx.int32)
     mx.eval(inputs)
 
@@ -133,7 +133,7 @@ def ours(model: Any, layout: Layout, lengths: Sequence[int], width: int, bits: i
     def prepare() -> Build:
         for number, (arrays, scales) in contents.items():  # a write changes the array object
             slabs[number].arrays = [mx.stop_gradient(array) for array in arrays]
-            slabs[number].scales = {i: mx.stop_gradient(array) for i, array in scales.items()}
+            slabs[number].scales = [mx.stop_gradient(array) for array in scales]
         return build
 
     return prepare

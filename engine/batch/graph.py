@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -68,6 +68,16 @@ class GraphBatch(RaggedBatch):
             scatter += [len(gather) + place for place in group.places()]
             gather += group.batch_rows()
         return mx.array(gather), mx.array(scatter)
+
+    def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
+        found = super().logits(model, inputs, kv_only=kv_only)
+        self.finish_writes()
+        return found
+
+    def finish_writes(self) -> None:
+        """Write what the layers' writes left for the end of the pass."""
+        for writer in self._writers.values():
+            writer.flush()
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         ring = self.layout.layers[layer].ring_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -16,13 +16,6 @@ Part: TypeAlias = tuple[int, int, int] | None
 """Rows of a batch, from and to (exclusive), and the width that they have. None for all of it."""
 
 _ALL = slice(None)
-
-
-class Indices(NamedTuple):
-    """A place for each new token of each KV head."""
-
-    of_values: tuple[mx.array, ...]  # rows, heads and positions of a slab: (rows, heads, width)
-    of_scales: tuple[mx.array, ...]  # the same after which of both it is: (2, rows, heads, width)
 
 
 class Place:
@@ -38,7 +31,7 @@ class Place:
         self.part = part
         self._rows = rows
         self._width = width
-        self._indices: dict[int, Indices] = {}
+        self._indices: dict[int, tuple[mx.array, ...]] = {}
         first, start = rows[0].slot.row, rows[0].start
         self._rectangle: tuple[slice, slice, slice] | None = None
         index = start % self._ring
@@ -48,46 +41,54 @@ class Place:
             end = first + len(rows)
             self._rectangle = slice(first, end), _ALL, slice(index, index + width)
 
-    def put(self, number: int, array: mx.array, scales: mx.array | None) -> None:
-        """Write ``array`` (batch, kv_heads, width, ...) of the whole batch, and its ``scales``
-        (2, batch, kv_heads, width, groups), into arrays ``number`` of the slab."""
-        index: Index = self._rectangle or self.indices(array.shape[1]).of_values
+    def put(self, number: int, array: mx.array) -> None:
+        """Write ``array`` (batch, kv_heads, width, ...) of the whole batch into array ``number`` of
+        the slab."""
+        index: Index = self._rectangle or self.indices(array.shape[1])
         self.slab.arrays[number][index] = of_part(array, self.part)
-        if scales is not None:
-            index = (_ALL, *index) if self._rectangle else self.indices(array.shape[1]).of_scales
-            self.slab.scales[number][index] = of_part(scales, self.part)
 
-    def indices(self, heads: int) -> Indices:
-        """Return the places of all tokens. They are made once for each number of ``heads``."""
+    def put_scales(self, array: int, indices: list[int], scales: mx.array) -> None:
+        """Write ``scales`` (arrays, 2, batch, kv_heads, width, groups) at ``indices`` of the first
+        axis of ``Slab.scales[array]``."""
+        target = self.slab.scales[array]
+        is_all = indices == list(range(target.shape[0]))
+        index: Index
+        if self._rectangle is not None and is_all:
+            index = (_ALL, _ALL, *self._rectangle)
+        else:
+            # Not slices: for a slice among indices MLX would make and cast an index.
+            numbers = mx.array(indices).reshape(-1, 1, 1, 1, 1)
+            both = mx.array([0, 1]).reshape(2, 1, 1, 1)
+            index = (numbers, both, *self.indices(scales.shape[3]))
+        target[index] = of_part(scales, self.part)
+
+    def indices(self, heads: int) -> tuple[mx.array, ...]:
+        """Return rows, heads and positions of a slab for all tokens: (rows, heads, width). They are
+        made once for each number of ``heads``."""
         if heads not in self._indices:
-            numbers = tuple(row.slot.row for row in self._rows)
-            one, two = _rows_and_heads(numbers, heads, self._width)
+            rows = _rows_and_heads(tuple(row.slot.row for row in self._rows), heads, self._width)
             last = self.slab.capacity - 1
             # Padding may share a position: any that has no token will do.
             starts = [row.start for row in self._rows]
             width, ring = self._width, self._ring
             found = [min(start + i, last) % ring for start in starts for i in range(width)]
-            positions = mx.array(found).reshape(len(starts), 1, self._width)
-            of_values = *one, mx.broadcast_to(positions, one[0].shape)
-            of_scales = *two, mx.broadcast_to(positions, two[0].shape)
-            self._indices[heads] = Indices(of_values, of_scales)
+            positions = mx.array(found).reshape(len(starts), 1, width)
+            self._indices[heads] = *rows, mx.broadcast_to(positions, rows[0].shape)
         return self._indices[heads]
 
 
 @lru_cache(maxsize=64)
 def _rows_and_heads(
     numbers: tuple[int, ...], heads: int, width: int
-) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-    """Return the rows and heads of `Indices.of_values`, and the first three of
-    `Indices.of_scales`, for rows ``numbers`` of a slab. They are the same in many steps.
+) -> tuple[mx.array, mx.array]:
+    """Return the first two of `Place.indices`, for rows ``numbers`` of a slab. They are the same in
+    many steps.
 
     Not slices: for a slice among indices MLX would make and cast an index in each call."""
     rows = mx.array(numbers).reshape(-1, 1, 1)
     each = mx.arange(heads, dtype=mx.int32).reshape(-1, 1)
-    both = mx.array([0, 1]).reshape(2, 1, 1, 1)
     shape = len(numbers), heads, width
-    one = tuple(mx.broadcast_to(x, shape) for x in (rows, each))
-    return one, tuple(mx.broadcast_to(x, (2, *shape)) for x in (both, rows, each))
+    return mx.broadcast_to(rows, shape), mx.broadcast_to(each, shape)
 
 
 def of_part(array: mx.array, part: Part) -> mx.array:

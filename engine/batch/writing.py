@@ -13,15 +13,18 @@ from engine.cache.layout import ArrayLayout, Layout
 from engine.cache.quantization import round_together
 from engine.cache.slabs import StoredKV
 
-INDICES = 7
-"""Index arrays of a place: three of values, and four of scales."""
+INDICES = 3
+"""Index arrays of a place."""
 
 Arrays: TypeAlias = tuple[mx.array, ...]
 Write: TypeAlias = Callable[..., list[mx.array]]
 
 
 class SlabWriter:
-    """Writes keys and values of one layer after the other to the places of a batch."""
+    """Writes keys and values of one layer after the other to the places of a batch.
+
+    Scales wait for `flush`, which writes those of all layers at once, unless attention reads them.
+    """
 
     def __init__(
         self, layout: Layout, places: Sequence[Place], sources: mx.array | None, compiles: bool
@@ -30,11 +33,15 @@ class SlabWriter:
         writing are one compiled function: fewer kernels, and a third of the time to build."""
         self._arrays = layout.arrays
         self._kinds = layout.kinds
+        self._scales = layout.scales
         self._places = places
         self._sources = sources
         self._plain = layout.precision.bits == 16
+        self._reads_scales = not layout.dequantized
         self._compiles = compiles and layout.dequantized
         self._compiled: dict[tuple[int, int], tuple[Write, list[Arrays]]] = {}
+        self._waiting: dict[int, list[tuple[int, mx.array]]] = {}
+        """By array of scales: the index along its first axis, and (arrays, 2, batch, ...)."""
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Store keys and values (batch, kv_heads, width, dim) of ``layer``."""
@@ -44,9 +51,9 @@ class SlabWriter:
             values = mx.take_along_axis(values, self._sources, axis=2)
         if self._plain:
             for place in self._places:
-                place.put(number, keys, None)
+                place.put(number, keys)
                 if values.size:
-                    place.put(number + 1, values, None)
+                    place.put(number + 1, values)
             return
         is_pair = self._kinds[number] == self._kinds[number + 1]
         if self._compiles and is_pair and self._arrays[number].quantization is not None:
@@ -59,8 +66,30 @@ class SlabWriter:
             elif kind.dim:
                 kept = StoredKV.of(new, kind)
                 for place in self._places:
-                    place.put(number, kept.array, kept.scales)
+                    place.put(number, kept.array)
+                if kept.scales is not None:
+                    self._keep_scales(number, kept.scales[None])
             number += 1
+        if self._reads_scales:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the scales of all layers since the last call."""
+        for array, waiting in self._waiting.items():
+            waiting.sort(key=lambda each: each[0])
+            parts = [scales for _, scales in waiting]
+            indices = [first + i for first, part in waiting for i in range(part.shape[0])]
+            scales = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+            for place in self._places:
+                place.put_scales(array, indices, scales)
+        self._waiting.clear()
+
+    def _keep_scales(self, number: int, scales: mx.array) -> None:
+        """Keep ``scales`` (arrays, 2, batch, kv_heads, width, groups) of arrays ``number`` and
+        following for `flush`."""
+        place = self._scales[number]
+        assert place is not None
+        self._waiting.setdefault(place.array, []).append((place.index, scales))
 
     def _write_compiled(self, number: int, *new: mx.array) -> None:
         """Write ``new`` into arrays ``number`` and following, which are all of one kind."""
@@ -69,30 +98,23 @@ class SlabWriter:
         if compiled is None:
             compiled = self._compiled[key] = self._compile(number, new)
         write, indices = compiled
-        numbers = (number, number + 1)[: len(new)]
+        end = number + len(new)
         inputs = [*new]
         for place, index in zip(self._places, indices, strict=True):
-            slab = place.slab
-            for i in numbers:
-                inputs += slab.arrays[i], slab.scales[i]
+            inputs += place.slab.arrays[number:end]
             inputs += index
-        written = write(*inputs)
-        at = 0
-        for place in self._places:
-            slab = place.slab
-            for i in numbers:
-                slab.arrays[i], slab.scales[i] = written[at : at + 2]
-                at += 2
+        scales, *written = write(*inputs)
+        for i, place in enumerate(self._places):
+            place.slab.arrays[number:end] = written[i * len(new) : (i + 1) * len(new)]
+        self._keep_scales(number, scales)
 
-    def _compile(
-        self, number: int, new: tuple[mx.array, ...]
-    ) -> tuple[Write, list[tuple[mx.array, ...]]]:
+    def _compile(self, number: int, new: Arrays) -> tuple[Write, list[Arrays]]:
         """Return a function that writes arrays like ``new``, and the indices for each place."""
         indices = [place.indices(new[0].shape[1]) for place in self._places]
         slabs = (place.slab.arrays[number].shape for place in self._places)
         parts = tuple(place.part for place in self._places)
         write = _compiled(self._arrays[number], len(new), parts, new[0].shape, *slabs)
-        return write, [(*index.of_values, *index.of_scales) for index in indices]
+        return write, indices
 
 
 @lru_cache(maxsize=128)
@@ -103,23 +125,21 @@ def _compiled(
 
     One for all that it depends on: the shapes too, since MLX keeps what it traced for every
     shape that a function has met, and looks through it in each call. It takes the new arrays,
-    and for each place the slab's arrays, each with its scales, and the indices of both. It
-    returns arrays and scales in that order."""
+    and for each place the slab's arrays and the indices. It returns the scales (count, 2, batch,
+    kv_heads, width, groups), and the slabs' arrays in that order."""
     scheme = kind.quantization
     assert scheme is not None
 
     def run(*inputs: mx.array) -> list[mx.array]:
-        rounded = round_together(inputs[:count], scheme)
-        written: list[mx.array] = []
-        size = 2 * count + INDICES
+        rounded, scales = round_together(inputs[:count], scheme)
+        outputs = [scales]
+        size = count + INDICES
         for i, part in enumerate(parts):
             its = inputs[count + i * size : count + (i + 1) * size]
-            for j, (values, marks) in enumerate(rounded):
-                array, scales = its[2 * j : 2 * j + 2]
-                array[its[-7:-4]] = of_part(values, part)
-                scales[its[-4:]] = of_part(marks, part)
-                written += array, scales
-        return written
+            for array, values in zip(its[:count], rounded, strict=True):
+                array[its[count:]] = of_part(values, part)
+                outputs.append(array)
+        return outputs
 
     compiled: Write = mx.compile(run)
     return compiled

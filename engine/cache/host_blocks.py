@@ -27,12 +27,19 @@ def take(
     if how is None:
         np.stack(found, out=targets[0])
         return
-    scales = np.stack([np.asarray(slab.scales[i])[:, row, :, stretch] for i in group.arrays], 1)
+    scales = np.stack([host_scales(slab, i)[:, row, :, stretch] for i in group.arrays], 1)
     targets[1][...] = scales
     codes = codes_in_place(np.stack(found), scales, how)
     if how.bits == 4:
         codes = codes[..., ::2] | (codes[..., 1::2] << np.uint8(4))
     targets[0][...] = codes
+
+
+def host_scales(slab: Slab, number: int) -> HostArray:
+    """Return `Slab.scales_of` a quantized array, as memory that is written in place."""
+    place = slab.scales_place(number)
+    assert place is not None
+    return np.asarray(slab.scales[place.array])[place.index]
 
 
 def give(
@@ -68,7 +75,7 @@ def _give_one(
     if how is None:
         np.concatenate(found, axis=-2, out=target)
         return
-    marks = np.asarray(slab.scales[number])[:, row, :, stretch]
+    marks = host_scales(slab, number)[:, row, :, stretch]
     np.concatenate([part[:, position] for part in parts[1]], axis=-2, out=marks)
     codes = np.concatenate(found, axis=-2)
     if how.bits == 4:

@@ -110,6 +110,13 @@ class StorageGroup:
         return codes, ((2, *rows, kind.dim // scheme.group_size), mx.float16)
 
 
+class ScalesPlace(NamedTuple):
+    """A slab keeps the scales of all arrays of one layout and ring in one array."""
+
+    array: int  # index in ``Slab.scales``
+    index: int  # along its first axis
+
+
 @dataclass(frozen=True)
 class Layout:
     """All layers of a model, and how slots and blocks store them."""
@@ -127,6 +134,8 @@ class Layout:
     groups: tuple[StorageGroup, ...] = field(init=False)
     kinds: tuple[int, ...] = field(init=False)
     """For each array the index of the first one that is equal."""
+    scales: tuple[ScalesPlace | None, ...] = field(init=False)
+    """Where a slab keeps the scales of each array, None if it is not quantized."""
 
     def __post_init__(self) -> None:
         arrays = []
@@ -145,6 +154,16 @@ class Layout:
         first: dict[ArrayLayout, int] = {}
         kinds = tuple(first.setdefault(array, index) for index, array in enumerate(arrays))
         object.__setattr__(self, "kinds", kinds)
+        counts: dict[tuple[int, int | None], int] = {}
+        places: list[ScalesPlace | None] = []
+        for number, array in enumerate(arrays):
+            if array.quantization is None:
+                places.append(None)
+                continue
+            key = kinds[number], self.ring_tokens(number)
+            counts[key] = counts.get(key, 0) + 1
+            places.append(ScalesPlace(list(counts).index(key), counts[key] - 1))
+        object.__setattr__(self, "scales", tuple(places))
 
     def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
         """Return the layout of the same model with keys and values kept in ``precision``."""
@@ -201,8 +220,14 @@ class Layout:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of one position in the largest array of a slot."""
-        return max((array.slot_token_bytes for array in self.arrays), default=0)
+        """Bytes of one position in the largest array of a slot, which may be that of scales."""
+        found = [array.slot_token_bytes for array in self.arrays]
+        for number, place in enumerate(self.scales):
+            scheme = self.arrays[number].quantization
+            if place is not None and scheme is not None and place.index == 0:
+                one = self.arrays[number].kv_heads * scheme.scale_bytes(self.arrays[number].dim)
+                found.append(one * sum(p is not None and p.array == place.array for p in self.scales))
+        return max(found, default=0)
 
     def block_buffers(self, tokens: int) -> tuple[int, ...]:
         """Return the bytes of each buffer of a stored block of ``tokens`` tokens."""

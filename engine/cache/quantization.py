@@ -96,9 +96,10 @@ def quantize(x: mx.array, scheme: Quantization) -> Quantized:
 
 def round_together(
     arrays: Sequence[mx.array], scheme: Quantization
-) -> list[tuple[mx.array, mx.array]]:
+) -> tuple[list[mx.array], mx.array]:
     """Return one or two ``arrays`` (batch, kv_heads, width, dim), quantized and dequantized, in
-    their own type, and the scales of each. To be compiled, into few kernels for both.
+    their own type, and the scales of all: (arrays, 2, batch, kv_heads, width, groups). To be
+    compiled, into few kernels for both.
 
     The result is that of `quantize` and `dequantize`."""
     first, count = arrays[0], len(arrays)
@@ -119,11 +120,8 @@ def round_together(
     )
     codes = _nearest(groups, scale, bias, scheme)
     rounded = (codes * scale + bias).astype(first.dtype)
-    marks = 2, *shape[:-2], first.shape[-1] // scheme.group_size
-    return [
-        (rounded[i : i + 1].reshape(first.shape), scales[i : i + 1].reshape(marks))
-        for i in range(count)
-    ]
+    kept = [rounded[i : i + 1].reshape(first.shape) for i in range(count)]
+    return kept, scales.reshape(count, 2, *shape[:-1])
 
 
 @cache

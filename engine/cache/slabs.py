@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from engine.cache.layout import ArrayLayout, Layout
+from engine.cache.layout import ArrayLayout, Layout, ScalesPlace
 from engine.cache.quantization import (
     KERNEL_GROUPS,
     Quantized,
@@ -62,24 +62,32 @@ class Slab:
         """Keys of layer 0, values of layer 0, keys of layer 1, ...: (rows, kv_heads, capacity,
         dim). An array that is quantized and not dequantized has packed codes in uint32. One of a
         layer with a ring that is shorter than the capacity has the length of the ring."""
-        self.scales: dict[int, mx.array] = {}
-        """(2, rows, kv_heads, capacity, groups) of each quantized array, by its index. The capacity
-        is that of the array."""
+        self._places = layout.scales
         for number, kind in enumerate(layout.arrays):
             shape, dtype = (rows, kind.kv_heads, self.ring(number) or capacity), kind.dtype
             dim, scheme = kind.dim, kind.quantization
-            if scheme is not None:
-                self.scales[number] = mx.zeros((2, *shape, dim // scheme.group_size), mx.float16)
-                if not kind.dequantized:
-                    dim, dtype = scheme.code_bytes(dim) // mx.uint32.size, mx.uint32
+            if scheme is not None and not kind.dequantized:
+                dim, dtype = scheme.code_bytes(dim) // mx.uint32.size, mx.uint32
             self.arrays.append(mx.zeros((*shape, dim), dtype))
+        self.scales: list[mx.array] = []
+        """(arrays, 2, rows, kv_heads, capacity, groups): scales and biases of quantized arrays, see
+        `Layout.scales`. The capacity is that of the arrays."""
+        members: dict[int, list[int]] = {}
+        for number, place in enumerate(layout.scales):
+            if place is not None:
+                members.setdefault(place.array, []).append(number)
+        for numbers in members.values():
+            kind, scheme = layout.arrays[numbers[0]], layout.arrays[numbers[0]].quantization
+            assert scheme is not None
+            shape = len(numbers), 2, *self.arrays[numbers[0]].shape[:3], kind.dim // scheme.group_size
+            self.scales.append(mx.zeros(shape, mx.float16))
         self.last_tokens = mx.zeros((rows,), mx.int32)
         """(rows,): the token that each row sampled last, on the device."""
 
     @property
     def contents(self) -> list[mx.array]:
         """All arrays that a step writes, to be evaluated."""
-        return [*self.arrays, *self.scales.values(), self.last_tokens]
+        return [*self.arrays, *self.scales, self.last_tokens]
 
     def ring(self, number: int) -> int | None:
         """Return the positions of array ``number`` if it is a ring, None if it has all of them."""
@@ -94,8 +102,8 @@ class Slab:
         for first, last, at in self._stretches(number, start, end):
             its, to = slice(first - start, last - start), slice(at, at + last - first)
             self.arrays[number][row, :, to] = kept.array[..., its, :]
-            if kept.scales is not None:
-                self.scales[number][:, row, :, to] = kept.scales[..., its, :]
+            if (place := self._places[number]) is not None:
+                self.scales[place.array][place.index, :, row, :, to] = kept.scales[..., its, :]
 
     def get(self, number: int, row: int, start: int, end: int) -> StoredKV:
         """Return positions ``start`` to ``end`` of array ``number`` of ``row``, as for `put`.
@@ -103,10 +111,19 @@ class Slab:
         Those of a ring must all be in it."""
         parts = self._stretches(number, start, end)
         values = [self.arrays[number][row, :, at : at + b - a] for a, b, at in parts]
-        if number not in self.scales:
+        if (whole := self.scales_of(number)) is None:
             return StoredKV(_joined(values), None)
-        scales = [self.scales[number][:, row, :, at : at + b - a] for a, b, at in parts]
+        scales = [whole[:, row, :, at : at + b - a] for a, b, at in parts]
         return StoredKV(_joined(values), _joined(scales))
+
+    def scales_place(self, number: int) -> ScalesPlace | None:
+        """Return where the scales of array ``number`` are, None if it is not quantized."""
+        return self._places[number]
+
+    def scales_of(self, number: int) -> mx.array | None:
+        """Return the scales of array ``number``: (2, rows, kv_heads, capacity, groups)."""
+        place = self._places[number]
+        return None if place is None else self.scales[place.array][place.index]
 
     def _stretches(self, number: int, start: int, end: int) -> list[tuple[int, int, int]]:
         """Return where positions ``start`` to ``end`` lie: from, to, and the index of the first."""
@@ -125,7 +142,9 @@ class Slab:
         if kind.quantization is None or kind.dequantized:
             return array
         bits, size = kind.quantization
-        scales = self.scales[number][:, :, :, first:length][:, rows]
+        whole = self.scales_of(number)
+        assert whole is not None
+        scales = whole[:, :, :, first:length][:, rows]
         if size in KERNEL_GROUPS:
             wide = scales.astype(mx.float32)
             found = mx.dequantize(array, wide[0], wide[1], group_size=size, bits=bits)
@@ -141,11 +160,11 @@ class Slab:
                 np.asarray(array)[row] = 0
             else:
                 array[row] = 0
-        for scales in self.scales.values():
+        for scales in self.scales:
             if in_place:
-                np.asarray(scales)[:, row] = 0
+                np.asarray(scales)[:, :, row] = 0
             else:
-                scales[:, row] = 0
+                scales[:, :, row] = 0
 
     def resize(self, rows: int) -> None:
         """Give the slab another number of ``rows``. Arrays are copied and evaluated one by one, so
@@ -153,8 +172,8 @@ class Slab:
         for number, array in enumerate(self.arrays):
             self.arrays[number] = _resized(array, 0, rows)
             del array
-        for number, scales in self.scales.items():
-            self.scales[number] = _resized(scales, 1, rows)
+        for number, scales in enumerate(self.scales):
+            self.scales[number] = _resized(scales, 2, rows)
             del scales
         self.last_tokens = _resized(self.last_tokens, 0, rows)
         self.rows = rows
@@ -168,12 +187,13 @@ class Slab:
         """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``.
 
         Nothing is evaluated. ``source`` is read: write it only once `contents` are evaluated."""
-        for number, (ours, theirs) in enumerate(zip(self.arrays, source.arrays, strict=True)):
+        for ours, theirs in zip(self.arrays, source.arrays, strict=True):
             # A ring is copied whole. One that the source has not begun again lies as positions do.
             end = min(length, theirs.shape[2])
             ours[row, :, :end] = theirs[source_row, :, :end]
-            if (scales := self.scales.get(number)) is not None:
-                scales[:, row, :, :end] = source.scales[number][:, source_row, :, :end]
+        for ours, theirs in zip(self.scales, source.scales, strict=True):
+            end = min(length, theirs.shape[4])
+            ours[:, :, row, :, :end] = theirs[:, :, source_row, :, :end]
         self.last_tokens[row] = source.last_tokens[source_row]
 
 

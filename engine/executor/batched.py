@@ -225,13 +225,12 @@ class BatchedExecutor(Executor):
         Arrays are (1, kv_heads, length, dim), as attention reads them, with their scales. For
         proofs. The caller must not keep them."""
         slab, row = self._slabs[slot.slab_id], slice(slot.row, slot.row + 1)
-        return [
-            StoredKV(
-                slab.read(number, row, length),
-                slab.scales[number][:, row, :, :length] if number in slab.scales else None,
-            )
-            for number in range(len(self.layout.arrays))
-        ]
+        kept = []
+        for number in range(len(self.layout.arrays)):
+            scales = slab.scales_of(number)
+            part = None if scales is None else scales[:, row, :, :length]
+            kept.append(StoredKV(slab.read(number, row, length), part))
+        return kept
 
     def _export(self, blocks: Iterable[int], piece: Piece | None) -> set[int]:
         """Export ``blocks`` and snapshots once ``piece`` is done. Return those that exist, which

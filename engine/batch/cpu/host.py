@@ -22,6 +22,7 @@ from engine.batch.cpu import tiles
 from engine.batch.cpu.tiles import Span
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
+from engine.cache.host_blocks import host_scales
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays, keep
 from engine.cache.slabs import Slab, Slabs
@@ -180,7 +181,7 @@ class HostBatch(RaggedBatch):
         for number, (new, scales) in enumerate(kept, 2 * layer):
             for slab, first, rows, numbers, starts in self._stretches:
                 target = self._array(slab, number)
-                marks = None if scales is None else np.asarray(slab.scales[number])
+                marks = None if scales is None else host_scales(slab, number)
                 if self.decoding and isinstance(new, np.ndarray):
                     last = first + len(rows)
                     target[numbers, :, starts] = new[first:last, :, 0]

@@ -14,7 +14,7 @@ from engine.batch.graph import GraphBatch
 from engine.batch.groups import row_groups
 from engine.batch.ragged import Row
 from engine.cache.layout import AttentionLayout, KVNode, Layout
-from engine.cache.quantization import Precision, fake_quantize
+from engine.cache.quantization import Precision, fake_quantize, quantize
 from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.plan import Slot
 
@@ -165,7 +165,9 @@ def test_what_is_stored_is_rounded(
     slabs = filled(layout)
     keys = mx.random.normal((4, 2, widest, 32))
     values = mx.random.normal((4, 2, widest, value_dim))
-    GraphBatch(layout, slabs, rows).write(0, keys, values)
+    batch = GraphBatch(layout, slabs, rows)
+    batch.write(0, keys, values)
+    batch.finish_writes()
     for number, new in enumerate((keys, values)):
         scheme = layout.arrays[number].quantization
         assert scheme is not None
@@ -174,7 +176,10 @@ def test_what_is_stored_is_rounded(
             slab = slabs[row.slot.slab_id]
             kept = slab.arrays[number][row.slot.row, :, row.start : row.end]
             assert mx.array_equal(kept, rounded[i, :, : row.width])
-            assert mx.all(slab.scales[number][0, row.slot.row, :, row.start : row.end] > 0)
+            scales = slab.scales_of(number)
+            assert scales is not None
+            expected = quantize(new[i, :, : row.width], scheme).scales
+            assert mx.array_equal(scales[:, row.slot.row, :, row.start : row.end], expected)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -190,7 +195,9 @@ def test_compiled_writes_copy_no_array_of_a_slab(width: int) -> None:
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         rows = [Row(Slot(0, i), start + i, start + i + width) for i in range(8)]
-        GPUBatch(layout, slabs, rows).write(0, new, new)
+        batch = GPUBatch(layout, slabs, rows)
+        batch.write(0, new, new)
+        batch.finish_writes()
         mx.eval(slabs[0].contents)
         peaks.append(mx.get_peak_memory() - before)
     assert peaks[1] < slabs[0].arrays[0].nbytes / 4

@@ -78,9 +78,7 @@ class Place:
 
 
 @lru_cache(maxsize=64)
-def _rows_and_heads(
-    numbers: tuple[int, ...], heads: int, width: int
-) -> tuple[mx.array, mx.array]:
+def _rows_and_heads(numbers: tuple[int, ...], heads: int, width: int) -> tuple[mx.array, mx.array]:
     """Return the first two of `Place.indices`, for rows ``numbers`` of a slab. They are the same in
     many steps.
 

@@ -40,8 +40,8 @@ class SlabWriter:
         self._reads_scales = not layout.dequantized
         self._compiles = compiles and layout.dequantized
         self._compiled: dict[tuple[int, int], tuple[Write, list[Arrays]]] = {}
-        self._waiting: dict[int, list[tuple[int, mx.array]]] = {}
-        """By array of scales: the index along its first axis, and (arrays, 2, batch, ...)."""
+        self._waiting: list[tuple[int, mx.array]] = []
+        """Scales (arrays, 2, batch, kv_heads, width, groups, 1) of an array and those after it."""
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Store keys and values (batch, kv_heads, width, dim) of ``layer``."""
@@ -68,28 +68,25 @@ class SlabWriter:
                 for place in self._places:
                     place.put(number, kept.array)
                 if kept.scales is not None:
-                    self._keep_scales(number, kept.scales[None])
+                    self._waiting.append((number, kept.scales[None, ..., None]))
             number += 1
         if self._reads_scales:
             self.flush()
 
     def flush(self) -> None:
         """Write the scales of all layers since the last call."""
-        for array, waiting in self._waiting.items():
-            waiting.sort(key=lambda each: each[0])
-            parts = [scales for _, scales in waiting]
-            indices = [first + i for first, part in waiting for i in range(part.shape[0])]
-            scales = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-            for place in self._places:
-                place.put_scales(array, indices, scales)
+        by_array: dict[int, dict[int, mx.array]] = {}
+        for number, scales in self._waiting:
+            place = self._scales[number]
+            assert place is not None
+            by_array.setdefault(place.array, {})[place.index] = scales
         self._waiting.clear()
-
-    def _keep_scales(self, number: int, scales: mx.array) -> None:
-        """Keep ``scales`` (arrays, 2, batch, kv_heads, width, groups) of arrays ``number`` and
-        following for `flush`."""
-        place = self._scales[number]
-        assert place is not None
-        self._waiting.setdefault(place.array, []).append((place.index, scales))
+        for array, parts in by_array.items():
+            found = [parts[first] for first in sorted(parts)]
+            indices = [first + i for first in sorted(parts) for i in range(parts[first].shape[0])]
+            scales = found[0] if len(found) == 1 else mx.concatenate(found)
+            for to in self._places:
+                to.put_scales(array, indices, scales.squeeze(-1))
 
     def _write_compiled(self, number: int, *new: mx.array) -> None:
         """Write ``new`` into arrays ``number`` and following, which are all of one kind."""
@@ -106,7 +103,7 @@ class SlabWriter:
         scales, *written = write(*inputs)
         for i, place in enumerate(self._places):
             place.slab.arrays[number:end] = written[i * len(new) : (i + 1) * len(new)]
-        self._keep_scales(number, scales)
+        self._waiting.append((number, scales))
 
     def _compile(self, number: int, new: Arrays) -> tuple[Write, list[Arrays]]:
         """Return a function that writes arrays like ``new``, and the indices for each place."""
@@ -125,8 +122,8 @@ def _compiled(
 
     One for all that it depends on: the shapes too, since MLX keeps what it traced for every
     shape that a function has met, and looks through it in each call. It takes the new arrays,
-    and for each place the slab's arrays and the indices. It returns the scales (count, 2, batch,
-    kv_heads, width, groups), and the slabs' arrays in that order."""
+    and for each place the slab's arrays and the indices. It returns the scales as they wait in
+    `SlabWriter`, and the slabs' arrays in that order."""
     scheme = kind.quantization
     assert scheme is not None
 

@@ -226,7 +226,9 @@ class Layout:
             scheme = self.arrays[number].quantization
             if place is not None and scheme is not None and place.index == 0:
                 one = self.arrays[number].kv_heads * scheme.scale_bytes(self.arrays[number].dim)
-                found.append(one * sum(p is not None and p.array == place.array for p in self.scales))
+                found.append(
+                    one * sum(p is not None and p.array == place.array for p in self.scales)
+                )
         return max(found, default=0)
 
     def block_buffers(self, tokens: int) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def round_together(
     arrays: Sequence[mx.array], scheme: Quantization
 ) -> tuple[list[mx.array], mx.array]:
     """Return one or two ``arrays`` (batch, kv_heads, width, dim), quantized and dequantized, in
-    their own type, and the scales of all: (arrays, 2, batch, kv_heads, width, groups). To be
+    their own type, and the scales of all: (arrays, 2, batch, kv_heads, width, groups, 1). To be
     compiled, into few kernels for both.
 
     The result is that of `quantize` and `dequantize`."""
@@ -121,7 +121,7 @@ def round_together(
     codes = _nearest(groups, scale, bias, scheme)
     rounded = (codes * scale + bias).astype(first.dtype)
     kept = [rounded[i : i + 1].reshape(first.shape) for i in range(count)]
-    return kept, scales.reshape(count, 2, *shape[:-1])
+    return kept, scales
 
 
 @cache

@@ -79,7 +79,12 @@ class Slab:
         for numbers in members.values():
             kind, scheme = layout.arrays[numbers[0]], layout.arrays[numbers[0]].quantization
             assert scheme is not None
-            shape = len(numbers), 2, *self.arrays[numbers[0]].shape[:3], kind.dim // scheme.group_size
+            shape = (
+                len(numbers),
+                2,
+                *self.arrays[numbers[0]].shape[:3],
+                kind.dim // scheme.group_size,
+            )
             self.scales.append(mx.zeros(shape, mx.float16))
         self.last_tokens = mx.zeros((rows,), mx.int32)
         """(rows,): the token that each row sampled last, on the device."""

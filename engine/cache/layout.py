@@ -220,16 +220,14 @@ class Layout:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of one position in the largest array of a slot, which may be that of scales."""
-        found = [array.slot_token_bytes for array in self.arrays]
-        for number, place in enumerate(self.scales):
-            scheme = self.arrays[number].quantization
-            if place is not None and scheme is not None and place.index == 0:
-                one = self.arrays[number].kv_heads * scheme.scale_bytes(self.arrays[number].dim)
-                found.append(
-                    one * sum(p is not None and p.array == place.array for p in self.scales)
-                )
-        return max(found, default=0)
+        """Bytes of one position in the largest array of a slot, which may be one of scales."""
+        scales: dict[int, int] = {}
+        for array, place in zip(self.arrays, self.scales, strict=True):
+            if place is not None and array.quantization is not None:
+                own = array.kv_heads * array.quantization.scale_bytes(array.dim)
+                scales[place.array] = scales.get(place.array, 0) + own
+        values = (array.slot_token_bytes for array in self.arrays)
+        return max((*values, *scales.values()), default=0)
 
     def block_buffers(self, tokens: int) -> tuple[int, ...]:
         """Return the bytes of each buffer of a stored block of ``tokens`` tokens."""

@@ -79,7 +79,7 @@ class SlabWriter:
         for number, scales in self._waiting:
             place = self._scales[number]
             assert place is not None
-            by_array.setdefault(place.array, {})[place.index] = scales
+            by_array.setdefault(place.array, {})[place.at] = scales
         self._waiting.clear()
         for array, parts in by_array.items():
             found = [parts[first] for first in sorted(parts)]

@@ -11,7 +11,7 @@ import numpy as np
 from engine.backend.threads import in_parallel, num_threads
 from engine.cache.layout import StorageGroup
 from engine.cache.packing import HostArray
-from engine.cache.rounding import codes_in_place
+from engine.cache.rounding import Scales, codes_in_place
 from engine.cache.slabs import Slab
 
 WORTH_THREADS = 500_000
@@ -35,11 +35,12 @@ def take(
     targets[0][...] = codes
 
 
-def host_scales(slab: Slab, number: int) -> HostArray:
+def host_scales(slab: Slab, number: int) -> Scales:
     """Return `Slab.scales_of` a quantized array, as memory that is written in place."""
     place = slab.scales_place(number)
     assert place is not None
-    return np.asarray(slab.scales[place.array])[place.index]
+    scales: Scales = np.asarray(slab.scales[place.array])[place.at]
+    return scales
 
 
 def give(

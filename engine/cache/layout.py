@@ -113,8 +113,8 @@ class StorageGroup:
 class ScalesPlace(NamedTuple):
     """A slab keeps the scales of all arrays of one layout and ring in one array."""
 
-    array: int  # index in ``Slab.scales``
-    index: int  # along its first axis
+    array: int  # number in ``Slab.scales``
+    at: int  # index along its first axis
 
 
 @dataclass(frozen=True)

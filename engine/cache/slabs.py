@@ -108,7 +108,8 @@ class Slab:
             its, to = slice(first - start, last - start), slice(at, at + last - first)
             self.arrays[number][row, :, to] = kept.array[..., its, :]
             if (place := self._places[number]) is not None:
-                self.scales[place.array][place.index, :, row, :, to] = kept.scales[..., its, :]
+                assert kept.scales is not None
+                self.scales[place.array][place.at, :, row, :, to] = kept.scales[..., its, :]
 
     def get(self, number: int, row: int, start: int, end: int) -> StoredKV:
         """Return positions ``start`` to ``end`` of array ``number`` of ``row``, as for `put`.
@@ -128,7 +129,7 @@ class Slab:
     def scales_of(self, number: int) -> mx.array | None:
         """Return the scales of array ``number``: (2, rows, kv_heads, capacity, groups)."""
         place = self._places[number]
-        return None if place is None else self.scales[place.array][place.index]
+        return None if place is None else self.scales[place.array][place.at]
 
     def _stretches(self, number: int, start: int, end: int) -> list[tuple[int, int, int]]:
         """Return where positions ``start`` to ``end`` lie: from, to, and the index of the first."""

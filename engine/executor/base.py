@@ -22,6 +22,7 @@ class ExecutorSpec:
     batching: str  # how sequences are computed together, in a word: for logs and tables
     look_ahead: bool  # whether a plan may be dispatched before the plan before it was read
     batches_decodes: bool  # whether all decodes of a plan are computed in one pass
+    batches_chunks: bool  # whether the same holds for its chunks
     max_sequences: int | None  # the limit of slots in use at once, None for no limit
     # Whether KV can be saved to blocks and state to snapshots, and restored from them.
     prefix_cache: bool

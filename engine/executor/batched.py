@@ -48,6 +48,8 @@ class BatchedExecutor(Executor):
         self._block_size = block_size
         self.batch_class = batch_class
         self._sampler = Sampler()
+        # There is one state per sequence and not one per position. Padding would change it.
+        self._pads_chunks = batch_class.pads_rows and not layout.states
         self.reset()
         shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
         self.spec = ExecutorSpec(
@@ -56,6 +58,7 @@ class BatchedExecutor(Executor):
             # the step before it, so looking ahead would only delay tokens by a step.
             look_ahead=on_gpu,
             batches_decodes=not batch_class.one_row_per_pass,
+            batches_chunks=self._pads_chunks,
             max_sequences=None,
             prefix_cache=True,
             keeps_kv=bool(layout.layers) or not layout.states,
@@ -368,15 +371,13 @@ class BatchedExecutor(Executor):
         return mx.where(unknown, mx.concatenate(last), given)
 
     def _prefill(self, plan: Plan, failed: list[tuple[Slot, str]]) -> Prefill:
-        # There is one state per sequence and not one per position. Padding would change it.
-        together = self.batch_class.pads_rows and not self.layout.states
         return Prefill(
             chunks=plan.chunks,
             failed=failed,
             model=self._model,
             slabs=self._slabs,
             batch=self._batch,
-            together=together,
+            together=self._pads_chunks,
             longest=self.layout.longest_pass,
             stopwatch=self._stopwatch,
         )

@@ -36,6 +36,7 @@ class SerialExecutor(Executor):
             batching="one at a time",
             look_ahead=False,
             batches_decodes=False,
+            batches_chunks=False,
             max_sequences=1,
             prefix_cache=False,
             keeps_kv=True,

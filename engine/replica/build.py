@@ -137,6 +137,7 @@ def _scheduler_config(
         slot_block_bytes=sizes.slot_block_bytes,
         shares_slabs=spec.shares_slabs,
         rings=spec.rings,
+        batches_chunks=spec.batches_chunks,
         state_bytes=spec.state_bytes,
         max_snapshots=sizes.max_snapshots,
         keeps_kv=spec.keeps_kv,

@@ -39,6 +39,7 @@ class SchedulerConfig:
     """Whether all slots of one capacity are in one slab that grows. ``slot_block_bytes`` includes
     then what a slab takes while it is copied."""
     rings: tuple[Ring, ...] = ()  # the part of ``slot_block_bytes`` that long slots do without
+    batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
     max_chunk_tokens: int = MAX_TOKENS  # then the most that chunks of a plan have together
     prefix_cache: bool = True  # False for models whose KV cannot be cut into blocks

@@ -254,6 +254,8 @@ class Planner:
         for seq in prefilling:
             if len(builder.chunks) == self._config.prefill_batch_size:
                 break
+            if self._needs_another_pass(seq, builder):
+                continue
             # A sequence ahead computes this very block now: in the next step it can be restored.
             # One that needs log-probabilities of its prompt has to compute the block itself.
             number = seq.num_computed_tokens // size
@@ -273,6 +275,14 @@ class Planner:
             seq.advance(end)
             if end == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
+
+    def _needs_another_pass(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        """Return whether a chunk of ``seq`` would delay the tokens of the plan's decodes: those are
+        sent when the last pass of chunks is dispatched, which waits for the passes before it."""
+        if not (self._config.look_ahead and builder.decodes and builder.chunks):
+            return False
+        scored = seq.needs_prompt_logprobs or any(chunk.target_ids for chunk in builder.chunks)
+        return scored or not self._config.batches_chunks
 
     def _make_chunk(self, seq: Sequence, end: int) -> Chunk:
         start = seq.num_computed_tokens

@@ -35,6 +35,7 @@ CONFIGS = st.fixed_dictionaries(
         "store_policy": st.sampled_from(["evict_only", "write_through"]),
         "look_ahead": st.booleans(),
         "shares_slabs": st.booleans(),
+        "batches_chunks": st.booleans(),
         "max_sequences": st.sampled_from([3, 100]),
     }
 )

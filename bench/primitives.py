@@ -23,14 +23,23 @@ VIEWS = frozenset(
 """Primitives that launch nothing. `Reshape` copies an array whose axes were transposed; that is
 left out, since a graph does not show it."""
 
-_NODE = re.compile(r'label ="(\w+)", shape=rectangle')
+_NODE = re.compile(r'(\d+) \[label ="(\w+)", shape=rectangle')
+_INPUT = re.compile(r"-> (\d+)\n")
 
 
 def count_primitives(outputs: Sequence[mx.array]) -> Counter[str]:
-    """Return the number of primitives that ``outputs`` still need, by name, without views."""
+    """Return the number of primitives that ``outputs`` still need, by name, without views.
+
+    What MLX compiled into one is one. A concatenation copies each of its inputs by a kernel, and
+    counts as many."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *outputs)
-    return Counter(name for name in _NODE.findall(graph.getvalue()) if name not in VIEWS)
+    inputs = Counter(_INPUT.findall(graph.getvalue()))
+    found: Counter[str] = Counter()
+    for node, name in _NODE.findall(graph.getvalue()):
+        if name not in VIEWS:
+            found[name] += inputs[node] if name == "Concatenate" else 1
+    return found
 
 
 @contextmanager

@@ -31,6 +31,8 @@ def test_primitives_are_counted_without_views_and_without_what_was_evaluated() -
     assert count_primitives([c]) == {"Matmul": 2, "Add": 1}
     mx.eval(c)
     assert count_primitives([c, a]) == {}
+    joined = mx.concatenate([a, b, a + 1])
+    assert count_primitives([joined]) == {"Add": 1, "Concatenate": 3}
 
 
 def test_one_primitive_stands_for_each_fused_function() -> None:

@@ -8,7 +8,7 @@ in every layer is made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from engine.batch.places import places, sources
 from engine.batch.ragged import RaggedBatch, Row
 from engine.batch.writing import SlabWriter
 from engine.cache.layout import AttentionLayout, Layout
-from engine.cache.slabs import Slabs
+from engine.cache.slabs import Slab, Slabs
 
 GroupReach: TypeAlias = tuple[RowGroup, slice, Reach]
 
@@ -44,6 +44,13 @@ class GraphBatch(RaggedBatch):
         self._reaches: dict[tuple[int | None, int | None], list[GroupReach]] = {}
         # Slots hold values, so attention reads them as they are.
         self._holds_values = layout.dequantized or layout.precision.bits == 16
+
+    def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
+        return iter(self._stretches)
+
+    @cached_property
+    def _stretches(self) -> list[tuple[Slab, int, Sequence[Row]]]:
+        return list(super().by_slab())
 
     @cached_property
     def _groups(self) -> list[RowGroup]:

@@ -56,10 +56,7 @@ class Place:
         if self._rectangle is not None and is_all:
             index = (_ALL, _ALL, *self._rectangle)
         else:
-            # Not slices: for a slice among indices MLX would make and cast an index.
-            numbers = mx.array(indices).reshape(-1, 1, 1, 1, 1)
-            both = mx.array([0, 1]).reshape(2, 1, 1, 1)
-            index = (numbers, both, *self.indices(scales.shape[3]))
+            index = (*_arrays_and_both(tuple(indices)), *self.indices(scales.shape[3]))
         target[index] = of_part(scales, self.part)
 
     def indices(self, heads: int) -> tuple[mx.array, ...]:
@@ -75,6 +72,12 @@ class Place:
             positions = mx.array(found).reshape(len(starts), 1, width)
             self._indices[heads] = *rows, mx.broadcast_to(positions, rows[0].shape)
         return self._indices[heads]
+
+
+@lru_cache(maxsize=64)
+def _arrays_and_both(indices: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+    """Return the first two indices of `Place.put_scales`, which are the same in every step."""
+    return mx.array(indices).reshape(-1, 1, 1, 1, 1), mx.array([0, 1]).reshape(2, 1, 1, 1)
 
 
 @lru_cache(maxsize=64)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -28,51 +27,22 @@ def num_threads() -> int:
 
 
 def in_parallel(work: Sequence[Callable[[], None]]) -> None:
-    """Run all pieces of ``work``, the last on this thread. A product in NumPy uses one thread."""
-    if len(work) == 1:
-        work[0]()
-        return
-    with numpy_threads(1):
-        others = [_pool().submit(piece) for piece in work[:-1]]
-        work[-1]()
-        for other in others:
-            other.result()
-
-
-@contextmanager
-def numpy_threads(count: int) -> Iterator[None]:
-    """Compute NumPy's products with ``count`` threads, in builds with the OpenBLAS of its wheels.
-
-    Other builds are left as they are. Two threads must not enter at the same time."""
-    global _numpy_threads
-    before = _numpy_threads
-    _set_numpy_threads(count)
-    _numpy_threads = count
-    try:
-        yield
-    finally:
-        _set_numpy_threads(before)
-        _numpy_threads = before
-
-
-_numpy_threads = 1
+    """Run all pieces of ``work``, the last on this thread."""
+    others = [_pool().submit(piece) for piece in work[:-1]]
+    work[-1]()
+    for other in others:
+        other.result()
 
 
 def keep_numpy_to_one_thread() -> None:
-    """Compute NumPy's products with one thread, outside `numpy_threads`."""
-    _set_numpy_threads(1)
+    """Compute each product in NumPy with one thread, in builds with the OpenBLAS of its wheels.
 
-
-def _set_numpy_threads(count: int) -> None:
-    for function in _functions():
-        function(count)
-
-
-@cache
-def _functions() -> tuple[Callable[[int], None], ...]:
-    libraries = (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*")
-    loaded = [ctypes.CDLL(str(library)) for library in libraries]
-    return tuple(getattr(one, name) for one in loaded for name in _SETTERS if hasattr(one, name))
+    Other builds are left as they are."""
+    for library in (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"):
+        loaded = ctypes.CDLL(str(library))
+        for name in _SETTERS:
+            if hasattr(loaded, name):
+                getattr(loaded, name)(1)
 
 
 @cache

@@ -1,0 +1,70 @@
+"""`mlx-lm-server engine`: the processes of a machine whose engines join routers elsewhere."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from services import cli
+from services.joining import joining_children
+from services.launcher import ChildSpec
+from shared.rundir import RunDir
+from shared.settings import Settings, parse, parse_models
+
+FIRST, SECOND = "tcp://127.0.0.1:5555", "ipc:///run/second"
+
+
+def specs_of(directory: Path, *flags: str) -> list[ChildSpec]:
+    flags = (f"--engine-socket={FIRST}", f"--engine-socket={SECOND}", "--model=demo", *flags)
+    options, models = parse_models(flags, {}, "prog")
+    with RunDir.create(directory) as run_dir:
+        return joining_children(options, models, run_dir)
+
+
+def parsed(spec: ChildSpec) -> Settings:
+    return parse(spec.command[4:], {}, "prog")
+
+
+def test_engines_join_all_routers_and_share_a_store_of_their_own(tmp_path: Path) -> None:
+    store, *engines = specs_of(tmp_path, "--engines=2")
+    host = socket.gethostname().partition(".")[0]
+    assert (store.name, [each.name for each in engines]) == ("kvstore", [f"{host}-0", f"{host}-1"])
+    for each in engines:
+        assert parsed(each).engine_socket == (FIRST, SECOND)
+        assert parsed(each).kvstore_socket == parsed(store).kvstore_socket
+        assert each.announces_ready
+    (address,) = parsed(store).kvstore_socket
+    assert address.startswith(f"ipc://{tmp_path}/mlxlm-")
+
+
+def test_a_store_elsewhere_takes_the_place_of_an_own_one(tmp_path: Path) -> None:
+    (engine,) = specs_of(tmp_path, "--kvstore-socket=ipc:///run/blocks")
+    assert parsed(engine).kvstore_socket == ("ipc:///run/blocks",)
+    (engine,) = specs_of(tmp_path, "--no-ssd")
+    assert parsed(engine).no_ssd
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "line"),
+    [
+        ([], 2, "--engine-socket: the address of the router to join"),
+        (["--engine-socket=tcp://10.0.0.9:5"], 2, "10.0.0.9 is not this machine, which needs --cu"),
+        (
+            ["--engine-socket=tcp://10.0.0.9:5", "--curve-dir=/nowhere"],
+            78,
+            "--curve-dir: cannot read /nowhere/engine.key",
+        ),
+    ],
+)
+def test_what_is_missing_is_one_line(
+    flags: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        found = cli.main(["engine", *flags])
+    except SystemExit as caught:
+        found = int(str(caught.code))
+    error = capsys.readouterr().err
+    assert (found, error.count("\n")) == (code, 1)
+    assert error.startswith("mlx-lm-server engine: ") and line in error

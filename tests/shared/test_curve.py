@@ -1,0 +1,110 @@
+"""Who is let in at a CURVE socket, and whose messages are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from shared.allow_list import (
+    AllowedKey,
+    AllowListError,
+    parse_allowed_key,
+    read_allow_list,
+    write_allow_list,
+)
+from shared.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
+
+PATIENCE_MS = 20_000
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@contextmanager
+def guarded(
+    directory: Path, refused: Callable[[str], None]
+) -> Iterator[tuple[Gatekeeper, zmq.Socket[bytes]]]:
+    """Yield a gatekeeper for keys of any model, and the socket that it guards."""
+    context: Context = zmq.Context()
+    gatekeeper = Gatekeeper(context, directory, on_refused=refused, any_model_only=True)
+    socket = context.socket(zmq.ROUTER)
+    gatekeeper.protect(socket)
+    socket.linger = 0
+    socket.bind("tcp://127.0.0.1:*")
+    gatekeeper.start()
+    try:
+        yield gatekeeper, socket
+    finally:
+        gatekeeper.close()
+        socket.close()
+        context.term()
+
+
+def test_keys_for_some_models_are_refused_where_any_model_counts(tmp_path: Path) -> None:
+    server = create_pair(tmp_path, "server").public
+    bound, free = (create_pair(tmp_path / name, "engine") for name in ("bound", "free"))
+    write_allow_list(
+        tmp_path / ALLOW_LIST,
+        [
+            AllowedKey(bound.public, "bound", frozenset({"small"})),
+            AllowedKey(free.public, "free"),
+        ],
+    )
+    refused: list[str] = []
+    with guarded(tmp_path, refused.append) as (gatekeeper, ours):
+        address = ours.get_string(zmq.LAST_ENDPOINT)
+        context: Context = zmq.Context()
+        try:
+            peers = [context.socket(zmq.DEALER) for _ in range(2)]
+            for pair, peer in zip((bound, free), peers, strict=True):
+                EngineKeys(pair, server).protect(peer)
+                peer.connect(address)
+                peer.send(pair.public.encode())
+            assert ours.poll(PATIENCE_MS)
+            frames = ours.recv_multipart(copy=False)
+            assert frames[-1].bytes == free.public.encode()
+            found = gatekeeper.find(frames)
+            assert found is not None and found.name == "free"
+            while not refused:
+                assert not ours.poll(50), "nothing else arrives"
+            assert refused == ["key"]
+            write_allow_list(tmp_path / ALLOW_LIST, [])
+            while gatekeeper.find(frames) is not None:
+                assert not ours.poll(50)
+        finally:
+            context.destroy(linger=0)
+
+
+KEY = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("xyz", "line 1: 'xyz' is not a public key"),
+        (f"{KEY}\n{KEY}", "line 2: the same key twice"),
+        (f"{KEY} name=a\n{KEY[::-1]} name=a", "line 2: the name a twice"),
+        (f"{KEY} rpm=5", "line 1: 'rpm=5': after the key come name= and models="),
+        (f"{KEY} name=a.b", "line 1: name: 'a.b' is not of letters"),
+        (f"{KEY} models=a,", "line 1: models has an empty name"),
+    ],
+)
+def test_a_list_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "allowed"
+    path.write_text(text)
+    with pytest.raises(AllowListError, match=error):
+        read_allow_list(path)
+
+
+def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "allowed"
+    assert read_allow_list(path) == {}
+    path.write_text(f"# a comment\n\n{KEY} models=b,a name=n # another\n")
+    (found,) = read_allow_list(path).values()
+    assert found == parse_allowed_key(KEY, ["name=n", "models=a,b"])
+    assert found.may_serve(["a"]) and found.may_serve(["a", "b"])
+    assert not found.may_serve(["a", "c"])
+    write_allow_list(path, [found])
+    assert path.read_text() == f"{KEY} name=n models=a,b\n"

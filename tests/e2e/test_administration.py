@@ -1,0 +1,68 @@
+"""A whole server that is administrated while it serves: restarts, and caches that are cleared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services import cli
+from tests.e2e.server import Server, serving
+
+PROMPT = "one two three four " * 20
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    flags = ("--admin-key", "boss", "--ssd-policy", "write_through")
+    with serving(tiny_model("llama"), *flags) as server:
+        yield server
+
+
+def command(server: Server, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    asked = [f"--url=http://127.0.0.1:{server.port}", "--admin-key=boss", "--json"]
+    assert cli.main([*words, *asked]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_restart_breaks_no_stream(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    def incarnations() -> list[str]:
+        engines = command(server, capsys, "engines")["engines"]
+        return [one["incarnation"] for one in engines if one["ready"]]
+
+    fields = {"max_tokens": 600, "ignore_eos": True}
+    expected = server.complete(PROMPT, **fields)["choices"][0]["text"]
+    before = incarnations()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(server.complete, PROMPT, **fields) for _ in range(2)]
+        command(server, capsys, "restart", "--wait")
+        texts = [each.result(60)["choices"][0]["text"] for each in running]
+    assert texts == [expected] * 2
+    server.wait_until(lambda: len(incarnations()) == 1, 30, "the old engine is gone")
+    assert incarnations() != before
+    assert server.complete(PROMPT, **fields)["choices"][0]["text"] == expected
+
+
+def test_cleared_caches_are_empty_in_ram_and_on_ssd(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cached() -> int:
+        usage = server.complete(PROMPT)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    server.wait_until(lambda: blocks(server) > 0, 30, "blocks are on SSD")
+    command(server, capsys, "cache", "clear")
+    server.wait_until(lambda: blocks(server) == 0, 30, "no block is on SSD")
+    assert cached() == 0
+    assert cached() > 0
+
+
+def blocks(server: Server) -> float:
+    return server.metric("mlx_lm_server_store_blocks")

@@ -78,6 +78,11 @@ class RouterLink:
     def is_overfull(self) -> bool:
         return len(self._outbox) > OUTBOX_LIMIT
 
+    @property
+    def asks_again(self) -> bool:
+        """Whether the router has refused this engine, which will ask again."""
+        return self._retry_at is not None
+
     def clear(self) -> None:
         self._outbox.clear()
 

@@ -118,7 +118,7 @@ class RouterLink:
             self._complain(f"the key {self._own_key} of this engine is not on its list")
         elif self._own_key:
             self._complain("it does not use CURVE, or has another key than server.key here")
-        else:
+        elif self.endpoint.startswith("tcp:"):
             self._complain("it wants CURVE: give --curve-dir")
 
     def tick(self, now: float) -> None:

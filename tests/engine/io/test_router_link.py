@@ -15,7 +15,7 @@ from shared import wire
 from shared.allow_list import AllowedKey, write_allow_list
 from shared.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
 
-PATIENCE_S = 20.0
+PATIENCE_S = 20
 Context = zmq.Context[zmq.Socket[bytes]]
 
 

@@ -98,6 +98,7 @@ def ready_engines(server: Server) -> set[str]:
     return {engine["name"] for engine in model["engines"] if engine["ready"]}
 
 
+@pytest.mark.slow
 def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
     tiny_model: Callable[..., Path],
 ) -> None:

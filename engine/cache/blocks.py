@@ -94,12 +94,12 @@ class BlockStore:
     def _save_in_place(self, slab: Slab, row: int, start: int, count: int) -> list[mx.array]:
         saved = []
         for first in range(start, start + count * self._block_size, self._block_size):
-            packed = np.zeros(self._packing.packed_bytes, np.uint8)
-            parts = iter(self._packing.host_views(packed))
+            packed = mx.zeros(self._packing.packed_bytes, mx.uint8)
+            parts = iter(self._packing.host_views(np.asarray(packed)))
             for group in self._groups:
                 targets = [next(parts) for _ in group.parts(self._block_size)]
                 host_blocks.take(slab, group, row, slice(first, first + self._block_size), targets)
-            saved.append(mx.array(packed))
+            saved.append(packed)
         return saved
 
     def _save_graph(self, slab: Slab, row: int, start: int, count: int) -> list[mx.array]:

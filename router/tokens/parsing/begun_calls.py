@@ -55,6 +55,8 @@ class BegunCallParser:
     mended (`JsonReader`); arguments that are not JSON are passed on as they are.
     """
 
+    is_parsed_later = False
+
     def __init__(self, form: _Form, names: Container[str]) -> None:
         self._form = form
         self._names = names

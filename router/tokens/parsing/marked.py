@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 
 from router.tokens.detokenizer import partial_match_length
+from router.tokens.parsing.begun_arguments import TaggedCallParser
 from router.tokens.parsing.begun_calls import BegunCallParser
 from router.tokens.parsing.calls import (
     JSON,
@@ -68,7 +69,7 @@ class MarkedReplyParser:
         self._new_id = new_id
         self._call_stream = call_stream
         self._names = frozenset(tool["function"]["name"] for tool in tools)
-        self._begun: BegunCallParser | None = None
+        self._begun: BegunCallParser | TaggedCallParser | None = None
         """Of the current calls: None where a grammar allows only calls, within reasoning, and where
         they are only known when they are whole."""
         self._markers = format.markers(calls=bool(tools))
@@ -184,8 +185,10 @@ class MarkedReplyParser:
                 out.reasoning.append(self._reasoning.feed(text))
             case ReplyState.TOOL:
                 self._read_call(text, out)
-                if self._begun is None or not self._begun.started:
+                begun = self._begun is not None and self._begun.started
+                if not begun:
                     self._call.append(text)
+                if not begun or (self._begun and self._begun.is_parsed_later):
                     self._work.add(text)
             case ReplyState.HEADER:
                 self._header += text
@@ -223,8 +226,11 @@ class MarkedReplyParser:
         if after is ReplyState.TOOL:
             syntax = self._format.tools
             self._begun = None
-            if syntax and not self._call_stream and self._called_from is ReplyState.NORMAL:
-                self._begun = BegunCallParser.of(syntax.name, self._names)
+            # A call that must be made is compared with earlier ones before it is shown.
+            free = self._call_stream is None and not self._only_calls
+            if syntax and free and self._called_from is ReplyState.NORMAL:
+                tagged = TaggedCallParser.of(syntax.name, syntax.parse, self._tools, self._names)
+                self._begun = tagged or BegunCallParser.of(syntax.name, self._names)
             if syntax is not None and not syntax.start:
                 self._read_call(self._call[0], out)
             else:
@@ -259,7 +265,9 @@ class MarkedReplyParser:
         self._emit("".join(self._call) + end, out)
         return False
 
-    def _close_begun(self, begun: BegunCallParser, end: str, out: _DeltaBuilder) -> bool:
+    def _close_begun(
+        self, begun: BegunCallParser | TaggedCallParser, end: str, out: _DeltaBuilder
+    ) -> bool:
         """End calls that have begun at the marker ``end``, unless that is part of a string."""
         if end and begun.in_string:
             self._add_fragments(begun.feed(end), out)
@@ -275,8 +283,8 @@ class MarkedReplyParser:
         """Add the pieces of calls in ``text``, within the markers of calls."""
         if self._begun is not None:
             self._add_fragments(self._begun.feed(text), out)
-            if self._begun.started:
-                self._work = self._no_work()  # it is not parsed again
+            if self._begun.started and not self._begun.is_parsed_later:
+                self._work = self._no_work()
         else:
             self._stream_call(text, out)
 

@@ -35,6 +35,35 @@ def test_a_call_is_shown_when_its_arguments_begin(reply: Reply) -> None:
     assert sum(map(bool, shown)) > len(json.dumps(arguments)) / 2
 
 
+def tagged_call_of(*arguments: str, end: str = "</function>\n</tool_call>") -> str:
+    written = "".join(f"<parameter={each}\n</parameter>\n" for each in arguments)
+    return "<tool_call>\n<function=get_weather>\n" + written + end
+
+
+def test_arguments_between_tags_are_shown_one_by_one() -> None:
+    written = tagged_call_of("city>\nBerlin", "days>\n3")
+    parser = MarkedReplyParser(format_of("qwen3_coder"), ReplyState.NORMAL, TOOLS)
+    calls = [call for character in written for call in parser.feed(character).calls]
+    assert [call.arguments for call in calls] == ["{", '"city": "Berlin"', ', "days": 3', "}"]
+    assert calls[0].name == "get_weather"
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (tagged_call_of("city>\na</tool_call>\nb"), {"city": "a</tool_call>\nb"}),
+        (tagged_call_of(end="<parameter=city>\nx\n</function>\n</tool_call>"), {"city": "x"}),
+        (tagged_call_of("days>\nmany", "city>\nx"), {"days": "many", "city": "x"}),
+        (tagged_call_of("city>\nx", end="</tool_call>"), {"city": "x"}),
+        (tagged_call_of("city>\nx", end=""), {"city": "x"}),
+    ],
+)
+def test_slips_between_tags_are_mended(written: str, arguments: object, size: int) -> None:
+    part = read(written, format_of("qwen3_coder"), size=size)
+    assert (named(part.calls), part.text) == ([("get_weather", arguments)], "")
+
+
 def call_of(arguments: str, end: str = "\n</tool_call>") -> str:
     return '<tool_call>\n{"name": "get_weather", "arguments": ' + arguments + end
 

@@ -35,6 +35,8 @@ from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, 
 THINK = REASONING["think"]
 BEGUN = ("json_tools", "harmony", "mistral", "kimi_k2", "kimi_k3")
 """Parsers of calls that are known as soon as their arguments begin."""
+TAGGED = ("qwen3_coder", "glm47", "laguna", "longcat")
+"""Parsers of such calls whose arguments are shown one by one."""
 
 
 def format_of(parser: str) -> ReplyFormat:
@@ -164,6 +166,10 @@ def test_a_reply_cut_short_has_calls_that_were_complete_or_had_begun(reply: Repl
         if calls and isinstance(calls[-1][1], str):
             name, arguments = calls.pop()
             assert name == reply.calls[len(calls)][0]
+            if reply.parser in TAGGED:
+                whole = json.dumps(reply.calls[len(calls)][1], ensure_ascii=False)
+                assert whole.startswith(arguments)
+                continue
             assert arguments == "" or (arguments[0] == "{" and arguments in reply.written)
             assert reply.parser in BEGUN
         assert calls == reply.calls[: len(calls)]

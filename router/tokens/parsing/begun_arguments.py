@@ -39,22 +39,22 @@ def _tagged(
 
 
 _GLM = _tagged(
-    r"\s*NAME\s*(?=<arg_key>)",
-    r"\s*<arg_key>KEY</arg_key>(?:\\n|\s)*<arg_value>",
+    r"\s*+NAME\s*+(?=<arg_key>)",
+    r"\s*+<arg_key>KEY</arg_key>(?:\\n|\s)*+<arg_value>",
     "</arg_value>",
 )
 _FORMS = {
     "qwen3_coder": _tagged(
-        r"\s*<function=NAME>\s*(?=<parameter=)",
-        r"\s*<parameter=KEY>",
+        r"\s*+<function=NAME>\s*+(?=<parameter=)",
+        r"\s*+<parameter=KEY>",
         "</parameter>",
         "</function>",
     ),
     "glm47": _GLM,
     "laguna": _GLM,
     "longcat": _tagged(
-        r"\s*NAME\s*(?=<longcat_arg_key>)",
-        r"\s*<longcat_arg_key>KEY</longcat_arg_key>(?:\\n|\s)*<longcat_arg_value>",
+        r"\s*+NAME\s*+(?=<longcat_arg_key>)",
+        r"\s*+<longcat_arg_key>KEY</longcat_arg_key>(?:\\n|\s)*+<longcat_arg_value>",
         "</longcat_arg_value>",
         section_end="</longcat_tool_call>",
     ),

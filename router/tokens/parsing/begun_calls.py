@@ -22,27 +22,27 @@ class _Form(NamedTuple):
 
 
 def _form(begin: str, between: str) -> _Form:
-    return _Form(re.compile(begin.replace("NAME", _NAME) + r"\s*(?=\{)"), re.compile(between))
+    return _Form(re.compile(begin.replace("NAME", _NAME) + r"\s*+(?=\{)"), re.compile(between))
 
 
 _FORMS = {
     "json_tools": _form(
-        r'\s*\[?\s*\{\s*"name"\s*:\s*"NAME"\s*,\s*"(?:arguments|parameters)"\s*:',
-        r'(?:\s*,\s*"[^"]*"\s*:\s*"[^"]*")*[\s}\],;]*',  # such as its id
+        r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"NAME"\s*+,\s*+"(?:arguments|parameters)"\s*+:',
+        r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;]*+',  # such as its id
     ),
     "harmony": _form(
         r"(?s:.{0,200}?)(?:\A|\s)to=(?:functions\.)?NAME(?=[\s<])(?s:.{0,200}?)<\|message\|>",
-        r"\s*",
+        r"\s*+",
     ),
-    "mistral": _form(r"\s*NAME\s*\[ARGS\]", r"\s*(?:\[TOOL_CALLS\])?"),
+    "mistral": _form(r"\s*+NAME\s*+\[ARGS\]", r"\s*+(?:\[TOOL_CALLS\])?"),
     "kimi_k2": _form(
-        r"\s*(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?NAME:\d+)\s*"
+        r"\s*+(?:<\|tool_call_begin\|>)?\s*+(?P<id>(?:functions\.)?NAME:\d+)\s*+"
         r"<\|tool_call_argument_begin\|>",
-        r"\s*(?:<\|tool_call_end\|>)?\s*",
+        r"\s*+(?:<\|tool_call_end\|>)?\s*+",
     ),
     "kimi_k3": _form(
-        r'\s*<\|open\|>call tool="NAME" index="\d+"<\|sep\|>\s*<\|open\|>json[^<]*<\|sep\|>',
-        r"\s*(?:<\|close\|>json<\|sep\|>)?\s*(?:<\|close\|>call<\|sep\|>)?\s*",
+        r'\s*+<\|open\|>call tool="NAME" index="\d+"<\|sep\|>\s*+<\|open\|>json[^<]*<\|sep\|>',
+        r"\s*+(?:<\|close\|>json<\|sep\|>)?\s*+(?:<\|close\|>call<\|sep\|>)?\s*+",
     ),
 }
 """By the name of the tool parser that reads such calls as a whole."""

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from router.errors import InvalidRequest
 from router.tokens.parsing.json_quoting import (
     QUOTED_TEXT,
     end_of_class,
@@ -55,7 +56,10 @@ def input_lark(grammar: Grammar, *, quoted: bool, end: str | None = None) -> str
     source, param = grammar.source, grammar.param or ""
     if grammar.kind == "regex":
         source = f"start: /{_within_slashes(source)}/"
-    return _Converter(definitions(source, param), quoted, param).nested(end)
+    try:
+        return _Converter(definitions(source, param), quoted, param).nested(end)
+    except RecursionError:
+        raise InvalidRequest(f"'{param}' is nested too deeply.", param=param) from None
 
 
 def _within_slashes(expression: str) -> str:

@@ -21,6 +21,8 @@ _PIECE = re.compile(
     | (?P<sign>-> | \.\. | :: | [][(){}:,.~+*?|&=_-])""",
     re.VERBOSE,
 )
+_MAX_DEPTH = 30
+"""llguidance's limit of nested brackets."""
 _DIRECTIVES = ("%import", "%ignore", "%declare")
 
 
@@ -55,7 +57,7 @@ def definitions(source: str, param: str) -> list[Definition]:
 
 
 def _pieces(source: str, param: str) -> Iterator[LarkPiece]:
-    position, line = 0, 1
+    position, line, depth = 0, 1, 0
     while position < len(source):
         found = _PIECE.match(source, position)
         if found is None:
@@ -63,6 +65,9 @@ def _pieces(source: str, param: str) -> Iterator[LarkPiece]:
         kind, text = found.lastgroup or "", found[0]
         if kind == "foreign" or (kind == "directive" and text not in _DIRECTIVES):
             raise wrong(f"{text!r} is not supported in the grammar of a tool", line, param)
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(text, 0)
+        if depth > _MAX_DEPTH:
+            raise wrong("brackets are nested too deeply", line, param)
         if kind != "comment":
             yield LarkPiece(kind, text, line)
         position, line = found.end(), line + text.count("\n")
@@ -72,19 +77,18 @@ def _statements(pieces: Sequence[LarkPiece]) -> Iterator[list[LarkPiece]]:
     """Yield the pieces of each definition, which goes on in lines that begin with '|' or are within
     brackets."""
     statement: list[LarkPiece] = []
-    for index, piece in enumerate(pieces):
-        if piece.kind != "newline":
-            if statement or piece.kind != "space":
-                statement.append(piece)
-            continue
-        following = (p for p in pieces[index + 1 :] if p.kind not in ("newline", "space"))
-        after = next(following, None)
-        if after is None or after.text != "|":
-            if statement:
+    ended = False
+    for piece in pieces:
+        if piece.kind == "newline":
+            ended = True
+            piece = LarkPiece("space", "\n", piece.line)
+        elif piece.kind != "space":
+            if ended and piece.text != "|" and statement:
                 yield statement
-            statement = []
-        elif statement:
-            statement.append(LarkPiece("space", "\n", piece.line))
+                statement = []
+            ended = False
+        if statement or piece.kind != "space":
+            statement.append(piece)
     if statement:
         yield statement
 

@@ -114,6 +114,8 @@ def test_a_reply_in_messages_ends_with_a_call_or_a_message(checker: Checker) -> 
         ('start "a"', "line 1: a definition"),
         ("start: /(?x)a/", "the flag x"),
         ("start: /[a/", "the class '[a'"),
+        ("start: /" + "[" * 9000 + "a" + "]" * 9000 + "/", "nested too deeply"),
+        ("start: " + "~(" * 9000 + '"a"' + ")" * 9000, "nested too deeply"),
     ],
 )
 def test_what_no_input_can_have_is_refused_with_its_place(source: str, where: str) -> None:

@@ -53,6 +53,8 @@ _ITEMS: list[_Json] = [
         for kind in ("function_call", "custom_tool_call", "local_shell_call", "shell_call")
         for output in ("x", [_PART], [{"stdout": "x", "outcome": {"type": "exit", "exit_code": 2}}])
     ),
+]
+_REFUSED_ITEMS: list[_Json] = [
     {"type": "item_reference", "id": "msg_x"},
     {"type": "web_search_call", "id": "ws_x", "status": "completed"},
 ]
@@ -81,11 +83,13 @@ _RESPONSES: dict[str, list[Any]] = {
     "text": [{"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}}],
     "prompt_cache_key": ["x"],
     "client_metadata": [{"x": "y"}],
+    "max_tool_calls": [1],
+    "stream": [True, False],
+}
+_REFUSED: dict[str, list[Any]] = {
     "background": [True, False],
     "context_management": [[], [{"type": "compaction"}]],
     "previous_response_id": ["resp_x"],
-    "max_tool_calls": [1],
-    "stream": [True, False],
 }
 _BLOCKS: list[_Json] = [
     {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}},
@@ -150,6 +154,10 @@ def body(path: str, draw: random.Random) -> _Json:
     made: _Json = {name: draw.choice(fields[name]) for name in fields if draw.random() < 0.35}
     if path == "/v1/responses":
         made["input"] = draw.choices(_ITEMS, k=draw.randrange(1, 6))
+        if draw.random() < 0.1:
+            name = draw.choice(sorted(_REFUSED))
+            made[name] = draw.choice(_REFUSED[name])
+            made["input"].append(draw.choice(_REFUSED_ITEMS))
         made["max_output_tokens"] = 8
         if draw.random() < 0.8:
             made["tools"] = draw.sample(_TOOLS, k=draw.randrange(1, 4))
@@ -188,5 +196,5 @@ def fuzz_agents(client: httpx.Client, count: int, seed: int) -> tuple[Counter[st
         if answer.status_code >= 500:
             failed.append(f"{answer.status_code} {path} {asked!r}: {answer.text[:300]}")
         elif answer.status_code == 200:
-            reached.update(asked if isinstance(asked, dict) else ())
+            reached.update(list(asked) if isinstance(asked, dict) else ())
     return reached, failed

@@ -134,7 +134,7 @@ def test_a_grammar_of_a_custom_tool_that_does_not_compile_is_a_400_with_the_plac
     server: Server,
 ) -> None:
     for definition, where in (
-        ('start: a\na: "x" b', "2(8): unknown name"),
+        ('start: a\na: "x" b', "2(4): unknown name"),
         ("start: <x>", "line 1"),
     ):
         error = take(server, "lark", definition).json()["error"]

@@ -71,8 +71,8 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
     call, given as JSON, in the form that it takes."""
     parts = False
 
-    def fails(*messages: _Json) -> bool:
-        wanted = [text for message in messages for text in _texts(message)]
+    def fails(*messages: _Json, show_calls: bool = False) -> bool:
+        wanted = [text for message in messages for text in _texts(message, show_calls)]
         conversation = [_with_arguments(message, arguments) for message in messages]
         if parts:
             conversation = [_in_parts(message) for message in conversation]
@@ -104,8 +104,11 @@ def limits_of(renders: Renders, arguments: Callable[[str], Any]) -> TemplateLimi
         later_system=system or fails(_SYSTEM, hello, reply, second, following),
         users_in_a_row=fails(hello, following),
         tool_messages=tool,
-        several_calls=not tool
-        and fails(hello, _said("", one, two), _result("PROBE-R", one), _result("PROBE-S", two)),
+        several_calls=not (tool or fails(*called, show_calls=True))
+        and fails(
+            *(hello, _said("", one, two), _result("PROBE-R", one), _result("PROBE-S", two)),
+            show_calls=True,
+        ),
         user_after_tool=not tool and fails(*called, following),
         text_with_call=not tool
         and fails(hello, _said("PROBE-T", one), _result("PROBE-R", one))
@@ -118,9 +121,9 @@ def _in_parts(message: _Json) -> _Json:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _texts(message: _Json) -> list[str]:
+def _texts(message: _Json, show_calls: bool) -> list[str]:
     """Return the texts of a probe that have to be in a prompt, in this order."""
-    calls = [f"CALLED-{call['id']}" for call in message.get("tool_calls", ())]
+    calls = [f"CALLED-{call['id']}" for call in message.get("tool_calls", ()) if show_calls]
     return [each for each in (message["content"], *calls) if each]
 
 

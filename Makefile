@@ -26,7 +26,7 @@ help:
 	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
 	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
-	@echo "make agents        install real coding agents, let each do a task on a real server (5 minutes)"
+	@echo "make agents        install real coding agents, try each, write a table of docs/clients.md (10 minutes)"
 	@echo "make docs          write the generated parts of the documentation (except for zoo and clients)"
 	@echo "make lint          ruff, mypy, import contracts"
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
@@ -72,7 +72,7 @@ clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)
 
 agents: setup
-	$(BIN)/python -m tests.agents $(ARGS)
+	$(BIN)/python -m tests.agents --write docs/clients.md $(ARGS)
 
 # The tables of docs/models.md and docs/clients.md take minutes: make zoo, make clients.
 .PHONY: docs

@@ -18,6 +18,7 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports mlx
 
 from bench import prompts  # noqa: E402
+from bench.agents import agents  # noqa: E402
 from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
@@ -33,8 +34,8 @@ from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
-SPECIAL = ("metal", "llama-cpp")
-"""Comparisons that need a Mac, or another program."""
+SPECIAL = ("metal", "llama-cpp", "agents")
+"""Comparisons that need a Mac, another program, or an hour."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -201,6 +202,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "metal": metal,
     "router": router,
     "llama-cpp": llama_cpp,
+    "agents": agents,
 }
 """The comparisons that need no server with a model, or start their own."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

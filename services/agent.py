@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
     url: str
     model: str
-    context: int  # in tokens
+    context: int  # in tokens; no more than the longest prompt that the server takes
     key: str
 
     @property
@@ -172,9 +172,14 @@ def _target(url: str, name: str | None, key: str) -> Target:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             models: list[dict[str, Any]] = json.load(answer)["data"]
             # A model that was never loaded has not told its context yet.
-            found = {str(each["id"]): int(each["context_length"] or _CONTEXT) for each in models}
+            found = {
+                str(each["id"]): min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"])
+                for each in models
+            }
     except urllib.error.HTTPError as error:
-        hint = "; give --api-key" if error.code == 401 else ""
+        hint = ""
+        if error.code == 401:
+            hint = ": the key is not one of the server's" if key else "; give --api-key"
         raise LookupError(f"{url} answers {error.code} {error.reason}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LookupError(f"there is no mlx-lm-server at {url}: {error}") from None

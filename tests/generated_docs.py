@@ -2,7 +2,7 @@
 
 Each stands between two comments, ``<!-- generated: NAME -->`` and ``<!-- end -->``. The tables of
 `docs/models.md` and `docs/clients.md` are not among them: they take minutes (`make zoo`,
-`make clients`).
+`make clients`, `make agents`).
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "metrics": _metrics,
         "endpoints": lambda: _endpoints(document()),
         "templates": lambda: _table(*template_table.table()),
+        "model choices": _model_choices,
         "fields sampling": lambda: _sampling_fields(document()),
         **fields,
     }
@@ -158,6 +159,16 @@ def _metric(family: Metric) -> tuple[str, str, str, str]:
     name = f"{family.name}_total" if family.type == "counter" else family.name
     labels = ", ".join(f"`{label}`" for label in dict.fromkeys(own))
     return f"`{name}`", family.type, labels, family.documentation
+
+
+# -- models --------------------------------------------------------------------
+
+
+def _model_choices() -> str:
+    from tests import model_choices  # which imports MLX
+
+    bits = [f"`--kv-bits {bits}`" for bits in model_choices.KV_BITS]
+    return _table(("Mac", "model", "weights", *bits), model_choices.rows())
 
 
 # -- the API -------------------------------------------------------------------

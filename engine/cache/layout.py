@@ -240,16 +240,18 @@ class Layout:
         return sum(state.state_bytes for state in self.states)
 
 
-def probe_layout(model: Any) -> Layout:
+def probe_layout(model: Any, *, compute: bool = True) -> Layout:
     """Return the layout of ``model``, found by running a few tokens through mlx-lm's own caches.
 
-    Raises `UnsupportedLayout` if a layer keeps anything but keys and values, or state of a
-    constant size.
+    Without ``compute`` nothing is evaluated, so that the model's weights need not be there. Raises
+    `UnsupportedLayout` if a layer keeps anything but keys and values, or state of a constant size.
     """
     caches = stock.make_prompt_cache(model)
     shapes = []
     for count in PROBE_TOKENS:
-        mx.eval(model(mx.array([[0] * count]), cache=caches))
+        logits = model(mx.array([[0] * count]), cache=caches)
+        if compute:
+            mx.eval(logits)
         shapes.append([_state_shapes(cache) for cache in caches])
     builder = _LayoutBuilder()
     tree = tuple(builder.node(cache, f"layer {i}") for i, cache in enumerate(caches))

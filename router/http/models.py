@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -31,6 +32,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
         Meta(description="The context, in tokens; null until the model is loaded first."),
     ]
     context_length: Annotated[int | None, Meta(description="The same as `max_model_len`.")]
+    max_prompt_tokens: Annotated[int, Meta(description="The longest prompt that is taken.")]
     capabilities: list[str]
     kv_bits: Annotated[int | None, Meta(description="16 for a KV cache in the model's own type.")]
     replicas: Annotated[int, Meta(description="Engines that serve the model.")]
@@ -99,6 +101,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
         root=model_id,
         max_model_len=context,
         context_length=context,
+        max_prompt_tokens=min(router.settings.max_prompt_tokens, context or sys.maxsize),
         capabilities=[*capabilities, *(hello.capabilities if hello else ())],
         kv_bits=None if hello is None else hello.kv_bits,
         replicas=0 if model is None else len(model.engines),

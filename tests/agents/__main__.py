@@ -1,152 +1,119 @@
 """`python -m tests.agents`: real coding agents do a task on a real server, without a network.
 
-Each agent is installed from npm into a folder of its own and started by `mlx-lm-server agent`. The
-model acts a script (`tests.agents.model`); all else is real: the agent's prompts and tools, the
-server's templates, parsers and caches, and what the agent does to the files of a project.
+Each agent is installed from npm or PyPI into a directory of its own, and `mlx-lm-server agent`
+starts it where that knows it. The model acts a script (`tests.agents.model`); all else is real: the
+agent's prompts and tools, the server's templates, parsers and caches, and what the agent does to
+the files of a project.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from engine.backend.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports MLX
 
 from engine.model.demo import demo_model_path  # noqa: E402
+from tests.agents.formats import FORMATS, Format  # noqa: E402
+from tests.agents.installing import NotInstalled, binaries, install  # noqa: E402
 from tests.agents.model import CONTEXT, make_actor  # noqa: E402
-from tests.agents.scripts import AFTER, BEFORE, FINAL, PLAIN, Agent, agents  # noqa: E402
+from tests.agents.scripts import AGENTS, PLAIN, Agent  # noqa: E402
+from tests.agents.trial import Outcome, Trial  # noqa: E402
+from tests.clients.tables import write_tables  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-_INSTALL_S = 600
-_TASK_S = 300
-
-
-class Outcome(NamedTuple):
-    """What an agent did. ``trouble`` is empty if it did the task."""
-
-    version: str
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    trouble: str
+_ALONE = ("unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && "$@"')
+"""Runs a command without a network but the loopback interface, where the system lets it."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.agents", description=__doc__)
     parser.add_argument("--only", default="", help="agents whose names match this expression")
     parser.add_argument("--keep", type=Path, help="install below this directory, and keep it")
+    parser.add_argument("--write", type=Path, help="put the table into this file")
+    parser.add_argument("--installed", action="store_true", help="install nothing")
     options = parser.parse_args()
-    failed = False
+    chosen = [agent for agent in AGENTS if re.search(options.only, agent.name)]
     with tempfile.TemporaryDirectory(prefix="agents-") as private:
         root = options.keep or Path(private)
-        for agent in agents(f"{private}/project"):
-            if not re.search(options.only, agent.name):
-                continue
-            outcome = try_agent(agent, root, Path(private))
-            share = outcome.cached_tokens / max(1, outcome.prompt_tokens)
-            print(
-                f"{agent.name} {outcome.version}: {outcome.trouble or 'does the task'};"
-                f" {outcome.requests} requests, {outcome.prompt_tokens} prompt tokens,"
-                f" {share:.0%} of them cached",
-                flush=True,
-            )
-            failed |= bool(outcome.trouble)
-    return int(failed)
+        if not options.installed:
+            for agent in chosen:
+                try:
+                    install(agent, root)
+                except NotInstalled as error:
+                    print(f"{agent.name} {error}")
+            again = ["-m", "tests.agents", *sys.argv[1:], "--installed", "--keep", str(root)]
+            return subprocess.run([*_isolation(), sys.executable, *again]).returncode
+        rows = [row for agent in chosen for row in _try(agent, root, Path(private))]
+    if options.write is not None:
+        write_tables(options.write, {"agents": _table(rows)})
+    return int(any(outcome.trouble for _, _, outcome in rows))
 
 
-def try_agent(agent: Agent, root: Path, private: Path) -> Outcome:
-    """Install ``agent`` below ``root`` and let it do the task in ``private``/project."""
-    binaries = _install(agent, root / agent.name)
-    home, project = private / f"home-{agent.name}", private / "project"
-    shutil.rmtree(project, ignore_errors=True)
-    for directory in (home, project):
-        directory.mkdir()
-    (project / "notes.txt").write_text(BEFORE)
-    subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
-    model = make_actor(private / f"model-{agent.name}", demo_model_path(), agent.replies, PLAIN)
-    limits = ("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000")
-    with serving(model, "--served-model-name", "actor", "--no-ssd", *limits) as server:
-        environment = {
-            **{name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ},
-            **agent.environment,
-            "PATH": f"{binaries}:{os.environ['PATH']}",
-            "HOME": str(home),
-            "PYTHONPATH": str(ROOT),
-            # Nothing listens there, so that an agent reaches this server and nothing else.
-            **dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9"),
-            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
-        }
-        url = f"http://127.0.0.1:{server.port}"
-        start = [sys.executable, "-m", "services.cli", "agent", agent.name, "--url", url]
-        try:
-            done = subprocess.run(
-                [*start, *agent.arguments],
-                cwd=project,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=_TASK_S,
-            )
-            trouble = _trouble(done, project, server)
-        except subprocess.TimeoutExpired:
-            trouble = f"did not end within {_TASK_S} s"
-        return _outcome(agent, binaries, server, trouble)
+def _isolation() -> Sequence[str]:
+    try:
+        done = subprocess.run([*_ALONE, "sh", "true"], capture_output=True)
+    except FileNotFoundError:
+        return ()
+    return () if done.returncode else (*_ALONE, "sh")
 
 
-def _trouble(done: subprocess.CompletedProcess[str], project: Path, server: Server) -> str:
-    refused = [line for line in server.log if re.search(r" (error|warning) ", line)]
-    tail = "\n".join([*done.stdout.splitlines()[-20:], *refused])
-    if done.returncode:
-        return f"exit code {done.returncode}:\n{tail}"
-    if (project / "notes.txt").read_text() != AFTER:
-        return f"notes.txt is not as it should be:\n{tail}"
-    return "" if FINAL in done.stdout else f"no answer:\n{tail}"
+Row = tuple[Agent, Format, Outcome]
 
 
-def _outcome(agent: Agent, binaries: Path, server: Server, trouble: str) -> Outcome:
-    version = subprocess.run(
-        [binaries / agent.name, "--version"], capture_output=True, text=True, timeout=60
-    ).stdout
-    found = re.search(r"\d+\.\d+\.\d+", version)
-    failed = [
-        line
-        for line in server.client.get("/metrics").text.splitlines()
-        if re.match(r'mlx_lm_server_requests_total\{.*status="[45]', line)
-        and not line.endswith(" 0.0")
-    ]
-    return Outcome(
-        found[0] if found else "?",
-        int(server.metric("mlx_lm_server_requests_total")),
-        int(server.metric("mlx_lm_server_prompt_tokens_total")),
-        int(server.metric("mlx_lm_server_cached_ram_tokens_total")),
-        trouble or "; ".join(failed),
-    )
-
-
-def _install(agent: Agent, directory: Path) -> Path:
-    """Return the directory of the agent's command."""
-    binaries = directory / "node_modules" / ".bin"
-    if not (binaries / agent.name).exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            ["npm", "install", "--silent", "--no-audit", "--no-fund", agent.package],
-            cwd=directory,
-            check=True,
-            timeout=_INSTALL_S,
+def _try(agent: Agent, root: Path, private: Path) -> Iterator[Row]:
+    found = binaries(agent, root)
+    if not (found / agent.name).exists():
+        return
+    for format in FORMATS:
+        with acting(agent, format, private) as server:
+            outcome = Trial(agent, found, private, server).run()
+        print(
+            f"{agent.name} {outcome.version}, {format.name}:"
+            f" {outcome.trouble or 'does the task'}; {outcome.requests} requests,"
+            f" {outcome.prompt_tokens} prompt tokens, {_cached(outcome)} of them cached",
+            flush=True,
         )
-    return binaries
+        yield agent, format, outcome
+
+
+@contextmanager
+def acting(agent: Agent, format: Format, private: Path, *flags: str) -> Iterator[Server]:
+    """Serve a model that acts the scripts of ``agent``, whose project is in ``private``."""
+    scripts = agent.scripts(f"{private}/project")
+    path = private / f"model-{agent.name}-{format.name}"
+    model = make_actor(path, demo_model_path(), scripts, PLAIN, format)
+    limits = ("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000")
+    names = ("--served-model-name", "actor", "--no-ssd")
+    with serving(model, *names, *limits, *flags) as server:
+        yield server
+
+
+def _cached(outcome: Outcome) -> str:
+    return f"{outcome.cached_tokens / max(1, outcome.prompt_tokens):.0%}"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| agent | version | API | model's format | task | calls at once | error | killed"
+        " | requests | cached |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for agent, format, outcome in rows:
+        apis = ", ".join(f"`{path}`" for path in outcome.paths)
+        result = "fail" if outcome.trouble else "pass"
+        parallel = result if format.parallel and agent.tools is not None else "n/a"
+        cells = (agent.name, outcome.version, apis, format.name, result, parallel, result, result)
+        lines.append(f"| {' | '.join(cells)} | {outcome.requests} | {_cached(outcome)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,114 +1,126 @@
-"""A small model that acts a script: its reply depends on how far the conversation is.
+"""A small model that acts scripts: its reply depends on how far the conversation is.
 
 Its weights are constructed, as in `tests.clients.reciter`. The tokenizer is the demo model's, so
-that an agent's prompt has as many tokens as on a real model; each reply of the script is one more
+that an agent's prompt has as many tokens as on a real model; each reply of a script is one more
 token of its vocabulary. The chat template ends a prompt with the token of the current step, which
-it counts by the assistant's messages, and the head maps each step to its reply.
+it counts by the assistant's messages behind the cue of a script, and the head maps each step to
+its reply.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer
 
-END = "<|im_end|>"
+from tests.agents.formats import Format, Step
+
 CONTEXT = 131_072
-_STEP = "<|step_{}|>"
-_HIDDEN = 64
-_HEADS, _HEAD_DIM = 2, 32
+_STEP = "<|step_{}_{}|>"
+_PLAIN = "<|step_plain|>"
+_HEADS = 2
 _CERTAINTY = 4.0
 
-_TEMPLATE = r"""
-{%- if tools %}{{ '<|im_start|>system\nTools:' }}
-{%- for tool in tools %}{{ '\n' ~ (tool | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
-{%- set turns = namespace(count=0) %}
+_TEMPLATE_OF_STEPS = r"""
+{%- set at = namespace(script=none, last=0, turn=0) %}
 {%- for m in messages %}
-  {%- if m.role == 'assistant' %}{% set turns.count = turns.count + 1 %}{% endif %}
-  {{- '<|im_start|>' ~ m.role ~ '\n' ~ (m.content or '') }}
-  {%- for tool_call in m.tool_calls or [] %}
-    {%- set tool_call = tool_call.function %}
-    {{- '\n<tool_call>\n{"name": "' ~ tool_call.name ~ '", "arguments": ' }}
-    {{- tool_call.arguments | tojson }}
-    {{- '}\n</tool_call>' }}
-  {%- endfor %}
-  {{- '<|im_end|>\n' }}
+  {%- if m.role == 'user' %}
+    {%- for cue, number, last, with_tools in CUES %}
+      {%- if cue in m.content and with_tools == ((tools or []) | length > 0) %}
+        {%- set at.script = number %}{% set at.last = last %}{% set at.turn = 0 %}
+      {%- endif %}
+    {%- endfor %}
+  {%- elif m.role == 'assistant' %}{% set at.turn = at.turn + 1 %}
+  {%- endif %}
 {%- endfor %}
-{{- '<|im_start|>assistant\n' }}
-{{- '<|step_' ~ ([turns.count, LAST] | min if tools else 'plain') ~ '|>' }}
+{{- '<|step_plain|>' if at.script is none else
+    '<|step_' ~ at.script ~ '_' ~ ([at.turn, at.last] | min) ~ '|>' }}
 """
 
 
-def make_actor(path: Path, demo: Path, replies: Sequence[str], plain: str) -> Path:
+class Script(NamedTuple):
+    """What the model says behind a user's message that contains ``cue``; the last step again and
+    again."""
+
+    cue: str
+    steps: Sequence[Step]
+    with_tools: bool = True
+    """Whether it counts where the request has tools, or where it has none."""
+
+
+def make_actor(
+    path: Path, demo: Path, scripts: Sequence[Script], plain: str, format: Format
+) -> Path:
     """Write the model into the directory ``path``, and return ``path``.
 
-    It answers the conversation's nth turn with the nth of ``replies``, the last one for all later
-    turns, and with ``plain`` where there are no tools. ``demo`` has the tokenizer.
+    It says ``plain`` where no cue of ``scripts`` is. ``demo`` has the tokenizer.
     """
     path.mkdir(parents=True, exist_ok=True)
-    steps = [_STEP.format(number) for number in (*range(len(replies)), "plain")]
+    said: dict[str, Step] = {_PLAIN: Step(text=plain)}
+    cues = []
+    for number, script in enumerate(scripts):
+        steps = format.steps(script.steps)
+        said |= {_STEP.format(number, turn): step for turn, step in enumerate(steps)}
+        cues.append([script.cue, number, len(steps) - 1, script.with_tools])
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(step, special=True) for step in steps])
-    said = list(dict.fromkeys([*replies, plain]))
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in said])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in (*format.special_tokens, *said)]
+    )
+    texts = list(dict.fromkeys(format.write(step) for step in said.values()))
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in (*format.markers, *texts)]
+    )
     tokenizer.save(str(path / "tokenizer.json"))
     config = json.loads((demo / "tokenizer_config.json").read_text())
-    config["chat_template"] = _TEMPLATE.replace("LAST", str(len(replies) - 1))
-    config["eos_token"] = END
-    config["model_max_length"] = CONTEXT
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    special = demo / "special_tokens_map.json"
-    if special.exists():
-        shutil.copy(special, path)
-    end = tokenizer.token_to_id(END)
-    follows = {
-        tokenizer.token_to_id(step): tokenizer.token_to_id(text)
-        for step, text in zip(steps, [*replies, plain], strict=True)
+    steps_template = _TEMPLATE_OF_STEPS.replace("CUES", json.dumps(cues))
+    config |= {
+        "chat_template": format.template + steps_template,
+        "eos_token": format.end,
+        "model_max_length": CONTEXT,
     }
-    follows |= {tokenizer.token_to_id(text): end for text in said}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    end = tokenizer.token_to_id(format.end)
+    follows: dict[int, int] = {}
+    for name, step in said.items():
+        reply = tokenizer.token_to_id(format.write(step))
+        follows |= {tokenizer.token_to_id(name): reply, reply: reply if step.endless else end}
     _write_weights(path, tokenizer.get_vocab_size(), follows, end)
     return path
 
 
 def _write_weights(path: Path, vocabulary: int, follows: dict[int, int], end: int) -> None:
     """Write a model that says ``follows[token]`` after each token, and ``end`` after others."""
-    dims = {token: 1 + number for number, token in enumerate(follows)}
-    assert len(dims) < _HIDDEN
-    embedding = [[0.0] * _HIDDEN for _ in range(vocabulary)]
-    head = [[0.0] * _HIDDEN for _ in range(vocabulary)]
-    for token in range(vocabulary):
-        embedding[token][dims.get(token, 0)] = 1.0
-    head[end][0] = _CERTAINTY
-    for token, following in follows.items():
-        head[following][dims[token]] = _CERTAINTY
-    width = _HEADS * _HEAD_DIM
+    hidden = 64 * (len(follows) // 64 + 1)
+    dims = mx.zeros(vocabulary, dtype=mx.int32)
+    dims[mx.array(list(follows))] = 1 + mx.arange(len(follows))
+    head = mx.zeros((vocabulary, hidden))
+    head[end, 0] = _CERTAINTY
+    head[mx.array(list(follows.values())), 1 + mx.arange(len(follows))] = _CERTAINTY
+    square = mx.zeros((hidden, hidden))
     layer = "model.layers.0."
     weights = {
-        "model.embed_tokens.weight": mx.array(embedding),
-        "lm_head.weight": mx.array(head),
-        "model.norm.weight": mx.full((_HIDDEN,), 1 / math.sqrt(_HIDDEN) * 8),
-        layer + "input_layernorm.weight": mx.ones((_HIDDEN,)),
-        layer + "post_attention_layernorm.weight": mx.ones((_HIDDEN,)),
-        **{layer + f"self_attn.{name}_proj.weight": mx.zeros((width, _HIDDEN)) for name in "qkv"},
-        layer + "self_attn.o_proj.weight": mx.zeros((_HIDDEN, width)),
-        layer + "mlp.gate_proj.weight": mx.zeros((_HIDDEN, _HIDDEN)),
-        layer + "mlp.up_proj.weight": mx.zeros((_HIDDEN, _HIDDEN)),
-        layer + "mlp.down_proj.weight": mx.zeros((_HIDDEN, _HIDDEN)),
+        "model.embed_tokens.weight": mx.eye(hidden)[dims],
+        "lm_head.weight": head,
+        "model.norm.weight": mx.full((hidden,), 8 / math.sqrt(hidden)),
+        layer + "input_layernorm.weight": mx.ones((hidden,)),
+        layer + "post_attention_layernorm.weight": mx.ones((hidden,)),
+        **{layer + f"self_attn.{name}_proj.weight": square for name in "qkvo"},
+        **{layer + f"mlp.{name}_proj.weight": square for name in ("gate", "up", "down")},
     }
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     config = {
         "model_type": "llama",
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _HIDDEN,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
         "num_hidden_layers": 1,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS,
-        "head_dim": _HEAD_DIM,
+        "head_dim": hidden // _HEADS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10_000.0,
         "vocab_size": vocabulary,

@@ -2,78 +2,182 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tests.agents.formats import Call, Step
+from tests.agents.model import Script
 
 TASK = "Change old to new in notes.txt and count the lines that have it."
+ENDLESS = "Tell me of notes.txt for ever."
 BEFORE, AFTER = "an old line\nanother\n", "an new line\nanother\n"
 FINAL = "The file notes.txt is changed."
 PLAIN = "Changing notes"
 """Said where an agent offers no tools, such as for a title."""
+COUNT = "grep -c new notes.txt"
 
 
-def _calls(*calls: tuple[str, dict[str, Any]]) -> str:
-    written = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+class Tools(NamedTuple):
+    """An agent's own tools, called to do what every agent can do."""
+
+    read: Callable[[str], Call]
+    edit: Callable[[str, str, str], Call]
+    run: Callable[[str], Call]
+    delegate: Callable[[str], Sequence[Call]]
+    """Give a prompt to a sub-agent and wait for it, by one call after the other."""
+
+
+def _codex(project: str) -> Tools:
+    def run(command: str) -> Call:
+        return Call("exec_command", {"cmd": command})
+
+    return Tools(
+        lambda name: run(f"cat {name}"),
+        lambda name, old, new: run(f"sed -i 's/{old}/{new}/' {name}"),
+        run,
+        lambda prompt: [
+            Call("multi_agent_v1__spawn_agent", {"message": prompt}),
+            run("sleep 4"),
+        ],
+    )
+
+
+def _claude(project: str) -> Tools:
+    return Tools(
+        lambda name: Call("Read", {"file_path": f"{project}/{name}"}),
+        lambda name, old, new: Call(
+            "Edit", {"file_path": f"{project}/{name}", "old_string": old, "new_string": new}
+        ),
+        lambda command: Call("Bash", {"command": command, "description": "Run it"}),
+        lambda prompt: [
+            Call(
+                "Agent",
+                {
+                    "description": "Look around",
+                    "prompt": prompt,
+                    "subagent_type": "general-purpose",
+                    "run_in_background": False,
+                },
+            )
+        ],
+    )
+
+
+def _opencode(project: str) -> Tools:
+    return Tools(
+        lambda name: Call("read", {"filePath": f"{project}/{name}"}),
+        lambda name, old, new: Call(
+            "edit", {"filePath": f"{project}/{name}", "oldString": old, "newString": new}
+        ),
+        lambda command: Call("bash", {"command": command, "description": "Run it"}),
+        lambda prompt: [
+            Call(
+                "task",
+                {"description": "Look around", "prompt": prompt, "subagent_type": "general"},
+            )
+        ],
+    )
+
+
+def _short(tools: Tools) -> list[Step]:
+    """Two calls at once, a call that fails, an edit, a command, an answer."""
+    return [
+        Step((tools.read("notes.txt"), tools.run("ls")), reasoning="I read it first."),
+        Step((tools.read("not-there.txt"),), reasoning="Is there another?"),
+        Step((tools.edit("notes.txt", "an old", "an new"),), "I change it."),
+        Step((tools.run(COUNT),), reasoning="Now I count."),
+        Step(text=FINAL),
+    ]
+
+
+def aider_edit(old: str, new: str) -> str:
+    """An edit as aider's models write it."""
+    return f"notes.txt\n```\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE\n```\n"
+
+
+_AIDER_MESSAGES = 3
+"""The assistant's messages that aider adds for each reply: two it writes itself."""
+_AIDER_REPLIES = (
+    Step(text="I change it.\n\n" + aider_edit("a line that is not there", "an new line")),
+    Step(text="Again.\n\n" + aider_edit("an old line", "a nwe line")),
+    Step(text="And again.\n\n" + aider_edit("a nwe line", "an new line") + "\n" + FINAL),
+)
+"""An edit that aider cannot apply, one after which its command fails, and a good one: aider calls
+no tools, but reports errors to the model, and runs a command after each edit."""
+_AIDER = [step for step in _AIDER_REPLIES for _ in range(_AIDER_MESSAGES)]
 
 
 class Agent(NamedTuple):
-    """A real agent, how it is started, and what the model says to it."""
+    """A real agent and how it is started."""
 
     name: str
     package: str
-    arguments: list[str]
-    """Behind ``mlx-lm-server agent NAME``."""
+    arguments: Callable[[str], list[str]]
+    """By what it is to do, without a terminal."""
+    go_on: Callable[[str], list[str]] | None
+    """To ask another question in the same session. None: it reads questions, one a line."""
     environment: dict[str, str]
-    replies: list[str]
+    tools: Callable[[str], Tools] | None
+    """By the directory of the project. None: it has none, and its replies are its own."""
+
+    @property
+    def from_pypi(self) -> bool:
+        return self.tools is None
+
+    def scripts(self, project: str) -> list[Script]:
+        endless = Step(text="There is more to tell. ", endless=True)
+        if self.tools is None:
+            return [Script(TASK, _AIDER, False), Script(ENDLESS, [endless], False)]
+        return [Script(TASK, _short(self.tools(project))), Script(ENDLESS, [endless])]
 
 
-def agents(project: str) -> list[Agent]:
-    """Return all agents, for a task in the directory ``project``."""
-    path = f"{project}/notes.txt"
+def _codex_arguments(*words: str) -> list[str]:
+    return ["exec", *words, "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+
+
+def _claude_arguments(*words: str) -> list[str]:
+    return ["-p", *words, "--allowedTools", "Read,Edit,Bash,Agent"]
+
+
+def _aider_arguments(*words: str) -> list[str]:
     return [
-        Agent(
-            "codex",
-            "@openai/codex",
-            ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK],
-            {},
-            [
-                _calls(("exec_command", {"cmd": "cat notes.txt"}), ("exec_command", {"cmd": "ls"})),
-                _calls(("exec_command", {"cmd": "cat not-there.txt"})),
-                _calls(("exec_command", {"cmd": "sed -i s/old/new/ notes.txt"})),
-                _calls(("exec_command", {"cmd": "grep -c new notes.txt"})),
-                FINAL,
-            ],
-        ),
-        Agent(
-            "claude",
-            "@anthropic-ai/claude-code",
-            ["-p", TASK, "--allowedTools", "Read,Edit,Bash"],
-            {"DISABLE_AUTOUPDATER": "1"},
-            [
-                _calls(("Read", {"file_path": path}), ("Bash", {"command": "ls"})),
-                _calls(("Read", {"file_path": f"{project}/not-there.txt"})),
-                _calls(
-                    ("Edit", {"file_path": path, "old_string": "an old", "new_string": "an new"})
-                ),
-                _calls(("Bash", {"command": "grep -c new notes.txt", "description": "Count"})),
-                FINAL,
-            ],
-        ),
-        Agent(
-            "opencode",
-            "opencode-ai",
-            ["run", TASK],
-            {},
-            [
-                _calls(
-                    ("read", {"filePath": path}),
-                    ("bash", {"command": "ls", "description": "List files"}),
-                ),
-                _calls(("read", {"filePath": f"{project}/not-there.txt"})),
-                _calls(("edit", {"filePath": path, "oldString": "an old", "newString": "an new"})),
-                _calls(("bash", {"command": "grep -c new notes.txt", "description": "Count"})),
-                FINAL,
-            ],
-        ),
+        *("--yes-always", "--edit-format", "diff", "--no-auto-commits", "--no-check-update"),
+        *("--analytics-disable", "--no-show-model-warnings", "--no-gitignore"),
+        *("--no-show-release-notes", "--no-fancy-input", "--no-pretty", *words, "notes.txt"),
     ]
+
+
+AGENTS = (
+    Agent(
+        "codex",
+        "@openai/codex",
+        lambda task: [*_codex_arguments(), task],
+        lambda task: [*_codex_arguments("resume", "--last"), task],
+        {},
+        _codex,
+    ),
+    Agent(
+        "claude",
+        "@anthropic-ai/claude-code",
+        lambda task: _claude_arguments(task),
+        lambda task: _claude_arguments(task, "--continue"),
+        {"DISABLE_AUTOUPDATER": "1"},
+        _claude,
+    ),
+    Agent(
+        "opencode",
+        "opencode-ai",
+        lambda task: ["run", task],
+        lambda task: ["run", "--continue", task],
+        {},
+        _opencode,
+    ),
+    Agent(
+        "aider",
+        "aider-chat",
+        lambda task: _aider_arguments("--message", task, "--auto-test", "--test-cmd", COUNT),
+        None,
+        {},
+        None,
+    ),
+)

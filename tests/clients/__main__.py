@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.backend.blas import load_fast_blas
@@ -30,6 +30,7 @@ from tests.clients.matrix import (  # noqa: E402
     tests_table,
 )
 from tests.clients.reciter import make_reciter  # noqa: E402
+from tests.clients.tables import write_tables  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
 
 KEY = "a-secret-key"
@@ -61,19 +62,9 @@ def main() -> int:
         tables["langchain-tests"] = tests_table(tested)
     print("\n".join(tables.values()))
     if options.write is not None:
-        _write(options.write, tables)
+        write_tables(options.write, tables)
     cells = [*tested.values(), *(cell for row in rows for cell in row.cells.values())]
     return 1 if any(cell.result == "fail" for cell in cells) else 0
-
-
-def _write(path: Path, tables: Mapping[str, str]) -> None:
-    """Write each table between its markers in the file ``path``."""
-    text = path.read_text()
-    for name, part in tables.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-        head, _, rest = text.partition(begin)
-        text = f"{head}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
-    path.write_text(text)
 
 
 def _model(name: str, private: Path) -> Path:

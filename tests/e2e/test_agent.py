@@ -7,17 +7,20 @@ tokenizer would choose.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import agent_transcript as transcript
-from tests.e2e.server import serving
+from tests.e2e.server import Server, serving
 from tests.router.chat_tokenizer import TEMPLATE
 from tests.tiny_models import Kind, make_tiny
 
 CONTEXT = 32_768
+TURNS = 6
+"""Of the twenty: two questions, with calls, reasoning and text in the answers."""
 ADD = {
     "type": "function",
     "function": {
@@ -49,51 +52,63 @@ def make_agent(kind: Kind, path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(make_agent("llama", tmp_path_factory.mktemp("llama")), *FLAGS) as server:
+        yield server
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_an_agent_computes_little_more_than_new_tokens(kind: Kind, tmp_path: Path) -> None:
+def test_an_agent_computes_little_more_than_new_tokens(llama: Server) -> None:
+    check_turns(llama)
+
+
+@pytest.mark.slow
+def test_an_agent_computes_little_more_than_new_tokens_on_a_hybrid(tmp_path: Path) -> None:
+    with serving(make_agent("qwen3_next", tmp_path / "hybrid"), *FLAGS) as server:
+        check_turns(server)
+
+
+def check_turns(server: Server) -> None:
     replies = transcript.replies()
-    with serving(make_agent(kind, tmp_path / kind), *FLAGS) as server:
 
-        def ask(number: int, body: dict[str, Any]) -> dict[str, Any]:
-            answer = server.post(
-                "/v1/chat/completions",
-                **body,
-                structured_outputs={"choice": [replies[number]]},
-                chat_template_kwargs={"keep_reasoning": True},
-                max_tokens=2000,
-                temperature=1,
-                seed=number,
-            )
-            assert answer.status_code == 200, answer.text
-            body_of_answer: dict[str, Any] = answer.json()
-            return body_of_answer
+    def ask(number: int, body: dict[str, Any]) -> dict[str, Any]:
+        answer = server.post(
+            "/v1/chat/completions",
+            **body,
+            structured_outputs={"choice": [replies[number]]},
+            chat_template_kwargs={"keep_reasoning": True},
+            max_tokens=2000,
+            temperature=1,
+            seed=number,
+        )
+        assert answer.status_code == 200, answer.text
+        body_of_answer: dict[str, Any] = answer.json()
+        return body_of_answer
 
-        turns = transcript.play(ask)
-    transcript.assert_little_is_computed_again(turns, 16)
+    transcript.assert_little_is_computed_again(transcript.play(ask, TURNS), 16)
 
 
-def test_a_forced_tool_call_has_valid_arguments(tmp_path: Path) -> None:
+def test_a_forced_tool_call_has_valid_arguments(llama: Server) -> None:
     messages = [{"role": "user", "content": "hi"}]
     named = {"type": "function", "function": {"name": "add"}}
-    with serving(make_agent("llama", tmp_path / "llama"), *FLAGS) as server:
-        for seed in range(4):
-            answer = server.post(
-                "/v1/chat/completions",
-                messages=messages,
-                tools=[ADD],
-                tool_choice=named,
-                temperature=1,
-                seed=seed,
-                max_tokens=400,
-            ).json()
-            (choice,) = answer["choices"]
-            assert choice["finish_reason"] == "tool_calls"
-            (call,) = choice["message"]["tool_calls"]
-            arguments = json.loads(call["function"]["arguments"])
-            assert arguments["sign"] in "+-" and isinstance(arguments["exact"], bool)
-        bad = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
-        tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
-        answer = server.post("/v1/chat/completions", messages=messages, tools=[tool])
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "tools"
+    for seed in range(4):
+        answer = llama.post(
+            "/v1/chat/completions",
+            messages=messages,
+            tools=[ADD],
+            tool_choice=named,
+            temperature=1,
+            seed=seed,
+            max_tokens=400,
+        ).json()
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments["sign"] in "+-" and isinstance(arguments["exact"], bool)
+    bad = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
+    answer = llama.post("/v1/chat/completions", messages=messages, tools=[tool])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"

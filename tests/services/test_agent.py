@@ -13,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
-MODELS = {"data": [{"id": "a", "context_length": 40_000}, {"id": "b", "context_length": 100_000}]}
+MODELS = {
+    "data": [
+        {"id": "a", "context_length": 40_000, "max_prompt_tokens": 40_000},
+        {"id": "b", "context_length": 200_000, "max_prompt_tokens": 100_000},
+    ]
+}
 
 
 class _Models(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        known = self.headers["Authorization"] == "Bearer k"
-        body = json.dumps(MODELS).encode()
-        self.send_response(200 if known else 401)
+        key = self.headers["Authorization"]
+        body = json.dumps({"data": []} if key == "Bearer starting" else MODELS).encode()
+        self.send_response(200 if key in ("Bearer k", "Bearer starting") else 401)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -89,7 +94,9 @@ def test_opencode_gets_a_configuration_of_its_own(url: str, commands: Path) -> N
     ("arguments", "code", "message"),
     [
         (["claude", "--url", "URL"], 1, "give --api-key"),
+        (["claude", "--url", "URL", "--api-key=x"], 1, "the key is not one of the server's"),
         (["claude", "--url", "URL", "--api-key=k", "--model=c"], 1, "it has a, b"),
+        (["claude", "--url", "URL", "--api-key=starting"], 1, "no model that is ready"),
         (["claude", "--url", "http://127.0.0.1:9"], 1, "no mlx-lm-server"),
         (["claude", "--url", "nonsense"], 1, "no mlx-lm-server"),
         (["vim"], 2, "invalid choice"),

@@ -1,4 +1,4 @@
-"""The first requests of real coding agents, recorded: their form is whole, their texts are cut."""
+"""Requests of real coding agents: their form is whole, long texts are cut or replaced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from bench import sessions
 from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server
 from tests.router.scripted_engine import ScriptedEngine
@@ -47,3 +48,17 @@ def test_a_request_of_an_agent_is_answered_with_a_call(
     assert (names[0] if names else '"finish_reason":"stop"') in answer.text
     left_out = "web_search" if "codex" in path.stem else None
     assert answer.headers.get("x-left-out-tools") == left_out
+
+
+@pytest.mark.parametrize("name", sessions.names())
+def test_every_request_of_a_session_is_served(
+    server: Server, start_engine: Callable[..., ScriptedEngine], name: str
+) -> None:
+    requests = sessions.read(name)
+    assert len(requests) > 10
+    start_engine(server, script=lambda _: [5, 2], context_length=100_000)
+    server.wait_ready()
+    for number, request in enumerate(requests):
+        answer = server.client.post(request.path, json=request.body | {"model": "tiny"})
+        assert answer.status_code == 200, (number, answer.text)
+        assert "event: error" not in answer.text and '{"error"' not in answer.text

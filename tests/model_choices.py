@@ -1,0 +1,115 @@
+"""Which models suit a Mac: the table of docs/agents.md, by the engine's own account of memory.
+
+`model_choices.json` has the public architecture parameters of each model. mlx-lm makes the model
+of them, without weights: nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from engine.cache.layout import Layout, probe_layout
+from engine.cache.quantization import Precision
+from engine.model.context import context_length
+from engine.replica.memory import BUFFER_CACHE_BYTES, HEADROOM_BYTES, METAL_SHARE, table_bytes
+from shared.settings import Settings
+
+MEMORY_GB = (16, 32, 64, 128)
+KV_BITS = (16, 8, 4)
+SHOWN = 3
+"""The models for each size: the largest."""
+LEAST_TOKENS = 16_384
+"""An agent's own prompt and some work, at the least."""
+_SMALL_MAC_GB = 36
+"""Below this, Metal recommends two thirds of a Mac's memory as working set, from it on three
+quarters."""
+
+
+class Model(NamedTuple):
+    name: str
+    weights: str  # their precision
+    parameters: int
+    weights_bytes: int
+    layout: Layout
+    context: int  # in tokens
+
+    def tokens(self, memory_gb: int, kv_bits: int) -> int:
+        """Return the longest conversation that fits, in its slot and in kept blocks: then its next
+        turn finds all of it. 0 if there is no room beside the weights."""
+        settings = Settings()
+        slots = settings.completion_batch_size
+        layout = self.layout.with_precision(
+            Precision(kv_bits, settings.kv_group_size), dequantized=True
+        )
+        other_bytes = (
+            self.weights_bytes + slots * layout.state_bytes + table_bytes(slots, self.context)
+        )
+        room = room_bytes(working_set_bytes(memory_gb), other_bytes)
+        # A shared slab is copied while it grows, one array at a time.
+        token_bytes = layout.slot_token_bytes + layout.array_bytes + layout.block_token_bytes
+        return min(self.context, room // token_bytes)
+
+
+def working_set_bytes(memory_gb: int) -> int:
+    """Return what Metal recommends by default on a Mac with so much memory."""
+    total = memory_gb << 30
+    return total * 2 // 3 if memory_gb < _SMALL_MAC_GB else total * 3 // 4
+
+
+def room_bytes(working_set: int, other_bytes: int) -> int:
+    """Return what caches may take of a Mac, as `EngineMemory` has it there."""
+    left = working_set - other_bytes - BUFFER_CACHE_BYTES - HEADROOM_BYTES
+    return max(0, int(left * METAL_SHARE))
+
+
+def models() -> Iterator[Model]:
+    """Yield the models of `model_choices.json`, from the smallest to the largest."""
+    choices = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return (_model(name, config) for name, config in choices.items())
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """Yield memory, model, its size, and the tokens that fit at each of `KV_BITS`."""
+    known = list(models())
+    for memory_gb in MEMORY_GB:
+        fitting = [m for m in known if m.tokens(memory_gb, min(KV_BITS)) >= LEAST_TOKENS]
+        for model in sorted(fitting, key=lambda m: m.weights_bytes)[-SHOWN:]:
+            tokens = (model.tokens(memory_gb, bits) for bits in KV_BITS)
+            size = f"{model.weights}, {model.weights_bytes / 1e9:.1f} GB"
+            shown = (f"{each:,}" if each < model.context else f"{each:,} (all)" for each in tokens)
+            yield f"{memory_gb} GB", model.name, size, *shown
+
+
+def _model(name: str, config: dict[str, Any]) -> Model:
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    parameters = sum(array.size for _, array in tree_flatten(model.parameters()))
+    experts_in_mxfp4 = config["model_type"] == "gpt_oss"
+
+    def precision(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        if not experts_in_mxfp4:
+            return {"group_size": 64, "bits": 4}
+        if "experts" in path:
+            return {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+        return {"group_size": 64, "bits": 8}
+
+    nn.quantize(model, class_predicate=precision)
+    return Model(
+        name=name,
+        weights="MXFP4 and 8 bits" if experts_in_mxfp4 else "4 bits",
+        parameters=parameters,
+        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        layout=probe_layout(model, compute=False),
+        context=context_length(config),
+    )

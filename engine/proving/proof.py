@@ -45,8 +45,10 @@ QUANTIZED_TOLERANCE = {8: 0.5, 4: 3.0}
 those of the next. So little is left to compare: that it runs, and that logits are similar.
 Everything else was proven without quantization, through the same code."""
 
-FAST_TOLERANCE = 0.5
-"""With activations in 8 bits: a code that a last bit changes is as much as in a quantized cache."""
+FAST_TOLERANCE, MOST_FAST_NOISE = 0.5, 1.0
+"""With activations in 8 bits a last bit changes a code here and there, as in a quantized cache. Up
+to the second, as much is allowed as in 16 bits: a multiple of what mlx-lm's own two ways differ
+by with the same products, which is 0.33 for the demo model."""
 
 
 class NotBatchable(Exception):
@@ -81,8 +83,7 @@ def prove(model: Any, layout: Layout, batch: type[RaggedBatch], given: list[Refe
         raise NotBatchable(str(error)) from error
     except Exception as error:
         raise NotBatchable(f"{type(error).__name__}: {error}") from error
-    fast = device.rounds_activations(model) and trial.max_difference <= FAST_TOLERANCE
-    if not fast and not _is_rounding(trial.max_difference, model, layout, given):
+    if not _is_rounding(trial.max_difference, model, layout, given):
         raise NotBatchable(f"logits differ by {trial.max_difference:.3g} of their spread")
 
 
@@ -92,6 +93,10 @@ def _is_rounding(difference: float, model: Any, layout: Layout, given: Sequence[
     mlx-lm's other way of computing runs only if nothing simpler decides."""
     if difference <= QUANTIZED_TOLERANCE.get(layout.kv_bits, TOLERANCE):
         return True
+    if device.rounds_activations(model) and difference <= MOST_FAST_NOISE:
+        if difference <= FAST_TOLERANCE:
+            return True
+        return difference <= NOISE_MULTIPLE * rounding_noise(model, given, layout.precision)
     # Some models cast their last logits to fp32.
     dtypes = {given[0].expected[0].dtype, *(layer.dtype for layer in layout.layers)}
     coarsest = max(dtypes, key=lambda dtype: mx.finfo(dtype).eps)

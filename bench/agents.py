@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,17 +32,17 @@ from router.responses.tools import client_tools
 from router.responses.translation import chat_request as from_responses
 from router.responses.translation import resolve_input
 from router.schemas.requests import ChatRequest
-from router.tokens.templates import tool_schema
+from router.tokens.templates import TOKEN_BREAK, ChatTemplate, tool_schema
 
 LAYERS = 4
 FLAGS = (
     *("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000"),
     *("--reasoning-key", sessions.REASONING_KEY),
-    *("--ssd-writer-queue-size", "4096"),
+    *("--block-size", "64"),
 )
-"""A small model computes a long prompt faster than its blocks are written, and they all have to
-wait. (Of a large model as many would take gigabytes.)"""
-_BLOCK = 16  # --block-size
+"""A small model computes a long prompt faster than its blocks are written, and of those under way
+at once the engine drops what is over 256. Larger blocks are fewer."""
+_BLOCK = 64
 _TIMEOUT_S = 600
 _CHAT = "/v1/chat/completions"
 _LIMITS = {
@@ -165,30 +165,25 @@ def prompt_tokens(model: Path, requests: Sequence[Request]) -> list[list[int]]:
     from mlx_lm.utils import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    return [_render(tokenizer.apply_chat_template, chat_body(request)) for request in requests]
+    template = ChatTemplate(tokenizer, {}, has_reasoning=True)
+    prompts = []
+    for request in requests:
+        chat = _translated(request)
+        text = template.render(chat.messages, chat.prompt_tools, chat.template_args)
+        text = text.replace(TOKEN_BREAK, "")
+        prompts.append(list(tokenizer.encode(text, add_special_tokens=False)))
+    return prompts
 
 
 def _translated(request: Request) -> ChatRequest:
+    if request.path == _CHAT:
+        return msgspec.convert(request.body, ChatRequest)
     if request.path == "/v1/messages":
         return from_messages(msgspec.convert(request.body, MessagesRequest))
     body = msgspec.convert(request.body, ResponsesRequest)
     unseal = ReasoningSeal(sessions.REASONING_KEY).unseal
     items = resolve_input(body.input, lambda _: sys.exit("a reference"), unseal)
     return from_responses(body, items, client_tools(body.tools or ()))
-
-
-def _render(apply: Callable[..., Any], body: dict[str, Any]) -> list[int]:
-    messages = []
-    for message in body["messages"]:
-        calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
-        for call in calls:
-            if isinstance(call["arguments"], str):
-                call["arguments"] = json.loads(call["arguments"])
-        messages.append({**message, "tool_calls": [{"function": call} for call in calls]})
-        if isinstance(message.get("content"), list):
-            messages[-1]["content"] = "".join(part["text"] for part in message["content"])
-    rendered = apply(messages, tools=body.get("tools"), add_generation_prompt=True)
-    return list(rendered)
 
 
 def _post(port: int, path: str, body: dict[str, Any]) -> tuple[tuple[int, int], str, str]:

@@ -221,8 +221,8 @@ def test_tokens_are_charged_as_they_come_and_not_for_what_is_aborted(
         assert left(answer) == 990
         eventually(lambda: 3 in engine.sent_counts)
         time.sleep(0.2)
-    engine.behaviour.hold_tokens_after = None
     eventually(lambda: not engine.running)
+    engine.behaviour.hold_tokens_after = None
     whole = server.complete([5] * 10)
     assert left(whole) == 990 - 3 - 10
     used = whole.json()["usage"]["completion_tokens"]

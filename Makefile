@@ -73,6 +73,7 @@ clients: setup
 
 agents: setup
 	$(BIN)/python -m tests.agents --write docs/clients.md $(ARGS)
+	REPLAY_TEST=1 $(BIN)/python -m pytest tests/agents/test_replay.py
 
 # The tables of docs/models.md and docs/clients.md take minutes: make zoo, make clients.
 .PHONY: docs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_the_prompts_of_agents_are_found_in_memory_and_on_ssd(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("REPLAY_TEST" not in os.environ, reason="only with REPLAY_TEST=1 (make agents)")
 @pytest.mark.parametrize(
     ("format", "names"), [(FORMATS[0], sessions.names()), (FORMATS[1], ["codex"])]
 )

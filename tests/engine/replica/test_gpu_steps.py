@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.backend.gpu_path import forced_gpu_path
+from engine.backend import gpu_path
 from engine.batch.gpu import GPUBatch
 from engine.cache import blocks
 from engine.cache.quantization import Precision
@@ -34,7 +34,9 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True, scope="module")
 def on_a_gpu() -> Iterator[None]:
-    with forced_gpu_path():
+    with pytest.MonkeyPatch.context() as patch:  # as in forced_gpu_path, but compiled
+        patch.setattr(mx, "default_device", lambda: mx.gpu)
+        patch.setattr(gpu_path, "forced", True)
         yield
 
 

@@ -90,7 +90,7 @@ def test_preempted_sequences_go_on_from_blocks(
     stats = whole.scheduler.stats()
     assert stats.preemptions_total > 0
     # Index arrays of writes and tables of sampling.
-    assert worst < 0.05 * whole.scheduler.memory.ledger.limit_bytes
+    assert worst < 0.15 * whole.scheduler.memory.ledger.limit_bytes
     oracle = Oracle(path, rounded=Precision(kv_bits))
     for name, tokens in prompts.items():
         oracle.check_same(tokens, whole.texts[name], oracle.greedy(tokens, 90))

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.scripted_engine import EOS, ScriptedEngine
 from tests.router.tiny_tokenizer import write_tokenizer
 
@@ -95,6 +96,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with a chat template; a module's ``model_dir`` may be this one."""
+    directory = tmp_path_factory.mktemp("chat-model")
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
@@ -145,7 +154,7 @@ def engine(
     return engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def says(tokenizer: Tokenizer) -> Callable[[str], Callable[[object], list[int]]]:
     """Return a function that makes the script of an engine: it says ``text`` and ends."""
     return lambda text: lambda submit: [*tokenizer.encode(text).ids, EOS]

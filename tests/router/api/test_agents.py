@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench import sessions
-from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -19,10 +18,8 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("chat-model")
-    write_chat_tokenizer(directory)
-    return directory
+def model_dir(chat_model_dir: Path) -> Path:
+    return chat_model_dir
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 from shared.wire import Abort, Grammar, Submit
 from tests import agent_transcript as transcript
-from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server, eventually
 from tests.router.openai.test_completions import events
 from tests.router.scripted_engine import ScriptedEngine
@@ -33,15 +32,8 @@ SUB = {"type": "function", "function": {"name": "sub"}}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("chat-model")
-    write_chat_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+def model_dir(chat_model_dir: Path) -> Path:
+    return chat_model_dir
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from router.responses.sealing import ReasoningSeal
 from shared.wire import Submit
-from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server
 from tests.router.responses.test_responses import events, last_prompt
 from tests.router.scripted_engine import ScriptedEngine
@@ -24,15 +23,8 @@ PATCH = {"type": "custom", "name": "patch", "description": "Takes a patch."}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("chat-model")
-    write_chat_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+def model_dir(chat_model_dir: Path) -> Path:
+    return chat_model_dir
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from shared.wire import Submit
 from tests.router.anthropic import test_anthropic
-from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.conftest import Server
 from tests.router.responses import test_responses
 from tests.router.scripted_engine import ScriptedEngine
@@ -25,15 +24,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("chat-model")
-    write_chat_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+def model_dir(chat_model_dir: Path) -> Path:
+    return chat_model_dir
 
 
 @pytest.fixture(scope="module")

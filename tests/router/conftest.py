@@ -60,6 +60,13 @@ class Server:
     def wait_ready(self) -> None:
         eventually(lambda: self.client.get("/readyz").status_code == 200, 60)
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the router has got so far, for requests without a key."""
+        name = 'mlx_lm_server_key_generated_tokens_total{key=""} '
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(int(float(line.removeprefix(name))) for line in lines if line.startswith(name))
+
     def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
         return self.client.post("/v1/chat/completions", json={"messages": messages, **fields})

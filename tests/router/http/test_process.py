@@ -49,13 +49,12 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(
     start_server: Callable[..., Server], start_engine: Start, says: Any
 ) -> None:
     server = start_server("--drain-timeout-s=0.5")
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
+    start_engine(server, script=says("hello world"), hold_tokens_after=1)
     server.wait_ready()
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(server.chat, "x", stream=True)
         whole = pool.submit(server.chat, "x")
-        eventually(lambda: len(engine.running) == 2)
-        time.sleep(0.2)
+        eventually(lambda: server.num_tokens == 2)
         server.process.send_signal(signal.SIGTERM)
         last = streamed.result(10).text.strip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"

@@ -173,7 +173,7 @@ class ScriptedEngine:
     def kill(self) -> None:
         """Stop without a `Bye`."""
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(60)
 
     def leave(self) -> None:
         self._bye = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,7 +107,7 @@ def test_a_stream_goes_on_while_wrong_keys_are_refused_and_logged_once(
         for other in others:
             other.kill()
         engine.behaviour.hold_tokens_after = None
-        text = answer.result(20).text
+        text = answer.result(60).text
     assert "[DONE]" in text and '"error"' not in text
     assert [name for name, ready in curve.engines().items() if ready] == ["good.engine-0"]
     log = curve.server.log.read_text()
@@ -140,9 +139,8 @@ def test_a_removed_key_is_out_at_once_and_back_when_it_is_allowed_again(
     join(key)
     eventually(lambda: curve.engines().get("fickle.engine-0", False))
     assert keys.main(["remove", "fickle", f"--curve-dir={curve.directory}"]) == 0
-    began = time.monotonic()
     eventually(lambda: "fickle.engine-0" not in curve.engines())
-    assert time.monotonic() - began < 5, "it does not wait for missing beats"
+    assert "fickle.engine-0 is lost: sent no beat" not in curve.server.log.read_text()
     curve.allow(key, "--name=fickle")
     eventually(lambda: curve.engines().get("fickle.engine-0", False))
 

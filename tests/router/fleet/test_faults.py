@@ -65,8 +65,8 @@ def test_a_request_without_a_token_is_resubmitted(
     eventually(lambda: len(first.running) == 2)
     first.kill()
     second = start_engine(server, script=says("hello world"))
-    assert text_of(answers[0].result(10)) == "hello world"
-    assert "[DONE]" in answers[1].result(10).text
+    assert text_of(answers[0].result(60)) == "hello world"
+    assert "[DONE]" in answers[1].result(60).text
     assert {submit.attempt for submit in second.got(Submit)} == {1}
     seeds = [{s.sampling.seed for s in engine.got(Submit)} for engine in (first, second)]
     assert seeds[0] == seeds[1]
@@ -93,7 +93,7 @@ def test_a_begun_answer_resumes_where_it_stopped(
     first, answer = start_answer(server, start_engine, background, script, stream=stream, **fields)
     first.kill()
     second = start_engine(server, script=script)
-    result = answer.result(10)
+    result = answer.result(60)
     (submit,) = second.got(Submit)
     assert submit.generated == script(None)[:2]
     assert submit.sampling == first.got(Submit)[0].sampling
@@ -117,7 +117,7 @@ def test_a_stream_whose_engine_does_not_return_ends_with_one_error_event(
     first, answer = start_answer(server, start_engine, background, says("hello world"), stream=True)
     first.kill()
     killed = time.monotonic()
-    text = answer.result(20).text
+    text = answer.result(60).text
     assert time.monotonic() - killed > 2, "it waits for a restart"
     assert streamed(text) == "hello wor", "what its two tokens say"
     assert last_event(text)["error"]["code"] == "engine_lost"
@@ -135,7 +135,7 @@ def test_a_stream_that_lost_two_engines_ends_with_one_error_event(
     eventually(lambda: len(second.running) == 1)
     second.kill()
     third = start_engine(server, script=script)
-    text = answer.result(10).text
+    text = answer.result(60).text
     assert last_event(text)["error"]["code"] == "engine_lost"
     assert text.count('"error"') == 1
     assert not third.got(Submit)
@@ -154,7 +154,7 @@ def test_a_stream_outlives_any_number_of_planned_restarts(
     eventually(lambda: server.client.get("/readyz").status_code == 503)
     engine.kill()
     last = start_engine(server, script=script)
-    text = answer.result(10).text
+    text = answer.result(60).text
     assert "[DONE]" in text and '"error"' not in text
     assert [submit.attempt for submit in last.got(Submit)] == [3]
 
@@ -176,7 +176,7 @@ def test_losses_are_forgotten_as_tokens_come(
         if held:
             eventually(lambda held=held: server.num_tokens == before + held)  # type: ignore[misc]
             engine.kill()
-    text = answer.result(20).text
+    text = answer.result(60).text
     assert "[DONE]" in text and '"error"' not in text
 
 
@@ -192,7 +192,7 @@ def test_a_stream_that_waits_to_resume_times_out(
     other = background(server.chat, "y", stream=True)
     eventually(lambda: len(second.running) == 1)
     first.kill()
-    assert last_event(answer.result(20).text)["error"]["code"] == "timeout"
+    assert last_event(answer.result(60).text)["error"]["code"] == "timeout"
     assert "[DONE]" in other.result(30).text
 
 
@@ -207,7 +207,7 @@ def test_a_request_that_lost_two_engines_is_not_given_to_a_third(
         eventually(runs_one(engine))
         engine.kill()
     third = start_engine(server, script=lambda submit: [5])
-    result = answer.result(10)
+    result = answer.result(60)
     assert result.status_code == 503
     assert result.json()["error"]["code"] == "engine_lost"
     assert not third.got(Submit)
@@ -224,7 +224,7 @@ def test_a_request_waits_for_a_restart(
     waits = background(server.chat, "x")
     time.sleep(0.5)
     start_engine(server, script=says("hi"))
-    assert text_of(waits.result(10)) == "hi"
+    assert text_of(waits.result(60)) == "hi"
 
 
 def test_without_a_restart_the_answer_is_a_503(
@@ -280,21 +280,21 @@ def test_two_engines_share_the_work_and_one_may_leave(
     eventually(lambda: [len(engine.running) for engine in engines] == [2, 2])
     engines[0].leave()
     engines[1].behaviour.hold_tokens_after = None
-    assert [text_of(answer.result(10)) for answer in answers] == ["hi"] * 4
+    assert [text_of(answer.result(60)) for answer in answers] == ["hi"] * 4
 
 
 def test_a_restart_is_noticed_before_the_beats_are_missed(
     server: Server, start_engine: Start, says: Any, background: Any
 ) -> None:
-    first = start_engine(server, script=says("hi"), hold_tokens_after=0)
+    first = start_engine(server, name="again", script=says("hi"), hold_tokens_after=0)
     server.wait_ready()
     answer = background(server.chat, "x")
     eventually(lambda: len(first.running) == 1)
     first.kill()
-    killed = time.monotonic()
-    start_engine(server, script=says("hi"))
-    assert text_of(answer.result(10)) == "hi"
-    assert time.monotonic() - killed < 4
+    start_engine(server, name="again", script=says("hi"))
+    assert text_of(answer.result(60)) == "hi"
+    log = server.log.read_text()
+    assert "engine again is lost: sent no beat" not in log and "engine again is lost" in log
 
 
 def test_two_engines_may_have_the_same_name(server: Server, start_engine: Start, says: Any) -> None:
@@ -318,7 +318,7 @@ def test_a_sequence_that_beats_do_not_mention_is_resubmitted(
     answer = background(server.chat, "x", max_tokens=4)
     eventually(lambda: len(engine.got(Submit)) == 1)
     engine.behaviour.forget = False
-    assert text_of(answer.result(15)) == "hi"
+    assert text_of(answer.result(60)) == "hi"
 
 
 def test_a_gap_in_the_tokens_is_never_passed_on(
@@ -337,8 +337,8 @@ def test_a_request_the_router_does_not_know_is_aborted(
 ) -> None:
     engine = start_engine(server, hold_tokens_after=0, script=says("x"))
     server.wait_ready()
-    with pytest.raises(httpx.TimeoutException):
-        server.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.5)
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}):
+        eventually(runs_one(engine))
     (submit,) = engine.got(Submit)
     eventually(lambda: not engine.running)
     engine.run_unasked("stranger", submit, [5])
@@ -401,7 +401,7 @@ def test_a_disconnected_client_leaves_the_queue(
         server.client.post("/v1/completions", json={"prompt": "x"}, timeout=0.3)
     eventually(lambda: 'queued_requests{model="tiny"} 0.0' in server.client.get("/metrics").text)
     engine.behaviour.hold_tokens_after = None
-    assert text_of(first.result(10)) == "hi"
+    assert text_of(first.result(60)) == "hi"
     assert len(engine.got(Submit)) == 1
 
 

@@ -46,7 +46,7 @@ class Redis:
 
     def stop(self) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
         self.socket.unlink(missing_ok=True)
 
 

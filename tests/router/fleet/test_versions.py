@@ -54,7 +54,7 @@ def test_another_version_of_a_model_takes_over_when_it_is_ready(
     assert text_of(server.chat("x")) == "new"
     assert server.chat("x", max_tokens=601).status_code == 400
     first.behaviour.hold_tokens_after = None
-    assert text_of(begun.result(10)) == "hi"
+    assert text_of(begun.result(60)) == "hi"
 
 
 def test_what_waits_for_an_earlier_version_goes_to_the_new_one_if_the_tokens_mean_the_same(
@@ -67,9 +67,9 @@ def test_what_waits_for_an_earlier_version_goes_to_the_new_one_if_the_tokens_mea
     waiting = background(server.chat, "y")
     eventually(lambda: server.client.get("/health").json()["models"][0]["queued"] == 1)
     start_engine(server, name="b", script=says("new"), options={"max_generation_tokens": 600})
-    assert text_of(waiting.result(10)) == "new"
+    assert text_of(waiting.result(60)) == "new"
     first.leave()
-    assert text_of(begun.result(10)) == "new", "it had no token yet"
+    assert text_of(begun.result(60)) == "new", "it had no token yet"
 
 
 def test_an_engine_may_not_take_the_name_of_another_model(

@@ -85,7 +85,7 @@ def address() -> Iterator[tuple[str, int]]:
     thread.start()
     yield listener.getsockname()
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     listener.close()
 
 

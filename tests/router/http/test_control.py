@@ -79,7 +79,7 @@ def test_engines_are_drained_and_restarted(
         eventually(lambda: bool(engine.got(Drain)))
         engine.leave()
         start_engine(server, script=says("hello"), name="kept")
-        assert done.result(20) == "restarted: kept\n"
+        assert done.result(60) == "restarted: kept\n"
 
 
 def test_errors_are_one_line_and_an_exit_code(

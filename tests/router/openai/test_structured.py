@@ -224,5 +224,5 @@ def test_a_sequence_whose_grammar_compiles_is_neither_accepted_nor_lost(
     engine.behaviour.beats = True
     engine.behaviour.hold_tokens_after = None
     engine.say(*encode(Accepted(request_id=submit.request_id, attempt=submit.attempt)))
-    client.join(20)
+    client.join(60)
     assert statuses == [200]

@@ -18,7 +18,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow clients agents lint lint-style lint-types lint-imports hooks format bench soak abuse fuzz zoo compose-test lock platforms clean
+.PHONY: help setup serve test test-slow clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -33,6 +33,7 @@ help:
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in alternating runs"
 	@echo "make soak          30 minutes of mixed load against a whole server"
+	@echo "make chaos         20 minutes of load while processes, sockets and disks fail (ARGS=\"--seconds 60 --seed 3\")"
 	@echo "make abuse         do all that one client could hurt others by, and measure the others"
 	@echo "make fuzz          10,000 requests generated from /openapi.json, every answer checked"
 	@echo "make test-store    100,000 random operations on the SSD tier, with faults of the disk and kills"
@@ -105,6 +106,9 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m tests.e2e.soak $(ARGS)
+
+chaos: setup
+	$(BIN)/python -m tests.e2e.chaos $(ARGS)
 
 abuse: setup
 	$(BIN)/python -m tests.e2e.abuse $(ARGS)

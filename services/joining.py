@@ -3,6 +3,9 @@
 They are children of this process, which starts them again when they end: after a fault, or since a
 router has told them to restart. Blocks are kept on this machine, unless ``--kvstore-socket`` says
 where.
+
+All models are loaded at the start, none on demand: a router does not know of a model before an
+engine of it has joined.
 """
 
 from __future__ import annotations
@@ -42,20 +45,32 @@ def main(argv: Sequence[str]) -> int:
             return _supervise(options, joining_children(options, models, run_dir), run_dir)
     except CurveError as error:
         return fail(PROG, f"--curve-dir: {error}")
+    except TooManyModels as error:
+        return fail(PROG, error)
     except RunDirError as error:
         return fail(PROG, error, EXIT_FAILED)
+
+
+class TooManyModels(Exception):
+    """The models do not fit into memory together; the message is one line for the user."""
 
 
 def joining_children(
     options: Settings, models: Sequence[ModelEntry], run_dir: RunDir
 ) -> list[ChildSpec]:
-    """Return the specs of the engines of all ``models``, and of the kvstore that they share."""
+    """Return the specs of the engines of all ``models``, and of the kvstore that they share.
+
+    Raises: `TooManyModels`.
+    """
     children = Children(options, run_dir, joins=options.engine_socket)
-    sizes = budgets(
-        models,
-        [weights_bytes(entry.settings.model) for entry in models],
-        total_bytes(options, None),
-    )
+    total = total_bytes(options, None)
+    sizes = budgets(models, [weights_bytes(entry.settings.model) for entry in models], total)
+    needed = sum(size * each.settings.engines for each, size in zip(models, sizes, strict=True))
+    if not models[0].alone and needed > total:
+        raise TooManyModels(
+            f"--config: all models are loaded at once here, and need {needed / 1e9:.2f} GB of"
+            f" {total / 1e9:.2f} GB (memory-gb, fleet-memory-gb)"
+        )
     host = socket.gethostname().partition(".")[0]
     wanted = [
         (entry, size)

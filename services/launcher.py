@@ -6,6 +6,7 @@ and stops all its children through this interface alone.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ class ChildSpec:
     hidden_variables: frozenset[str] = frozenset()
     # Environment variable -> inherited descriptor, whose number is its value.
     descriptors: Mapping[str, int] = field(default_factory=dict)
+    stop_signal: int = signal.SIGTERM  # asks it to finish its work and end
     stop_stage: int = 0  # children of a lower stage end before those of the next are told to
     announces_ready: bool = False  # the server is ready when all of these children are
     takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a beat

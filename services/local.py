@@ -25,7 +25,7 @@ from shared.exits import EXIT_FAILED, fail
 from shared.flags import FlagError
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
-from shared.supervisor_link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE
+from shared.supervisor_link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE, SERVER_ENDS
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Children:
             [*settings.command_line(self._options), *flags],
             environment={settings.SECRETS_VARIABLE: settings.secrets_of(self._options)},
             descriptors={HTTP_VARIABLE: http.fileno()},
+            stop_signal=SERVER_ENDS,
             announces_ready=True,
             takes_hang_up=True,
         )

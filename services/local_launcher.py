@@ -88,7 +88,7 @@ class LocalProcess:
     def stop(self, *, at_once: bool = False) -> None:
         if self._process.poll() is None:
             try:
-                os.killpg(self._process.pid, signal.SIGKILL if at_once else signal.SIGTERM)
+                os.killpg(self._process.pid, signal.SIGKILL if at_once else self.spec.stop_signal)
             except (ProcessLookupError, PermissionError):
                 pass  # it has just ended (macOS reports "not permitted" for a zombie)
 

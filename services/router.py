@@ -25,6 +25,7 @@ from router.http.connections import Connection
 from router.http.health import can_answer
 from router.responses.archive import ArchiveError
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
+from services.router_end import RouterEnd
 from services.terminal import Terminal
 from shared import logs
 from shared.descriptors import raise_descriptor_limit
@@ -123,36 +124,17 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     terminal = Terminal()
-    stopping: list[asyncio.Task[None]] = []
-
-    async def drain() -> None:
-        settings = router.settings
-        await router.drain(settings.drain_timeout_s, settings.pre_stop_delay_s)
-        server.should_exit = True
-
-    def stop() -> None:
-        """Stop after a drain the first time, at once the second time."""
-        if stopping:
-            stop_now()
-        else:
-            logger.info("draining")
-            stopping.append(asyncio.create_task(drain()))
-
-    def stop_now() -> None:
-        router.abort_all("The server is shutting down.")
-        server.should_exit = server.force_exit = True
+    end = RouterEnd(server, router, is_supervised=link is not None)
 
     def hang_up() -> None:
         if link is None and terminal.is_closed():
-            stop()
+            end.drain()
         else:
             keys.reload_soon()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     if link is not None:
-        _follow(link, loop, router, stop_now)
+        _follow(link, loop, router, end.at_once)
     addresses = router.settings.engine_socket
     if router.settings.curve_dir is None and any(one.startswith("tcp:") for one in addresses):
         logger.warning(
@@ -170,7 +152,8 @@ async def _serve(
             )
         await server.serve(sockets=[listener])
     finally:
-        for task in [*background, *stopping]:
+        end.cancel()
+        for task in background:
             task.cancel()
         await router.stop()
 

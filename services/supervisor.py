@@ -195,6 +195,10 @@ class Supervisor:
             return self._give_up(child, "cannot start", reason, code)
         if now - process.state.started_at > self._limits.stable_after_s:
             child.failures = 0
+        if code == EXIT_OK and process.state.phase in ("ready", "draining"):  # it was told to
+            logger.info("%s has ended; starting it again", child.name)
+            child.start_at = now
+            return None
         return self._schedule_restart(child, describe_exit(code), now)
 
     def _schedule_restart(self, child: ManagedChild, reason: str, now: float) -> int | None:

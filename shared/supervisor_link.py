@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -23,6 +24,10 @@ HTTP_VARIABLE = "_MLX_LM_SERVER_HTTP_FD"
 """The router's listening socket, which outlives the router."""
 ENGINE_NAME_VARIABLE = "_MLX_LM_SERVER_ENGINE"
 """An engine's name, the same after each restart."""
+
+SERVER_ENDS = signal.SIGUSR1
+"""What tells a router that its server ends. SIGTERM comes from somebody who wants a new router: the
+supervisor starts one. (Either ends a process that has no handlers yet, without a word.)"""
 
 
 class LineReader:

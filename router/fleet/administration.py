@@ -17,8 +17,11 @@ from shared.wire import ClearCache, Drain, Message
 
 logger = logging.getLogger(__name__)
 
-RESTART_TIMEOUT_S = 1800.0
+RESTART_TIMEOUT_S = 900.0
 """The longest that one engine may take to finish its requests, and to load its model again."""
+ABSENT_S = 60.0
+"""The longest that nothing is heard of it meanwhile. Its supervisor waits 30 s at most before it
+starts it again, and it beats soon after that."""
 _POLL_S = 0.2
 _TELL_S = 2.0
 """The longest that our supervisor takes to say that it has begun."""
@@ -120,31 +123,34 @@ class Administration:
             name = self._queue[0]
             try:
                 engine = self._find(name)
-                if await self._restart_one(engine):
-                    logger.info("engine %s was restarted", name)
-                else:
-                    logger.error(
-                        "engine %s did not come back; these are not restarted: %s",
-                        name,
-                        ", ".join(self._queue[1:]) or "none",
-                    )
+                trouble = await self._restart_one(engine)
+                if trouble is not None:
+                    rest = ", ".join(self._queue[1:]) or "none"
+                    logger.error("engine %s %s; these are not restarted: %s", name, trouble, rest)
                     self._queue.clear()
                     return
+                logger.info("engine %s was restarted", name)
             except EngineNotFound:
                 pass  # it has gone meanwhile
             self._queue.pop(0)
 
-    async def _restart_one(self, engine: Engine) -> bool:
-        """Return whether another process has the place of ``engine`` and is ready."""
-        incarnation, until = engine.hello.incarnation, time.monotonic() + RESTART_TIMEOUT_S
+    async def _restart_one(self, engine: Engine) -> str | None:
+        """Wait until another process has the place of ``engine`` and is ready. Return why that is
+        given up, None if it is done."""
+        incarnation = engine.hello.incarnation
         self._send(engine, Drain())
-        while time.monotonic() < until:
+        began = heard = time.monotonic()
+        while (now := time.monotonic()) < began + RESTART_TIMEOUT_S:
             for other in self._registry.engines:
                 is_new = other.name == engine.name and other.hello.incarnation != incarnation
                 if is_new and other.trouble is None:
-                    return True
+                    return None
+            if self._registry.hears(engine):
+                heard = now
+            elif now - heard > ABSENT_S:
+                return f"has been away for {ABSENT_S:.0f} s"
             await asyncio.sleep(_POLL_S)
-        return False
+        return f"was not ready again within {RESTART_TIMEOUT_S:.0f} s"
 
 
 def answer_id(entry: InFlight) -> str:

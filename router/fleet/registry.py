@@ -100,6 +100,13 @@ class Registry:
             for _, beat in self._unregistered.values()
         ]
 
+    def hears(self, engine: Engine) -> bool:
+        """Return whether ``engine`` beats, or another process with its name."""
+        name = engine.hello.engine
+        return any(beat.engine == name for _, beat in self._unregistered.values()) or any(
+            each.hello.engine == name and each.lost_reason is None for each in self.engines
+        )
+
     @property
     def versions(self) -> list[ModelReplicas]:
         """All models, and earlier and coming versions of them that have engines."""

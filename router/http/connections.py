@@ -105,6 +105,11 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     @property
+    def is_new(self) -> bool:
+        """Whether no request has begun on it yet."""
+        return self.cycle is None
+
+    @property
     def _headers_too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(f"Headers are over {self.max_header_bytes} bytes.")
 

@@ -100,7 +100,7 @@ class Watch:
     async def wait_idle(self) -> None:
         """Wait until no request, queue entry or held memory is left."""
         deadline = time.monotonic() + IDLE_WITHIN_S
-        while left := await asyncio.to_thread(self._left):
+        while left := await asyncio.to_thread(leftovers, self._server):
             if time.monotonic() > deadline:
                 self._report.add_finding(f"left {IDLE_WITHIN_S:g} s after the load: {left}")
                 return
@@ -120,12 +120,14 @@ class Watch:
         if now != set(self.names):
             self._report.add_finding(f"the processes were {self.names}, now they are {now}")
 
-    def _left(self) -> dict[str, float]:
-        left = {name: self._server.metric(name) for name in IDLE_METRICS}
-        health = self._server.client.get("/health").json()
-        left["requests"] = health["requests"]
-        left["in engines"] = sum(e["sequences"] for m in health["models"] for e in m["engines"])
-        return {name: value for name, value in left.items() if value}
+
+def leftovers(server: Server) -> dict[str, float]:
+    """Return what an idle server should not have: requests, queue entries, held memory."""
+    left = {name: server.metric(name) for name in IDLE_METRICS}
+    health = server.client.get("/health").json()
+    left["requests"] = health["requests"]
+    left["in engines"] = sum(e["sequences"] for m in health["models"] for e in m["engines"])
+    return {name: value for name, value in left.items() if value}
 
 
 def soak(

@@ -152,6 +152,32 @@ def test_a_killed_router_is_replaced_and_the_engine_drops_its_requests(server: S
     server.wait_until(lambda: server.metric("active_sequences") == 0, PATIENCE_S, "engine idle")
 
 
+def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
+    server: Server,
+) -> None:
+    expected = server.complete("abc", 4)
+    running = stream(server, "abc", 400)
+    events = [next(running)]
+    (old,) = server.pids("services.router")
+    url = server.client.base_url.join("/v1/completions")
+
+    def ask(_: int) -> httpx.Response:
+        """Ask on a connection of its own."""
+        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+        return httpx.post(url, json=body, timeout=server.client.timeout)
+
+    os.kill(old, signal.SIGTERM)
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(ask, range(16))
+        events += running
+        for answer in answers:
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"] == expected["choices"]
+    assert events[-1] == {"done": True}
+    assert not any("error" in event for event in events)
+    wait_recovered(server, old)
+
+
 def test_a_killed_supervisor_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
     with serving(tiny_model("llama")) as server:
         private = Path(next(iter(environment(server.process.pid, "XDG_RUNTIME_DIR"))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from services import cli
 from tests.e2e.server import Server, assert_error, serving
 
 PATIENCE_S = 60.0
@@ -32,6 +34,10 @@ class Models:
     def states(self) -> dict[str, str]:
         models = self.server.client.get("/health").json()["models"]
         return {model["id"]: model["state"] for model in models}
+
+    def engines_of(self, model_id: str) -> list[str]:
+        models = self.server.client.get("/health").json()["models"]
+        return [e["name"] for each in models if each["id"] == model_id for e in each["engines"]]
 
     def ask(self, model: str, **fields: Any) -> str:
         answer = self.server.complete("abc", 8, model=model, ignore_eos=True, **fields)
@@ -66,7 +72,8 @@ def content(tiny_model: Callable[..., Path]) -> str:
 def models(content: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     file = tmp_path_factory.mktemp("models") / "server.toml"
     file.write_text(content)
-    with serving(None, "--config", str(file), "--kv-bits", "16") as server:
+    flags = ("--config", str(file), "--kv-bits", "16", "--admin-key", "boss")
+    with serving(None, *flags) as server:
         yield Models(server, file)
 
 
@@ -131,6 +138,49 @@ def test_the_file_is_read_again_on_sighup(models: Models, content: str) -> None:
     models.reload(content.replace('id = "broken"', 'id = "d"').replace("/nowhere/at/all", "demo"))
     models.wait_for(d="unloaded")
     assert "broken" not in models.states
+
+
+def test_new_weights_come_under_one_name_and_go_back(
+    models: Models, content: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By another path in the file, by other files at the same path, and by the file as it was."""
+    own = shutil.copytree(tiny_model("llama", 1), tmp_path / "own")
+    third = tiny_model("llama", 2)
+    models.reload(content)
+    seen = [models.ask("b")]
+
+    def has_another_text() -> bool:
+        text = models.ask("b")
+        if text in seen:
+            return False
+        seen.append(text)
+        return True
+
+    entry = 'id = "b"\npath = "{}"'
+    moved = content.replace(entry.format(tiny_model("llama")), entry.format(own))
+    assert moved != content
+    models.reload(moved)
+    models.server.wait_until(has_another_text, PATIENCE_S, "the other path")
+    shutil.copy(third / "model.safetensors", own / "new")
+    (own / "new").replace(own / "model.safetensors")
+    (engine,) = models.engines_of("b")
+    url = f"--url=http://127.0.0.1:{models.server.port}"
+    assert cli.main(["restart", engine, "--wait", url, "--admin-key=boss"]) == 0
+    models.server.wait_until(has_another_text, PATIENCE_S, "the other files")
+    models.reload(content)
+    models.server.wait_until(lambda: models.ask("b") == seen[0], PATIENCE_S, "as it was")
+
+
+def test_a_broken_model_is_mended(
+    models: Models, content: str, tiny_model: Callable[..., Path]
+) -> None:
+    models.reload(content)
+    models.wait_for(broken="unloaded")  # it is tried again
+    assert_error(models.server.post("/v1/completions", model="broken", prompt="abc"), 503)
+    models.wait_for(broken="broken")
+    models.reload(content.replace("/nowhere/at/all", str(tiny_model("llama", 2))))
+    models.server.wait_until(lambda: models.states["broken"] != "broken", PATIENCE_S, "mended")
+    assert models.ask("broken")
 
 
 @pytest.mark.slow

@@ -226,6 +226,24 @@ def test_puts_on_a_slow_disk_do_not_delay_reads(persistent: Running, disk: Fault
     disk.may_write.set()
 
 
+def test_a_model_that_writes_much_leaves_another_its_part_of_the_queue(
+    persistent: Running, disk: FaultyDisk
+) -> None:
+    busy, other, namespace = persistent.engine(), persistent.engine(), "0b" * HASH_BYTES
+    disk.may_write.clear()
+    for number in range(600):  # more than the queue takes
+        message = wire.Put(ticket=number, namespace=NAMESPACE, hash=hash_of(number))
+        busy.send(message, file_of(number))
+    wait_until(lambda: persistent.writer.drops > 0)
+    for number in range(20):
+        message = wire.Put(ticket=number, namespace=namespace, hash=hash_of(number))
+        other.send(message, encode(hash_of(number), namespace, payload_of(number)))
+    wait_until(lambda: persistent.writer.drops >= 620 - 514)  # one is being written
+    disk.may_write.set()
+    replies = [other.receive()[0] for _ in range(20)]
+    assert [reply.ticket for reply in replies if reply.stored] == list(range(20))
+
+
 def test_look_ups_on_a_disk_that_hangs_are_misses_at_once(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,24 @@ def test_a_store_elsewhere_takes_the_place_of_an_own_one(tmp_path: Path) -> None
     assert parsed(engine).no_ssd
 
 
+def test_models_that_do_not_fit_together_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "engines.toml"
+    models = "".join(f'[[model]]\nid = "{name}"\nmemory-gb = 0.3\n' for name in "abc")
+    file.write_text(f"fleet-memory-gb = 0.8\n{models}")
+    flags = [f"--config={file}", f"--engine-socket={FIRST}", "--no-ssd"]
+    assert cli.main(["engine", *flags]) == 78
+    line = "all models are loaded at once here, and need 0.90 GB of 0.80 GB"
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert line in printed
+    file.write_text(f"fleet-memory-gb = 0.9\n{models}")
+    options, entries = parse_models(flags, {}, "prog")
+    with RunDir.create(tmp_path) as run_dir:
+        engines = joining_children(options, entries, run_dir)
+    assert [parsed(each).memory_gb for each in engines] == pytest.approx([0.3] * 3)
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "line"),
     [

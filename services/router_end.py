@@ -1,0 +1,90 @@
+"""How a router ends: with its server, or so that another router takes over its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+import uvicorn
+
+from router.fleet.router import Router
+from router.http.connections import Connection
+from shared.supervisor_link import SERVER_ENDS
+
+LINGER_S = 0.5
+"""So long a connection may be idle before it is closed: its client may be about to use it."""
+FIRST_REQUEST_S = 5.0
+"""The same for a connection that is new: its client has something to ask."""
+logger = logging.getLogger("router")
+
+
+class RouterEnd:
+    """Ends ``server`` once, on the event loop; a second time means at once."""
+
+    def __init__(self, server: uvicorn.Server, router: Router, *, is_supervised: bool) -> None:
+        self._server = server
+        self._router = router
+        self._task: asyncio.Task[None] | None = None
+        self._is_handing_over = False
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.drain)
+        if is_supervised:
+            loop.add_signal_handler(SERVER_ENDS, self.drain)
+            loop.add_signal_handler(signal.SIGTERM, self.hand_over)
+        else:
+            loop.add_signal_handler(signal.SIGTERM, self.drain)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def at_once(self) -> None:
+        self._router.abort_all("The server is shutting down.")
+        self._server.should_exit = self._server.force_exit = True
+
+    def drain(self) -> None:
+        """Finish what runs, refuse what comes, and end: there will be no other router."""
+        if self._is_handing_over:
+            self._is_handing_over = False
+            self._router.draining = True
+        elif self._task is not None:
+            self.at_once()
+        else:
+            logger.info("draining")
+            self._task = asyncio.create_task(self._drain())
+
+    def hand_over(self) -> None:
+        """Finish what runs, and end. New connections wait in the supervisor's socket for the next
+        router."""
+        if self._task is not None:
+            self.at_once()
+        else:
+            logger.info("ending; new connections wait for the next router")
+            self._is_handing_over = True
+            self._task = asyncio.create_task(self._hand_over())
+
+    async def _drain(self) -> None:
+        settings = self._router.settings
+        await self._router.drain(settings.drain_timeout_s, settings.pre_stop_delay_s)
+        self._server.should_exit = True
+
+    async def _hand_over(self) -> None:
+        server, state = self._server, self._server.server_state
+        for listening in server.servers:
+            listening.close()
+        state.default_headers.append((b"connection", b"close"))
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        late_at, quiet_since = now + self._router.settings.drain_timeout_s, now
+        while state.connections and now < late_at:
+            has_new = any(isinstance(one, Connection) and one.is_new for one in state.connections)
+            if now > quiet_since + (FIRST_REQUEST_S if has_new else LINGER_S):
+                break
+            await asyncio.sleep(0.05)
+            now = loop.time()
+            if state.tasks:
+                quiet_since = now
+        if state.tasks:
+            self._router.abort_all("The router is restarted and did not wait longer.")
+        server.should_exit = True

@@ -1,0 +1,146 @@
+"""The requests of `tests.e2e.chaos`, and what their answers have in common each time."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CLEAR_GAP = 1e-3
+"""The least lead of the best token over the second, as log-probability, in a greedy answer. A batch
+of another size changes it by about a hundredth of this."""
+WORDS = "the of and to in is that it was for on are as with they be at one have this".split()
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "colour": {"enum": ["red", "green", "blue", "the colour of the sea"]},
+                "twice": {"type": "boolean"},
+                "way": {"enum": ["along the wall", "over the door and the window", "around"]},
+            },
+            "required": ["colour", "twice", "way"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "paint", "schema": TOOL["function"]["parameters"]},  # type: ignore[index]
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request whose answer is the same each time: it is greedy, or has a seed."""
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+    is_compared_by_gaps: bool = False
+    """Whether rounding could change the answer, and its log-probabilities tell."""
+
+
+@dataclass
+class Reply:
+    """What a client has received of an answer. Of choices: their index -> ..."""
+
+    texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
+    calls: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
+    finishes: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    tokens: int | None = None
+    ids: set[str] = field(default_factory=set)
+    least_gap: float = float("inf")
+
+    def add(self, body: dict[str, Any]) -> None:
+        """Add a whole answer, or an event of a stream."""
+        self.ids.add(body["id"])
+        if body.get("usage"):
+            self.tokens = body["usage"]["completion_tokens"]
+        for choice in body["choices"]:
+            index = choice["index"]
+            part = choice.get("message") or choice.get("delta") or {}
+            self.texts[index] += choice.get("text") or part.get("content") or ""
+            for call in part.get("tool_calls") or []:
+                function = call["function"]
+                self.calls[index] += (function.get("name") or "") + (
+                    function.get("arguments") or ""
+                )
+            if choice["finish_reason"] is not None:
+                self.finishes[index].append(choice["finish_reason"])
+            self.least_gap = min([self.least_gap, *_gaps(choice.get("logprobs"))])
+
+    def is_same(self, other: Reply) -> bool:
+        return (
+            self.texts == other.texts
+            and self.calls == other.calls
+            and self.finishes == other.finishes
+            and self.tokens == other.tokens
+        )
+
+    def begins(self, whole: Reply) -> bool:
+        """Return whether this is ``whole`` up to somewhere."""
+        return all(whole.texts[i].startswith(text) for i, text in self.texts.items()) and all(
+            whole.calls[i].startswith(call) for i, call in self.calls.items()
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each choice has ended once."""
+        return bool(self.texts) and all(len(self.finishes[index]) == 1 for index in self.texts)
+
+
+def _gaps(logprobs: dict[str, Any] | None) -> Iterator[float]:
+    """Yield the lead of the best token over the second at each position."""
+    of_completion = [list(best.values()) for best in (logprobs or {}).get("top_logprobs") or []]
+    of_chat = [
+        [one["logprob"] for one in token["top_logprobs"]]
+        for token in (logprobs or {}).get("content") or []
+    ]
+    for best in of_completion + of_chat:
+        first, *others = sorted(best, reverse=True)
+        yield first - others[0] if others else 0.0  # two tokens of the same text
+
+
+def make_questions(models: tuple[str, ...], seed: int) -> list[Question]:
+    """Return questions of all kinds for each of ``models``."""
+    chance = random.Random(seed)
+
+    def words(count: int) -> str:
+        return " ".join(chance.choice(WORDS) for _ in range(count))
+
+    head = words(250)
+    found = []
+    for model in models:
+        common = {"model": model, "temperature": 0}
+        plain = {**common, "ignore_eos": True}
+        drawn = {"model": model, "temperature": 1.0, "ignore_eos": True}
+        for number in range(8):
+            body = {"prompt": words(3 + 5 * number), "max_tokens": 12 + 6 * number, **plain}
+            found.append(Question("short", COMPLETIONS, body, True))
+        for _ in range(4):
+            body = {"prompt": words(12), "max_tokens": 300, **plain}
+            found.append(Question("long", COMPLETIONS, body, True))
+            body = {"prompt": f"{head} {words(9)}", "max_tokens": 24, **plain}
+            found.append(Question("shared prefix", COMPLETIONS, body, True))
+            talk = [{"role": role, "content": words(15)} for role in ("user", "assistant", "user")]
+            found.append(
+                Question("chat", CHAT, {"messages": talk, "max_tokens": 40, **plain}, True)
+            )
+            body = {"messages": talk, "max_tokens": 60, "seed": chance.randrange(1000), **drawn}
+            found.append(Question("sampled chat", CHAT, body))
+        for number in range(2):
+            talk = [{"role": "user", "content": words(9)}]
+            body = {"messages": talk, "max_tokens": 400, "response_format": FORM, **common}
+            found.append(Question("grammar", CHAT, body))
+            body = {"messages": talk, "max_tokens": 400, "tools": [TOOL], **common}
+            found.append(Question("tool call", CHAT, {**body, "tool_choice": "required"}))
+            body = {"prompt": words(20), "max_tokens": 30, "n": 2, "seed": number, **drawn}
+            found.append(Question("two choices", COMPLETIONS, body))
+    return found

@@ -1,0 +1,90 @@
+"""Restarts of engines from elsewhere, which the router can only ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from router.fleet import administration
+from router.fleet.engine_sockets import EngineSockets
+from router.fleet.router import Router
+from shared.settings import Settings
+from shared.wire import Beat, EngineStats
+from tests.router.scripted_engine import make_hello
+
+ABSENT_S = 0.3
+Act = Callable[[Router], Awaitable[None]]
+
+
+@pytest.fixture
+def roll(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> Callable[[Act], None]:
+    """Return a function that restarts two engines, of which the first leaves, and acts."""
+    monkeypatch.setattr(administration, "ABSENT_S", ABSENT_S)
+    monkeypatch.setattr(EngineSockets, "send", lambda *_: True)  # nobody is there to get it
+
+    async def restart_both(act: Act) -> None:
+        router = Router(Settings(), [f"ipc://{socket_dir}/engines"], "test")
+        for name in ("one", "two"):
+            router.registry.on_hello(peer(name), make_hello(name, incarnation=name))
+        assert router.administration.restart() == ["one", "two"]
+        try:
+            await asyncio.sleep(0)  # the first is told to end
+            router.registry.on_bye(peer("one"))
+            await asyncio.wait_for(act(router), 60)
+        finally:
+            router.administration.close()
+            router.registry.close()
+            router.engine_sockets.close()
+
+    return lambda act: asyncio.run(restart_both(act))
+
+
+def peer(name: str) -> bytes:
+    """Return what the router's first socket calls an engine."""
+    return b"\0" + name.encode()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def beat(router: Router, phase: str) -> None:
+    router.registry.on_beat(
+        peer("again"),
+        Beat(
+            engine="one",
+            incarnation="1",
+            number=1,
+            phase=phase,  # type: ignore[arg-type]
+            phase_s=0.0,
+            stalled_s=0.0,
+            live=[],
+            stats=EngineStats(),
+        ),
+    )
+
+
+def test_a_restart_is_given_up_with_a_line_if_an_engine_does_not_come_back(
+    roll: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait(router: Router) -> None:
+        await until(lambda: not router.administration.restarting)
+
+    roll(wait)
+    assert "engine one has been away for 0 s; these are not restarted: two" in caplog.text
+
+
+def test_a_restart_waits_for_an_engine_that_loads(roll: Callable[[Act], None]) -> None:
+    async def come_back(router: Router) -> None:
+        beat(router, "loading")
+        await asyncio.sleep(3 * ABSENT_S)
+        assert router.administration.restarting == ["one", "two"]
+        router.registry.on_hello(peer("again"), make_hello("one", incarnation="1"))
+        beat(router, "ready")
+        await until(lambda: router.administration.restarting == ["two"])
+
+    roll(come_back)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.router_clients import Streams, events_of
-from bench.servers import START_TIMEOUT_S, running
+from bench.servers import START_TIMEOUT_S, ended_with_us, running
 from engine.model.load import resolve
 from shared.descriptors import raise_descriptor_limit
 
@@ -111,10 +111,11 @@ def _router(private: Path, directory: Path, load: Load) -> Iterator[tuple[int, i
     engines = [sys.executable, "-m", "bench.router_engines", address, str(directory)]
     engines += [f"--engines={load.engines}", f"--models={load.models}", f"--rate={load.rate}"]
     with running(command, "/livez") as (port, pid):
-        process = subprocess.Popen(engines)
+        process = subprocess.Popen(engines, start_new_session=True)
         try:
-            _wait_until_ready(port, load)
-            yield port, pid
+            with ended_with_us(process):
+                _wait_until_ready(port, load)
+                yield port, pid
         finally:
             process.terminate()
             process.wait(20)

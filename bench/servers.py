@@ -19,6 +19,9 @@ from engine.backend.blas import load_fast_blas
 
 START_TIMEOUT_S = 180.0
 CONTEXT_TOKENS = 1024
+_END_WITH_STDIN = (
+    "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+)
 
 
 @contextmanager
@@ -73,8 +76,9 @@ def running(
             start_new_session=True,
         )
         try:
-            _wait(process, f"http://127.0.0.1:{port}{probe}")
-            yield port, process.pid
+            with ended_with_us(process):
+                _wait(process, f"http://127.0.0.1:{port}{probe}")
+                yield port, process.pid
         except BaseException:
             log.seek(0)
             sys.stderr.write(log.read().decode(errors="replace")[-4000:])
@@ -86,6 +90,23 @@ def running(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+@contextmanager
+def ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Have ``process``, a session of its own, ended with its children if we are killed meanwhile.
+
+    Another process waits for the end of a pipe that only we have open.
+    """
+    command = [sys.executable, "-c", _END_WITH_STDIN, str(process.pid)]
+    watching = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert watching.stdin is not None
+    try:
+        yield
+    finally:
+        watching.kill()
+        watching.stdin.close()
+        watching.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str) -> None:

@@ -1,7 +1,9 @@
 """The comparisons that need no servers, on a tiny model."""
 
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -91,6 +93,32 @@ def test_the_router_is_measured_beside_a_bare_application(
     for one in (ours, bare):
         assert one.tokens > 0 and one.cpu_s > 0 and one.memory_mb > 10
     assert "times the bare application's" in capsys.readouterr().out
+
+
+_MEASURES = """
+import sys, time
+from bench.servers import running
+command = [sys.executable, "-m", "bench.router_bare", sys.argv[1]]
+with running(command, "/readyz") as (port, _):
+    print(port, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_measurement_that_is_killed_leaves_no_server_behind(tmp_path: Path) -> None:
+    events = tmp_path / "events.json"
+    events.write_text("[]")
+    command = [sys.executable, "-c", _MEASURES, str(events)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as measuring:
+        assert measuring.stdout is not None
+        address = ("127.0.0.1", int(measuring.stdout.readline()))
+        socket.create_connection(address).close()
+        measuring.kill()
+    deadline = time.monotonic() + 60
+    with pytest.raises(ConnectionRefusedError):
+        while time.monotonic() < deadline:
+            socket.create_connection(address).close()
+            time.sleep(0.05)
 
 
 @pytest.mark.slow

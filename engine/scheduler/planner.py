@@ -20,6 +20,8 @@ Clock = Callable[[], float]
 
 LOGPROBS_CHUNK_TOKENS = 128
 """The longest chunk with log-probabilities: they need the logits of every position."""
+MUCH_SHORTER = 4
+"""A prompt may overtake one that has this many times as many tokens left."""
 
 
 class Planner:
@@ -47,6 +49,10 @@ class Planner:
         self._counters = counters
         self._clock = clock
         self._next_ticket = 0
+        self._first_chunk_of = -1
+        """The arrival of the sequence that the first chunk of the last step was for."""
+        self._held_back = False
+        """Whether the last plan left chunks out."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
 
     def fill(self, builder: PlanBuilder) -> None:
@@ -244,14 +250,16 @@ class Planner:
         return tuple(seq.token_ids[: seq.num_computed_tokens])
 
     def _prefill(self, builder: PlanBuilder) -> None:
-        """Plan chunks. The oldest prompt gets the budget first, so that streams start one after
-        the other."""
+        """Plan chunks. Mostly the oldest prompt gets the budget first, so that streams start one
+        after the other."""
+        if self._is_held_back(builder):
+            return
         budget = self._chunk_policy.budget(streaming=bool(builder.decodes))
         size = self._config.block_size
         claimed: set[bytes] = set()
         prefilling = self._sequences.ordered(Status.PREFILLING)
         limits = self._snapshot_policy.prefill_limits(prefilling)
-        for seq in prefilling:
+        for seq in self._chunk_order([seq for seq in prefilling if seq in limits]):
             if len(builder.chunks) == self._config.prefill_batch_size:
                 break
             if self._needs_another_pass(seq, builder):
@@ -260,7 +268,7 @@ class Planner:
             # One that needs log-probabilities of its prompt has to compute the block itself.
             number = seq.num_computed_tokens // size
             is_claimed = not claimed.isdisjoint(seq.block_hashes[number : number + 1])
-            if (is_claimed and not seq.needs_prompt_logprobs) or seq not in limits:
+            if is_claimed and not seq.needs_prompt_logprobs:
                 continue
             remaining = limits[seq] - seq.num_computed_tokens
             if seq.needs_prompt_logprobs:
@@ -275,6 +283,37 @@ class Planner:
             seq.advance(end)
             if end == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
+
+    def _is_held_back(self, builder: PlanBuilder) -> bool:
+        """Return whether chunks wait for the next plan. Without look-ahead, tokens are sent when
+        the whole step is done: a first token would wait for the chunks of others. It does not
+        happen twice in a row."""
+        first = any(decode.output_index == 0 for decode in builder.decodes)
+        self._held_back = first and not self._held_back and not self._config.look_ahead
+        return self._held_back
+
+    def _chunk_order(self, prefilling: list[Sequence]) -> list[Sequence]:
+        """Return ``prefilling``, which is in order, as its chunks are planned. A short prompt would
+        wait for all of a long one, so after each chunk of the first sequence the shortest that is
+        much shorter goes first, unless its priority is lower. A long prompt takes about twice as
+        long at most."""
+
+        def tokens_left(seq: Sequence) -> int:
+            return seq.prefill_end - seq.num_computed_tokens
+
+        if not prefilling:
+            return prefilling
+        first = prefilling[0]
+        if self._first_chunk_of == first.arrival:
+            shorter = [
+                seq
+                for seq in prefilling
+                if MUCH_SHORTER * tokens_left(seq) <= tokens_left(first)
+                and seq.request.priority >= first.request.priority
+            ]
+            first = min(shorter, key=tokens_left, default=first)
+        self._first_chunk_of = first.arrival
+        return [first, *(seq for seq in prefilling if seq is not first)]
 
     def _needs_another_pass(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Return whether a chunk of ``seq`` would delay the tokens of the plan's decodes: those are

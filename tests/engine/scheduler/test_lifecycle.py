@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -244,6 +245,33 @@ def test_the_oldest_prompt_is_done_first_and_streams_while_others_prefill() -> N
     starts = [client.started_step for client in clients]
     assert starts == sorted(set(starts), key=lambda step: step or 0)
     assert any(plan.decodes and plan.chunks for plan in engine.plans)
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_short_prompts_wait_for_one_chunk_of_a_long_one_which_goes_on(look_ahead: bool) -> None:
+    engine = Engine(config(blocks=300, look_ahead=look_ahead, max_batch_size=8))
+    long = engine.submit(request("long", prompt(190, 1)))
+    engine.turn()
+    begun, waits = len(engine.plans), []
+    while long.started_step is None:
+        submitted = len(engine.plans)
+        short = engine.submit(request(f"s{submitted}", prompt(9, submitted), max_tokens=1))
+        while short.end is None:
+            engine.turn()
+        waits.append(len(engine.plans) - submitted)
+    # A chunk of the long one, its own, its decode. At the end the long one is not much longer.
+    assert statistics.median(waits) <= 3 + look_ahead and max(waits) <= 6 + look_ahead
+    assert len(engine.plans) - begun <= 3 * (190 // 16 + 1)
+    engine.run()
+    engine.assert_right(long)
+
+
+def test_a_first_token_does_not_wait_for_chunks_of_others() -> None:
+    engine = Engine(config(blocks=300))
+    clients = [engine.submit(request(name, prompt(80, ord(name)))) for name in "abc"]
+    engine.run()
+    first = [plan for plan in engine.plans if any(not d.output_index for d in plan.decodes)]
+    assert len(first) == len(clients) and not any(plan.chunks for plan in first)
 
 
 def test_many_short_prompts_share_a_plan_within_the_chunk_limit() -> None:

@@ -62,14 +62,14 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_resumes_exactly(
 
 
 def test_a_preempted_sequence_fetches_evicted_blocks_from_the_kvstore() -> None:
-    engine = Engine(config(blocks=64, max_batch_size=8, store_enabled=True))
+    engine = Engine(config(blocks=72, max_batch_size=8, store_enabled=True))
     clients = [engine.submit(request("growing", SHARED[30:50], max_tokens=100))]
     clients += [engine.submit(request(f"r{n}", [n] * 16, max_tokens=16)) for n in range(5)]
     engine.run()
     for client in clients:
         engine.assert_right(client)
     stats = engine.scheduler.stats()
-    assert stats.preemptions_total == 2
+    assert stats.preemptions_total == 1
     assert sum(len(plan.inserts) for plan in engine.plans) > 0
 
 
@@ -131,7 +131,7 @@ def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None
 
 
 @pytest.mark.parametrize("policy", ["evict_only", "write_through"])
-@pytest.mark.parametrize("chunks_before", [0, 1, 2])
+@pytest.mark.parametrize("chunks_before", [0, 2, 4])
 def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
     chunks_before: int, policy: str
 ) -> None:

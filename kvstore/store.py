@@ -6,7 +6,6 @@ import errno
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from kvstore.clock import StoreClock
@@ -325,9 +324,10 @@ class DiskStore:
             self._forget(key)
 
     def _save_clock(self) -> None:
-        if time.monotonic() >= self._next_clock_save:
-            self._next_clock_save = time.monotonic() + CLOCK_INTERVAL_S
-            self._directory.write_clock(self._clock.saved(), self._clock())
+        now = self._clock()
+        if now >= self._next_clock_save:
+            self._next_clock_save = now + CLOCK_INTERVAL_S
+            self._directory.write_clock(self._clock.saved(), now)
 
     def _retry_removals(self) -> None:
         with self._lock:

@@ -40,7 +40,7 @@ BEAT_EVERY_S = 0.5
 FLUSH_S = 5
 """How long the last events may take to reach the clients after a drain."""
 KEEP_ALIVE_S = 75
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
 
 logger = logging.getLogger("router")
 
@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         router.engine_sockets.close()
         return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
     # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for so long
-    # each time that the event loop wants it: with the default of 5 ms a stream with ten of its
-    # turns waits 50.
+    # each time that the event loop wants it, and it lets go of it with each call of the system:
+    # with the default of 5 ms a first token with twenty of its turns waits 100.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # uvloop if it is installed: asyncio's own loop takes twice the time for a token.
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

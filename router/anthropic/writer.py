@@ -42,12 +42,12 @@ class MessageWriter:
         show_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._output = ContentBlockBuilder(show_thinking=show_thinking)
 
-    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         (choice,), (delta,) = generation.choices, deltas
         self._output.feed(delta)
         self._output.finish()
         message = self._message(generation, self._output.finished, self._stop_delta(choice))
-        return msgspec.json.encode(message)
+        return [msgspec.json.encode(message)]
 
     def stream_start(self, generation: Generation) -> bytes:
         return encode_events(MessageStartEvent(self._message(generation, [])))

@@ -117,22 +117,26 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
 
 
-async def send_json(send: Send, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Send an answer in pieces, so that no more than one is buffered for a slow client."""
+async def send_json(
+    send: Send, pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]]
+) -> None:
+    """Send an answer in small pieces, so that no more than one is buffered for a slow client."""
     await send(
         {
             "type": "http.response.start",
             "status": 200,
             "headers": [
-                (b"content-length", str(len(body)).encode()),
+                (b"content-length", str(sum(map(len, pieces))).encode()),
                 (b"content-type", b"application/json"),
                 *headers,
             ],
         }
     )
-    for start in range(0, len(body), _PIECE_BYTES):
-        piece, more = body[start : start + _PIECE_BYTES], start + _PIECE_BYTES < len(body)
-        await send({"type": "http.response.body", "body": piece, "more_body": more})
+    for piece in pieces:
+        for start in range(0, len(piece), _PIECE_BYTES):
+            part = piece[start : start + _PIECE_BYTES]
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> Response:

@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
@@ -24,10 +25,11 @@ from router.fleet.tenants import Tenant
 from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
 from router.generation.generation import Generation
-from router.generation.sampling import SequenceSpec
+from router.generation.sampling import SequenceSpec, check_prompt_length
 from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
+from router.tokens.tokenization_cache import LengthCheck
 from router.tokens.work_pool import INLINE_SIZE
 from shared.wire import Grammar
 
@@ -77,12 +79,16 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
 
     @abstractmethod
     def tokenize_prompts(
-        self, request: _Request, model: Model, cache_scope: str | None = None
+        self,
+        request: _Request,
+        model: Model,
+        cache_scope: str | None = None,
+        check_length: LengthCheck | None = None,
     ) -> list[list[int]]:
         """Return the token ids of each prompt in ``request``.
 
         With a ``cache_scope`` they continue the tokens of earlier replies that are known there.
-        Raises `InvalidRequest`.
+        Raises `InvalidRequest`, and what ``check_length`` raises.
         """
 
     def reply_parser(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
@@ -162,7 +168,8 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         generation.check_places(self.num_prompts(request))
 
         def prepare() -> list[SequenceSpec]:
-            prompts = self.tokenize_prompts(request, model, generation.cache_scope)
+            check_length = partial(check_prompt_length, model)
+            prompts = self.tokenize_prompts(request, model, generation.cache_scope, check_length)
             limits = generation.check_lengths(prompts, self.max_tokens(request, model))
             return list(self._sequence_specs(request, generation, prompts, limits))
 
@@ -200,7 +207,11 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
         return request.max_completion_tokens or request.max_tokens
 
     def tokenize_prompts(
-        self, request: ChatRequest, model: Model, cache_scope: str | None = None
+        self,
+        request: ChatRequest,
+        model: Model,
+        cache_scope: str | None = None,
+        check_length: LengthCheck | None = None,
     ) -> list[list[int]]:
         return [
             model.renderer.render_chat(
@@ -209,6 +220,7 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
                 request.template_args,
                 cache_scope,
                 ending=request.prompt_ending,
+                check_length=check_length,
             )
         ]
 
@@ -228,7 +240,7 @@ def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:
     )
 
 
-async def _full_response(generation: Generation, writer: OutputWriter, size: int) -> bytes:
+async def _full_response(generation: Generation, writer: OutputWriter, size: int) -> list[bytes]:
     deltas: list[list[OutputDelta]] = [[] for _ in generation.choices]
     while True:
         await generation.begin_echoes()
@@ -241,7 +253,7 @@ async def _full_response(generation: Generation, writer: OutputWriter, size: int
             break
         await generation.changed()
 
-    def write() -> bytes:
+    def write() -> list[bytes]:
         return writer.full_response(generation, [OutputDelta.join(each) for each in deltas])
 
     if writer.repeats_request and size > INLINE_SIZE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from starlette.types import Send
@@ -116,12 +117,18 @@ class EventStream:
         try:
             await self._send_events()
         except ApiError as error:
-            await self._write(self._writer.error(error), more=False)
+            await self._write_error(error)
         except ClientDisconnected:
             raise
         except Exception:
             logger.exception("in the stream of %s", self._writer.id)
-            await self._write(self._writer.error(InternalError()), more=False)
+            await self._write_error(InternalError())
+
+    async def _write_error(self, error: ApiError) -> None:
+        write, event = partial(self._writer.error, error), b""
+        with suppress(ApiError):  # no thread has time for it: the stream ends without an event
+            event = await self._generation.run_large(write, self._repeated_bytes)
+        await self._write(event, more=False)
 
     async def _send_events(self) -> None:
         generation, writer = self._generation, self._writer

@@ -25,8 +25,9 @@ class OutputWriter(Protocol):
     """Whether whole answers, `stream_start` and `stream_end` have the request in them, which may be
     large: they are then written on a thread."""
 
-    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
-        """Return the whole answer of a finished ``generation``; ``deltas`` has one per choice."""
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
+        """Return the whole answer of a finished ``generation``, in pieces; ``deltas`` has one per
+        choice."""
 
     def stream_start(self, generation: Generation) -> bytes: ...
 

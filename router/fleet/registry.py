@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.model_versions import ModelVersions
+from router.fleet.renderers import Renderers
 from router.fleet.tokenizer_files import TokenizerFileStore
-from router.tokens.rendering import Renderer
 from shared.allow_list import AllowedKey
 from shared.flags import FlagError
 from shared.settings import Settings, overlay
@@ -68,6 +66,7 @@ class Registry:
         self._send = send
         self._listener = listener
         self._file_store = file_store
+        self._renderers = Renderers(file_store)
         self._engines: dict[bytes, Engine] = {}
         self._model_of: dict[Engine, ModelReplicas] = {}
         self._pinged_at: dict[bytes, float] = {}
@@ -332,32 +331,13 @@ class Registry:
             task.add_done_callback(self._load_tasks.discard)
 
     async def _load_renderer(self, model: ModelReplicas) -> None:
-        settings = model.settings
-        options = {
-            name: value
-            for name in ("eos_token", "pad_token", "bos_token")
-            if (value := getattr(settings, name)) is not None
-        }
         try:
-            template = settings.chat_template
-            if template is not None and _is_file(template):
-                template = Path(template).read_text(encoding="utf-8")
-            model.renderer = await Renderer.load(
-                self._file_store.assemble(model.tokenizer_files),
-                tokenizer_options=options,
-                chat_template=template,
-                template_args=settings.chat_template_args,
-                tool_parser=settings.tool_parser,
-                reasoning_parser=settings.reasoning_parser,
-            )
+            model.renderer = await self._renderers.get(model.tokenizer_files, model.settings)
         except Exception as error:  # a broken tokenizer may raise anything
             logger.error("the tokenizer of %s cannot be loaded: %s", model.id, error)
             logger.debug("the tokenizer of %s", model.id, exc_info=error)
             model.load_error = "its tokenizer cannot be loaded"
             return
-        # The garbage collector looks at all objects from time to time, with everything else held
-        # up: the libraries that read tokenizers have so many that it takes a tenth of a second.
-        gc.freeze()
         model.load_error = None
         self._update_readiness(model)
 
@@ -365,13 +345,6 @@ class Registry:
         if model.update_readiness():
             self._versions.on_ready(model)
             self._listener.on_capacity_changed(model)
-
-
-def _is_file(path_or_text: str) -> bool:
-    try:
-        return Path(path_or_text).is_file()
-    except OSError:  # text that is too long for a path
-        return False
 
 
 def _invalid_hello(hello: Hello) -> str | None:

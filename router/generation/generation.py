@@ -7,9 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
-
-from msgspec import UNSET, Raw, UnsetType
+from typing import Any, TypeVar
 
 from router.errors import ClientDisconnected, InvalidRequest
 from router.fleet.engines import Model
@@ -32,7 +30,6 @@ from router.generation.signal import Signal
 from router.schemas.completions import (
     CompletionTokensDetails,
     CompletionUsage,
-    PromptLogprobs,
     PromptTokensDetails,
 )
 from router.schemas.requests import GenerationRequest
@@ -80,7 +77,7 @@ class Generation:
         """What a thread does for the request now."""
         self._finished: set[Choice] = set()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._prompt_logprobs: dict[RemoteSequence, Raw] = {}
+        self._prompt_logprobs: dict[RemoteSequence, bytes] = {}
         self._started_at = time.monotonic()
 
     async def run(self, work: Callable[[], _Result], size: int) -> _Result:
@@ -268,17 +265,17 @@ class Generation:
         """For the log-probabilities of generated tokens."""
         return self._logprobs_context(self._request.num_logprobs or 0)
 
-    def prompt_logprobs(self, choice: Choice) -> PromptLogprobs | UnsetType:
+    def prompt_logprobs(self, choice: Choice) -> bytes | None:
         """Return those of the prompt of ``choice`` in JSON, if they are asked for."""
         count = self._request.prompt_logprobs
         if count is None:
-            return UNSET
+            return None
         source = choice.prompt_logprobs_source
         if source not in self._prompt_logprobs:
             self._prompt_logprobs[source] = prompt_logprobs(
                 source.submit.token_ids, source.prompt_logprobs, self._logprobs_context(count)
             )
-        return cast(PromptLogprobs, self._prompt_logprobs[source])
+        return self._prompt_logprobs[source]
 
     @property
     def finished(self) -> bool:

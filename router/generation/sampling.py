@@ -84,6 +84,21 @@ def num_entries(
     return sum(prompt_lengths) * per_prompt_token + sum(output_lengths) * output
 
 
+def check_prompt_length(model: Model, num_tokens: int) -> None:
+    """Raise `ContextLengthExceeded` if ``model`` takes no prompt of ``num_tokens``."""
+    context, limit = model.hello.context_length, model.settings.max_prompt_tokens
+    if num_tokens >= context:
+        raise ContextLengthExceeded(
+            f"The prompt has {num_tokens} tokens; with one more to generate that is over the"
+            f" model's context of {context}.",
+            param="prompt",
+        )
+    if num_tokens > limit:
+        raise ContextLengthExceeded(
+            f"The prompt has {num_tokens} tokens, over the limit of {limit}.", param="prompt"
+        )
+
+
 def check_lengths(
     settings: Settings, model: Model, prompt: Sequence[int], max_tokens: int | None
 ) -> int:
@@ -94,17 +109,7 @@ def check_lengths(
     context = model.hello.context_length
     if not prompt:
         raise InvalidRequest("The prompt is empty.", param="prompt")
-    if len(prompt) >= context:
-        raise ContextLengthExceeded(
-            f"The prompt has {len(prompt)} tokens; with one more to generate that is over the"
-            f" model's context of {context}.",
-            param="prompt",
-        )
-    if len(prompt) > settings.max_prompt_tokens:
-        raise ContextLengthExceeded(
-            f"The prompt has {len(prompt)} tokens, over the limit of {settings.max_prompt_tokens}.",
-            param="prompt",
-        )
+    check_prompt_length(model, len(prompt))
     if max_tokens is not None and max_tokens > settings.max_generation_tokens:
         raise InvalidValue(
             f"'max_tokens' is {max_tokens}, over the limit of {settings.max_generation_tokens}.",

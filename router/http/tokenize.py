@@ -108,8 +108,8 @@ async def detokenize(http: Request) -> Response:
 
 
 def _detokenized(request: DetokenizeRequest, model: Model) -> Response:
-    over = next((i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size), None)
-    if over is not None:
+    if max(request.tokens, default=0) >= model.hello.vocab_size:
+        over = next(i for i, t in enumerate(request.tokens) if t >= model.hello.vocab_size)
         raise InvalidValue(
             f"'tokens[{over}]' is over {model.hello.vocab_size - 1}, the model's last token id.",
             param=f"tokens[{over}]",

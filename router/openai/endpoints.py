@@ -16,6 +16,7 @@ from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWrite
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, ContentPart
 from router.schemas.requests import ChatRequest, CompletionRequest
+from router.tokens.tokenization_cache import LengthCheck
 
 
 def operations(router: Router) -> list[Operation]:
@@ -70,12 +71,16 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
         return len(request.prompts)
 
     def tokenize_prompts(
-        self, request: CompletionRequest, model: Model, cache_scope: str | None = None
+        self,
+        request: CompletionRequest,
+        model: Model,
+        cache_scope: str | None = None,
+        check_length: LengthCheck | None = None,
     ) -> list[list[int]]:
         found: list[list[int]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                found.append(model.renderer.encode(prompt))
+                found.append(model.renderer.encode(prompt, check_length=check_length))
             elif any(token >= model.hello.vocab_size for token in prompt):
                 raise InvalidValue(
                     f"'prompt' has a token id over {model.hello.vocab_size - 1}.", param="prompt"

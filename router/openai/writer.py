@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -32,6 +33,7 @@ from router.schemas.completions import (
     DeltaMessage,
     DeltaToolCall,
     FinishReason,
+    PromptLogprobs,
     TextChoice,
     TextCompletion,
 )
@@ -43,6 +45,8 @@ DONE = "[DONE]"
 
 _MARK = uuid.uuid4().hex
 """A text that no client can have put into a chunk."""
+
+_PLACE = f'"{_MARK}"'.encode()
 
 _FullChoice = TypeVar("_FullChoice")
 _ChunkChoice = TypeVar("_ChunkChoice")
@@ -67,11 +71,16 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
         self._include_usage = body.include_usage
         self._text_frames: dict[int, tuple[bytes, bytes]] = {}
         """By choice: the JSON around the text of a chunk that has nothing else."""
+        self._spliced: list[bytes] = []
+        """JSON that goes in the places of `_PLACE` in a whole answer."""
 
-    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         pairs = zip(generation.choices, deltas, strict=True)
         choices = [self._full_choice(generation, choice, delta) for choice, delta in pairs]
-        return msgspec.json.encode(self._full(generation, choices))
+        # Many choices may have the same log-probabilities of a prompt, megabytes of them.
+        pieces = msgspec.json.encode(self._full(generation, choices)).split(_PLACE)
+        spliced = itertools.chain(self._spliced, [b""])
+        return [each for pair in zip(pieces, spliced, strict=True) for each in pair]
 
     def stream_start(self, generation: Generation) -> bytes:
         return b""
@@ -106,9 +115,18 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     def _text_frame(self, generation: Generation, index: int) -> tuple[bytes, bytes]:
         if index not in self._text_frames:
             choice = self._chunk_choice(generation, index, OutputDelta(_MARK), None)
-            start, end = self._chunk_json(choice).split(f'"{_MARK}"'.encode())
+            start, end = self._chunk_json(choice).split(_PLACE)
             self._text_frames[index] = start, end
         return self._text_frames[index]
+
+    def _prompt_logprobs(
+        self, generation: Generation, choice: Choice
+    ) -> PromptLogprobs | UnsetType:
+        found = generation.prompt_logprobs(choice)
+        if found is None:
+            return UNSET
+        self._spliced.append(found)
+        return cast(PromptLogprobs, _MARK)
 
     @abstractmethod
     def _full(self, generation: Generation, choices: list[_FullChoice]) -> CompletionHeader:
@@ -138,7 +156,7 @@ class ChatCompletionWriter(CompletionWriter[ChatChoice, ChatChunkChoice]):
 
     def _full(self, generation: Generation, choices: list[ChatChoice]) -> ChatCompletion:
         # A chat has one prompt, which all choices share.
-        prompt_logprobs = generation.prompt_logprobs(generation.choices[0])
+        prompt_logprobs = self._prompt_logprobs(generation, generation.choices[0])
         return ChatCompletion(
             **self._header,
             choices=choices,
@@ -230,7 +248,7 @@ class TextCompletionWriter(CompletionWriter[TextChoice, TextChoice]):
     ) -> TextChoice:
         return replace(
             self._chunk_choice(generation, choice.index, delta, choice.finish_reason),
-            prompt_logprobs=generation.prompt_logprobs(choice),
+            prompt_logprobs=self._prompt_logprobs(generation, choice),
         )
 
     def _chunk(

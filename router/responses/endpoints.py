@@ -25,6 +25,7 @@ from router.responses.translation import chat_request, resolve_input, with_notes
 from router.responses.truncation import truncate_to_fit
 from router.responses.writer import ResponseWriter
 from router.schemas.requests import ChatRequest
+from router.tokens.tokenization_cache import LengthCheck
 
 _MB = 1_000_000
 _MAX_PAGE_ITEMS = 100
@@ -152,11 +153,15 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         return ResponseWriter(body, model, self._tools, store, self._seal.seal)
 
     def tokenize_prompts(
-        self, request: ChatRequest, model: Model, cache_scope: str | None = None
+        self,
+        request: ChatRequest,
+        model: Model,
+        cache_scope: str | None = None,
+        check_length: LengthCheck | None = None,
     ) -> list[list[int]]:
-        prompts = super().tokenize_prompts(request, model, cache_scope)
         if not self._may_truncate:
-            return prompts
+            return super().tokenize_prompts(request, model, cache_scope, check_length)
+        prompts = super().tokenize_prompts(request, model, cache_scope)
         settings, context = model.settings, model.hello.context_length
         # The answer gets the tokens it may have, but at most half of the context.
         max_tokens = min(self.max_tokens(request, model), context // 2)

@@ -73,13 +73,13 @@ class ResponseWriter:
             seal=seal if body.wants_sealed_reasoning else None,
         )
 
-    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
+    def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         (choice,), (delta,) = generation.choices, deltas
         self._output.feed(delta, _logprobs(generation, delta))
         self._output.finish(_status(choice))
         response = msgspec.json.encode(self._finished(generation))
         self._store(self.id, response)
-        return response
+        return [response]
 
     def stream_start(self, generation: Generation) -> bytes:
         response = self._response("in_progress", [])

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Raw
 from msgspec.structs import asdict
 
 from router.schemas.completions import (
@@ -143,7 +142,7 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
 
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], context: LogprobsContext
-) -> Raw:
+) -> bytes:
     """Return log-probabilities of a prompt in vLLM's form, `PromptLogprobs`, as JSON.
 
     Each position is encoded by itself: all at once they would take some hundred bytes an
@@ -162,7 +161,7 @@ def prompt_logprobs(
             for other, logprob in _alternatives(token, own, count)
         }
         out.append(msgspec.json.encode(position))
-    return Raw(b"[" + b",".join(out) + b"]")
+    return b"[" + b",".join(out) + b"]"
 
 
 def _alternatives(token: int, scores: TokenLogprobs, count: int) -> list[tuple[int, float]]:

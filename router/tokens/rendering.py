@@ -19,7 +19,7 @@ from router.tokens.detokenizer import StreamingDetokenizer
 from router.tokens.model_replies import ModelReplies
 from router.tokens.parsing.formats import ReplyFormat, detect_format
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
-from router.tokens.tokenization_cache import PrefixComparison, TokenizationCache
+from router.tokens.tokenization_cache import LengthCheck, PrefixComparison, TokenizationCache
 from router.tokens.vocabulary import Vocabulary
 
 
@@ -114,11 +114,18 @@ class Renderer:
         }
         return [name for name, available in features.items() if available]
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a plain prompt, with the special tokens the model begins with."""
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        check_length: LengthCheck | None = None,
+    ) -> list[int]:
+        """Return the token ids of a plain prompt, with the special tokens the model begins with.
+        Raises what ``check_length`` raises."""
         bos = self._tokenizer.bos_token
         add_special_tokens &= bos is None or not text.startswith(bos)
-        return self._encoder.encode(text, add_special_tokens)
+        return self._encoder.encode([text], add_special_tokens, check_length)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of ``tokens``, special ones included."""
@@ -137,15 +144,17 @@ class Renderer:
         *,
         ending: PromptEnding = "generation_prompt",
         add_special_tokens: bool = False,
+        check_length: LengthCheck | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep the
-        tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`."""
+        tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`,
+        and what ``check_length`` raises."""
         text = self._template.render(messages, tools, template_args, ending=ending)
         if add_special_tokens:
-            return self.encode(text.replace(TOKEN_BREAK, ""))
+            return self.encode(text.replace(TOKEN_BREAK, ""), check_length=check_length)
         if cache_scope is None:
-            return self._encode_rendered(text)
-        return self._tokenization_cache.tokenize(cache_scope, text)
+            return self._encode_rendered(text, check_length)
+        return self._tokenization_cache.tokenize(cache_scope, text, check_length)
 
     def remember_reply(
         self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
@@ -163,11 +172,10 @@ class Renderer:
         added = bos is not None and not text.startswith(bos)
         return tokens[1:] if added and tokens[:1] == [self._tokenizer.bos_token_id] else tokens
 
-    def _encode_rendered(self, text: str) -> list[int]:
+    def _encode_rendered(self, text: str, check_length: LengthCheck | None) -> list[int]:
         """Return the token ids of a rendered prompt, which has its special tokens already."""
         pieces = [piece for piece in text.split(TOKEN_BREAK) if piece]
-        encode = self._encoder.encode
-        return [t for piece in pieces for t in encode(piece, add_special_tokens=False)]
+        return self._encoder.encode(pieces, False, check_length)
 
 
 class _Encoder:
@@ -194,17 +202,33 @@ class _Encoder:
         self._fast: Any = inner.backend_tokenizer if plain else None
         self._decodes_fast = plain and kind._decode is TokenizersBackend._decode
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._fast is not None:
-            # Not `encode`: that keeps the interpreter, for seconds if the text is a megabyte.
-            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return list(found.ids)
+    def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, check_length: LengthCheck | None
+    ) -> list[int]:
+        """Return the tokens of all ``texts`` together, each tokenized by itself."""
+        encode = self._encode_slowly if self._fast is None else self._encode_fast
+        tokens: list[int] = []
+        for text in texts:
+            found = encode(text, add_special_tokens)
+            if check_length is not None:
+                check_length(len(tokens) + len(found))
+            tokens += found if isinstance(found, list) else found.ids
+        return tokens
+
+    def _encode_fast(self, text: str, add_special_tokens: bool) -> Any:
+        # Not `encode`: that keeps the interpreter, for seconds if the text is a megabyte.
+        (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found
+
+    def _encode_slowly(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: list[int]) -> str:
         if self._decodes_fast:
-            return str(self._fast.decode(tokens, skip_special_tokens=False))
+            # Not `decode`: as above, half a second for 300,000 tokens.
+            (text,) = self._fast.decode_batch([tokens], skip_special_tokens=False)
+            return str(text)
         with self._lock:
             return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 

@@ -22,6 +22,10 @@ MAX_BYTES = 64 << 20
 """Default limit of the memory of a cache: its texts with their tokens."""
 _ENTRY_BYTES, _ANCHOR_BYTES = 1000, 150
 
+LengthCheck = Callable[[int], object]
+"""Raises if a prompt of so many tokens is too long. It is asked before the tokens are taken over
+from the tokenizer and remembered: each of these copies holds the interpreter."""
+
 _Items = TypeVar("_Items", str, "array[int]")
 _Key = tuple[str, bytes]
 """Scope, and the digest of the tokens."""
@@ -72,7 +76,7 @@ class TokenizationCache:
         self,
         added: Mapping[int, str],
         token_bytes: Callable[[int], bytes],
-        encode: Callable[[str], list[int]],
+        encode: Callable[[str, LengthCheck | None], list[int]],
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._added = added
@@ -90,14 +94,23 @@ class TokenizationCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def tokenize(self, scope: str, text: str) -> list[int]:
-        """Return the tokens of the prompt ``text``, and remember them."""
+    def tokenize(self, scope: str, text: str, check_length: LengthCheck | None = None) -> list[int]:
+        """Return the tokens of the prompt ``text``, and remember them. Raises what ``check_length``
+        raises."""
         with self._lock:
             closest, common = self._closest(scope, text)
-        prompt = self._continue(closest, common, text) if closest is not None else None
-        if prompt is None:
-            prompt = _Entry(text, array("i", self._encode(text)))
-            self._add_anchors(prompt, 0, 0)
+        prompt = None
+        try:
+            if closest is not None:
+                prompt = self._continue(closest, common, text, check_length)
+            if prompt is None:
+                prompt = _Entry(text, array("i", self._encode(text, check_length)))
+                self._add_anchors(prompt, 0, 0)
+        except Exception:
+            if closest is not None:  # it may have been dropped for the new one
+                with self._lock:
+                    self._add(scope, closest)
+            raise
         if closest is not None:
             prompt.comparison = _compare(prompt, closest)
         with self._lock:
@@ -173,7 +186,9 @@ class TokenizationCache:
             index += step
         return keys
 
-    def _continue(self, earlier: _Entry, common: int, text: str) -> _Entry | None:
+    def _continue(
+        self, earlier: _Entry, common: int, text: str, check_length: LengthCheck | None
+    ) -> _Entry | None:
         """Return ``text`` with the tokens of ``earlier`` up to the last anchor that both have, or
         None where that does not work."""
         for anchor in reversed(earlier.anchors):
@@ -182,7 +197,9 @@ class TokenizationCache:
                 break
         else:
             return None
-        rest = self._encode(text[anchor.position :])
+        rest = self._encode(text[anchor.position :], check_length)
+        if check_length is not None:
+            check_length(anchor.token_index + len(rest))
         if rest[:1] != [token]:
             return None
         prompt = _Entry(

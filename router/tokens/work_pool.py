@@ -29,6 +29,13 @@ that takes less than a nanosecond a unit, such as the decoding of JSON."""
 MAX_WAITING = 512
 MAX_WAITING_OF_KEY = 256
 DEADLINE_S = 30.0
+REST_FACTOR = 2
+MAX_REST_S = 0.1
+"""A thread that has done a job rests this many times as long, at most `MAX_REST_S`. Single calls
+hold the interpreter for some hundredths of a second, such as the decoding of a megabyte of JSON:
+one after the other, they would leave the event loop a turn between any two."""
+_NO_REST_S = 0.001
+"""Jobs that took less need no rest."""
 SECONDS_PER_UNIT = 2e-6
 """What a job is charged when it begins; when it has ended, it is charged what it took."""
 _MAX_KEYS = 1024
@@ -61,7 +68,8 @@ class WorkPool:
 
     The key goes first that has used the threads least; a key that comes back begins where the
     others are. Within a key, jobs run in their order. The first thread takes small jobs only, so
-    that none waits for a large one.
+    that none waits for a large one. The others together leave the interpreter alone for two thirds
+    of the time, so that no number of large requests takes it from the event loop.
 
     A job that does not fit into the queue is refused. It is dropped if its future is cancelled
     before it begins, and it fails if it is not done by its deadline. One that has begun runs to
@@ -94,6 +102,7 @@ class WorkPool:
         self._closed = False
         self._on_refused = on_refused
         count = threads or max(2, min(4, (os.cpu_count() or 1) // 2))
+        self._rest_factor = REST_FACTOR * max(1, count - 1)
         for number in range(count):
             thread = threading.Thread(
                 target=self._run, args=(number == 0 and count > 1,), name="work", daemon=True
@@ -192,9 +201,12 @@ class WorkPool:
                 result = job.work()
             except BaseException as raised:  # whatever it is, it is the waiter's
                 error = raised
-            self._charge(job, time.thread_time() - began)
+            took_s = time.thread_time() - began
+            self._charge(job, took_s)
             _finish(job, result, error)
             del job, result, error
+            if took_s > _NO_REST_S and not small_only:
+                time.sleep(min(took_s * self._rest_factor, MAX_REST_S))
 
     def _next(self, small_only: bool) -> _Job | None:
         """Return the next job, once there is one. None after `close`."""

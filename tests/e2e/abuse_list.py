@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import random
 import socket
 import struct
 import time
@@ -23,6 +24,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 COUNT = "/v1/messages/count_tokens"
 CONNECTIONS = 4
 PATIENCE_S = 60.0
+GREEDY = "a greedy key"
 _MB = 1_000_000
 
 
@@ -172,6 +174,13 @@ def _conversation(size: int, turns: int) -> Abuse:
     return converse
 
 
+def _greedy(attack: Attack) -> str:
+    """Ask for all that is allowed: many answers to a long prompt, of which nothing is cached."""
+    prompt = [random.randrange(3, 200) for _ in range(1000)]
+    body = {"prompt": prompt, "n": 16, "max_tokens": 100, "ignore_eos": True}
+    return attack.post(COMPLETIONS, json.dumps(body).encode())
+
+
 @cache
 def abuses() -> Mapping[str, Abuse]:
     """Return the list, by name."""
@@ -242,6 +251,7 @@ def abuses() -> Mapping[str, Abuse]:
         "many choices": _post(
             COMPLETIONS, prompt="abc", n=16, max_tokens=200, ignore_eos=True, stream=True
         ),
+        GREEDY: _greedy,
         "items that are referred to again and again": _post(
             RESPONSES, input=[{"id": "msg_0"}] * 10_000, max_output_tokens=1
         ),

@@ -301,13 +301,19 @@ def test_an_error_names_the_wrong_field(
     assert param == "input" or param.split("[")[0].split(".")[0] in error["message"]
 
 
+@pytest.mark.parametrize("instructions", ["short", "long " * 3_500])
 def test_an_error_in_a_stream_is_two_events(
-    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[..., Any]
+    server: Server,
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[..., Any],
+    instructions: str,
 ) -> None:
-    engine = start_engine(server, script=says("hello world"), hold_tokens_after=2)
+    engine = start_engine(
+        server, script=says("hello world"), hold_tokens_after=2, context_length=100_000
+    )
     server.wait_ready()
     text = ""
-    body = {"input": "hi", "stream": True}
+    body = {"input": "hi", "stream": True, "instructions": instructions}
     with server.client.stream("POST", "/v1/responses", json=body) as answer:
         for part in answer.iter_text():
             text += part
@@ -317,6 +323,7 @@ def test_an_error_in_a_stream_is_two_events(
     assert (error["type"], error["code"]) == ("error", "engine_lost")
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"]["code"] == "server_error"
+    assert failed["response"]["instructions"] == instructions
     assert server.client.get("/v1/responses/" + failed["response"]["id"]).status_code == 404
 
 

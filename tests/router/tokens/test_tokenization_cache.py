@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.tokens import tokenization_cache
-from router.tokens.tokenization_cache import TokenizationCache, common_prefix_length
+from router.tokens.tokenization_cache import LengthCheck, TokenizationCache, common_prefix_length
 from tests.router.chat_tokenizer import write_chat_tokenizer
 
 BEGIN, END = "<|im_start|>", "<|im_end|>\n"
@@ -28,9 +28,12 @@ class Fixture:
     def _raw(self, token: int) -> bytes:
         return self.tokenizer.decode([token], skip_special_tokens=False).encode()
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, check_length: LengthCheck | None) -> list[int]:
         self.encoded += len(text)
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        if check_length is not None:
+            check_length(len(found))
+        return found.ids
 
     def letters(self, text: str) -> list[int]:
         return [self.tokenizer.encode(char).ids[0] for char in text]
@@ -74,6 +77,28 @@ def test_text_that_was_changed_is_not_continued() -> None:
     for reply in ("hell", "hello ", "help", "", "hello<|im_start|>"):
         text = asked + reply + END
         assert cache.tokenize("s", text) == fixture.tokenizer.encode(text).ids
+
+
+def test_a_prompt_that_is_too_long_is_not_remembered_and_nothing_is_forgotten() -> None:
+    fixture, cache = make()
+    asked = BEGIN + "hello" + END + BEGIN
+    prompt = cache.tokenize("s", asked)
+    cache.extend("s", prompt, [*fixture.letters("hello"), fixture.end])
+    following = asked + "hello" + END + BEGIN + "more" + END
+    length = len(cache.tokenize("s", following))
+    longer = following + BEGIN + "and more"
+
+    def check(num_tokens: int) -> None:
+        if num_tokens > length:
+            raise ValueError(num_tokens)
+
+    for scope in ("s", "other"):  # continued, and from the beginning
+        with pytest.raises(ValueError):
+            cache.tokenize(scope, longer, check)
+    assert len(cache) == 1
+    encoded = fixture.encoded
+    assert len(cache.tokenize("s", following, check)) == length
+    assert fixture.encoded - encoded < len(following) / 2
 
 
 def test_an_unknown_reply_or_scope_changes_nothing() -> None:

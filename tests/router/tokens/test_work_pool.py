@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.errors import TooManyRequests, Unavailable
-from router.tokens.work_pool import SMALL_SIZE, WorkPool
+from router.tokens.work_pool import REST_FACTOR, SMALL_SIZE, WorkPool
 
 LARGE = SMALL_SIZE + 1
 
@@ -84,6 +84,16 @@ def test_a_small_job_does_not_wait_for_large_ones() -> None:
         assert await pool.run("greedy", lambda: "small", 10) == "small"
         gate.end.set()
         await asyncio.gather(*large)
+        pool.close()
+
+    run(test)
+
+
+def test_large_jobs_leave_the_interpreter_alone_for_two_thirds_of_the_time() -> None:
+    async def test() -> None:
+        pool, order, began = WorkPool(2), list[str](), time.monotonic()
+        await asyncio.gather(*(pool.start("a", job(order, "a", 0.02), LARGE) for _ in range(6)))
+        assert time.monotonic() - began >= (6 + 5 * REST_FACTOR) * 0.02
         pool.close()
 
     run(test)

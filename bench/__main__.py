@@ -21,6 +21,7 @@ from bench import prompts  # noqa: E402
 from bench.agents import agents  # noqa: E402
 from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
+from bench.decode import decode  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.llama_cpp import llama_cpp  # noqa: E402
@@ -34,8 +35,8 @@ from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
-SPECIAL = ("metal", "llama-cpp", "agents")
-"""Comparisons that need a Mac, another program, or an hour."""
+SPECIAL = ("metal", "llama-cpp", "decode", "agents")
+"""Comparisons that need a Mac, another program, a CPU, or an hour."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -202,6 +203,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "metal": metal,
     "router": router,
     "llama-cpp": llama_cpp,
+    "decode": decode,
     "agents": agents,
 }
 """The comparisons that need no server with a model, or start their own."""

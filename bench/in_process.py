@@ -20,7 +20,12 @@ if TYPE_CHECKING:  # these import mlx
 class InProcessEngine:
     """The replica that `services.engine` would serve with, driven by a plain loop."""
 
-    def __init__(self, model: str, kv_bits: Literal[4, 8, 16] = 16) -> None:
+    def __init__(
+        self,
+        model: str,
+        kv_bits: Literal[4, 8, 16] = 16,
+        precision: Literal["exact", "fast", "auto"] = "auto",
+    ) -> None:
         load_fast_blas()
         from engine.batch import device
         from engine.model.load import load, resolve
@@ -29,7 +34,12 @@ class InProcessEngine:
         device.prepare()
         self.loaded = load(resolve(model))
         settings = Settings(
-            model=model, kv_bits=kv_bits, max_batch_size=16, completion_batch_size=32, no_ssd=True
+            model=model,
+            kv_bits=kv_bits,
+            cpu_precision=precision,
+            max_batch_size=16,
+            completion_batch_size=32,
+            no_ssd=True,
         )
         self.replica = build_replica(self.loaded, settings)
         self._number = 0

@@ -25,7 +25,7 @@ from engine.model.demo import demo_gguf
 
 VARIABLE = "LLAMA_SERVER"
 STREAMS = (1, 4, 8, 16)
-PREFILL_TOKENS, PROMPT_TOKENS, TOKENS = 512, 128, 64
+PREFILL_TOKENS, PROMPT_TOKENS, TOKENS = 512, 128, 32
 FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32", "--cpu-precision")
 NAMES = ("fast", "exact", "llama.cpp")
 
@@ -45,7 +45,7 @@ def llama_cpp(model: str, runs: int) -> None:
         ports = [stack.enter_context(ours("demo-4bit", *FLAGS, name)) for name in NAMES[:2]]
         ports.append(stack.enter_context(llama_server(program, gguf, most, num_threads())))
         for port in ports:
-            _answers(port, 1, most)
+            _answers(port, 1, 2)
         print(f"tokens per second    {'  '.join(f'{name:>9}' for name in NAMES)}   ratios")
         _compare(f"prompt of {PREFILL_TOKENS}", ports, runs, _prefill)
         for streams in STREAMS:

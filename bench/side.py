@@ -1,4 +1,4 @@
-"""One side of a comparison in a process of its own: `python -m bench.side ours|mlx-lm`.
+"""One side of a comparison in a process of its own: `python -m bench.side`.
 
 It reads calls, a line of JSON each, and answers with seconds. Both sides have the same weights
 and the same fast BLAS; mlx-lm is otherwise unchanged.
@@ -40,10 +40,10 @@ class Side(ABC):
 
 
 class OurSide(Side):
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, precision: Any = "auto") -> None:
         from bench.in_process import InProcessEngine
 
-        self._driver = InProcessEngine(model)
+        self._driver = InProcessEngine(model, precision=precision)
         self._executor = self._driver.replica.executor
         self._as_weights: list[Any] | None = None
 
@@ -203,13 +203,13 @@ class RemoteSide:
 
 
 @contextmanager
-def side(name: str, model: str) -> Iterator[RemoteSide]:
-    """Start the side ``name``; ours with an engine's environment."""
+def side(name: str, model: str, precision: str = "auto") -> Iterator[RemoteSide]:
+    """Start the side ``name``; ours with an engine's environment and ``--cpu-precision``."""
     environment = dict(os.environ)
     if name == "ours":
         environment |= allocation.environment(environment)
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.side", name, model],
+        [sys.executable, "-m", "bench.side", name, model, precision],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -222,12 +222,12 @@ def side(name: str, model: str) -> Iterator[RemoteSide]:
             process.kill()
 
 
-def main(name: str, model: str) -> None:
+def main(name: str, model: str, precision: str) -> None:
     from engine.backend.blas import load_fast_blas
 
     load_fast_blas()
     answers, sys.stdout = sys.stdout, sys.stderr
-    one: Side = OurSide(model) if name == "ours" else MlxLmSide(model)
+    one: Side = OurSide(model, precision) if name == "ours" else MlxLmSide(model)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(getattr(one, method)(*arguments), file=answers, flush=True)

@@ -118,6 +118,7 @@ def serve(
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     load_fast_blas()  # before anything imports mlx, which the imports below do
     from engine.core import EngineCore
+    from engine.model.demo import user_cache
     from engine.replica.build import build_replica
     from engine.replica.grammars import open_grammar_queue
     from engine.replica.memory import device_memory_bytes
@@ -125,7 +126,7 @@ def serve(
     device.prepare()
     loaded = _load_model(options)
     status.enter_phase("warming")
-    replica = build_replica(loaded, options)
+    replica = build_replica(loaded, options, user_cache() / "proofs")
     store = _connect_store(options, context, replica, io_thread, inbox)
     grammar_queue = open_grammar_queue(
         loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))

@@ -69,9 +69,10 @@ class Codes:
 
     def dense(self) -> Array:
         """Return the matrix in fp32."""
-        shifts = range(0, 8, self.bits)
-        each = np.stack([self.packed >> shift & ((1 << self.bits) - 1) for shift in shifts], -1)
-        values = each.reshape(*self.packed.shape[:2], -1).astype(np.float32)
+        values = np.empty((*self.scales.shape, self.group_size), np.float32)
+        in_a_byte, largest = 8 // self.bits, np.uint8((1 << self.bits) - 1)
+        for place in range(in_a_byte):
+            values[..., place::in_a_byte] = self.packed >> self.bits * place & largest
         values *= self.scales[..., None]
         values += self.offsets[..., None]
         return values.reshape(self.shape)

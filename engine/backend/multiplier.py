@@ -19,7 +19,6 @@ class Multiplier:
     def __init__(self, weight: Weight) -> None:
         self.width = weight.shape[1]
         self._pads_rows = weight.pads_rows
-        self.nbytes = weight.nbytes
         graph = Graph()
         x = graph.input("x", "rows", self.width)
         graph.output(weight.product(graph, x), "rows", weight.shape[0])
@@ -43,7 +42,6 @@ class ExpertMultiplier:
         out, self.width = weights[0].shape
         self.num_experts = len(weights)
         self._pads_rows = any(weight.pads_rows for weight in weights)
-        self.nbytes = sum(weight.nbytes for weight in weights)
         graph = Graph()
         x = graph.input("x", "rows", self.width)
         counts = graph.input("counts", self.num_experts, dtype=np.int64)

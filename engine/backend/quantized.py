@@ -57,11 +57,6 @@ class QuantizedWeight:
         level = ACCURACY_LEVELS[self.precision]
         return of_all(rows_with_same_bits(p.bits, p.group_size, level) for p in self._parts)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the packed weight takes."""
-        return sum(part.packed.nbytes + 3 * part.scales.nbytes for part in self._parts)
-
     def product(self, graph: Graph, x: str) -> str:
         """Add the product of ``x`` (rows, in) to ``graph``; return its name (rows, out)."""
         out, width = self.shape

@@ -31,10 +31,6 @@ class Weight(Protocol):
     def same_bits(self) -> SameBits:
         """The numbers of rows among which a row of the product has the same bits."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the weight takes in a session."""
-
     def product(self, graph: Graph, x: str) -> str:
         """Add x @ weight.T to ``graph`` for ``x`` (rows, in), and return its name: (rows, out)."""
 
@@ -54,10 +50,6 @@ class DenseWeight:
     @property
     def shape(self) -> tuple[int, int]:
         return self.array.shape[0], self.array.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
 
     def product(self, graph: Graph, x: str) -> str:
         return graph.node("Gemm", x, graph.constant(self.array), transB=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # not at run time, since a fast BLAS has to be loaded before MLX
@@ -48,8 +50,25 @@ def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> Layers | None:
 
 def rounds_activations(model: Any) -> bool:
     """Return whether layers of ``model`` multiply activations in 8 bits, as `tune` chose."""
+    return bool(_fast_layers(model))
+
+
+@contextmanager
+def exact_products(model: Any) -> Iterator[None]:
+    """Multiply by the same codes meanwhile, and activations in fp32."""
+    layers = _fast_layers(model)
+    for layer in layers:
+        layer.change_precision("compact")
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.change_precision("fast")
+
+
+def _fast_layers(model: Any) -> list[Any]:
     layers = (module for _, module in model.named_modules())
-    return any(vars(layer).get("precision") == "fast" for layer in layers)
+    return [layer for layer in layers if vars(layer).get("precision") == "fast"]
 
 
 def uses_host() -> bool:

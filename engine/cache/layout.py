@@ -180,6 +180,11 @@ class Layout:
             layers.append(replace(layer, ring_tokens=tokens))
         return replace(self, layers=tuple(layers), longest_pass=longest_pass)
 
+    def is_of(self, probed: Layout) -> bool:
+        """Return whether this is ``probed``, perhaps with another precision and with rings."""
+        layers = tuple(replace(layer, ring_tokens=None) for layer in self.layers)
+        return (layers, self.states, self.tree) == (probed.layers, probed.states, probed.tree)
+
     def ring_tokens(self, number: int) -> int | None:
         """Return `AttentionLayout.ring_tokens` of array ``number`` of a slot."""
         return self.layers[number // 2].ring_tokens

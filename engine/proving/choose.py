@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,7 +15,16 @@ from engine.cache.quantization import MIN_GROUP_SIZE, UNQUANTIZED, Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor, measured_token_bytes
-from engine.proving.proof import NotBatchable, proof_references, prove, short_references
+from engine.proving.proof import (
+    NotBatchable,
+    proof_references,
+    prove,
+    rounding_of_activations,
+    short_references,
+)
+from engine.proving.remembered import ProofRecord, ProvenBatches
+
+logger = logging.getLogger(__name__)
 
 FALLBACK_BATCHES = (DenseBatch, GroupedDenseBatch, RowBatch)
 
@@ -40,13 +50,29 @@ def choose_executor(
     block_size: int,
     precision: Precision = UNQUANTIZED,
     longest_pass: int | None = None,
+    record: ProofRecord | None = None,
 ) -> ChosenExecutor:
     """Try the ways of batching from the fastest to the slowest, and return the first right one.
 
     With ``longest_pass``, the most tokens of a sequence in one pass, slots keep of layers with a
     window only that, where the way of batching can.
     The last resort is always right: mlx-lm's own caches, one sequence at a time.
+    What ``record`` remembers is not proven again; a proof that passes is remembered there.
     """
+    if record is not None and (found := _remembered(model, block_size, record)) is not None:
+        return found
+    found = _proven(model, vocab_size, block_size, precision, longest_pass)
+    if record is not None and isinstance(found.executor, BatchedExecutor):
+        executor = found.executor
+        record.write(ProvenBatches.of(executor.batch_class, executor.layout, *found[1:]))
+    return found
+
+
+def _proven(
+    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+) -> ChosenExecutor:
+    if device.rounds_activations(model):
+        return _proven_with_8_bits(model, vocab_size, block_size, precision, longest_pass)
     reasons: list[str] = []
     try:
         probed = probe_layout(model)
@@ -71,9 +97,54 @@ def choose_executor(
         reasons.append(str(reason))
     finally:
         mx.clear_cache()
+    return _one_at_a_time(model, precision, reasons[0])
+
+
+def _proven_with_8_bits(
+    model: Any, vocab_size: int, block_size: int, precision: Precision, longest_pass: int | None
+) -> ChosenExecutor:
+    """Choose with activations in fp32 and the same codes, where the proof is a close one. Then show
+    that activations in 8 bits differ by no more than their rounding does."""
+    with device.exact_products(model):
+        found = _proven(model, vocab_size, block_size, precision, longest_pass)
+        if isinstance(executor := found.executor, BatchedExecutor):
+            layout = executor.layout.with_precision(UNQUANTIZED, dequantized=False)
+            exact = proof_references(model, layout, vocab_size)
+    if not isinstance(executor, BatchedExecutor):
+        return found
+    given = proof_references(model, layout, vocab_size)
+    batch_class = _named(model, layout, executor.batch_class.__name__)
+    assert batch_class is not None
+    try:
+        prove(model, layout, batch_class, given, rounding_of_activations(given, exact))
+    except NotBatchable as reason:
+        return _one_at_a_time(model, precision, str(reason))
+    return found._replace(executor=BatchedExecutor(model, executor.layout, block_size, batch_class))
+
+
+def _one_at_a_time(model: Any, precision: Precision, reason: str) -> ChosenExecutor:
     unquantized = "" if precision.bits == 16 else "mlx-lm's own caches"
-    serial = SerialExecutor(model, measured_token_bytes(model))
-    return ChosenExecutor(serial, reasons[0], unquantized)
+    return ChosenExecutor(SerialExecutor(model, measured_token_bytes(model)), reason, unquantized)
+
+
+def _remembered(model: Any, block_size: int, record: ProofRecord) -> ChosenExecutor | None:
+    """Return the executor that ``record`` names; None if the model has another one now."""
+    if (proven := record.read()) is None:
+        return None
+    layout = proven.layout
+    batch_class = _named(model, layout, proven.batch)
+    # Layers outside of MLX note here what else the model's code reads of their weights.
+    if batch_class is None or (batch_class.runs_model and not layout.is_of(probe_layout(model))):
+        return None
+    logger.info("%s was proven right at an earlier start", proven.batch)
+    executor = BatchedExecutor(model, layout, block_size, batch_class)
+    return ChosenExecutor(executor, proven.reason, proven.unquantized)
+
+
+def _named(model: Any, layout: Layout, name: str) -> type[RaggedBatch] | None:
+    """Return the class of batches of that name, if ``model`` has it."""
+    classes: list[type[RaggedBatch]] = [*device.batch_classes(model, layout), *FALLBACK_BATCHES]
+    return next((each for each in classes if each.__name__ == name), None)
 
 
 def _quantized(

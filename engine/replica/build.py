@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
 from engine.backend import allocation
 from engine.batch import device
+from engine.batch.cpu.layers import Layers
 from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.batched import GPU_CHUNK_TOKENS
 from engine.model.load import LoadedModel
 from engine.proving.choose import choose_executor
+from engine.proving.remembered import ProofRecord, code_digest
 from engine.replica import memory
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -43,11 +46,15 @@ class Replica:
     capabilities: tuple[str, ...]  # for the hello
 
 
-def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
-    """Choose the executor of ``loaded``, size the memory and configure the scheduler."""
+def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None = None) -> Replica:
+    """Choose the executor of ``loaded``, size the memory and configure the scheduler.
+
+    A proof that passed is remembered in the folder ``proofs``, and not repeated unless
+    ``--prove always`` says so."""
     own = EngineMemory.of(settings)
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
-    executor = _choose_executor(loaded, settings)
+    record = None if proofs is None else _record(proofs, loaded, settings, layers)
+    executor = _choose_executor(loaded, settings, record)
     packed_bytes = 0
     if layers is not None:
         packed_bytes = layers.nbytes  # about as many where the whole pass has packed them anew
@@ -73,11 +80,31 @@ def build_replica(loaded: LoadedModel, settings: Settings) -> Replica:
     )
 
 
-def _choose_executor(loaded: LoadedModel, settings: Settings) -> Executor:
+def _record(
+    proofs: Path, loaded: LoadedModel, settings: Settings, layers: Layers | None
+) -> ProofRecord:
+    """Return where the proof of ``loaded`` is remembered: the model, its own code, and settings."""
+    own_code = code_digest(loaded.path.glob("*.py"))
+    model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
+    kv = settings.block_size, settings.kv_bits, settings.kv_group_size, _longest_pass(settings)
+    moved = None if layers is None else layers.names
+    record = ProofRecord(proofs, model, kv, moved)
+    if settings.prove == "always":
+        record.forget()
+    return record
+
+
+def _choose_executor(
+    loaded: LoadedModel, settings: Settings, record: ProofRecord | None
+) -> Executor:
     """Return the fastest executor that is proven right; log what ``loaded`` cannot have."""
-    precision = Precision(settings.kv_bits, settings.kv_group_size)
     executor, reason, unquantized = choose_executor(
-        loaded.model, loaded.vocab_size, settings.block_size, precision, _longest_pass(settings)
+        loaded.model,
+        loaded.vocab_size,
+        settings.block_size,
+        Precision(settings.kv_bits, settings.kv_group_size),
+        _longest_pass(settings),
+        record,
     )
     if reason:
         logger.warning(

@@ -119,6 +119,10 @@ class ModelSettings:
         "auto",
         "activations beside quantized weights on a CPU: in fp32, or in 8 bits; auto: exact",
     )
+    prove: Literal["once", "always"] = flag(
+        "once",
+        "prove at the first start, or at every one, that batches give this model's answers",
+    )
     idle_unload_s: float = flag(
         0.0, "seconds without a request after which a model is unloaded (0: never)", at_least=0
     )

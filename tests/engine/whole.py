@@ -31,11 +31,14 @@ class Whole:
     """An engine whose outputs are collected in its attributes."""
 
     def __init__(self, path: Path, **settings: object) -> None:
+        """``settings`` are those of the server, and ``proofs`` of `build_replica`."""
+        proofs: Any = settings.pop("proofs", None)
         device.prepare()
         gc.collect()
         self.before_bytes = mx.get_active_memory()
         self.loaded = load(path)
-        self.replica = build_replica(self.loaded, Settings(**{"kv_bits": 16} | settings))  # type: ignore[arg-type]
+        given = Settings(**{"kv_bits": 16} | settings)  # type: ignore[arg-type]
+        self.replica = build_replica(self.loaded, given, proofs)
         self.executor = self.replica.executor
         self.renew(self.executor.spec.look_ahead)
 

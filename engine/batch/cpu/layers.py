@@ -45,9 +45,23 @@ LONG_S = 0.01
 class _Outside:
     """A layer outside of MLX. It notes whether other code reads its weights."""
 
-    multiplier: Any
     precision: Precision
     read = False
+    _multiplier: Any = None
+
+    def packed(self) -> Any:
+        """Return what multiplies by the weights, which are packed when it is first asked for: of
+        models that leave MLX as a whole, never after the first proof."""
+        if self._multiplier is None:
+            self._multiplier = self.pack()
+        return self._multiplier
+
+    def pack(self) -> Any:
+        return Multiplier(weight_of(self, self.precision))
+
+    def change_precision(self, precision: Precision) -> None:
+        """Pack the weights anew when they are used next."""
+        self.precision, self._multiplier = precision, None
 
     def __getattr__(self, key: str) -> Any:
         if key in ARRAYS:
@@ -58,20 +72,21 @@ class _Outside:
 class _OutsideLinear(_Outside):
     def __call__(self: Any, x: mx.array) -> mx.array:
         rows = _array(x.reshape(-1, x.shape[-1]))
-        found = mx.array(self.multiplier(rows)).reshape(*x.shape[:-1], -1).astype(x.dtype)
+        found = mx.array(self.packed()(rows)).reshape(*x.shape[:-1], -1).astype(x.dtype)
         return found + self["bias"] if "bias" in self else found
 
 
 class _OutsideEmbedding(_Outside):
-    """An embedding that is packed when it is first used as the last layer, if it ever is."""
+    """An embedding, which may be the last layer too."""
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
-        if self.multiplier is None:
-            self.multiplier = Multiplier(weight_of(self, self.precision))
         return _OutsideLinear.__call__(self, x)
 
 
 class _OutsideExperts(_Outside):
+    def pack(self) -> Any:
+        return ExpertMultiplier(expert_weights(self, self.precision))
+
     def __call__(
         self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
@@ -81,7 +96,7 @@ class _OutsideExperts(_Outside):
         shape = np.broadcast_shapes(tuple(outer), indices.shape)
         given = _array(mx.broadcast_to(x, (*shape, rows, width)).reshape(-1, width))
         experts = np.asarray(mx.broadcast_to(indices, shape).astype(mx.int64)).reshape(-1)
-        found = mx.array(self.multiplier(given, np.repeat(experts, rows)))
+        found = mx.array(self.packed()(given, np.repeat(experts, rows)))
         found = found.reshape(*shape, rows, -1).astype(x.dtype)
         return found + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else found
 
@@ -127,16 +142,26 @@ class Layers:
     What is not quantized in a quantized model becomes fp32, and so do its activations."""
 
     def __init__(self, model: nn.Module, precision: Precision, *, dense: bool) -> None:
-        modules = [module for _, module in model.named_modules()]
+        names, modules = zip(*model.named_modules(), strict=True)
         if any(type(module) in (*_QUANTIZED, QuantizedMultiLinear) for module in modules):
             for module in modules:
                 _widen(module)
         self._replaced: list[Any] = []
+        self.names: list[str] = []
+        """Those of the layers that left, with their precision."""
         faster: dict[tuple[int, ...], bool] = {}
-        for module in modules:
+        for name, module in zip(names, modules, strict=True):
             if type(module) in _QUANTIZED or (dense and _is_faster(module, faster)):
                 _replace(module, precision)
                 self._replaced.append(module)
+                self.names.append(f"{name} {precision}")
+        tied = not any(name.endswith("lm_head") for name in names)
+        self.nbytes = sum(
+            _packed_bytes(module)
+            for module in self._replaced
+            if tied or not isinstance(module, _OutsideEmbedding)
+        )
+        """Bytes of the packed weights. A tied embedding is the last layer too."""
         if self._replaced:
             logger.info(
                 "ONNX Runtime computes %d layers, with %.2f GB of weights, precision %s",
@@ -145,18 +170,13 @@ class Layers:
                 precision,
             )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed weights."""
-        packed = [module.multiplier for module in self._replaced]
-        return sum(each.nbytes for each in packed if each is not None)
-
     def keep_packed(self) -> None:
         """Drop MLX's copies of the weights, when the model's code has run in all its ways.
 
         It still looks up embeddings, and may read weights itself, as it did so far."""
         for module in self._replaced:
             if not isinstance(module, _OutsideEmbedding) and not module.read:
+                module.packed()
                 for name in ARRAYS:
                     module.pop(name, None)
         _clean()
@@ -164,10 +184,10 @@ class Layers:
     def drop(self) -> None:
         """Drop all weights of these layers: the model's code will not run any more."""
         for module in self._replaced:
-            del module.multiplier
+            module._multiplier = None
             for name in ARRAYS:
                 module.pop(name, None)
-        self._replaced = []
+        self._replaced, self.nbytes = [], 0
         _clean()
 
 
@@ -195,16 +215,24 @@ def _widen(module: Any) -> None:
 
 
 def _replace(module: Any, precision: Precision) -> None:
-    """Pack the weights of one layer."""
+    """Let one layer be computed outside of MLX."""
     mx.eval([module[name] for name in ARRAYS if module.get(name) is not None])
-    if type(module) in (SwitchLinear, QuantizedSwitchLinear):
-        module.multiplier = ExpertMultiplier(expert_weights(module, precision))
-    elif type(module) in (nn.Embedding, nn.QuantizedEmbedding):
-        module.multiplier = None
-    else:
-        module.multiplier = Multiplier(weight_of(module, precision))
     module.precision = precision
     module.__class__ = _OURS[type(module)]
+
+
+def _packed_bytes(module: Any) -> int:
+    """Return the bytes of one layer's weights in the form that `_Outside.pack` gives them."""
+    size: int = module["weight"].size
+    if "scales" not in module:
+        return 4 * size
+    size = size * 32 // module.bits
+    bits = code_bits(module.bits, module.mode)
+    if bits is None or (bits == 8 and module.precision == "exact"):
+        return 4 * size
+    kept = max(bits, 4) if module.precision != "fast" else bits
+    parts = 2 if bits == 8 and module.precision == "compact" else 1
+    return int(size * kept // 8 + 12 * parts * module["scales"].size)
 
 
 def _is_faster(module: Any, known: dict[tuple[int, ...], bool]) -> bool:
@@ -219,6 +247,7 @@ def _is_faster(module: Any, known: dict[tuple[int, ...], bool]) -> bool:
         for each in (stock, ours):
             each.weight, each.bias = module["weight"], mx.zeros(shape[:-1])
         _replace(ours, "exact")
+        ours.packed()
         known[shape] = _seconds(ours) < WORTH_IT * _seconds(stock)
     return known[shape]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -14,16 +13,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from engine.backend.quantized import Precision
-from engine.batch import ragged
 from engine.batch.cpu import layers
 from engine.batch.cpu.layers import Layers, chosen_precision
-from engine.batch.graph import GraphBatch
-from engine.cache.layout import probe_layout
-from engine.proving import proof
-from engine.proving.proof import NotBatchable, proof_references, prove
-from engine.proving.trial import Trial
 from engine.zoo.build import build
-from engine.zoo.common import VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
@@ -108,40 +100,6 @@ def test_what_is_not_quantized_in_a_16_bit_model_becomes_fp32() -> None:
     Layers(model, "exact", dense=False)
     assert model(mx.array([[5]])).dtype == mx.float32
     assert distance(logits(model), expected) < 3e-5
-
-
-@pytest.mark.parametrize(
-    ("precision", "difference", "noise", "accepted"),
-    [
-        ("fast", 0.05, 0.0, True),
-        ("exact", 0.05, 0.0, False),
-        ("fast", 0.7, 0.3, True),
-        ("fast", 0.7, 0.1, False),
-        ("fast", 1.1, 0.9, False),
-    ],
-)
-def test_codes_of_activations_may_differ_in_the_proof(
-    precision: Precision,
-    difference: float,
-    noise: float,
-    accepted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A last bit that differs can change a code of 8 bits, and with it all that follows: as much as
-    mlx-lm's own two ways differ, a few times over."""
-    ragged.install()
-    model = quantized("llama")
-    Layers(model, precision, dense=False)
-    layout = probe_layout(model)
-    given = proof_references(model, layout, VOCAB_SIZE)
-
-    def run(trial: Trial, references: object) -> None:
-        trial.max_difference = difference
-
-    monkeypatch.setattr(proof, "rounding_noise", lambda *_: noise)
-    monkeypatch.setattr(Trial, "run_short", run)
-    with nullcontext() if accepted else pytest.raises(NotBatchable):
-        prove(model, layout, GraphBatch, given)
 
 
 def test_weights_are_kept_once() -> None:

@@ -1,0 +1,69 @@
+"""Decode steps on a CPU in every precision, beside reading the weights, and beside llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.llama_cpp import VARIABLE
+from bench.side import side
+from engine.backend.threads import num_threads
+from engine.model.demo import demo_gguf
+
+SIDES = (("demo-fp32", "exact"), ("demo-4bit", "exact"), ("demo-4bit", "fast"))
+ROWS = (1, 4, 8, 16)
+CONTEXT_TOKENS, STEPS, CHUNK_TOKENS = 200, 8, 256
+PROGRAM = "llama-batched-bench"
+
+
+def decode(model: str, runs: int) -> None:
+    """Print the shortest and the median step, in turn: other programs only add time.
+
+    The model is the demo, whatever ``model`` says: the one that is there in all precisions."""
+    with ExitStack() as stack:
+        sides = [stack.enter_context(side("ours", *each)) for each in SIDES]
+        names = ["fp32", "4 bits, exact", "4 bits, fast", "reading fp32"]
+        print(f"{'rows':>8}  " + "  ".join(f"{name:>15}" for name in names), flush=True)
+        for rows in ROWS:
+            times: list[list[float]] = [[] for _ in names]
+            for _ in range(2 * runs):
+                for each, one in zip(times, sides, strict=False):
+                    each.append(one.call("decode", [CONTEXT_TOKENS] * rows, STEPS))
+                times[-1].append(sides[0].call("read"))
+            _print(f"{rows}", times)
+            whole = min(times[0]) / min(times[-1])
+            print(f"{'':8}  fp32 {whole:.2f} times reading", flush=True)
+        chunks = [
+            [one.call("prefill", 0, CHUNK_TOKENS) for _ in range(max(2, runs))] for one in sides
+        ]
+        _print("prompt", chunks)
+    server = os.environ.get(VARIABLE)
+    if server and (program := Path(server).with_name(PROGRAM)).exists():
+        _llama(program, runs)
+
+
+def _llama(program: Path, runs: int) -> None:
+    """Print the steps of llama.cpp's own benchmark, each a mean, with the demo's own codes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [str(program), "-m", str(demo_gguf(Path(scratch))), "-c", "8192"]
+        command += ["-npp", str(CONTEXT_TOKENS), "-ntg", str(3 * STEPS)]
+        command += ["-npl", ",".join(map(str, ROWS)), "--output-format", "jsonl"]
+        command += [part for flag in ("-t", "-tb") for part in (flag, str(num_threads()))]
+        times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+        for _ in range(max(1, runs // 2)):
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
+                found = json.loads(line)
+                times[found["pl"]].append(found["t_tg"] / found["tg"])
+    for rows, each in times.items():
+        _print(f"llama {rows}", [each])
+
+
+def _print(what: str, times: list[list[float]]) -> None:
+    shown = (f"{1e3 * min(each):6.1f} / {1e3 * statistics.median(each):6.1f}" for each in times)
+    print(f"{what:>8}  " + "  ".join(f"{each:>15}" for each in shown), flush=True)

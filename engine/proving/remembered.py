@@ -1,0 +1,184 @@
+"""Proofs that passed, remembered on disk: a restart on the same machine need not repeat them.
+
+A record says which class of batches was proven, and for which layout. Its name is a digest of all
+that the proof depends on, so a record of anything else is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+import engine
+from engine.backend.blas import load_fast_blas
+from engine.backend.threads import num_threads
+from engine.batch.device import HOST_VARIABLE
+from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateLayout, StateNode
+from engine.cache.quantization import Precision
+
+logger = logging.getLogger(__name__)
+
+MOST_RECORDS = 256
+"""The oldest go when there are more. A record of 30 layers has 4 KB."""
+PACKAGES = ("mlx", "mlx-lm", "mlx-metal", "numpy", "onnx", "onnxruntime", "transformers")
+PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
+"""What Linux says of a processor and stays the same, on x86-64 and arm64."""
+
+
+class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
+    """What a proof found."""
+
+    batch: str  # the name of the class of batches
+    layers: tuple[AttentionLayout, ...]
+    states: tuple[StateLayout, ...]
+    tree: list[Any]  # `Layout.tree`: a layer's number, the numbers of states, or a list of these
+    precision: Precision
+    dequantized: bool
+    longest_pass: int | None
+    reason: str  # of `ChosenExecutor`, as the next
+    unquantized: str
+
+    @classmethod
+    def of(cls, batch: type, layout: Layout, reason: str, unquantized: str) -> ProvenBatches:
+        return cls(
+            batch=batch.__name__,
+            layers=layout.layers,
+            states=layout.states,
+            tree=[_plain(node) for node in layout.tree],
+            precision=layout.precision,
+            dequantized=layout.dequantized,
+            longest_pass=layout.longest_pass,
+            reason=reason,
+            unquantized=unquantized,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        tree = tuple(_node(each) for each in self.tree)
+        kept = self.precision, self.dequantized, self.longest_pass
+        return Layout(self.layers, self.states, tree, *kept)
+
+
+class ProofRecord:
+    """The file in ``folder`` for one model with its settings, as it is computed by this process."""
+
+    def __init__(self, folder: Path, *facts: object) -> None:
+        """``facts`` are what the proof depends on, beside this machine and the programs on it."""
+        whole = json.dumps([_machine(), _programs(), *facts], default=str, sort_keys=True)
+        self._path = folder / f"{hashlib.sha256(whole.encode()).hexdigest()}.json"
+
+    def read(self) -> ProvenBatches | None:
+        """Return what was remembered; None without a record, or with a damaged one."""
+        try:
+            digest, body = self._path.read_bytes().split(b"\n", 1)
+            if digest.decode() != hashlib.sha256(body).hexdigest():
+                raise ValueError("its checksum is wrong")
+            return msgspec.json.decode(body, type=ProvenBatches, dec_hook=_of_json)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("the remembered proof in %s is ignored: %s", self._path, error)
+            return None
+
+    def forget(self) -> None:
+        """Remove the file, if there is one."""
+        _remove(self._path)
+
+    def write(self, proven: ProvenBatches) -> None:
+        """Remember ``proven``. A folder that cannot be written only costs the next start time."""
+        body = msgspec.json.encode(proven, enc_hook=str)
+        scratch = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+            scratch.replace(self._path)
+            _forget_oldest(self._path.parent)
+        except OSError as error:
+            logger.warning("the proof cannot be remembered: %s", error)
+            _remove(scratch)
+
+
+def code_digest(files: Iterable[Path]) -> str:
+    """Return a digest of the content of ``files``."""
+    whole = hashlib.sha256()
+    for file in sorted(files):
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
+
+
+def _forget_oldest(folder: Path) -> None:
+    records = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    for path in records[:-MOST_RECORDS]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _machine() -> list[object]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        lines = []
+    parts = [[word.strip() for word in line.partition(":")[::2]] for line in lines]
+    known = [part for part in parts if part[0] in PROCESSOR]
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    device = mx.device_info() if on_gpu else str(mx.default_device())
+    return [platform.platform(), platform.machine(), num_threads(), device, known]
+
+
+def _programs() -> list[object]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    own = Path(engine.__file__).parent.rglob("*.py")
+    return [
+        sys.version,
+        versions,
+        load_fast_blas(),
+        os.environ.get(HOST_VARIABLE),
+        code_digest(own),
+    ]
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node, KVNode):
+        return node.layer
+    if isinstance(node, StateNode):
+        return {"states": node.numbers}
+    return [_plain(part) for part in node]
+
+
+def _node(plain: Any) -> Node:
+    if isinstance(plain, int):
+        return KVNode(plain)
+    if isinstance(plain, dict):
+        return StateNode(tuple(plain["states"]))
+    return tuple(_node(part) for part in plain)
+
+
+def _of_json(wanted: type, value: Any) -> Any:
+    """Return the type of an array that MLX calls ``value``, such as mlx.core.float32."""
+    if wanted is not mx.Dtype:
+        raise NotImplementedError(wanted)
+    found = getattr(mx, str(value).rpartition(".")[2], None)
+    if not isinstance(found, mx.Dtype):
+        raise ValueError(f"{value} is not a type of arrays")
+    return found

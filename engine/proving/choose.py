@@ -114,8 +114,9 @@ def _proven_with_8_bits(
         return found
     given = proof_references(model, layout, vocab_size)
     batch_class = _named(model, layout, executor.batch_class.__name__)
-    assert batch_class is not None
     try:
+        if batch_class is None:
+            raise NotBatchable("with activations in 8 bits it is computed in another way")
         prove(model, layout, batch_class, given, rounding_of_activations(given, exact))
     except NotBatchable as reason:
         return _one_at_a_time(model, precision, str(reason))

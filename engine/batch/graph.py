@@ -39,7 +39,7 @@ class GraphBatch(RaggedBatch):
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
-        self._sources = sources(self.by_slab())
+        self._sources = None if self.decoding else sources(self.by_slab())
         self._writers: dict[int | None, SlabWriter] = {}
         self._reaches: dict[tuple[int | None, int | None], list[GroupReach]] = {}
         # Slots hold values, so attention reads them as they are.
@@ -54,12 +54,11 @@ class GraphBatch(RaggedBatch):
 
     @cached_property
     def _groups(self) -> list[RowGroup]:
-        width = max(row.width for row in self.rows)
-        cost = self.call_cost_tokens / (1 + self.query_cost * (width - 1))
+        cost = self.call_cost_tokens / (1 + self.query_cost * (self.width - 1))
         return [
             group
             for slab, first, rows in self.by_slab()
-            for group in row_groups(slab, first, rows, width, cost)
+            for group in row_groups(slab, first, rows, self.width, cost)
         ]
 
     @cached_property

@@ -43,7 +43,7 @@ class RowGroup:
         self.first, self.last = rows[0].slot.row, rows[-1].slot.row
         self.members = members
         self._width = width
-        self._length = max(row.end for row in rows)
+        self._length = max([row.end for row in rows])
         self._starts = {row.slot.row: row.start for row in rows}
 
     @property
@@ -126,9 +126,10 @@ def row_groups(
     slab: Slab, first: int, rows: Sequence[Row], width: int, call_cost_tokens: float
 ) -> list[RowGroup]:
     """Return the groups of ``rows``, the first of which has index ``first`` in the batch."""
-    numbers = tuple(row.slot.row for row in rows)
-    shortest = min(row.end for row in rows)
-    longer = tuple(row.end - shortest for row in rows)
+    numbers = tuple([row.slot.row for row in rows])
+    ends = [row.end for row in rows]
+    shortest = min(ends)
+    longer = tuple([end - shortest for end in ends])
     cuts = _cuts(numbers, longer, -(-shortest // ROUNDED_TOKENS), call_cost_tokens)
     return [
         RowGroup(slab, rows[a:b], range(first + a, first + b), width) for a, b in pairwise(cuts)

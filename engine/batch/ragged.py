@@ -67,7 +67,9 @@ class RaggedBatch(ABC):
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         self.slabs = slabs
         self.rows = rows
-        self.decoding = all(row.width == 1 for row in rows)
+        self.width = max([row.end - row.start for row in rows])
+        """New tokens of the row with the most."""
+        self.decoding = self.width == 1
         starts = [row.start for row in rows]
         self.offset: int | mx.array = starts[0] if len(rows) == 1 else mx.array(starts)
         self.layout = layout
@@ -200,9 +202,8 @@ class KVCacheView:
     @property
     def shape(self) -> tuple[int, int, int | mx.array, int]:
         """Shape of the keys, but with a length for each row, padding included."""
-        width = max(row.width for row in self.batch.rows)
         heads, dim = self.layout.kv_heads, self.layout.key_dim
-        return len(self.batch.rows), heads, self.offset + width, dim
+        return len(self.batch.rows), heads, self.offset + self.batch.width, dim
 
     @property
     def dtype(self) -> mx.Dtype:

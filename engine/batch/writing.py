@@ -39,9 +39,10 @@ class SlabWriter:
         self._plain = layout.precision.bits == 16
         self._reads_scales = not layout.dequantized
         self._compiles = compiles and layout.dequantized
-        self._compiled: dict[tuple[int, int], tuple[Write, list[Arrays]]] = {}
-        self._waiting: list[tuple[int, mx.array]] = []
-        """Scales (arrays, 2, batch, kv_heads, width, groups, 1) of an array and those after it."""
+        self._compiled: dict[tuple[int, int], Write] = {}
+        self._waiting: dict[int, dict[tuple[int, int], mx.array]] = {}
+        """By the number of the slab's array: scales (arrays, 2, batch, kv_heads, width, groups, 1)
+        by their first index there and their number."""
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Store keys and values (batch, kv_heads, width, dim) of ``layer``."""
@@ -56,7 +57,7 @@ class SlabWriter:
                     place.put(number + 1, values)
             return
         is_pair = self._kinds[number] == self._kinds[number + 1]
-        if self._compiles and is_pair and self._arrays[number].quantization is not None:
+        if self._compiles and is_pair and self._scales[number] is not None:
             self._write_compiled(number, keys, values)
             return
         for new in (keys, values):
@@ -68,50 +69,56 @@ class SlabWriter:
                 for place in self._places:
                     place.put(number, kept.array)
                 if kept.scales is not None:
-                    self._waiting.append((number, kept.scales[None, ..., None]))
+                    self._wait(number, 1, kept.scales[None, ..., None])
             number += 1
         if self._reads_scales:
             self.flush()
 
     def flush(self) -> None:
         """Write the scales of all layers since the last call."""
-        by_array: dict[int, dict[int, mx.array]] = {}
-        for number, scales in self._waiting:
-            place = self._scales[number]
-            assert place is not None
-            by_array.setdefault(place.array, {})[place.at] = scales
-        self._waiting.clear()
-        for array, parts in by_array.items():
-            found = [parts[first] for first in sorted(parts)]
-            indices = [first + i for first in sorted(parts) for i in range(parts[first].shape[0])]
+        for array, parts in self._waiting.items():
+            indices = [first + i for first, count in parts for i in range(count)]
+            found = list(parts.values())
             scales = found[0] if len(found) == 1 else mx.concatenate(found)
-            for to in self._places:
-                to.put_scales(array, indices, scales.squeeze(-1))
+            scales = scales.squeeze(-1)
+            for place in self._places:
+                place.put_scales(array, indices, scales)
+        self._waiting.clear()
+
+    def _wait(self, number: int, count: int, scales: mx.array) -> None:
+        """Leave the ``scales`` of ``count`` arrays from ``number`` on to `flush`."""
+        place = self._scales[number]
+        assert place is not None
+        self._waiting.setdefault(place.array, {})[place.at, count] = scales
 
     def _write_compiled(self, number: int, *new: mx.array) -> None:
         """Write ``new`` into arrays ``number`` and following, which are all of one kind."""
-        key = self._kinds[number], len(new)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compiled[key] = self._compile(number, new)
-        write, indices = compiled
-        end = number + len(new)
-        inputs = [*new]
-        for place, index in zip(self._places, indices, strict=True):
-            inputs += place.slab.arrays[number:end]
-            inputs += index
-        scales, *written = write(*inputs)
-        for i, place in enumerate(self._places):
-            place.slab.arrays[number:end] = written[i * len(new) : (i + 1) * len(new)]
-        self._waiting.append((number, scales))
+        count = len(new)
+        key = self._kinds[number], count
+        write = self._compiled.get(key)
+        if write is None:
+            write = self._compiled[key] = self._compile(number, new)
+        end = number + count
+        slabs = [place.slab.arrays for place in self._places]
+        if len(slabs) == 1:  # the rest of this is much of the host's time in a layer
+            scales, *slabs[0][number:end] = write(*new, *slabs[0][number:end])
+        else:
+            scales, *written = write(*new, *(a for arrays in slabs for a in arrays[number:end]))
+            for i, arrays in enumerate(slabs):
+                arrays[number:end] = written[i * count : (i + 1) * count]
+        self._wait(number, count, scales)
 
-    def _compile(self, number: int, new: Arrays) -> tuple[Write, list[Arrays]]:
-        """Return a function that writes arrays like ``new``, and the indices for each place."""
-        indices = [place.indices(new[0].shape[1]) for place in self._places]
+    def _compile(self, number: int, new: Arrays) -> Write:
+        """Return a function that writes arrays like ``new`` to the places of this batch."""
+        indices = [i for place in self._places for i in place.indices(new[0].shape[1])]
         slabs = (place.slab.arrays[number].shape for place in self._places)
         parts = tuple(place.part for place in self._places)
-        write = _compiled(self._arrays[number], len(new), parts, new[0].shape, *slabs)
-        return write, indices
+        compiled = _compiled(self._arrays[number], len(new), parts, new[0].shape, *slabs)
+
+        def write(*arrays: mx.array) -> list[mx.array]:
+            return compiled(*arrays, *indices)
+
+        return write
 
 
 @lru_cache(maxsize=128)
@@ -122,21 +129,20 @@ def _compiled(
 
     One for all that it depends on: the shapes too, since MLX keeps what it traced for every
     shape that a function has met, and looks through it in each call. It takes the new arrays,
-    and for each place the slab's arrays and the indices. It returns the scales as they wait in
-    `SlabWriter`, and the slabs' arrays in that order."""
+    the slab's arrays for each place, and the indices of each. It returns the scales as they wait
+    in `SlabWriter`, and the slabs' arrays in that order."""
     scheme = kind.quantization
     assert scheme is not None
 
     def run(*inputs: mx.array) -> list[mx.array]:
         rounded, scales = round_together(inputs[:count], scheme)
-        outputs = [scales]
-        size = count + INDICES
+        outputs = list(inputs[count : count * (1 + len(parts))])
+        indices = inputs[count * (1 + len(parts)) :]
         for i, part in enumerate(parts):
-            its = inputs[count + i * size : count + (i + 1) * size]
-            for array, values in zip(its[:count], rounded, strict=True):
-                array[its[count:]] = of_part(values, part)
-                outputs.append(array)
-        return outputs
+            where = indices[i * INDICES : (i + 1) * INDICES]
+            for j, values in enumerate(rounded):
+                outputs[i * count + j][where] = of_part(values, part)
+        return [scales, *outputs]
 
     compiled: Write = mx.compile(run)
     return compiled

@@ -70,6 +70,19 @@ def step_numbers(whole: Whole) -> int:
     return whole.scheduler.stats().steps_total
 
 
+def noted_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Return a list to which each plan is added when it is dispatched."""
+    plans: list[Plan] = []
+    dispatch = BatchedExecutor.dispatch
+
+    def noted(executor: BatchedExecutor, plan: Plan) -> BatchedStep:
+        plans.append(plan)
+        return dispatch(executor, plan)
+
+    monkeypatch.setattr(BatchedExecutor, "dispatch", noted)
+    return plans
+
+
 @pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
     whole: Whole, monkeypatch: pytest.MonkeyPatch, steps: int
@@ -83,14 +96,7 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
     while "short" not in whole.ends:
         whole.turn()
     waits = WaitCounter(monkeypatch)
-    plans: list[Plan] = []
-    dispatch = BatchedExecutor.dispatch
-
-    def noted(executor: BatchedExecutor, plan: Plan) -> BatchedStep:
-        plans.append(plan)
-        return dispatch(executor, plan)
-
-    monkeypatch.setattr(BatchedExecutor, "dispatch", noted)
+    plans = noted_plans(monkeypatch)
     stored = len(whole.stored)
     whole.turn()
     for number in range(steps):
@@ -278,6 +284,7 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     # Scores of a chunk (heads, 64, length) in fp32, twice. Pieces of blocks take less.
     allowed_bytes = 2 * 2 * 64 * length * 4
     worst = 0
+    plans = noted_plans(monkeypatch)
 
     def turns(until: Callable[[], bool]) -> None:
         nonlocal worst
@@ -300,4 +307,7 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     turns(lambda: whole.scheduler.idle)
     slab_bytes = min(a.nbytes for slab in slabs if slab.capacity > length for a in slab.arrays)
     assert whole.scheduler.stats().cached_ram_tokens_total > 7 * (length - 50)
+    assert max(len(plan.decodes) for plan in plans) == 8
+    assert any(plan.decodes and plan.restores for plan in plans)
+    assert any(len(plan.decodes) == 8 and plan.saves and plan.exports for plan in plans)
     assert worst <= allowed_bytes < slab_bytes, (worst, allowed_bytes, slab_bytes)

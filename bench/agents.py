@@ -33,16 +33,14 @@ from router.responses.translation import chat_request as from_responses
 from router.responses.translation import resolve_input
 from router.schemas.requests import ChatRequest
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate, tool_schema
+from shared.settings import Settings
 
 LAYERS = 4
 FLAGS = (
     *("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000"),
     *("--reasoning-key", sessions.REASONING_KEY),
-    *("--block-size", "64"),
 )
-"""A small model computes a long prompt faster than its blocks are written, and of those under way
-at once the engine drops what is over 256. Larger blocks are fewer."""
-_BLOCK = 64
+_BLOCK = Settings().block_size
 _TIMEOUT_S = 600
 _CHAT = "/v1/chat/completions"
 _LIMITS = {

@@ -12,7 +12,14 @@ import msgspec
 
 from engine.executor.base import Executor, PendingStep, is_allocation_failure
 from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
-from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox, InboxMessage, NewRouter
+from engine.io.inbox import (
+    BlocksFetched,
+    GrammarCompiled,
+    Inbox,
+    InboxMessage,
+    NewRouter,
+    StoresAnswered,
+)
 from engine.io.status import EngineStatus
 from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
@@ -25,6 +32,9 @@ logger = logging.getLogger(__name__)
 REPORT_INTERVAL_S = 0.2
 IDLE_WAIT_S = 0.5
 """The longest sleep without work. A message that arrives ends it."""
+FLUSH_S = 5.0
+"""How long a stop may wait for blocks on their way to the kvstore."""
+FLUSH_WAIT_S = 0.05
 
 
 class _Failure(NamedTuple):
@@ -65,6 +75,15 @@ class EngineCore:
         worked = True
         while not (self._draining and self._scheduler.idle and self._pending is None):
             worked = self.run_once(0 if worked else IDLE_WAIT_S)
+        until = time.monotonic() + FLUSH_S
+        while self._is_storing() and time.monotonic() < until:
+            self.run_once(FLUSH_WAIT_S)
+
+    def _is_storing(self) -> bool:
+        """Whether blocks are on their way to a kvstore that takes them, or wait for room."""
+        if self._store is None or not self._store.is_ready:
+            return False
+        return bool(self._scheduler.num_unstored or self._store.num_stores_under_way)
 
     def run_once(self, wait_s: float = 0) -> bool:
         """Take messages (wait up to ``wait_s`` for the first), run a step and send its outputs.
@@ -89,6 +108,9 @@ class EngineCore:
                 self._scheduler.abort(item.request_id, item.attempt)
             elif isinstance(item, BlocksFetched):
                 self._scheduler.on_fetched(item.ticket, item.payloads, item.state)
+            elif isinstance(item, StoresAnswered):
+                for block_hash, is_state in item.not_stored:
+                    self._scheduler.on_not_stored(block_hash, is_snapshot=is_state)
             elif isinstance(item, NewRouter):
                 for request_id, attempt in item.requests:
                     self._grammar_queue.abort(request_id, attempt)
@@ -118,7 +140,7 @@ class EngineCore:
     def _step(self) -> bool:
         """Run the next plan. Return False if there was nothing to run."""
         started = time.perf_counter()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._store.room() if self._store is not None else None)
         self._schedule_s += time.perf_counter() - started
         results = self._results(plan)
         worked = plan is not None
@@ -184,7 +206,8 @@ class EngineCore:
             for fetch in outputs.fetches:
                 self._store.fetch(*fetch)
             for store in outputs.stores:
-                self._store.store(*store)
+                if not self._store.store(*store):
+                    self._scheduler.on_not_stored(store.hash, is_snapshot=store.is_state)
             self._store.touch(outputs.touches, outputs.state_touches)
         self._emit_s += time.perf_counter() - started
 

@@ -43,6 +43,16 @@ class StateSearch(NamedTuple):
     in_ram: tuple[int, ...] = ()  # counts over `num_ready` where there is a state in RAM
 
 
+class StoreRoom(NamedTuple):
+    """What may be sent to the kvstore now."""
+
+    files: int
+    size_bytes: int
+
+    def fits(self, files: int, size_bytes: int) -> bool:
+        return files <= self.files and size_bytes <= self.size_bytes
+
+
 class FoundState(NamedTuple):
     """A state that was fetched."""
 

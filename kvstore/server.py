@@ -59,8 +59,8 @@ class Server:
         max_reply_bytes: int = MAX_REPLY_BYTES,
         gatekeeper: Gatekeeper | None = None,
     ) -> None:
-        """With ``acknowledges_early`` a put is answered once it is queued, and otherwise once the
-        block is on the disk."""
+        """With ``acknowledges_early`` a put is answered once it is queued, and again if it is lost
+        after that; otherwise once the block is on the disk."""
         self._directory = directory
         self._store = store
         self._writer = writer
@@ -274,8 +274,12 @@ class Server:
             reply = wire.PutReply(ticket=message.ticket, stored=not reason, reason=reason)
             self._reply(peer, reply)
 
+        def lost(reason: str) -> None:
+            if reason:  # the engine has been told that it is stored
+                done(reason)
+
         key = BlockKey.checked(message.namespace, message.hash)
-        put = PendingWrite(key, payload[0], _ignore if self._acknowledges_early else done, peer)
+        put = PendingWrite(key, payload[0], lost if self._acknowledges_early else done, peer)
         refused = self._writer.offer(put)
         if refused or self._acknowledges_early:
             done(refused)
@@ -289,10 +293,6 @@ class Server:
     def _drop(self, what: str) -> None:
         self._dropped += 1
         self._drop_log.warning("dropped %s (%d so far)", what, self._dropped)
-
-
-def _ignore(_: str) -> None:
-    """Do nothing: the engine got its reply when the block was queued."""
 
 
 def _keys(message: wire.Has | wire.FindLast | wire.Get | wire.Touch) -> list[BlockKey]:

@@ -16,7 +16,7 @@ import zmq
 
 from engine.backend.blas import load_fast_blas
 from engine.batch import device
-from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox
+from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox, StoresAnswered
 from engine.io.router_link import RouterLink
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
@@ -185,6 +185,7 @@ def _connect_store(
         FileKind(replica.namespace.hex(), spec.block_buffers),
         ThreadPoolExecutor(4, thread_name_prefix="files"),
         on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
+        on_stores_answered=lambda not_stored: inbox.put(StoresAnswered(not_stored)),
         wake=io_thread.wake,
         states=FileKind(states.hex(), spec.state_buffers),
         keys=engine_keys(options.curve_dir, endpoint),

@@ -37,6 +37,14 @@ class BlocksFetched:
 
 
 @dataclass(frozen=True)
+class StoresAnswered:
+    """The kvstore has room for more. ``not_stored`` are the hashes of what it did not take, and
+    whether each is of a state."""
+
+    not_stored: list[tuple[bytes, bool]]
+
+
+@dataclass(frozen=True)
 class GrammarCompiled:
     """A grammar that was sent to the compiler has been compiled, or refused."""
 
@@ -44,7 +52,16 @@ class GrammarCompiled:
     outcome: CompileOutcome
 
 
-InboxMessage = Submit | Abort | Drain | ClearCache | NewRouter | BlocksFetched | GrammarCompiled
+InboxMessage = (
+    Submit
+    | Abort
+    | Drain
+    | ClearCache
+    | NewRouter
+    | BlocksFetched
+    | StoresAnswered
+    | GrammarCompiled
+)
 
 
 class Inbox:

@@ -28,7 +28,7 @@ from engine.io.block_puts import BlockPuts
 from engine.io.questions import Question, Questions
 from engine.io.state_fetch import StatePrefixFetch
 from engine.io.store_stats import StoreClientStats, StoreCounters
-from engine.plan import FoundState, StateSearch
+from engine.plan import FoundState, StateSearch, StoreRoom
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES, BlockFileError
 from shared.curve import EngineKeys
@@ -42,7 +42,8 @@ PROBE_INTERVAL_S = 1.0
 class StoreClient:
     """Fetches and stores ``blocks``, and for models with recurrent state ``states``.
 
-    ``on_fetched(ticket, payloads, state)`` is called once per `fetch`, on the IO thread. ``wake``
+    On the IO thread ``on_fetched(ticket, payloads, state)`` is called once per `fetch`, and
+    ``on_stores_answered`` when there is room for more, with what `store` took in vain. ``wake``
     makes the IO thread call `tick` soon; it calls it at least twice a second anyway.
     ``timeout_s`` is how long the kvstore, or its disk, may be silent.
     """
@@ -58,11 +59,12 @@ class StoreClient:
         timeout_s: float = 2.0,
         states: FileKind | None = None,
         keys: EngineKeys | None = None,
+        on_stores_answered: Callable[[list[tuple[bytes, bool]]], None] = lambda _: None,
     ) -> None:
         self._blocks = blocks
         self._states = blocks if states is None else states
         self._pool = pool
-        self._on_fetched = on_fetched
+        self._on_fetched, self._on_stores_answered = on_fetched, on_stores_answered
         self._wake = wake
         self._timeout_s = timeout_s
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -110,8 +112,7 @@ class StoreClient:
         """Fetch the longest run of verified blocks from the first hash on, and with ``states`` the
         last state that they reach; then only the blocks up to a state.
 
-        ``on_fetched`` gets their payloads; there are none if the kvstore is of no help.
-        """
+        ``on_fetched`` gets their payloads; there are none if the kvstore is of no help."""
         if states is not None:
             search = StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched)
             self._post(search.start)
@@ -127,13 +128,21 @@ class StoreClient:
     ) -> bool:
         """Send a block or a state to the kvstore, if it is there and the bounds leave room.
 
-        Return False if the block was dropped at once; True is no promise. The buffers are read
-        on the pool, so they must not change.
-        """
+        Return False if it has to be offered again; True is no promise. The buffers are read on
+        the pool, so they must not change."""
         if not self.is_ready:
             self._counters.add(drops=1)
             return False
-        return self._puts.store(hash, self._states if is_state else self._blocks, payload)
+        kind = self._states if is_state else self._blocks
+        return self._puts.store(hash, kind, payload, is_state=is_state)
+
+    def room(self) -> StoreRoom:
+        """Return what `store` would take now."""
+        return self._puts.room(time.monotonic()) if self.is_ready else StoreRoom(0, 0)
+
+    @property
+    def num_stores_under_way(self) -> int:
+        return self._puts.num_under_way
 
     def touch(self, blocks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
         """Tell the kvstore that blocks, a chain from its first on, and states are in use."""
@@ -158,6 +167,8 @@ class StoreClient:
                 self._give_up(fetch)
         self._unresponsive = self._questions.expire(now) or self._unresponsive
         self._puts.expire(now)
+        if (news := self._puts.take_news()) is not None:
+            self._on_stores_answered(news)
         self._probe(now)
 
     def on_readable(self) -> None:

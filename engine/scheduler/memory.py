@@ -10,6 +10,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.slot_table import SlotTable
 from engine.scheduler.snapshot_pool import SnapshotPool
+from engine.scheduler.store_backlog import StoreBacklog
 
 SLAB_TOKENS = 4096
 """Roughly the tokens that all rows of a slab hold together, at first if it grows."""
@@ -58,9 +59,7 @@ class Memory:
         counts as so many blocks as take its bytes."""
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.evictions: list[Evict] = []
-        self.exported: dict[int, Block] = {}  # evicted ones whose bytes come back
-        self.unexported: dict[int, Block] = {}
-        """Snapshots whose hash became known, and whose bytes are to come back."""
+        self.backlog = StoreBacklog(config)
         self.freed_slabs: list[int] = []
         self.new_slabs: list[SlabSpec] = []
         self._resized: dict[int, tuple[int, SlabSpec]] = {}  # rows before this plan, and now
@@ -169,25 +168,22 @@ class Memory:
             return self.snapshots.add_private()
         return self.snapshots.add(block_hash, stored=stored)
 
-    def export_later(self, snapshot: Block) -> None:
-        """Have the bytes of a published snapshot come back with the next plan."""
-        if not snapshot.stored:
-            self.unexported[snapshot.id] = snapshot
-
-    def take_unexported(self) -> list[Block]:
-        taken = list(self.unexported.values())
-        self.unexported.clear()
-        return taken
+    def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
+        """Note that the kvstore did not get a block or a snapshot that was sent to it."""
+        block = (self.snapshots if is_snapshot else self.blocks).get(block_hash)
+        if block is not None:
+            block.stored = False
+            if self._config.writes_through:
+                self.backlog.add([block])
 
     def evict_oldest(self, pool: BlockPool) -> None:
         """Evict the least recently used block of ``pool``, which must have an evictable one."""
         block = pool.pop_oldest()
         named = not block.is_snapshot or self.snapshots.is_published(block)
         export = self._evicting_exports and not block.stored and named
-        if self.unexported.pop(block.id, None) is not None:
+        if self.backlog.discard(block) or export:
             export = True
-        if export:
-            self.exported[block.id] = block
+            self.backlog.exporting([block])
         self.evictions.append(Evict(block.id, export))
         self.ledger.release(self.bytes_of(block))
 
@@ -196,14 +192,14 @@ class Memory:
         for pool in (self.blocks, self.snapshots):
             while pool.num_evictable:
                 block = pool.pop_oldest()
-                self.unexported.pop(block.id, None)
+                self.backlog.discard(block)
                 self.evictions.append(Evict(block.id))
                 self.ledger.release(self.bytes_of(block))
 
     def drop_snapshot(self, snapshot: Block) -> None:
         """Evict ``snapshot``, even if it is only about to be saved."""
         self.snapshots.remove(snapshot)
-        self.unexported.pop(snapshot.id, None)
+        self.backlog.discard(snapshot)
         self.ledger.release(self._config.state_bytes)
         self.evictions.append(Evict(snapshot.id))
 
@@ -220,7 +216,8 @@ class Memory:
         if pool.get(block.hash) is not block:
             return False
         pool.remove(block)
-        self.unexported.pop(block.id, None)
+        self.backlog.discard(block)
+        self.backlog.lost(block.id)
         self.withdrawn_bytes += self.bytes_of(block)
         return True
 
@@ -236,7 +233,7 @@ class Memory:
         self.blocks.clear()
         self.snapshots.clear()
         self.slots.clear()
-        self.unexported.clear()
+        self.backlog.clear()
         for seq in self.fetch_reservations:
             seq.fetch.drop()
         self.fetch_reservations.clear()
@@ -266,7 +263,6 @@ class Memory:
     def forget_changes(self) -> None:
         """Forget evictions and slabs: the plan that carries them has been made."""
         self.evictions.clear()
-        self.exported.clear()
         self.freed_slabs.clear()
         self.new_slabs.clear()
         self._resized.clear()

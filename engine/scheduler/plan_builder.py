@@ -25,8 +25,6 @@ class InFlightStep:
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
     """Blocks and snapshots that stay pinned until the result is here."""
-    exports: dict[int, Block] = field(default_factory=dict)
-    """Blocks and snapshots whose bytes come back, by id."""
     discarded: set[Sequence] = field(default_factory=set)
     """Sequences whose part of the result is ignored."""
     invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
@@ -82,24 +80,19 @@ class PlanBuilder:
         self.step.chunks.append((seq, chunk.start, len(chunk.token_ids)))
         self.step.by_slot[chunk.slot] = seq
 
-    def save(self, seq: Sequence, first: int, blocks: list[Block], *, export: bool) -> None:
+    def save(self, seq: Sequence, first: int, blocks: list[Block]) -> None:
         """Copy the slot's blocks from number ``first`` on into ``blocks``."""
         ids = tuple(block.id for block in blocks)
         self.saves.append(plan.Save(seq.held_slot, first * seq.block_size, ids))
         self.step.saved.setdefault(seq, []).extend(blocks)
         self.step.by_slot[seq.held_slot] = seq
-        if export:
-            self.export(blocks)
 
     def export(self, blocks: list[Block]) -> None:
         """Have the bytes of blocks or snapshots come back."""
         self.exports.extend(block.id for block in blocks)
-        self.step.exports.update((block.id, block) for block in blocks)
 
-    def save_state(self, seq: Sequence, snapshot: Block, *, export: bool = False) -> None:
+    def save_state(self, seq: Sequence, snapshot: Block) -> None:
         """Copy the slot's state into ``snapshot``."""
-        if export:
-            self.export([snapshot])
         state_save = plan.SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id)
         self.state_saves.append(state_save)
         self.step.saved.setdefault(seq, []).append(snapshot)
@@ -111,7 +104,6 @@ class PlanBuilder:
         for blocks in reversed(self.step.restored.values()):
             for block in reversed(blocks):
                 memory.unpin(block)
-        self.step.exports.update(memory.exported)
         makers = {name: memory if name in _OF_MEMORY else self for name in _OPERATIONS}
         operations = {name: tuple(getattr(maker, name)) for name, maker in makers.items()}
         memory.forget_changes()

@@ -67,7 +67,7 @@ class Planner:
         if has_room:
             self._save_computed(builder)
         self._release_leaving(builder)
-        builder.export(self._memory.take_unexported())
+        builder.export(self._memory.backlog.take())
 
     def _free_slots(self, builder: PlanBuilder) -> None:
         """Free the slots that no plan from here on uses. Finished sequences with blocks to save

@@ -72,7 +72,6 @@ class PrefixCache:
         seq.update_block_hashes()
         if not self._config.keeps_kv:
             return
-        export = self._config.writes_through
         first_kept = seq.last_pass_start - (self._config.window_tokens or seq.last_pass_start)
         run: list[Block] = []
         while seq.num_saved_blocks < seq.num_savable_blocks:
@@ -84,11 +83,17 @@ class PrefixCache:
                     break
                 run.append(block)
             elif run:
-                builder.save(seq, seq.num_saved_blocks - len(run), run, export=export)
+                self._save(seq, run, builder)
                 run = []
             seq.num_saved_blocks += 1
         if run:
-            builder.save(seq, seq.num_saved_blocks - len(run), run, export=export)
+            self._save(seq, run, builder)
+
+    def _save(self, seq: Sequence, run: list[Block], builder: PlanBuilder) -> None:
+        """Save the blocks ``run`` of ``seq``, which end where its saved ones do."""
+        builder.save(seq, seq.num_saved_blocks - len(run), run)
+        if self._config.writes_through:
+            self._memory.backlog.add(run)
 
     def _insert_fetched_state(
         self, seq: Sequence, first: int, end: int, builder: PlanBuilder

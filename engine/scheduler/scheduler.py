@@ -8,15 +8,14 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 
-from engine.plan import FoundState, Payload, Plan, StepResult
+from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity
-from engine.scheduler.block_pool import Block
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.failures import discard_failed_saves
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
-from engine.scheduler.outputs import Counters, Outputs, Store
+from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planner import Clock, Planner
 from engine.scheduler.prefix_cache import PrefixCache
@@ -58,8 +57,6 @@ class Scheduler:
             clock,
         )
         self._in_flight: deque[InFlightStep] = deque()
-        self._exports: dict[int, Block] = {}
-        """Blocks and snapshots whose bytes are to come back, by id."""
         self._unmeasured: dict[int, list[tuple[int, int]]] = {}
         """Chunks (start, tokens) of which the time is to come, by the number of their step."""
         self._arrivals = 0
@@ -145,10 +142,17 @@ class Scheduler:
             seq.fetch.payloads = dict(enumerate(payloads[:room], seq.fetch.first_block))
             self.sequences.enqueue(seq)
 
+    def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
+        """Note that a block or a snapshot of `Outputs.stores` did not get to the kvstore."""
+        self.memory.on_not_stored(block_hash, is_snapshot=is_snapshot)
+
     # -- steps ---------------------------------------------------------------------
 
-    def schedule(self) -> Plan | None:
-        """Return the next plan, None if there is nothing to do before a message or a result."""
+    def schedule(self, store_room: StoreRoom | None = None) -> Plan | None:
+        """Return the next plan, None if there is nothing to do before a message or a result.
+
+        What goes to the kvstore is kept within ``store_room``, and the rest comes later."""
+        self.memory.backlog.room = store_room
         if len(self._in_flight) > self.config.look_ahead:
             return None
         while True:
@@ -200,7 +204,6 @@ class Scheduler:
             limit_bytes = max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
             self.memory.lower_limit(limit_bytes)
         self._in_flight.clear()
-        self._exports.clear()
         self._unmeasured.clear()
         self.sequences.drop_slots()
         self.memory.clear()
@@ -225,8 +228,13 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is no request, and nothing in flight of an earlier one."""
         sequences = self.sequences
-        unsent = sequences.leaving or sequences.vacated or self.memory.unexported
+        unsent = sequences.leaving or sequences.vacated or self.memory.backlog.has_next
         return not (sequences.live or self._in_flight or unsent)
+
+    @property
+    def num_unstored(self) -> int:
+        """How many blocks and snapshots wait for room on their way to the kvstore."""
+        return len(self.memory.backlog)
 
     def live(self) -> list[wire.LiveRequest]:
         return [
@@ -361,15 +369,12 @@ class Scheduler:
                 missing.update(block.id for block in blocks)
             for block in reversed(blocks):
                 self.memory.unpin(block)
-        for block in step.exports.values():
-            block.stored = True
-        self._exports.update(step.exports)
         for block_id in missing:
-            self._exports.pop(block_id, None)
+            self.memory.backlog.lost(block_id)
         for block_id, payload in result.exported:
-            if block_id in self._exports:
-                block = self._exports.pop(block_id)
-                self._outputs.stores.append(Store(block.hash, payload, block.is_snapshot))
+            store = self.memory.backlog.came_back(block_id, payload)
+            if store is not None:
+                self._outputs.stores.append(store)
 
     def _measure(self, step: InFlightStep, result: StepResult) -> None:
         rows, chunks = len(step.decodes), [(start, tokens) for _, start, tokens in step.chunks]

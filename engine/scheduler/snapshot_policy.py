@@ -117,7 +117,7 @@ class SnapshotPolicy:
         if number > len(hashes) or not pool.publish(snapshot, hashes[number - 1]):
             self._memory.drop_snapshot(snapshot)
         elif self._config.writes_through:
-            self._memory.export_later(snapshot)
+            self._memory.backlog.add([snapshot])
 
     def is_worth_saving(self, seq: Sequence) -> bool:
         """Return whether ``seq``, which must leave its slot, has state there worth a snapshot."""
@@ -185,7 +185,9 @@ class SnapshotPolicy:
             return
         snapshot = self._memory.add_snapshot(block_hash)
         if snapshot is not None:
-            builder.save_state(seq, snapshot, export=self._config.writes_through)
+            builder.save_state(seq, snapshot)
+            if self._config.writes_through:
+                self._memory.backlog.add([snapshot])
 
     def _shared_tokens(self, ahead: Sequence, seq: Sequence) -> int:
         """Return how many tokens, in full blocks, ``ahead`` will have computed that ``seq`` needs;

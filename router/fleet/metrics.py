@@ -45,7 +45,7 @@ _ENGINE_COUNTERS = {
     "engine_dropped_messages": ("dropped_messages_total", "Messages an engine did not understand"),
     "store_reads": ("store_reads_total", "Blocks read from the KV store"),
     "store_writes": ("store_writes_total", "Blocks written to the KV store"),
-    "store_drops": ("store_drops_total", "Blocks the KV store did not take"),
+    "store_drops": ("store_drops_total", "Times that the KV store did not take a block"),
     "store_corrupt": ("store_corrupt_total", "Damaged blocks found"),
     "store_read_bytes": ("store_read_bytes_total", "Bytes read from the KV store"),
     "store_written_bytes": ("store_written_bytes_total", "Bytes written to the KV store"),

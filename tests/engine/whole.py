@@ -20,7 +20,7 @@ from engine.io.status import EngineStatus
 from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
 from engine.model.load import load
-from engine.plan import Payload, StateSearch
+from engine.plan import Payload, StateSearch, StoreRoom
 from engine.replica.build import build_replica
 from engine.scheduler import Scheduler
 from shared import wire
@@ -105,9 +105,13 @@ class Whole:
         found = list(takewhile(lambda block: block in self.stored, hashes))
         self.scheduler.on_fetched(ticket, [self.stored[block] for block in found])
 
-    def store(self, block_hash: bytes, payload: Payload, is_state: bool = False) -> None:
+    def store(self, block_hash: bytes, payload: Payload, is_state: bool = False) -> bool:
         if not is_state:
             self.stored[block_hash] = tuple(bytes(part) for part in payload)
+        return True
+
+    def room(self) -> StoreRoom:
+        return StoreRoom(256, 2**28)
 
     def touch(self, hashes: Sequence[bytes], states: Sequence[bytes]) -> None:
         """Do nothing: what is stored here has no order of use."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult
+from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
 from shared import wire
@@ -87,6 +87,7 @@ class Engine:
         self.stored_states: dict[bytes, Payload] = {}
         self.cached: set[bytes] = set()
         self.store_answers = True
+        self.store_room: StoreRoom | None = None
 
     def submit(self, message: wire.Submit) -> Client:
         client = self.clients.setdefault((message.request_id, message.attempt), Client(message))
@@ -96,7 +97,7 @@ class Engine:
 
     def schedule(self) -> Plan | None:
         """Make a plan and run it; its result waits for `apply`."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.store_room)
         if plan is not None:
             self.plans.append(plan)
             try:
@@ -158,6 +159,7 @@ class Engine:
         self.scheduler.check_integrity()
         self.collect()
         memory = self.scheduler.memory
+        assert {*memory.backlog} <= {*memory.blocks, *memory.snapshots}
         named = {block.id: block.hash for block in memory.blocks}
         named |= {
             s.id: s.hash for s in memory.snapshots if s.hash in memory.snapshots.published_hashes()
@@ -209,6 +211,7 @@ class Engine:
         stats = scheduler.stats()
         assert (stats.running, stats.waiting, stats.unevictable_bytes) == (0, 0, 0)
         memory = scheduler.memory
+        assert not memory.backlog.num_exported
         assert set(self.executor.blocks) == {block.id for block in memory.blocks}
         assert set(self.executor.snapshots) == {snapshot.id for snapshot in memory.snapshots}
         assert len(memory.snapshots.published_hashes()) == len(memory.snapshots)

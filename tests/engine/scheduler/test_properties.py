@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.plan import StoreRoom
 from engine.scheduler.config import Ring
 from shared import wire
 from tests.engine.scheduler.fake_executor import SALTS, expected
@@ -76,8 +77,8 @@ class Chaos:
 
     def act(self) -> None:
         action = self.random.choices(
-            [*"submit turn schedule apply abort store again fail raise drop".split()],
-            [20, 30, 20, 20, 4, 10, 2, *((3, 1) if self.failures else (0, 0)), 0.2],
+            [*"submit turn schedule apply abort store room lose again fail raise drop".split()],
+            [20, 30, 20, 20, 4, 10, 2, 2, 2, *((3, 1) if self.failures else (0, 0)), 0.2],
         )[0]
         getattr(self, f"_{action}")()
 
@@ -164,6 +165,20 @@ class Chaos:
         if self.engine.fetches:
             self.engine.answer_store()
 
+    def _room(self) -> None:
+        """Let the kvstore have more room or less."""
+        files = self.random.choice([0, 1, 3, 300])
+        self.engine.store_room = StoreRoom(files, files * BLOCK_BYTES)
+
+    def _lose(self) -> None:
+        """Let the kvstore not have got a block, or a state."""
+        kept = self.random.choice([self.engine.stored, self.engine.stored_states])
+        if kept:
+            lost = self.random.choice(list(kept))
+            del kept[lost]
+            is_state = kept is self.engine.stored_states
+            self.engine.scheduler.on_not_stored(lost, is_snapshot=is_state)
+
     def _fail(self) -> None:
         self.engine.executor.fail_next_chunk = True
 
@@ -208,7 +223,9 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     chaos = Chaos(engine, seed, failures)
     for _ in range(120):
         chaos.act()
+    engine.store_room = None
     engine.run()
+    assert not engine.scheduler.num_unstored
     for client in engine.clients.values():
         chaos.judge(client)
     engine.assert_nothing_left()

@@ -1,0 +1,89 @@
+"""What the kvstore lacks of the blocks and snapshots in RAM, and gets as it has room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from engine.plan import Payload, StoreRoom
+from engine.scheduler.block_pool import Block
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.outputs import Store
+
+
+class StoreBacklog:
+    """Blocks and snapshots that are to go to the kvstore, the first ones first.
+
+    They take no memory of their own: they are in the pools, and leave this when they are evicted.
+    ``room`` is what may be on its way, None without a bound. What does not arrive is added again.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_bytes, self._state_bytes = config.block_bytes, config.state_bytes
+        self.room: StoreRoom | None = None
+        self._waiting: dict[int, Block] = {}  # by id
+        self._exported: dict[int, Block] = {}  # those whose bytes are to come back, by id
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._waiting.values())
+
+    @property
+    def num_exported(self) -> int:
+        """How many are taken out whose bytes did not come back yet."""
+        return len(self._exported)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `take` would return something."""
+        return next(self._fitting(), None) is not None
+
+    def add(self, blocks: Iterable[Block]) -> None:
+        """Add those of ``blocks`` that the kvstore does not have."""
+        self._waiting.update((block.id, block) for block in blocks if not block.stored)
+
+    def discard(self, block: Block) -> bool:
+        """Take out ``block`` if it waits, and return whether it did."""
+        return self._waiting.pop(block.id, None) is not None
+
+    def take(self) -> list[Block]:
+        """Take out as many as there is room for. Their bytes are to be exported."""
+        taken = list(self._fitting())
+        for block in taken:
+            del self._waiting[block.id]
+        self.exporting(taken)
+        return taken
+
+    def exporting(self, blocks: Iterable[Block]) -> None:
+        """Expect the bytes of ``blocks``."""
+        for block in blocks:
+            block.stored = True
+            self._exported[block.id] = block
+
+    def lost(self, block_id: int) -> None:
+        """Expect the bytes of a block no longer: it was never saved."""
+        self._exported.pop(block_id, None)
+
+    def came_back(self, block_id: int, payload: Payload) -> Store | None:
+        """Return what is to be sent to the kvstore, None for a block that was never saved."""
+        block = self._exported.pop(block_id, None)
+        return None if block is None else Store(block.hash, payload, block.is_snapshot)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._exported.clear()
+
+    def _fitting(self) -> Iterator[Block]:
+        """Yield the first ones that there is room for."""
+        files = len(self._exported)
+        size_bytes = sum(map(self._bytes_of, self._exported.values()))
+        for block in self._waiting.values():
+            files += 1
+            size_bytes += self._bytes_of(block)
+            if self.room is not None and not self.room.fits(files, size_bytes):
+                return
+            yield block
+
+    def _bytes_of(self, block: Block) -> int:
+        return self._state_bytes if block.is_snapshot else self._block_bytes

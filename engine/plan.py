@@ -143,6 +143,7 @@ class Decode(PlanOp, frozen=True):
     """The token must be one that the grammar allows; a ``forbidden`` one only if the grammar
     allows nothing else."""
     grammar: Grammar | None = None  # comes with the first decode in a slot
+    forced: int | None = None  # the token to choose, whatever is likely or allowed
 
 
 class Chunk(PlanOp, frozen=True):

@@ -76,7 +76,7 @@ class Sampler:
         if masks is not None:
             found = masks.result()
             adjusted, failed = found.apply(adjusted), found.failed
-        tokens = sample_tokens(adjusted, decodes)
+        tokens = _with_forced(sample_tokens(adjusted, decodes), decodes)
         logprob_rows = tuple(row for row, d in enumerate(decodes) if d.logprobs is not None)
         if not logprob_rows:
             return SamplerOutput(tokens, failed=failed)
@@ -108,6 +108,17 @@ class Sampler:
         self._history.free_slots(slots)
         if self.masker is not None:
             self.masker.free_slots(slots)
+
+
+def _with_forced(tokens: mx.array, decodes: Sequence[Decode]) -> mx.array:
+    """Return ``tokens`` (rows,) with the forced ones in their rows."""
+    forced = [
+        (row, decode.forced) for row, decode in enumerate(decodes) if decode.forced is not None
+    ]
+    if forced:
+        rows, values = map(list, zip(*forced, strict=True))
+        tokens[mx.array(rows)] = mx.array(values, mx.int32)
+    return tokens
 
 
 def sample_tokens(logits: mx.array, decodes: Sequence[Decode]) -> mx.array:

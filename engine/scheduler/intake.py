@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequence import Sequence
+from engine.scheduler.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import salted_root
 
@@ -60,6 +61,7 @@ def make_sequence(
         max_tokens=max_tokens,
         submitted_s=now_s,
         grammar=grammar,
+        thinking=ThinkingProgress(request.thinking) if request.thinking else None,
     )
     if config.prefix_cache:
         seq.update_block_hashes()
@@ -67,6 +69,10 @@ def make_sequence(
 
 
 def _check_tokens(request: wire.Submit, vocab_size: int) -> None:
+    budget = request.thinking
+    thinking_ids = [*budget.start_ids, *budget.end_ids] if budget else []
+    if budget and (not budget.end_ids or budget.tokens < 0):
+        raise Refusal("invalid", "a budget of reasoning that cannot be kept", "thinking")
     if not request.token_ids:
         raise Refusal("invalid", "the prompt is empty", "prompt")
     for param, ids in (
@@ -76,6 +82,7 @@ def _check_tokens(request: wire.Submit, vocab_size: int) -> None:
         ("logit_bias", [token for token, _ in request.sampling.logit_bias]),
         ("xtc_special_ids", request.sampling.xtc_special_ids),
         ("grammar", request.grammar.after if request.grammar else []),
+        ("thinking", thinking_ids),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             raise Refusal("invalid", f"a token id is not in 0..{vocab_size - 1}", param)

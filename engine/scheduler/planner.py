@@ -206,7 +206,11 @@ class Planner:
                 break
             self._sequences.set_status(seq, Status.DECODING)
         decoding = self._sequences.ordered(Status.DECODING)
-        rows = [seq for seq in decoding if seq.num_computed_tokens < seq.capacity]
+        rows = [
+            seq
+            for seq in decoding
+            if seq.num_computed_tokens < seq.capacity and not _waits_to_end_thinking(seq)
+        ]
         for seq in sorted(rows, key=lambda seq: seq.held_slot):
             builder.decode(seq, self._make_decode(seq))
             seq.advance(seq.num_computed_tokens + 1)
@@ -218,6 +222,7 @@ class Planner:
         request, position = seq.request, seq.num_computed_tokens
         index = position + 1 - seq.num_prompt_tokens
         history = self._take_history(seq)
+        thinking = seq.follow_thinking()
         return Decode(
             slot=seq.held_slot,
             position=position,
@@ -229,6 +234,7 @@ class Planner:
             history=history,
             constrained=request.grammar is not None,
             grammar=None if history is None else request.grammar,
+            forced=thinking.forced() if thinking and not seq.num_inflight else None,
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:
@@ -353,3 +359,9 @@ class Planner:
         for seq in builder.preempted:
             seq.reset()
             self._sequences.enqueue(seq, Status.PREEMPTED)
+
+
+def _waits_to_end_thinking(seq: Sequence) -> bool:
+    """Return whether the token in flight decides if the next one is forced."""
+    thinking = seq.follow_thinking() if seq.num_inflight else None
+    return thinking is not None and thinking.may_force_after_next()

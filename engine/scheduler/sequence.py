@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from engine.plan import Payload, Slot
 from engine.scheduler.block_pool import Block
+from engine.scheduler.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import block_hash
 
@@ -76,6 +77,7 @@ class Sequence:
     max_tokens: int
     submitted_s: float
     grammar: object = None  # only kept alive here, for the executor to find
+    thinking: ThinkingProgress | None = None  # None: it may reason as long as it wants
 
     status: Status = Status.WAITING
     slot: Slot | None = None
@@ -150,6 +152,13 @@ class Sequence:
         if self.slot is None:
             raise RuntimeError(f"{self.request.request_id} holds no slot ({self.status.name})")
         return self.slot
+
+    def follow_thinking(self) -> ThinkingProgress | None:
+        """Return its progress in reasoning after every output that is known, if that is limited."""
+        if self.thinking is not None:
+            known = self.num_prompt_tokens + self.thinking.num_outputs
+            self.thinking.follow(self.token_ids[known:])
+        return self.thinking
 
     def begin(self, slot: Slot, capacity: int, now_s: float) -> None:
         """Start, or start again, from nothing in ``slot``."""

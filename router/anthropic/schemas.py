@@ -66,7 +66,11 @@ class OutputConfig(Struct, frozen=True, kw_only=True):
 class ThinkingConfig(Struct, frozen=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: (
-        Annotated[Count, Meta(description="Goes to the chat template, which may ignore it.")] | None
+        Annotated[
+            Count,
+            Meta(description="The most tokens of reasoning. Goes to the chat template too."),
+        ]
+        | None
     ) = None
     display: (
         Annotated[

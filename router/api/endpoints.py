@@ -31,7 +31,7 @@ from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from router.tokens.tokenization_cache import LengthCheck
 from router.tokens.work_pool import INLINE_SIZE
-from shared.wire import Grammar
+from shared.wire import Grammar, ThinkingBudget
 
 logger = logging.getLogger(__name__)
 _MAX_NAMED = 16
@@ -98,6 +98,10 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     def grammar(self, request: _Request, model: Model, prompt: list[int]) -> Grammar | None:
         """Return the grammar of a reply to ``prompt``, if any. Raises `InvalidRequest`."""
         return request.grammar
+
+    def thinking(self, request: _Request, model: Model, prompt: list[int]) -> ThinkingBudget | None:
+        """Return the budget of the reasoning in a reply to ``prompt``, if there is one."""
+        return None
 
     def max_tokens(self, request: _Request, model: Model) -> int | None:
         return request.max_tokens
@@ -191,11 +195,12 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
         for prompt, limit, echoed in zip(prompts, limits, echoes, strict=True):
             grammar = self.grammar(request, model, prompt)
+            thinking = self.thinking(request, model, prompt)
             echo = None if echoed is None else Echo.of(echoed, prompt, model.renderer)
             blocks = generation.prompt_blocks(prompt)
             for choice in range(request.n or 1):
                 parser = self.reply_parser(request, model, prompt)
-                yield SequenceSpec(prompt, limit, choice, parser, grammar, echo, blocks)
+                yield SequenceSpec(prompt, limit, choice, parser, grammar, thinking, echo, blocks)
 
 
 class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
@@ -229,6 +234,12 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
 
     def grammar(self, request: ChatRequest, model: Model, prompt: list[int]) -> Grammar | None:
         return model.renderer.replies.grammar(prompt, _tool_call_policy(request), request.grammar)
+
+    def thinking(
+        self, request: ChatRequest, model: Model, prompt: list[int]
+    ) -> ThinkingBudget | None:
+        tokens = request.max_thinking_tokens
+        return None if tokens is None else model.renderer.replies.thinking(prompt, tokens)
 
 
 def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:

@@ -15,7 +15,7 @@ from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
 from router.tokens.reply_parser import ReplyParser
 from shared.settings import Settings
-from shared.wire import Grammar, SamplingParams, Submit
+from shared.wire import Grammar, SamplingParams, Submit, ThinkingBudget
 
 MAX_SEQUENCES = 128
 MAX_ENTRIES = 500_000
@@ -34,6 +34,7 @@ class SequenceSpec(NamedTuple):
     """The number among the sequences of the same prompt."""
     reply_parser: ReplyParser
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     echo: Echo | None = None
     prompt_blocks: PromptBlocks = MappingProxyType({})
 
@@ -143,6 +144,7 @@ def submit_message(
         # The prompt is the same for all its choices.
         prompt_logprobs=_prompt_logprobs(request) if spec.choice == 0 else None,
         grammar=spec.grammar,
+        thinking=spec.thinking,
         traceparent=traceparent,
     )
 

@@ -146,9 +146,9 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """``enable_thinking`` may also be among ``chat_template_kwargs``; a ``reasoning_effort`` of
-    ``none`` makes it false. With ``continue_final_message`` the answer continues the last message,
-    which is the assistant's, without repeating it."""
+    """``enable_thinking`` and ``thinking_budget`` may also be among ``chat_template_kwargs``; a
+    ``reasoning_effort`` of ``none`` makes the first false. With ``continue_final_message`` the
+    answer continues the last message, which is the assistant's, without repeating it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -157,6 +157,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    thinking_budget: (
+        Annotated[
+            int,
+            Meta(ge=0, le=2**31 - 1, description="The most tokens of reasoning; then it is ended."),
+        ]
+        | None
+    ) = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -219,9 +226,17 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         thinking = False if self.reasoning_effort == "none" else self.enable_thinking
         if thinking is not None:
             args.setdefault("enable_thinking", thinking)
+        if self.thinking_budget is not None:
+            args.setdefault("thinking_budget", self.thinking_budget)
         if self.reasoning_effort not in (None, "none"):
             args.setdefault("reasoning_effort", self.reasoning_effort)
         return args
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """``thinking_budget``, which may also be among ``chat_template_kwargs``."""
+        tokens = self.template_args.get("thinking_budget")
+        return min(tokens, 2**31 - 1) if type(tokens) is int and tokens >= 0 else None
 
     @property
     def _allowed_names(self) -> frozenset[str] | None:

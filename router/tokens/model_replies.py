@@ -26,7 +26,7 @@ from router.tokens.parsing.streaming_calls import StreamingCallParser
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from router.tokens.templates import tool_schema
 from router.tokens.vocabulary import Vocabulary
-from shared.wire import Grammar
+from shared.wire import Grammar, ThinkingBudget
 
 _TAIL_TOKENS = 64
 _NOT_JSON = r"/([^\s{\[`<](?s:.*))?/"
@@ -61,9 +61,12 @@ class ModelReplies:
                 if token in self._special or (text[0] == "<" and text[-1] == ">")
             }
         )
-        self._think_end_ids: list[int] = []
-        if format.think is not None:
-            self._think_end_ids = list(tokenizer.encode(format.think.end, add_special_tokens=False))
+        messages = format.initial_state is ReplyState.HEADER
+        markers = _HARMONY_ANALYSIS if messages else format.think or ReasoningMarkers("", "")
+        self._reasoning_start_ids, self._reasoning_end_ids = (
+            list(tokenizer.encode(marker, add_special_tokens=False)) if marker else []
+            for marker in markers
+        )
 
     def parser(self, prompt: Sequence[int], policy: ToolCallPolicy) -> ReplyParser:
         """Return the parser of a reply to ``prompt``."""
@@ -95,7 +98,20 @@ class ModelReplies:
         grammar = self._calls_grammar(policy, bound, tail) or bound
         if grammar is None or self.format.initial_state_after(tail) is not ReplyState.REASONING:
             return grammar
-        return msgspec.structs.replace(grammar, after=self._think_end_ids)
+        return msgspec.structs.replace(grammar, after=self._reasoning_end_ids)
+
+    def thinking(self, prompt: Sequence[int], tokens: int) -> ThinkingBudget | None:
+        """Return the budget of ``tokens`` for the reasoning in a reply to ``prompt``; None where it
+        is not known how the model marks its reasoning."""
+        if not self._reasoning_end_ids:
+            return None
+        is_open = self.format.initial_state_after(self._tail(prompt)) is ReplyState.REASONING
+        return ThinkingBudget(
+            tokens=tokens,
+            start_ids=self._reasoning_start_ids,
+            end_ids=self._reasoning_end_ids,
+            is_open=is_open,
+        )
 
     def _calls_grammar(
         self, policy: ToolCallPolicy, bound: Grammar | None, tail: str

@@ -15,6 +15,7 @@ from shared.wire.parts import (
     Phase,
     SamplingParams,
     StoreStats,
+    ThinkingBudget,
 )
 
 RefusalReason = Literal["invalid", "too_large", "unsupported", "full", "draining"]
@@ -65,6 +66,7 @@ class Submit(Message, frozen=True, tag="submit"):
     # The same for the prompt, which is then computed even if blocks of it are cached.
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # the request is accepted once this is compiled
+    thinking: ThinkingBudget | None = None
     traceparent: str = ""  # W3C's name of the span to trace it under; empty: it is not traced
 
 

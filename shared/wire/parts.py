@@ -64,6 +64,15 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[Grammar] = []
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a model may reason: then the end of its reasoning is forced on it."""
+
+    tokens: int
+    end_ids: list[int]  # what ends reasoning; at least one
+    start_ids: list[int] = []  # what begins it in the output; none: nothing does
+    is_open: bool = False  # the prompt ends within reasoning
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one sequence, and where its time went."""
 

@@ -9,27 +9,44 @@ import pytest
 
 from tests.agents.__main__ import acting
 from tests.agents.formats import FORMATS
-from tests.agents.installing import NotInstalled, install
+from tests.agents.installing import NotInstalled, binaries, install
 from tests.agents.scripts import AGENTS
 from tests.agents.trial import Trial
 
+CODEX = AGENTS[0]
+
 
 @pytest.fixture(scope="module")
-def codex(pytestconfig: pytest.Config) -> Path:
-    """The directory of the command, which is installed once."""
+def root(pytestconfig: pytest.Config) -> Path:
+    """The directory below which agents are installed, and stay."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm here")
-    try:
-        return install(AGENTS[0], pytestconfig.cache.mkdir("agents"))
-    except NotInstalled as error:
-        pytest.skip(f"codex {error}")
+    return pytestconfig.cache.mkdir("agents")
+
+
+@pytest.mark.timeout(300)
+def test_codex_does_a_task_where_it_is_installed(root: Path, tmp_path: Path) -> None:
+    found = binaries(CODEX, root)
+    on_path = shutil.which(CODEX.name)
+    if not (found / CODEX.name).exists():
+        if on_path is None:
+            pytest.skip("codex is not installed: `make test-slow` does it, once")
+        found = Path(on_path).parent
+    check(found, tmp_path, kills=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_codex_does_a_task(codex: Path, tmp_path: Path) -> None:
-    with acting(AGENTS[0], FORMATS[0], tmp_path) as server:
-        outcome = Trial(AGENTS[0], codex, tmp_path, server).run()
+def test_codex_that_was_killed_does_a_task(root: Path, tmp_path: Path) -> None:
+    try:
+        check(install(CODEX, root), tmp_path, kills=True)
+    except NotInstalled as error:
+        pytest.skip(f"codex {error}")
+
+
+def check(found: Path, private: Path, *, kills: bool) -> None:
+    with acting(CODEX, FORMATS[0], private) as server:
+        outcome = Trial(CODEX, found, private, server).run(kills=kills)
     assert not outcome.trouble
     # Each turn after the first finds the turns before it.
     assert outcome.cached_tokens > 0.7 * outcome.prompt_tokens

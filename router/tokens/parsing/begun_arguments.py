@@ -1,13 +1,15 @@
-"""Calls that a model makes of its own accord and writes argument by argument, between tags: each
-argument is passed on when it is whole, as the tool parser reads it."""
+"""Calls that a model makes of its own accord and writes argument by argument, between tags or with
+commas: each argument is passed on when it is whole, as the tool parser reads it."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
+from router.tokens.parsing.begun_values import ListedValue, TaggedValue, ValueText
+from router.tokens.parsing.calls import MAX_PARSE_WORK, parse_work
 from router.tokens.parsing.streaming_calls import CallFragment
 
 _MAX_BEGINNING_CHARS = 2000
@@ -15,79 +17,152 @@ _NAME = r"(?P<name>[\w.:/@-]{1,256}?)"
 _KEY = r"(?P<key>[^<>]{1,256}?)"
 
 
-class _TaggedForm(NamedTuple):
+class _Form(NamedTuple):
+    """How calls are written."""
+
     begin: re.Pattern[str]
     """What comes before the first argument."""
+    empty: re.Pattern[str]
+    """A whole call without arguments, behind another."""
     argument: re.Pattern[str]
+    """What comes before the value of an argument."""
+    value: Callable[[], ValueText]
     argument_end: str
-    end: str
-    """What ends the call, before the marker that ends calls; nothing if that does it."""
-    section_end: str
-    """That marker."""
+    """What ends a value, and is read with it."""
+    end: re.Pattern[str]
+    """What ends a call."""
+    end_text: str
+    """The same, as it is written; nothing if the marker that ends calls does it."""
+    section_end: str = ""
+    """That marker, where a value may be open there."""
+    around: tuple[str, str] = ("", "")
+    """What a call alone is read between."""
+    quotes: tuple[str, ...] = ()
+    """What is around a string, and never in it."""
 
 
 def _tagged(
-    begin: str,
+    head: str,
+    first: str,
     argument: str,
     argument_end: str,
     end: str = "",
     section_end: str = "</tool_call>",
-) -> _TaggedForm:
-    found = re.compile(begin.replace("NAME", _NAME))
-    key = re.compile(argument.replace("KEY", _KEY))
-    return _TaggedForm(found, key, argument_end, end, section_end)
+) -> _Form:
+    """Make a form with tags: ``head``, and then arguments, the first of which begins with
+    ``first``."""
+    head = rf"\s*+(?P<head>{head.replace('NAME', _NAME)}\s*+)"
+    ends = re.escape(end) if end else "(?!)"
+    return _Form(
+        re.compile(f"{head}(?={first})"),
+        re.compile(head + ends),
+        re.compile(r"\s*+" + argument.replace("KEY", _KEY)),
+        lambda: TaggedValue(argument_end),
+        argument_end,
+        re.compile(r"\s*+" + ends),
+        end,
+        section_end,
+    )
+
+
+def _listed(
+    head: str, equals: str, close: str, quotes: tuple[str, ...], around: tuple[str, str]
+) -> _Form:
+    """Make a form with commas: calls ``around`` which something stands, each with ``head``, names
+    and values with ``equals`` between them, and ``close``."""
+    head = rf"(?P<head>{head.replace('NAME', _NAME)}\s*+)"
+    name, closing = rf"\w{{1,256}}+\s*+{equals}", r"(?:,\s*+)?" + re.escape(close)
+    before = rf"\s*+(?:[,;{re.escape(around[0])}]\s*+)?"
+    return _Form(
+        re.compile(rf"{before}{head}(?={name}\s*+[^\s,;)\]}}])"),
+        re.compile(rf"{before}{head}{closing}"),
+        re.compile(rf"\s*+(?:,\s*+)?(?P<key>\w{{1,256}}+)\s*+{equals}"),
+        lambda: ListedValue(quotes, escapes=close == ")"),
+        "",
+        re.compile(rf"\s*+{closing}"),
+        close,
+        around=around,
+        quotes=() if close == ")" else quotes,
+    )
 
 
 _GLM = _tagged(
-    r"\s*+NAME\s*+(?=<arg_key>)",
-    r"\s*+<arg_key>KEY</arg_key>(?:\\n|\s)*+<arg_value>",
+    "NAME",
+    "<arg_key>",
+    r"<arg_key>KEY</arg_key>(?:\\n|\s)*+<arg_value>",
     "</arg_value>",
 )
 _FORMS = {
     "qwen3_coder": _tagged(
-        r"\s*+<function=NAME>\s*+(?=<parameter=)",
-        r"\s*+<parameter=KEY>",
+        "<function=NAME>",
+        "<parameter=",
+        "<parameter=KEY>",
         "</parameter>",
         "</function>",
     ),
     "glm47": _GLM,
     "laguna": _GLM,
     "longcat": _tagged(
-        r"\s*+NAME\s*+(?=<longcat_arg_key>)",
-        r"\s*+<longcat_arg_key>KEY</longcat_arg_key>(?:\\n|\s)*+<longcat_arg_value>",
+        "NAME",
+        "<longcat_arg_key>",
+        r"<longcat_arg_key>KEY</longcat_arg_key>(?:\\n|\s)*+<longcat_arg_value>",
         "</longcat_arg_value>",
         section_end="</longcat_tool_call>",
     ),
+    "minimax_m2": _tagged(
+        '<invoke name="NAME">',
+        "<parameter name=",
+        '<parameter name="KEY">',
+        "</parameter>",
+        "</invoke>",
+        "</minimax:tool_call>",
+    ),
+    "minicpm5": _tagged(
+        r'"NAME"\s*+>',
+        r"<param\s",
+        r'<param\s++name\s*+=\s*+"KEY"\s*+>',
+        "</param>",
+        section_end="</function>",
+    ),
+    "muse_spark": _tagged(
+        r'<atem:invoke\s[^>]{0,200}?\bname="NAME">',
+        r"<atem:parameter\s",
+        r'<atem:parameter\s[^>]{0,200}?\bname="KEY"[^>]{0,200}+>',
+        "</atem:parameter>",
+        "</atem:invoke>",
+        "</atem:function_calls>",
+    ),
+    "gemma4": _listed(r"call:NAME\{", ":", "}", ('<|"|>',), ("", "")),
+    "function_gemma": _listed(r"call:NAME\{", ":", "}", ("<escape>",), ("", "")),
+    "pythonic": _listed(r"NAME\(", "=(?!=)", ")", ('"', "'"), ("[", "]")),
 }
-"""By the name of the tool parser that reads such calls as a whole. Each section has one call."""
+"""By the name of the tool parser that reads such calls as a whole."""
 
 
-class TaggedCallParser:
-    """Reads the call of one section of a reply, as `router.tokens.parsing.begun_calls` does."""
+class ArgumentParser:
+    """Reads the calls of one section of a reply, as `router.tokens.parsing.begun_calls` does."""
 
     is_parsed_later = True
 
     def __init__(
-        self, form: _TaggedForm, parse: Callable[[str, Any], Any], tools: Any, names: Container[str]
+        self, parser: str, parse: Callable[[str, Any], Any], tools: Any, names: Container[str]
     ) -> None:
-        self._form = form
-        self._parse = parse
-        self._tools = tools
+        self._form = _FORMS[parser]
+        self._parser, self._parse, self._tools = parser, parse, tools
         self._names = names
-        self._outside = ""  # text that is not within an argument
-        self._given_up = False
+        self._outside = ""  # text that is not within a value
+        self._given_up = False  # no other call begins in the section
         self._head = ""  # the beginning of the call, up to the first argument
         self._opening: re.Match[str] | None = None  # of the argument that is open
-        self._value: list[str] = []
-        self._tail = ""  # the end of the value, in which its end tag may begin
-        self._shown = 0
+        self._value = self._form.value()
+        self._shown = 0  # arguments of the call
         self.started = self.in_call = False
 
     @classmethod
     def of(
         cls, parser: str, parse: Callable[[str, Any], Any], tools: Any, names: Container[str]
-    ) -> TaggedCallParser | None:
-        return cls(_FORMS[parser], parse, tools, names) if parser in _FORMS else None
+    ) -> ArgumentParser | None:
+        return cls(parser, parse, tools, names) if parser in _FORMS else None
 
     @property
     def in_string(self) -> bool:
@@ -96,76 +171,95 @@ class TaggedCallParser:
 
     @property
     def other_text(self) -> str:
-        return self._outside.strip().removeprefix(self._form.end).strip()
+        """The text after the last call that is a part of none."""
+        return self._outside.strip().removeprefix(self._form.around[1]).strip()
 
     def feed(self, text: str) -> list[CallFragment]:
-        """Return the pieces of the call in ``text``."""
+        """Return the pieces of calls in ``text``."""
         fragments: list[CallFragment] = []
-        while text and not self._given_up:
+        while True:
             if self._opening is not None:
-                text = self._read_value(text, fragments)
-                continue
+                ended = self._value.feed(text)
+                if ended is None:
+                    return fragments
+                value, text = ended
+                self._add(value, fragments)
             self._outside += text
-            text = ""
-            if not self.started:
-                found = self._form.begin.match(self._outside)
-                known = found is not None and found["name"] in self._names
-                if found is None or not known:
-                    self._given_up = found is not None or len(self._outside) > _MAX_BEGINNING_CHARS
-                    break
-                self._head, self._outside = found[0], self._outside[found.end() :]
-            opening = self._form.argument.match(self._outside)
-            if opening is None:
-                if not self.started:
-                    self._outside, self._head = self._head + self._outside, ""
-                break
-            if not self.started:
-                found = self._form.begin.match(self._head + self._outside)
-                assert found is not None
-                fragments.append(CallFragment(found["name"], "{"))
-                self.started = self.in_call = True
-            self._opening, text = opening, self._outside[opening.end() :]
-            self._outside = self._tail = ""
-            self._value = []
-        return fragments
+            while self._end_call(fragments) or self._begin_call(fragments):
+                pass
+            if self._opening is None:
+                return fragments
+            text, self._outside = self._outside, ""
 
     def finish(self) -> list[CallFragment]:
         """End the section, and return the rest of the call."""
         fragments: list[CallFragment] = []
         if self._opening is not None:
-            # The last argument has no end tag.
-            value = "".join(self._value).rstrip().removesuffix(self._form.section_end)
-            self._add(value.rstrip().removesuffix(self._form.end), fragments)
+            # The last argument has no end of its own.
+            value = self._value.so_far().rstrip().removesuffix(self._form.section_end)
+            self._add(value.rstrip().removesuffix(self._form.end_text), fragments)
         if self.in_call:
             self.in_call = False
             fragments.append(CallFragment(None, "}"))
         return fragments
 
-    def _read_value(self, text: str, fragments: list[CallFragment]) -> str:
-        """Add ``text`` to the open argument. Return what follows the argument."""
-        end = self._form.argument_end
-        joined = self._tail + text
-        place = joined.find(end)
-        self._value.append(text)
-        if place < 0:
-            self._tail = joined[-(len(end) - 1) :]
-            return ""
-        rest = joined[place + len(end) :]
-        whole = "".join(self._value)
-        self._add(whole[: len(whole) - len(rest) - len(end)], fragments)
-        return rest
+    def _begin_call(self, fragments: list[CallFragment]) -> bool:
+        """Begin a call, or the next argument of one. Return whether more of the text may be read
+        outside of a value."""
+        if self._opening is not None or self._given_up:
+            return False
+        begun = None
+        if not self.in_call:
+            empty = self._form.empty.match(self._outside) if self.started else None
+            begun = empty or self._form.begin.match(self._outside)
+            if begun is None or begun["name"] not in self._names:
+                self._given_up = begun is not None or len(self._outside) > _MAX_BEGINNING_CHARS
+                return False
+            if empty is not None:
+                fragments.append(CallFragment(empty["name"], "{}"))
+                self._outside = self._outside[empty.end() :]
+                return True
+        opening = self._form.argument.match(self._outside, begun.end() if begun else 0)
+        if opening is None:
+            return False
+        if begun is not None:
+            fragments.append(CallFragment(begun["name"], "{"))
+            self._head, self._shown = begun["head"], 0
+            self.started = self.in_call = True
+        self._outside = self._outside[opening.end() :]
+        self._opening, self._value = opening, self._form.value()
+        return False
+
+    def _end_call(self, fragments: list[CallFragment]) -> bool:
+        """Return whether a call ended."""
+        end = self._form.end.match(self._outside) if self.in_call else None
+        if end is None or self._opening is not None:
+            return False
+        self._outside = self._outside[end.end() :]
+        self.in_call = False
+        fragments.append(CallFragment(None, "}"))
+        return True
 
     def _add(self, value: str, fragments: list[CallFragment]) -> None:
         assert self._opening is not None
         opening, self._opening = self._opening, None
-        written = f"{self._head}{opening[0]}{value}{self._form.argument_end}{self._form.end}"
+        form, key = self._form, opening["key"].strip()
+        argument = opening[0].lstrip(" \n,") + value + form.argument_end
+        written = f"{form.around[0]}{self._head}{argument}{form.end_text}{form.around[1]}"
         try:
-            parsed = self._parse(written, self._tools)
-            arguments: Mapping[str, Any] = dict(parsed["arguments"])
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)[1:-1]
+            if parse_work(written, self._parser) > MAX_PARSE_WORK:
+                raise ValueError("too long")
+            ((_, read),) = dict(self._parse(written, self._tools)["arguments"]).items()
+            text = _member(key, read)
             text.encode()
         except Exception:  # generated text: a value of another type than the schema says
-            text = f"{json.dumps(opening['key'].strip())}: {json.dumps(value.strip())}"
-        if text:
-            fragments.append(CallFragment(None, (", " if self._shown else "") + text))
-            self._shown += 1
+            value = value.strip()
+            for quote in form.quotes:
+                value = value.removeprefix(quote).removesuffix(quote)
+            text = _member(key, value)
+        fragments.append(CallFragment(None, (", " if self._shown else "") + text))
+        self._shown += 1
+
+
+def _member(key: str, value: Any) -> str:
+    return json.dumps({key: value}, ensure_ascii=False, allow_nan=False)[1:-1]

@@ -26,6 +26,12 @@ def _form(begin: str, between: str) -> _Form:
 
 
 _FORMS = {
+    "json": _form(
+        r"\s*+(?:```(?:json|tool_call|tool_code)?\s*+)?(?:<\|python_tag\|>\s*+)?(?:\[\s*+)?\{\s*+"
+        r'(?:"type"\s*+:\s*+"function"\s*+,\s*+)?(?:"function"\s*+:\s*+\{\s*+)?'
+        r'"name"\s*+:\s*+"NAME"\s*+,\s*+"(?:arguments|parameters)"\s*+:',
+        r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;`]*+',
+    ),
     "json_tools": _form(
         r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"NAME"\s*+,\s*+"(?:arguments|parameters)"\s*+:',
         r'(?:\s*+,\s*+"[^"]*+"\s*+:\s*+"[^"]*+")*+[\s}\],;]*+',  # such as its id

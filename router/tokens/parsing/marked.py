@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 
 from router.tokens.detokenizer import partial_match_length
-from router.tokens.parsing.begun_arguments import TaggedCallParser
+from router.tokens.parsing.begun_arguments import ArgumentParser
 from router.tokens.parsing.begun_calls import BegunCallParser
 from router.tokens.parsing.calls import (
     JSON,
@@ -69,7 +69,7 @@ class MarkedReplyParser:
         self._new_id = new_id
         self._call_stream = call_stream
         self._names = frozenset(tool["function"]["name"] for tool in tools)
-        self._begun: BegunCallParser | TaggedCallParser | None = None
+        self._begun: BegunCallParser | ArgumentParser | None = None
         """Of the current calls: None where a grammar allows only calls, within reasoning, and where
         they are only known when they are whole."""
         self._markers = format.markers(calls=bool(tools))
@@ -83,6 +83,8 @@ class MarkedReplyParser:
         # Text that may turn out to be calls. None: it cannot.
         self._maybe_json: list[str] | None = [] if tools and format.tools is JSON else None
         self._beginning = ""  # of that, without whitespace
+        if self._maybe_json is not None and call_stream is None and not only_calls:
+            self._begun = BegunCallParser.of(JSON.name, self._names)
         self._text = WhitespaceTrimmer()
         self._reasoning = WhitespaceTrimmer(at_marker=True)
         self._ids: set[str] = set()
@@ -106,7 +108,7 @@ class MarkedReplyParser:
     @property
     def _has_text(self) -> bool:
         """Whether there has been something besides reasoning: text or the beginning of calls."""
-        return not self._text.blank or (self._maybe_json is not None and bool(self._beginning))
+        return not self._text.blank or bool(self._beginning)
 
     @property
     def complete(self) -> bool:
@@ -149,6 +151,8 @@ class MarkedReplyParser:
             out.text.append(self._text.feed(self._begun.other_text))
         elif self._state is ReplyState.TOOL and not self._close_call("", out, parse=not cut):
             self._state = self._called_from
+        elif self._begun is not None and self._begun.started:  # calls without markers
+            self._close_begun(self._begun, "", out)
         if self._state is ReplyState.HEADER and not self._header_ended:
             out.text.append(self._text.feed(self._header))
         if self._maybe_json:
@@ -170,13 +174,18 @@ class MarkedReplyParser:
         if not text:
             return
         match self._state:
+            case ReplyState.NORMAL if self._begun is not None and self._begun.started:
+                self._add_fragments(self._begun.feed(text), out)
             case ReplyState.NORMAL if self._maybe_json is not None:
                 self._maybe_json.append(text)
                 self._work.add(text)
                 self._beginning = add_to_beginning(self._beginning, text)
-                self._stream_call(text, out)
-                if not may_become_json_calls(self._beginning):
+                self._read_call(text, out)
+                begun = self._begun is not None and self._begun.started
+                if not begun and not may_become_json_calls(self._beginning):
                     out.text.append(self._text.feed("".join(self._maybe_json)))
+                    begun, self._begun = True, None
+                if begun:
                     self._maybe_json = None
                     self._work = self._no_work()
             case ReplyState.NORMAL:
@@ -229,8 +238,8 @@ class MarkedReplyParser:
             # A call that must be made is compared with earlier ones before it is shown.
             free = self._call_stream is None and not self._only_calls
             if syntax and free and self._called_from is ReplyState.NORMAL:
-                tagged = TaggedCallParser.of(syntax.name, syntax.parse, self._tools, self._names)
-                self._begun = tagged or BegunCallParser.of(syntax.name, self._names)
+                by_argument = ArgumentParser.of(syntax.name, syntax.parse, self._tools, self._names)
+                self._begun = by_argument or BegunCallParser.of(syntax.name, self._names)
             if syntax is not None and not syntax.start:
                 self._read_call(self._call[0], out)
             else:
@@ -266,7 +275,7 @@ class MarkedReplyParser:
         return False
 
     def _close_begun(
-        self, begun: BegunCallParser | TaggedCallParser, end: str, out: _DeltaBuilder
+        self, begun: BegunCallParser | ArgumentParser, end: str, out: _DeltaBuilder
     ) -> bool:
         """End calls that have begun at the marker ``end``, unless that is part of a string."""
         if end and begun.in_string:

@@ -13,7 +13,7 @@ from engine.io.block_fetch import Payload
 from engine.io.inbox import BlocksFetched, Inbox
 from engine.io.state_fetch import StatePrefixFetch
 from engine.io.store_client import StoreClient
-from engine.plan import StateSearch
+from engine.plan import StateSearch, StoreRoom
 from tests.engine.replica.test_state_prefixes import KINDS, Observed, random_tokens
 
 
@@ -42,9 +42,13 @@ class MemoryStore:
         answer = lambda *fetched: self.inbox.put(BlocksFetched(*fetched))  # noqa: E731
         StatePrefixFetch(self, ticket, hashes, states, answer).start()
 
-    def store(self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool) -> None:
+    def store(self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool) -> bool:
         kept = self.states if is_state else self.blocks
         kept.setdefault(hash, tuple(memoryview(bytes(buffer)) for buffer in payload))
+        return True
+
+    def room(self) -> StoreRoom:
+        return StoreRoom(256, 2**28)
 
     def touch(self, blocks: Sequence[bytes], states: Sequence[bytes]) -> None:
         assert all(block in self.blocks for block in blocks)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
+from engine.scheduler.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import block_hashes, salted_root
 
@@ -38,7 +39,12 @@ def expected(request: wire.Submit, context_length: int) -> tuple[list[int], str]
     tokens = list(request.token_ids)
     limit = min(request.max_tokens, context_length - len(tokens))
     outputs: list[int] = []
+    thinking = ThinkingProgress(request.thinking) if request.thinking else None
     while len(outputs) < limit:
+        forced = None
+        if thinking is not None:
+            thinking.follow(outputs[-1:])
+            forced = thinking.forced()
         early = len(outputs) < request.min_tokens
         token = sample(
             tokens + outputs,
@@ -46,6 +52,7 @@ def expected(request: wire.Submit, context_length: int) -> tuple[list[int], str]
             len(outputs),
             request.stop_token_ids if early else (),
         )
+        token = token if forced is None else forced
         outputs.append(token)
         if not early and token in request.stop_token_ids:
             return outputs, "stop"
@@ -262,7 +269,8 @@ class FakeExecutor:
                 assert HOLE in row or self.history[slot] == row, "what penalties look at"
             else:
                 assert decode.history is None
-            tokens.append(sample(row, seed, decode.output_index, decode.forbidden))
+            token = sample(row, seed, decode.output_index, decode.forbidden)
+            tokens.append(token if decode.forced is None else decode.forced)
             self.sampled[slot] = tokens[-1]
         return tokens
 

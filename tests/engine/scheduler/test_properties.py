@@ -40,6 +40,11 @@ CONFIGS = st.fixed_dictionaries(
         "max_sequences": st.sampled_from([3, 100]),
     }
 )
+BUDGETS = [
+    wire.ThinkingBudget(tokens=tokens, start_ids=start, end_ids=end, is_open=is_open)
+    for tokens in (0, 1, 5)
+    for start, end, is_open in (([], [7], True), ([4], [7, 8], False), ([4, 5], [8, 8, 9], True))
+]
 WINDOWS = st.sampled_from([None, None, 5, 20])
 STATES = st.sampled_from(
     [
@@ -109,6 +114,7 @@ class Chaos:
             min_tokens=pick.choice([0, 0, 5]),
             stop_token_ids=pick.choice([[], [3], [3, 4]]),
             cache_salt=pick.choice(SALTS),
+            thinking=pick.choice([None, *BUDGETS]),
             priority=pick.choice([0, 0, 0, 1, -1]),
         )
         if prompt and len(prompt) < self.engine.config.context_length and pick.random() < 0.2:

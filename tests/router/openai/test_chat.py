@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from shared.wire import Abort, Grammar, Submit
+from shared.wire import Abort, Grammar, Submit, ThinkingBudget
 from tests import agent_transcript as transcript
 from tests.router.conftest import Server, eventually
 from tests.router.openai.test_completions import events
@@ -161,6 +161,22 @@ def test_an_invalid_call_stays_text(
         answer = ask(server, tools=[ADD])
         assert message_of(answer)["content"] == written
         assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_malformed_arguments_stay_as_they_were_sent(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any]
+) -> None:
+    """A call has begun, and it is not text any more: a client can tell the model."""
+    engine.behaviour.script = says('<tool_call>{"name": "add", "arguments": {"a": oops')
+    answer = ask(server, tools=[ADD])
+    message = message_of(answer)
+    (call,) = message["tool_calls"]
+    assert (message["content"], call["function"]["arguments"]) == (None, '{"a": oops')
+    assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+    deltas = deltas_of(server, tools=[ADD])
+    calls = [call["function"] for each in deltas for call in each["delta"].get("tool_calls", ())]
+    assert "".join(each.get("arguments", "") for each in calls) == '{"a": oops'
+    assert deltas[-1]["finish_reason"] == "tool_calls"
 
 
 def test_a_call_that_is_cut_by_the_limit_stays_text(
@@ -378,6 +394,38 @@ def test_the_template_decides_about_thinking(
     opened = end == "<think>\n"
     assert message["content"] == ("it is" if opened else "so</think>it is")
     assert message.get("reasoning") == ("so" if opened else None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"thinking_budget": 0}, 0),
+        ({"thinking_budget": 30}, 30),
+        ({"chat_template_kwargs": {"thinking_budget": 30}}, 30),
+        ({"chat_template_kwargs": {"thinking_budget": 10**30}}, 2**31 - 1),
+        ({"chat_template_kwargs": {"thinking_budget": "low"}}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_budget_for_reasoning_reaches_the_engine(
+    server: Server,
+    engine: ScriptedEngine,
+    tokenizer: Tokenizer,
+    fields: dict[str, Any],
+    tokens: int | None,
+    is_open: bool,
+) -> None:
+    args = {**fields.get("chat_template_kwargs", {}), "open_thinking": is_open}
+    assert ask(server, **(fields | {"chat_template_kwargs": args})).status_code == 200
+    start, end = ([tokenizer.token_to_id(marker)] for marker in ("<think>", "</think>"))
+    thinking = engine.got(Submit)[-1].thinking
+    if tokens is None:
+        assert thinking is None
+    else:
+        assert thinking == ThinkingBudget(
+            tokens=tokens, start_ids=start, end_ids=end, is_open=is_open
+        )
 
 
 def test_a_marker_that_a_user_writes_opens_no_reasoning(

@@ -11,9 +11,9 @@ from router.tokens.parsing.json_reader import JsonReader, mended
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.reply_parser import ReplyDelta
 from tests.router.tokens.parsing.replies import REPLIES, TOOLS, Reply
-from tests.router.tokens.parsing.test_marked import BEGUN, format_of, named, read
+from tests.router.tokens.parsing.test_marked import BEGUN, TAGGED, format_of, named, read
 
-WHOLE = ('"{\\"', "[TOOL_CALLS][", "<|open|>argument")
+WHOLE = ('"{\\"', "[TOOL_CALLS][", "<|open|>argument", '"Ada"', '\n{"city"')
 """In replies whose first call has its arguments otherwise than as one object of JSON."""
 STREAMED = [
     reply
@@ -46,6 +46,76 @@ def test_arguments_between_tags_are_shown_one_by_one() -> None:
     calls = [call for character in written for call in parser.feed(character).calls]
     assert [call.arguments for call in calls] == ["{", '"city": "Berlin"', ', "days": 3', "}"]
     assert calls[0].name == "get_weather"
+
+
+ARGUMENTS = [
+    reply for reply in REPLIES if reply.parser in TAGGED and '{"name"' not in reply.written
+]
+
+
+@pytest.mark.parametrize("reply", ARGUMENTS, ids=lambda reply: reply.parser)
+def test_each_argument_is_shown_when_it_is_whole(reply: Reply) -> None:
+    parser = MarkedReplyParser(format_of(reply.parser), ReplyState.NORMAL, TOOLS)
+    shown: list[list[str]] = []
+    for position, character in enumerate(reply.written):
+        for call in parser.feed(character).calls:
+            if call.name:
+                _, arguments = reply.calls[len(shown)]
+                assert reply.written[position + 1 :].count(str(next(iter(arguments.values()))))
+                shown.append([])
+            shown[-1].append(call.arguments)
+    pieces = [
+        ["{", *(json.dumps({key: value}, ensure_ascii=False)[1:-1] for key, value in each.items())]
+        for _, each in reply.calls
+        if each
+    ]
+    assert [[piece.removeprefix(", ") for piece in call[:-1]] for call in shown] == pieces
+    assert all(call[-1] == "}" for call in shown)
+
+
+def gemma(arguments: str) -> str:
+    return f"<|tool_call>call:get_weather{{{arguments}}}<tool_call|>"
+
+
+def pythonic(calls: str) -> str:
+    return f"<|tool_call_start|>[{calls}]<|tool_call_end|>"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("parser", "written", "calls"),
+    [
+        ("gemma4", gemma('city:<|"|>a,}b)<|"|>'), [{"city": "a,}b)"}]),
+        ("gemma4", gemma('units:[<|"|>x<|"|>,<|"|>y<|"|>],a:3'), [{"units": ["x", "y"], "a": 3}]),
+        ("gemma4", gemma('city:{a:{b:<|"|>}<|"|>}}'), [{"city": {"a": {"b": "}"}}}]),
+        ("gemma4", gemma("city:Berlin"), [{"city": "Berlin"}]),
+        ("gemma4", gemma('city:<|"|>x<|"|>}call:get_weather{days:1'), [{"city": "x"}, {"days": 1}]),
+        ("pythonic", pythonic("get_weather(a='it\\'s, )]', b=-1)"), [{"a": "it's, )]", "b": -1}]),
+        ("pythonic", pythonic("get_weather(a='\\\\', b=-1)"), [{"a": "\\", "b": -1}]),
+        ("pythonic", pythonic("get_weather(units=['a', \"b,\"])"), [{"units": ["a", "b,"]}]),
+        ("pythonic", pythonic("get_weather(city=None), get_weather()"), [{"city": None}, {}]),
+        ("pythonic", pythonic("get_weather(a=open('x'), b=1)"), [{"a": "open('x')", "b": 1}]),
+    ],
+)  # fmt: skip
+def test_arguments_end_outside_of_strings_and_brackets(
+    parser: str, written: str, calls: list[object], size: int
+) -> None:
+    part = read(written, format_of(parser), size=size)
+    assert (named(part.calls), part.text) == ([("get_weather", each) for each in calls], "")
+
+
+@pytest.mark.parametrize("size", [1, 9, 1000])
+def test_json_without_a_marker_is_a_call_once_its_arguments_begin(size: int) -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "x", }}'
+    part = read(f"```json\n{call}\n```", format_of("json"), size=size)
+    assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "")
+    part = read(f"{call} is how.", format_of("json"), size=size)
+    assert (named(part.calls), part.text) == ([("get_weather", {"city": "x"})], "is how.")
+    part = read(call[:-6], format_of("json"), size=size)
+    assert named(part.calls) == [("get_weather", '{"city": "')]
+    other = call.replace("get_weather", "other")
+    assert read(other, format_of("json"), size=size) == ReplyDelta("", other)
+    assert read(f"So: {call}", format_of("json"), size=size) == ReplyDelta("", f"So: {call}")
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])

@@ -33,9 +33,12 @@ from tests.router.chat_tokenizer import write_chat_tokenizer
 from tests.router.tokens.parsing.replies import BERLIN, BROKEN, REPLIES, TOOLS, Reply
 
 THINK = REASONING["think"]
-BEGUN = ("json_tools", "harmony", "mistral", "kimi_k2", "kimi_k3")
+BEGUN = ("json", "json_tools", "harmony", "mistral", "kimi_k2", "kimi_k3")
 """Parsers of calls that are known as soon as their arguments begin."""
-TAGGED = ("qwen3_coder", "glm47", "laguna", "longcat")
+TAGGED = (
+    *("qwen3_coder", "glm47", "laguna", "longcat", "minimax_m2", "minicpm5", "muse_spark"),
+    *("gemma4", "function_gemma", "pythonic"),
+)
 """Parsers of such calls whose arguments are shown one by one."""
 
 
@@ -175,15 +178,14 @@ def test_a_reply_cut_short_has_calls_that_were_complete_or_had_begun(reply: Repl
         assert calls == reply.calls[: len(calls)]
 
 
-def test_after_complete_json_calls_an_incomplete_one_is_text() -> None:
+@pytest.mark.parametrize("cut", [False, True])
+def test_after_complete_json_calls_one_that_has_not_begun_is_text(cut: bool) -> None:
     call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
-    for begun in ("{", '{"name": "get_weath', '{"name": "get_weather", "arguments": {"city": "B'):
+    for begun in ("{", '{"name": "get_weath', '{"name": "get_weather", "arguments": "{'):
         for before in (call, f"{call}\n{call}", f"[{call}, {call}]"):
-            part = read(f"{before}\n{begun}", format_of("json"), size=5, cut=True)
+            part = read(f"{before}\n{begun}", format_of("json"), size=5, cut=cut)
             assert named(part.calls) == [("get_weather", {"city": "Paris"})] * before.count(call)
-            assert part.text == begun
-            ended = read(f"{before}\n{begun}", format_of("json"), size=5)
-            assert ended == ReplyDelta("", f"{before}\n{begun}")
+            assert part.text in (begun, begun[1:])  # a bracket may belong to the call before
         one = read(f"{call}\n{begun}", format_of("json"), size=5, cut=True, single_call=True)
         assert (len(one.calls), one.text) == (1, "")
 

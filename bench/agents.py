@@ -35,7 +35,8 @@ from router.schemas.requests import ChatRequest
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate, tool_schema
 from shared.settings import Settings
 
-LAYERS = 4
+LAYERS = 1
+"""Of the demo model: a session has 30 prompts of up to 20,000 tokens."""
 FLAGS = (
     *("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000"),
     *("--reasoning-key", sessions.REASONING_KEY),

@@ -17,7 +17,7 @@ _NAME = r"(?P<name>[\w.:/@-]{1,256}?)"
 _KEY = r"(?P<key>[^<>]{1,256}?)"
 
 
-class _Form(NamedTuple):
+class _ArgumentForm(NamedTuple):
     """How calls are written."""
 
     begin: re.Pattern[str]
@@ -48,12 +48,12 @@ def _tagged(
     argument_end: str,
     end: str = "",
     section_end: str = "</tool_call>",
-) -> _Form:
+) -> _ArgumentForm:
     """Make a form with tags: ``head``, and then arguments, the first of which begins with
     ``first``."""
     head = rf"\s*+(?P<head>{head.replace('NAME', _NAME)}\s*+)"
     ends = re.escape(end) if end else "(?!)"
-    return _Form(
+    return _ArgumentForm(
         re.compile(f"{head}(?={first})"),
         re.compile(head + ends),
         re.compile(r"\s*+" + argument.replace("KEY", _KEY)),
@@ -67,13 +67,13 @@ def _tagged(
 
 def _listed(
     head: str, equals: str, close: str, quotes: tuple[str, ...], around: tuple[str, str]
-) -> _Form:
+) -> _ArgumentForm:
     """Make a form with commas: calls ``around`` which something stands, each with ``head``, names
     and values with ``equals`` between them, and ``close``."""
     head = rf"(?P<head>{head.replace('NAME', _NAME)}\s*+)"
     name, closing = rf"\w{{1,256}}+\s*+{equals}", r"(?:,\s*+)?" + re.escape(close)
     before = rf"\s*+(?:[,;{re.escape(around[0])}]\s*+)?"
-    return _Form(
+    return _ArgumentForm(
         re.compile(rf"{before}{head}(?={name}\s*+[^\s,;)\]}}])"),
         re.compile(rf"{before}{head}{closing}"),
         re.compile(rf"\s*+(?:,\s*+)?(?P<key>\w{{1,256}}+)\s*+{equals}"),

@@ -65,7 +65,7 @@ class MarkedReplyParser:
         self._single_call = single_call
         self._only_calls = only_calls
         self._taken: set[tuple[str, str]] = set()  # names and arguments of calls
-        self._repeated = False  # whether a call has repeated one of them
+        self._ended = False  # whether there has been a call that does not count
         self._new_id = new_id
         self._call_stream = call_stream
         self._names = frozenset(tool["function"]["name"] for tool in tools)
@@ -112,8 +112,8 @@ class MarkedReplyParser:
 
     @property
     def complete(self) -> bool:
-        repeated = self._repeated or (self._call_stream is not None and self._call_stream.repeated)
-        return repeated or (self._single_call and self.called)
+        ended = self._ended or (self._call_stream is not None and self._call_stream.repeated)
+        return ended or (self._single_call and self.called)
 
     def parse_work(self, chars: int) -> int:
         return self._work.with_more(chars + len(self._pending)) if self._tools else 0
@@ -305,6 +305,7 @@ class MarkedReplyParser:
     def _add_fragments(self, fragments: list[CallFragment], out: _DeltaBuilder) -> None:
         for name, arguments, id in fragments:
             if name is not None and self._single_call and self._ids:
+                self._ended = True
                 return
             if name is not None:
                 self._text.at_marker()
@@ -324,7 +325,7 @@ class MarkedReplyParser:
             self._text.at_marker()
         for call in calls[:1] if self._single_call else calls:
             if self._only_calls and (call.name, call.arguments) in self._taken:
-                self._repeated = True
+                self._ended = True
                 return
             self._taken.add((call.name, call.arguments))
             out.calls.append(self._call_delta(call))

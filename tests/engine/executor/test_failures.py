@@ -162,7 +162,7 @@ def test_a_failing_step_without_sequences_ends_the_engine(
     assert not whole.ends, "the cache may have been too large, so it tries once more"
     whole.turn()
     assert whole.ends["a"].finish == "error"
-    monkeypatch.setattr(whole.scheduler, "schedule", lambda: "a plan without sequences")
+    monkeypatch.setattr(whole.scheduler, "schedule", lambda room: "a plan without sequences")
     with pytest.raises(RuntimeError, match="no sequence in it"):
         whole.turn()
 

@@ -192,8 +192,9 @@ def test_after_complete_json_calls_one_that_has_not_begun_is_text(cut: bool) -> 
 
 @pytest.mark.parametrize("reply", [r for r in REPLIES if len(r.calls) > 1], ids=lambda r: r.parser)
 def test_with_single_call_only_the_first_counts(reply: Reply) -> None:
-    part = read(reply.written, format_of(reply.parser), single_call=True)
-    assert named(part.calls) == reply.calls[:1]
+    for size in range(1, len(reply.written) + 1):
+        part = read(reply.written, format_of(reply.parser), size=size, single_call=True)
+        assert named(part.calls) == reply.calls[:1]
 
 
 def test_a_call_without_an_end_marker_counts_unless_the_reply_was_cut() -> None:

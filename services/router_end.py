@@ -71,9 +71,12 @@ class RouterEnd:
 
     async def _hand_over(self) -> None:
         server, state = self._server, self._server.server_state
+        while not server.started:
+            await asyncio.sleep(0.05)
         for listening in server.servers:
             listening.close()
         state.default_headers.append((b"connection", b"close"))
+        await asyncio.sleep(0.1)  # those that were accepted last are known then
         loop = asyncio.get_running_loop()
         now = loop.time()
         late_at, quiet_since = now + self._router.settings.drain_timeout_s, now

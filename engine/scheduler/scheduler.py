@@ -44,7 +44,10 @@ class Scheduler:
         self._counters = Counters()
         self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
         self._chunk_policy = ChunkPolicy(
-            config.block_size, config.prefill_chunk_tokens, config.max_chunk_tokens
+            config.block_size,
+            config.prefill_chunk_tokens,
+            config.max_chunk_tokens,
+            bounded_by_passes=not config.look_ahead,
         )
         self.planner = Planner(
             config,

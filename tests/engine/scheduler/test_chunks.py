@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from engine.scheduler.chunks import (
+    ALONE_PASSES,
     ALONE_TARGET_S,
+    LEAST_TARGET_S,
     MAX_TOKENS,
     MIN_TOKENS,
+    STREAMING_PASSES,
     STREAMING_TARGET_S,
     ChunkPolicy,
 )
@@ -61,6 +64,26 @@ def test_a_fast_device_gets_the_largest_chunks_after_a_few_steps() -> None:
         tokens = policy.budget(streaming=True).take(0, 4000)
         policy.observe(decode_rows=0, chunks=[(0, tokens)], elapsed_s=tokens / 20_000)
     assert policy.budget(streaming=True).take(0, 4000) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("pass_s", [1e-3, 5e-3, 0.1])
+def test_chunks_of_a_fast_model_on_a_cpu_take_few_passes(pass_s: float) -> None:
+    policies = [ChunkPolicy(16, max_tokens=100_000, bounded_by_passes=it) for it in (True, False)]
+    for policy in policies:
+        policy.observe(decode_rows=1, chunks=(), elapsed_s=pass_s)
+        for _ in range(20):
+            policy.observe(decode_rows=0, chunks=[(0, 500)], elapsed_s=pass_s + 0.05)
+    for streaming, passes, most_s in (
+        (True, STREAMING_PASSES, STREAMING_TARGET_S),
+        (False, ALONE_PASSES, ALONE_TARGET_S),
+    ):
+        bounded, other = (
+            policy.predict_s(0, policy.budget(streaming=streaming).take(0, 50_000))
+            for policy in policies
+        )
+        wanted_s = min(most_s, max(passes * pass_s, LEAST_TARGET_S))
+        assert 0.4 * wanted_s <= bounded <= wanted_s
+        assert 0.4 * most_s <= other <= most_s
 
 
 def test_the_chunks_of_a_plan_share_its_budget() -> None:

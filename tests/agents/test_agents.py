@@ -21,6 +21,8 @@ def root(pytestconfig: pytest.Config) -> Path:
     """The directory below which agents are installed, and stay."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm here")
+    if not hasattr(pytestconfig, "cache"):  # -p no:cacheprovider
+        pytest.skip("there is no place where agents are installed")
     return pytestconfig.cache.mkdir("agents")
 
 

@@ -83,7 +83,9 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
 def _record(
     proofs: Path, loaded: LoadedModel, settings: Settings, layers: Layers | None
 ) -> ProofRecord:
-    """Return where the proof of ``loaded`` is remembered: the model, its own code, and settings."""
+    """Return where the proof of ``loaded`` is remembered: the model, its own code, and settings.
+
+    Which layers of a model leave MLX is measured at each start; with others it is another proof."""
     own_code = code_digest(loaded.path.glob("*.py"))
     model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
     kv = settings.block_size, settings.kv_bits, settings.kv_group_size, _longest_pass(settings)

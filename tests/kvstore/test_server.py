@@ -65,8 +65,14 @@ class Engine:
         return wire.decode(self.socket.recv_multipart(), wire.FromStore)
 
     def ask(self, message: wire.Message, *payload: bytes) -> tuple[Any, list[bytes]]:
+        """Return the answer to ``message``, past reports of blocks that were lost later."""
         self.send(message, *payload)
-        return self.receive()
+        while True:
+            reply, frames = self.receive()
+            if not isinstance(reply, wire.PutReply) or reply.ticket == getattr(
+                message, "ticket", 0
+            ):
+                return reply, frames
 
     def put(self, number: int, size: int = 1000) -> wire.PutReply:
         message = wire.Put(ticket=number, namespace=NAMESPACE, hash=hash_of(number))

@@ -130,6 +130,7 @@ def test_a_chunk_that_runs_out_of_memory_does_not_fail_its_request(
 def test_only_the_request_that_never_fits_ends_with_an_error(
     whole: Whole, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=512)
     given = prompts()
     given[3] = given[3] + [9] * 100
     for number, prompt in enumerate(given):

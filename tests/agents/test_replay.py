@@ -26,8 +26,15 @@ LEAST = 0.95
 """The least share that is found of what a prompt has in common with one before it."""
 
 
-def check(model: Path, ssd: Path, names: Sequence[str], requests: int | None = None) -> None:
-    """Play sessions on a server, and again after a restart: then all is on the SSD."""
+def check(
+    model: Path,
+    ssd: Path,
+    names: Sequence[str],
+    requests: int | None = None,
+    least_prompt: int = 0,
+) -> None:
+    """Play sessions on a server, and again after a restart: then all is on the SSD. Of prompts of
+    less than ``least_prompt`` tokens nothing need be found."""
     played = {name: sessions.with_titles(sessions.read(name)[:requests]) for name in names}
     tokens = {name: prompt_tokens(model, requests) for name, requests in played.items()}
     flags = ("--ssd-cache-dir", str(ssd), "--ssd-policy", "write_through")
@@ -37,10 +44,11 @@ def check(model: Path, ssd: Path, names: Sequence[str], requests: int | None = N
                 turns = replay(server.port, played[name], tokens[name], again=again)
                 assert not [turn.error for turn in turns if turn.error]
                 assert [turn.prompt for turn in turns] == list(map(len, tokens[name]))
-                missed = [turn for turn in turns if turn.cached < LEAST * turn.known_in_blocks]
-                assert not missed
+                turns = [turn for turn in turns if turn.prompt >= least_prompt]
+                assert turns
+                assert not [turn for turn in turns if turn.cached < LEAST * turn.known_in_blocks]
             if again:
-                assert server.metric("mlx_lm_server_cached_ssd_tokens_total") > 0
+                server.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
 
 
 def hybrid(path: Path) -> Path:
@@ -74,4 +82,5 @@ def test_whole_sessions_of_agents_are_found(
 
 @pytest.mark.slow
 def test_a_hybrid_finds_a_session_up_to_its_snapshots(tmp_path: Path) -> None:
-    check(hybrid(tmp_path / "model"), tmp_path / "ssd", ["opencode"], 20)
+    # The state of a short prompt's only block is not kept for long.
+    check(hybrid(tmp_path / "model"), tmp_path / "ssd", ["opencode"], 20, least_prompt=64)

@@ -69,6 +69,10 @@ class Server:
         assert values, f"no metric {name}"
         return sum(map(float, values))
 
+    def wait_metric(self, name: str) -> None:
+        """Wait until a metric is over 0. Those of engines and the kvstore come with their beats."""
+        self.wait_until(lambda: self.metric(name) > 0, 60, name)
+
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():

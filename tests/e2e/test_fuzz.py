@@ -17,9 +17,9 @@ def test_answers_to_generated_requests_match_the_openapi_document(
     tiny_model: Callable[..., Path],
 ) -> None:
     with serving(tiny_model("llama"), *FLAGS) as server:
-        run = fuzz(server, "--seed=7", "--phases=examples,fuzzing", "--max-examples=20")
+        run = fuzz(server, "--seed=7", "--phases=examples,fuzzing", "--max-examples=12")
         assert run.returncode == 0, run.stdout + run.stderr
-        assert requests_answered(server) > 200
+        assert requests_answered(server) > 120
         assert internal_errors(server) == []
 
 

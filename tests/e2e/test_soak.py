@@ -10,17 +10,17 @@ import pytest
 from tests.e2e.soak import soak
 from tests.e2e.soak_report import grows
 
-MINUTES = 1.25
+MINUTES = 0.75
 SLACK_BYTES = 64 * 2**20
 """Heaps and caches still fill up during so short a run."""
 
 
 @pytest.mark.slow
-def test_a_minute_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
+def test_a_short_time_of_mixed_load_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
     report = soak(tiny_model("llama"), MINUTES, slack_bytes=SLACK_BYTES)
     assert not report.findings, "\n".join(report.lines())
-    assert report.counts["answers"] > 100, report.lines()
-    assert report.counts["repeat greedy"] > 10, report.lines()
+    assert report.counts["answers"] > 60, report.lines()
+    assert report.counts["repeat greedy"] > 5, report.lines()
 
 
 def test_a_leak_is_growth_but_filling_up_is_not() -> None:

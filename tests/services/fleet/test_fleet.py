@@ -95,6 +95,20 @@ def test_a_restart_starts_each_new_engine_before_the_old_one_drains_one_at_a_tim
     assert run.router.told[-1]["restarting"] is False
 
 
+def test_a_restart_asked_for_while_the_engine_before_still_ends_is_not_forgotten() -> None:
+    run = FleetRun(3 * GB, [entry("a")])
+    run.settle()
+    run.fleet.restart("a")
+    run.fleet.turn()
+    run.make_ready()
+    run.fleet.turn()
+    assert run.child("a-0").retired_until is not None
+    run.log.clear()
+    run.fleet.restart("a-1")
+    run.settle()
+    assert run.log == [".a-0", "+a-0", "-a-1", ".a-1"]
+
+
 def test_without_memory_for_both_the_old_engine_drains_first() -> None:
     run = FleetRun(2 * GB, [entry("a", engines=2)])
     run.settle()

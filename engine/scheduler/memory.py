@@ -180,9 +180,9 @@ class Memory:
         """Evict the least recently used block of ``pool``, which must have an evictable one."""
         block = pool.pop_oldest()
         named = not block.is_snapshot or self.snapshots.is_published(block)
-        export = self._evicting_exports and not block.stored and named
-        if self.backlog.discard(block) or export:
-            export = True
+        waited = self.backlog.discard(block)
+        export = waited or (self._evicting_exports and not block.stored and named)
+        if export:
             self.backlog.exporting([block])
         self.evictions.append(Evict(block.id, export))
         self.ledger.release(self.bytes_of(block))

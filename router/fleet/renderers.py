@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import Renderer
-from shared.settings import Settings
+from shared.settings import Settings, chat_template_text
 
 
 class Renderers:
@@ -30,9 +29,7 @@ class Renderers:
             for name in ("eos_token", "pad_token", "bos_token")
             if (value := getattr(settings, name)) is not None
         }
-        template = settings.chat_template
-        if template is not None and _is_file(template):
-            template = Path(template).read_text(encoding="utf-8")
+        template = chat_template_text(settings)
         args = settings.chat_template_args
         tools, reasoning = settings.tool_parser, settings.reasoning_parser
         key = repr((sorted(files.items()), options, template, args, tools, reasoning))
@@ -52,10 +49,3 @@ class Renderers:
             gc.freeze()
             self._loaded[key] = renderer
         return renderer
-
-
-def _is_file(path_or_text: str) -> bool:
-    try:
-        return Path(path_or_text).is_file()
-    except OSError:  # text that is too long for a path
-        return False

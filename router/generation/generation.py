@@ -125,9 +125,8 @@ class Generation:
         Raises `InvalidRequest` if the model cannot take the request, or the answer would be too
         large.
         """
-        settings = self.model.settings
         check_vocabulary(self._request, self.model)
-        limits = [check_lengths(settings, self.model, each, max_tokens) for each in prompts]
+        limits = [check_lengths(self.model, each, max_tokens) for each in prompts]
         check_num_entries(self._request, prompts, limits)
         return limits
 

@@ -100,14 +100,12 @@ def check_prompt_length(model: Model, num_tokens: int) -> None:
         )
 
 
-def check_lengths(
-    settings: Settings, model: Model, prompt: Sequence[int], max_tokens: int | None
-) -> int:
+def check_lengths(model: Model, prompt: Sequence[int], max_tokens: int | None) -> int:
     """Return the max_tokens of ``prompt``: ``max_tokens``, cut to what the context leaves.
 
     Raises `ContextLengthExceeded` or `InvalidRequest`.
     """
-    context = model.hello.context_length
+    context, settings = model.hello.context_length, model.settings
     if not prompt:
         raise InvalidRequest("The prompt is empty.", param="prompt")
     check_prompt_length(model, len(prompt))

@@ -18,6 +18,7 @@ from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
 from shared.settings.models import (
     CONFIG_VARIABLE,
     ModelEntry,
+    chat_template_text,
     command_line,
     fixed_changes,
     model_changes,
@@ -39,6 +40,7 @@ __all__ = [
     "ToolParserName",
     "ModelEntry",
     "CONFIG_VARIABLE",
+    "chat_template_text",
     "check",
     "command_line",
     "fixed_changes",

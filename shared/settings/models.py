@@ -177,17 +177,22 @@ def serving_options(settings: Settings) -> dict[str, Any]:
         for name in sorted(_OF_THE_ROUTER)
         if name in settings.given and getattr(settings, name) is not None
     }
-    template = settings.chat_template
-    if template is not None and _is_file(template):
-        found["chat_template"] = Path(template).read_text(encoding="utf-8")
+    template = chat_template_text(settings)
+    if template != settings.chat_template:  # routers elsewhere may not have the file
+        found["chat_template"] = template
     return found
 
 
-def _is_file(path_or_text: str) -> bool:
+def chat_template_text(settings: Settings) -> str | None:
+    """Return the chat template that is set, read from its file if it is the name of one."""
+    given = settings.chat_template
+    if given is None:
+        return None
     try:
-        return Path(path_or_text).is_file()
+        is_file = Path(given).is_file()
     except OSError:  # text that is too long for a path
-        return False
+        return given
+    return Path(given).read_text(encoding="utf-8") if is_file else given
 
 
 _OF_THE_ROUTER = {

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.wire import Grammar, SamplingParams, TokenLogprobs
+from shared.wire import Grammar, PackedLogprobs, SamplingParams, TokenLogprobs
 
 Payload = tuple[bytes | memoryview, ...]
 """The content of a block or a snapshot: one buffer per storage group of the model, or per array
@@ -208,7 +208,7 @@ class PromptLogprobs(NamedTuple):
 
     slot: Slot
     start: int
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: PackedLogprobs
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

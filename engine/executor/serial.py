@@ -13,7 +13,7 @@ from engine.executor.base import Executor, ExecutorSpec, PendingStep
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
 from engine.sampling.sampler import Sampler
-from shared.wire import TokenLogprobs
+from shared.wire import PackedLogprobs, TokenLogprobs
 
 PREFILL_STEP_TOKENS = 2048
 """mlx-lm's own value. Prompts are computed in pieces of this size."""
@@ -111,7 +111,7 @@ class SerialExecutor(Executor):
         return token, sampled.logprobs.read()[0] if sampled.logprobs else None
 
 
-_FoundLogprobs = tuple[int, tuple[TokenLogprobs, ...]]
+_FoundLogprobs = tuple[int, PackedLogprobs]
 """A position, and log-probabilities from there on as in `PromptLogprobs`."""
 
 
@@ -155,7 +155,7 @@ class _SerialSequence:
         for first in range(0, len(target_ids), LOGPROBS_AT_ONCE):
             some = target_ids[first : first + LOGPROBS_AT_ONCE]
             part = logits[first : first + len(some)]
-            found.append((start + first, target_logprobs(part, some, self._alternatives).read()))
+            found.append((start + first, target_logprobs(part, some, self._alternatives).pack()))
         mx.eval([cache.state for cache in self._cache])
         return found
 

@@ -143,7 +143,7 @@ class BatchedStep(PendingStep):
             tokens=tokens,
             logprobs=logprobs,
             prompt_logprobs=tuple(
-                PromptLogprobs(c.slot, c.start, s.read()) for c, s in self.prefill.logprobs
+                PromptLogprobs(c.slot, c.start, s.pack()) for c, s in self.prefill.logprobs
             ),
             exported=self.late.take_exports(),
             failed=tuple(self.failed),

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy
 
 from engine.backend import arrays
-from shared.wire import TokenLogprobs
+from shared.wire import PackedLogprobs, TokenLogprobs
 
 _BLOCK = 64
 
@@ -34,8 +34,16 @@ class PendingLogprobs:
         """Wait for the device and return the log-probabilities of each row, in order."""
         columns = (part.tolist() for part in (self._chosen, self._ids, self._values))
         return tuple(
-            TokenLogprobs(chosen=chosen, top_ids=ids[:count], top=values[:count])
+            TokenLogprobs(chosen=chosen, top_ids=tuple(ids[:count]), top=tuple(values[:count]))
             for chosen, ids, values, count in zip(*columns, self._counts, strict=True)
+        )
+
+    def pack(self) -> PackedLogprobs:
+        """Wait for the device and return the same, where all rows ask for as many alternatives."""
+        return PackedLogprobs(
+            chosen=numpy.array(self._chosen, "<f4").tobytes(),
+            top_ids=numpy.array(self._ids, "<i4").tobytes(),
+            top=numpy.array(self._values, "<f4").tobytes(),
         )
 
 

@@ -8,7 +8,7 @@ STREAMING_TARGET_S = 0.4
 """Time that chunks may add to a step while other sequences wait for their next token."""
 ALONE_TARGET_S = 0.75
 """The same when none waits: the longest that a sequence which joins now would wait."""
-STREAMING_PASSES, ALONE_PASSES = 10, 20
+STREAMING_PASSES, ALONE_PASSES = 10, 12
 """On a CPU, chunks need not take longer than so many passes over the weights: the one that each of
 them costs is then little, and nobody waits long for a model that is fast."""
 LEAST_TARGET_S = 0.02

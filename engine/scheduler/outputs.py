@@ -47,7 +47,7 @@ class Outputs:
         now_s: float,
         *,
         logprob: wire.TokenLogprobs | None = None,
-        prompt_logprobs: list[wire.TokenLogprobs] | None = None,
+        prompt_logprobs: wire.PackedLogprobs | None = None,
         finish: wire.FinishReason | None = None,
         error: str | None = None,
     ) -> None:

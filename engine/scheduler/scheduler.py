@@ -304,7 +304,7 @@ class Scheduler:
         for slot, start, found in result.prompt_logprobs:
             seq = step.by_slot[slot]
             # A preempted sequence computes some of them again.
-            new = list(found[seq.num_prompt_logprobs - start :])
+            new = found.after(seq.num_prompt_logprobs - start)
             if new and seq.status is not Status.FINISHED and seq not in step.discarded:
                 seq.num_prompt_logprobs += len(new)
                 self._outputs.add_delta(seq, [], self._clock(), prompt_logprobs=new)

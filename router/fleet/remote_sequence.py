@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 from msgspec.structs import replace
 
 from router.errors import ApiError
 from router.fleet.tenants import Tenant
-from shared.wire import Delta, Submit, TokenLogprobs, Usage
+from shared.wire import Delta, PackedLogprobs, Submit, TokenLogprobs, Usage
 
 
 class RemoteSequenceState(enum.Enum):
@@ -57,8 +58,8 @@ class RemoteSequence:
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         """Those of `output_token_ids`, if they are asked for."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """Those of the prompt's tokens but for the first, if they are asked for."""
+        self._prompt_logprobs: list[PackedLogprobs] = []
+        self._num_prompt_logprobs = 0
         self.stop_token: int | None = None
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
@@ -90,8 +91,13 @@ class RemoteSequence:
     @property
     def has_prompt_logprobs(self) -> bool:
         """Whether all log-probabilities of the prompt that are asked for have come."""
-        count = len(self.prompt_logprobs)
+        count = self._num_prompt_logprobs
         return self.submit.prompt_logprobs is None or count == len(self.submit.token_ids) - 1
+
+    @property
+    def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
+        """Those of the prompt's tokens but for the first, if they are asked for."""
+        return chain.from_iterable(self._prompt_logprobs)
 
     @property
     def cached_tokens(self) -> int:
@@ -118,7 +124,8 @@ class RemoteSequence:
         self.attempt += 1
         self.queued_at = time.monotonic()
         if not self.has_prompt_logprobs:
-            self.prompt_logprobs.clear()
+            self._prompt_logprobs.clear()
+            self._num_prompt_logprobs = 0
 
     def forgive(self, asleep_s: float) -> None:
         """Do not count a time in which nothing could come."""
@@ -160,7 +167,9 @@ class RemoteSequence:
         self._on_change()
 
     def _add_logprobs(self, delta: Delta) -> None:
-        self.prompt_logprobs += delta.prompt_logprobs or ()
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs.append(delta.prompt_logprobs)
+            self._num_prompt_logprobs += len(delta.prompt_logprobs)
         if delta.token_ids and not self.has_prompt_logprobs:
             raise MissingTokensError("tokens came before the log-probabilities of the prompt")
         if self.submit.logprobs is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ MIN_LOGPROB = -9999.0
 """The logarithm of a probability of zero, as in OpenAI's answers: JSON has no infinity."""
 
 
-class ScoredToken(NamedTuple):
+class ScoredToken(msgspec.Struct, frozen=True, gc=False):
     """A token with its place in the text and its log-probabilities."""
 
     id: int
@@ -48,7 +49,7 @@ class TokenAligner:
         self._begun = continues  # whether there is any text before
 
     def add_prompt(
-        self, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str
+        self, prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], text: str
     ) -> None:
         """Add the prompt, ahead of all other tokens. ``text`` is what the answer shows of it."""
         whole = "".join(
@@ -141,7 +142,7 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
 
 
 def prompt_logprobs(
-    prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], context: LogprobsContext
+    prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], context: LogprobsContext
 ) -> bytes:
     """Return log-probabilities of a prompt in vLLM's form, `PromptLogprobs`, as JSON.
 
@@ -149,6 +150,7 @@ def prompt_logprobs(
     alternative, and the encoder does not let other threads run.
     """
     vocabulary, count = context
+    token_text = cache(vocabulary.token_text)
     out = [b"null"]
     for token, own in zip(prompt[1:], logprobs, strict=True):
         ranks = {other: rank for rank, other in enumerate(own.top_ids, 1)}
@@ -156,7 +158,7 @@ def prompt_logprobs(
             str(other): PromptLogprob(
                 logprob=max(logprob, MIN_LOGPROB),
                 rank=ranks.get(other),
-                decoded_token=vocabulary.token_text(other),
+                decoded_token=token_text(other),
             )
             for other, logprob in _alternatives(token, own, count)
         }

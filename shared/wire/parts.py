@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from array import array
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import msgspec
 
@@ -85,13 +88,58 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Log-probabilities of one position, of the model's own distribution: before
-    temperature, penalties and every other control."""
+    temperature, penalties and every other control. The garbage collector passes over them: an
+    answer may have a hundred thousand."""
 
     chosen: float
-    top_ids: list[int] = []  # most likely first
-    top: list[float] = []  # parallel to `top_ids`
+    top_ids: tuple[int, ...] = ()  # most likely first
+    top: tuple[float, ...] = ()  # parallel to `top_ids`
+
+
+class PackedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The `TokenLogprobs` of successive positions, each with as many alternatives.
+
+    In three arrays, little-endian: a prompt has thousands of positions, and that many objects keep
+    the receiver's event loop from its work, to decode them and in each garbage collection."""
+
+    chosen: bytes  # float32, one a position
+    top_ids: bytes  # int32, those of a position side by side
+    top: bytes  # float32, parallel to `top_ids`
+
+    def __post_init__(self) -> None:
+        positions, rest = divmod(len(self.chosen), 4)
+        ragged = len(self.top) % (4 * positions) if positions else len(self.top)
+        if rest or ragged or len(self.top) != len(self.top_ids):
+            raise ValueError("log-probabilities and positions do not match")
+
+    def __len__(self) -> int:
+        return len(self.chosen) // 4
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        chosen, top = _unpack("f", self.chosen), _unpack("f", self.top)
+        top_ids = _unpack("i", self.top_ids)
+        width = len(top) // max(1, len(chosen))
+        for position, own in enumerate(chosen):
+            some = slice(position * width, (position + 1) * width)
+            yield TokenLogprobs(chosen=own, top_ids=tuple(top_ids[some]), top=tuple(top[some]))
+
+    def after(self, count: int) -> PackedLogprobs:
+        """Return all but the first ``count`` positions."""
+        bytes_each = len(self.top) // max(1, len(self))
+        return PackedLogprobs(
+            chosen=self.chosen[4 * count :],
+            top_ids=self.top_ids[bytes_each * count :],
+            top=self.top[bytes_each * count :],
+        )
+
+
+def _unpack(code: str, data: bytes) -> array[Any]:
+    values = array(code, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +151,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # with the token that ended the sequence, which the usage counts too
     logprobs: list[TokenLogprobs] | None = None  # parallel to `token_ids`, if asked for
     # The next ones of the prompt, from its second token on; complete before the first output.
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     finish: FinishReason | None = None
     stop_token: int | None = None  # the last of `token_ids`, if that is a stop token (not text)
     error: str | None = None

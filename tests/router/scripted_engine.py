@@ -42,6 +42,7 @@ from shared.wire import (
     encode,
 )
 from shared.wire import Tokens as TokensMessage
+from tests.packed_logprobs import packed
 
 VOCAB = 265
 EOS = 1
@@ -96,7 +97,7 @@ def scores_of(token: int, position: int, count: int) -> TokenLogprobs:
     ids = [token, *others][:count] if token % 2 == 0 else others
     top = [-0.25 * (i + 1) for i in range(count)]
     chosen = -0.25 if ids[:1] == [token] else -3.0 - position / 8
-    return TokenLogprobs(chosen=chosen, top_ids=[i % VOCAB for i in ids], top=top)
+    return TokenLogprobs(chosen=chosen, top_ids=tuple(i % VOCAB for i in ids), top=tuple(top))
 
 
 @dataclass
@@ -359,7 +360,7 @@ class ScriptedEngine:
                 attempt=submit.attempt,
                 index=len(submit.generated),
                 token_ids=[],
-                prompt_logprobs=part,
+                prompt_logprobs=packed(part),
             )
             for part in (scores[:3], scores[3:])
         ]

@@ -349,7 +349,7 @@ def test_logprobs_come_in_the_order_of_the_plan(model: Any) -> None:
     assert result.tokens == tuple(alone(model, tokens, 1)[0] for tokens in prompts)
     first, second, third = result.logprobs
     assert first is not None and second is None and third is not None
-    assert len(first.top) == 3 and third.top == []
+    assert len(first.top) == 3 and third.top == ()
     for ours, tokens, token in ((first, prompts[0], 0), (third, prompts[2], 2)):
         assert_logprobs(ours, direct_logprobs(model, tokens)[-1], result.tokens[token])
 

@@ -19,7 +19,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def direct(logits: mx.array, chosen: int, count: int) -> TokenLogprobs:
     logprobs = (logits - mx.logsumexp(logits)).tolist()
     order = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])[:count]
-    return TokenLogprobs(chosen=logprobs[chosen], top_ids=order, top=[logprobs[i] for i in order])
+    return TokenLogprobs(
+        chosen=logprobs[chosen], top_ids=tuple(order), top=tuple(logprobs[i] for i in order)
+    )
 
 
 def assert_same(ours: TokenLogprobs, expected: TokenLogprobs) -> None:

@@ -17,6 +17,7 @@ from engine.scheduler import SchedulerConfig
 from engine.scheduler.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import block_hashes, salted_root
+from tests.packed_logprobs import packed
 
 VOCABULARY = 24
 SALTS = ("", "pepper")
@@ -61,8 +62,8 @@ def expected(request: wire.Submit, context_length: int) -> tuple[list[int], str]
 
 def logprobs_of(tokens: Sequence[int], count: int) -> wire.TokenLogprobs:
     """Return made-up log-probabilities of the last of ``tokens`` after the others."""
-    chosen = float(zlib.crc32(array("I", tokens).tobytes()))
-    return wire.TokenLogprobs(chosen=chosen, top_ids=[0] * count, top=[0.0] * count)
+    chosen = float(zlib.crc32(array("I", tokens).tobytes()) % 2**24)  # fits into a float32
+    return wire.TokenLogprobs(chosen=chosen, top_ids=(0,) * count, top=(0.0,) * count)
 
 
 def prompt_logprobs_of(request: wire.Submit) -> list[wire.TokenLogprobs]:
@@ -294,7 +295,7 @@ class FakeExecutor:
                     logprobs_of([*known[: chunk.start + i + 1], token], chunk.logprobs)
                     for i, token in enumerate(chunk.target_ids)
                 )
-                yield PromptLogprobs(chunk.slot, chunk.start, tuple(found))
+                yield PromptLogprobs(chunk.slot, chunk.start, packed(list(found)))
 
     def _save(self, plan: Plan) -> None:
         for save in plan.saves:

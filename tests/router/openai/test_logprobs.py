@@ -46,7 +46,7 @@ def test_a_chat_has_each_token_with_its_bytes_and_alternatives(
     for position, (token, entry) in enumerate(zip(ids, content, strict=True)):
         scores = scores_of(token, position, 2)
         assert entry["logprob"] == scores.chosen
-        assert [other["logprob"] for other in entry["top_logprobs"]] == scores.top
+        assert [other["logprob"] for other in entry["top_logprobs"]] == list(scores.top)
         expected = [list(vocabulary.token_bytes(other)) for other in scores.top_ids]
         assert [other["bytes"] for other in entry["top_logprobs"]] == expected
 

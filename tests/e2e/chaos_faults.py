@@ -26,6 +26,7 @@ class Saboteur:
     def __init__(self, site: Site, seed: int) -> None:
         self._site = site
         self._chance = random.Random(seed)
+        self._losing_machine = asyncio.Lock()
         self.done: Counter[str] = Counter()
         self.recovered_s: defaultdict[str, list[float]] = defaultdict(list)
         self._faults: dict[Callable[[], Awaitable[str]], int] = {
@@ -128,13 +129,14 @@ class Saboteur:
         return "disk full"
 
     async def lose_machine(self) -> str:
-        self._say("the other machine is lost")
-        below = self._site.pids("engine elsewhere")
-        self._site.joined.popen.kill()
-        await asyncio.to_thread(self._site.joined.popen.wait)
-        await asyncio.sleep(self._chance.uniform(0, 3))
-        await self._site.wait_ended(below)
-        self._site.join()
+        async with self._losing_machine:  # once at a time: each loss brings one machine back
+            self._say("the other machine is lost")
+            below = self._site.pids("engine elsewhere")
+            self._site.joined.popen.kill()
+            await asyncio.to_thread(self._site.joined.popen.wait)
+            await asyncio.sleep(self._chance.uniform(0, 3))
+            await self._site.wait_ended(below)
+            self._site.join()
         return "other machine lost"
 
     async def restart_engines(self) -> str:

@@ -124,7 +124,13 @@ class Move(PlanOp, frozen=True):
 
 
 class Decode(PlanOp, frozen=True):
-    """Compute one token and sample the next one."""
+    """Compute one token and sample the next one.
+
+    With ``drafts`` their tokens are computed in the same pass, and a token is sampled after each.
+    A draft is accepted if it is the token that was sampled in its place and all before it were
+    accepted. The result is the run of tokens up to the first that no accepted draft follows: what
+    so many decodes without drafts would have sampled. Positions of drafts that are not accepted
+    count as never computed."""
 
     slot: Slot
     position: int  # of the input token; its KV is written here
@@ -144,6 +150,9 @@ class Decode(PlanOp, frozen=True):
     allows nothing else."""
     grammar: Grammar | None = None  # comes with the first decode in a slot
     forced: int | None = None  # the token to choose, whatever is likely or allowed
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens after the input, which is given then, and not ``forced``. What is
+    ``forbidden`` is so after each of them. None ends the sequence."""
 
 
 class Chunk(PlanOp, frozen=True):
@@ -213,8 +222,9 @@ class PromptLogprobs(NamedTuple):
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
-    tokens: tuple[int, ...]  # parallel to the plan's decodes
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to the plan's decodes
+    tokens: tuple[int, ...]  # the run of each of the plan's decodes, one after the other
+    runs: tuple[int, ...] = ()  # the length of each run; empty if every decode has one token
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to ``tokens``
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """What became known of chunks with ``target_ids``, of this plan or an earlier one: without
     gaps, and before the result of the slot's first decode."""
@@ -230,3 +240,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     sample_s: float = 0.0
     """Time of the host to choose tokens. Where the host itself is the device, neither this nor
     ``build_s`` includes the time that it computed."""
+
+    @property
+    def run_lengths(self) -> tuple[int, ...]:
+        """The tokens of each decode."""
+        return self.runs or (1,) * len(self.tokens)

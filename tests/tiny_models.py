@@ -20,7 +20,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.zoo import configs
 
-Kind = Literal["llama", "qwen3", "gemma3", "mamba", "gpt_oss", "jamba", "qwen3_next", "nemotron_h"]
+Kind = Literal[
+    "llama",
+    "qwen3",
+    "gemma3",
+    "mamba",
+    "gpt_oss",
+    "jamba",
+    "qwen3_next",
+    "nemotron_h",
+    "deepseek_v2",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 VOCAB_SIZE = 320
@@ -49,13 +59,14 @@ _ATTENTION = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": CONTEXT,
 }
-_HYBRIDS = ("jamba", "qwen3_next", "nemotron_h")
-"""Kinds with recurrent layers, attention and experts in turn; their configs are the zoo's."""
+_OF_ZOO = ("jamba", "qwen3_next", "nemotron_h", "deepseek_v2")
+"""Kinds with recurrent layers, attention and experts in turn, and one with latents: their configs
+are the zoo's."""
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     **{
         kind: configs.config(kind) | {"model_type": kind, "max_position_embeddings": CONTEXT}
-        for kind in _HYBRIDS
+        for kind in _OF_ZOO
     },
     "llama": _ATTENTION | {"model_type": "llama", "tie_word_embeddings": False},
     "qwen3": _ATTENTION | {"model_type": "qwen3", "tie_word_embeddings": False},

@@ -120,6 +120,19 @@ class RaggedBatch(ABC):
         found: mx.array = model(inputs, cache=self.views)
         return found
 
+    def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
+        """Run ``model`` like `logits`, and return (tokens, vocab): those of each row one after the
+        other, without padding."""
+        found = self.logits(model, inputs)
+        if self.decoding:
+            return found[:, -1]
+        found = found.reshape(-1, found.shape[-1])
+        if len(found) == sum(row.width for row in self.rows):
+            return found
+        firsts = range(0, len(found), self.width)
+        rows = zip(firsts, self.rows, strict=True)
+        return found[mx.array([first + i for first, row in rows for i in range(row.width)])]
+
     def state(self, number: int) -> mx.array | None:
         """Return recurrent state ``number`` of all rows, (batch, ...).
 

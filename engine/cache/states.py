@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,6 +18,10 @@ class _StateBatch:
     arrays: tuple[mx.array, ...]  # each is (slots, ...)
 
 
+KeptStates = dict[Slot, tuple[_StateBatch, int]]
+"""The states of slots at some time, in the terms of `StateStore`."""
+
+
 class StateStore:
     """The current state of each slot's sequence, as arrays in the layout's order.
 
@@ -28,7 +32,7 @@ class StateStore:
     """
 
     def __init__(self) -> None:
-        self._by_slot: dict[Slot, tuple[_StateBatch, int]] = {}
+        self._by_slot: KeptStates = {}
 
     def get(self, number: int, slots: Sequence[Slot]) -> mx.array:
         """Return array ``number`` of ``slots``: (slots, ...)."""
@@ -44,10 +48,24 @@ class StateStore:
         # Many models return the end of a longer array, which would stay in memory.
         arrays = [mx.contiguous(array) for array in arrays]
         new = _StateBatch(tuple(slots), tuple(arrays))
-        left = {self._by_slot[slot][0] for slot in slots if slot in self._by_slot}
-        for row, slot in enumerate(slots):
-            self._by_slot[slot] = (new, row)
-        touched = list(arrays)
+        return arrays + self._replace({slot: (new, row) for row, slot in enumerate(slots)})
+
+    def keep(self, slots: Iterable[Slot]) -> KeptStates:
+        """Return what is needed to go back to the present state of those ``slots`` that have one.
+        It takes no memory as long as they are not replaced."""
+        return {slot: self._by_slot[slot] for slot in slots if slot in self._by_slot}
+
+    def put_back(self, kept: KeptStates, slots: Iterable[Slot]) -> list[mx.array]:
+        """Give ``slots`` the state that they have in ``kept``, if any. Return the arrays to
+        evaluate."""
+        return self._replace({slot: kept[slot] for slot in slots if slot in kept})
+
+    def _replace(self, changed: KeptStates) -> list[mx.array]:
+        """Replace states. Those that are left alone in their batches get copies of their own, which
+        are returned."""
+        left = {self._by_slot[slot][0] for slot in changed if slot in self._by_slot}
+        self._by_slot.update(changed)
+        touched: list[mx.array] = []
         for batch in left:
             for row, slot in enumerate(batch.slots):
                 if self._by_slot.get(slot) == (batch, row):

@@ -35,6 +35,7 @@ class ExecutorSpec:
     state_buffers: tuple[int, ...] = ()  # the same of a stored state
     state_layout: tuple[str, ...] = ()
     """Shapes and types of a state's arrays: stored states of another layout are not read."""
+    verifies_drafts: bool = False  # whether decodes may have drafts
     shares_slabs: bool = False
     """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
     time, is in ``slot_token_bytes`` then."""

@@ -16,6 +16,7 @@ from engine.cache.layout import Layout
 from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
 from engine.executor.base import Executor, ExecutorSpec
+from engine.executor.decoding import DecodePasses, DecodeRows
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import Prefill
 from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
@@ -61,6 +62,7 @@ class BatchedExecutor(Executor):
             batches_chunks=self._pads_chunks,
             max_sequences=None,
             prefix_cache=True,
+            verifies_drafts=True,
             keeps_kv=bool(layout.layers) or not layout.states,
             kv_bits=layout.kv_bits,
             block_token_bytes=max(1, layout.block_token_bytes),
@@ -275,9 +277,8 @@ class BatchedExecutor(Executor):
     def _decode(self, step: BatchedStep) -> None:
         """Compute the decodes of ``step``. What is to be evaluated is added to its ``unsent``, and
         ``piece`` is set if the pass has been dispatched."""
-        decodes = step.plan.decodes
-        order = sorted(range(len(decodes)), key=lambda i: decodes[i].slot)
-        ordered = [decodes[i] for i in order]
+        rows = DecodeRows.of(step.plan.decodes)
+        ordered = rows.decodes
         inputs = self._inputs(ordered)
         slabs = {number: self._slabs[number] for number in _slab_ids(ordered)}
         unseen = any(d.constrained and d.token_id is None for d in ordered)
@@ -287,7 +288,10 @@ class BatchedExecutor(Executor):
         elif not step.ahead:
             mx.async_eval(inputs)  # apart from the pass, or reading them would wait for the pass
         with self._stopwatch.computing():
-            logits, states = self._logits(step, ordered, inputs)
+            passes = self._decode_passes(step)
+            drafted = [d.slot for d in step.plan.decodes if d.drafts]
+            kept = self._slabs.states.keep(drafted)
+            logits, states = passes.logits(rows, inputs)
             if not step.ahead:
                 mx.eval(logits)
         if unseen:
@@ -303,12 +307,18 @@ class BatchedExecutor(Executor):
             is_nan = mx.isnan(mx.take_along_axis(logits, sampled.tokens[:, None], axis=1)[:, 0])
             if not step.ahead:
                 mx.eval(sampled.arrays, is_nan)
+        step.decoded = DecodeOutput(sampled, is_nan, rows)
+        if drafted and self.layout.states:
+            with self._stopwatch.computing():
+                passes.send([logits, states, [s.contents for s in slabs.values()]])
+                passes.rewind(rows, inputs, step.decoded.runs(), kept)
+                states = []
         for number, slab in slabs.items():
+            # Any token of a run will do: the plan after one names its input.
             members = [i for i, d in enumerate(ordered) if d.slot.slab_id == number]
-            rows = mx.array([ordered[i].slot.row for i in members])
-            slab.last_tokens[rows] = sampled.tokens[members[0] : members[-1] + 1]
+            places = mx.array([ordered[i].slot.row for i in members])
+            slab.last_tokens[places] = sampled.tokens[members[0] : members[-1] + 1]
         step.failed += [(ordered[row].slot, why) for row, why in sampled.failed]
-        step.decoded = DecodeOutput(sampled, is_nan, [d.slot for d in ordered], order)
         step.unsent.append([sampled.arrays, is_nan, states, [s.contents for s in slabs.values()]])
 
     def _known_tokens(self, decodes: Sequence[Decode]) -> list[int] | None:
@@ -320,43 +330,20 @@ class BatchedExecutor(Executor):
         known = [last.get(d.slot) if d.token_id is None else d.token_id for d in decodes]
         return None if None in known else [token for token in known if token is not None]
 
-    def _logits(
-        self, step: BatchedStep, decodes: Sequence[Decode], inputs: mx.array
-    ) -> tuple[mx.array, list[mx.array]]:
-        """Return logits (rows, vocab) of ``decodes``, ordered by slot, for their ``inputs``, and
-        the new states. Several passes are dispatched here, one after the other."""
-        inputs = inputs[:, None]
-        passes = self._passes(decodes)
-        logits: list[mx.array] = []
-        states: list[mx.array] = []
-        for places in passes:
-            some = [decodes[i] for i in places]
-            part = inputs if len(passes) == 1 else inputs[mx.array(places)]
-            batch = self._batch([Row(d.slot, d.position, d.position + 1) for d in some])
-            logits.append(batch.logits(self._model, part)[:, -1])
-            states = batch.commit_states()
-            if len(passes) > 1:
-                contents = [self._slabs[number].contents for number in _slab_ids(some)]
-                self._wait_for_slabs()
-                step.piece = self._line.send([logits[-1], states, contents])
-        if len(passes) == 1:
-            return logits[0], states
-        places = [place for places in passes for place in places]
-        back = mx.array(sorted(range(len(places)), key=places.__getitem__))
-        return mx.concatenate(logits)[back], []
+    def _decode_passes(self, step: BatchedStep) -> DecodePasses:
+        def send(arrays: list[Any]) -> None:
+            self._wait_for_slabs()
+            step.piece = self._line.send(arrays)
 
-    def _passes(self, decodes: Sequence[Decode]) -> list[list[int]]:
-        """Return the indices of ``decodes`` of each pass: one pass if the model allows it.
-
-        With recurrent layers a row at position 0 runs alone, since some do not begin with zeros."""
-        everything = list(range(len(decodes)))
-        if self.batch_class.one_row_per_pass:
-            return [[i] for i in everything]
-        if not self.layout.states:
-            return [everything]
-        begin = [i for i in everything if decodes[i].position == 0]
-        others = [i for i in everything if decodes[i].position > 0]
-        return [*([i] for i in begin), *([others] if others else [])]
+        return DecodePasses(
+            model=self._model,
+            slabs=self._slabs,
+            batch=self._batch,
+            one_row=self.batch_class.one_row_per_pass,
+            pads=self._pads_chunks,
+            has_states=bool(self.layout.states),
+            send=send,
+        )
 
     def _inputs(self, decodes: Sequence[Decode]) -> mx.array:
         """Return the input tokens (rows,): given by the plan, or sampled last in the slot."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from engine.executor.base import PendingStep
+from engine.executor.decoding import DecodeRows
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import ChunkPass, Prefill
 from engine.executor.stopwatch import StepClock, Stopwatch
@@ -21,27 +22,37 @@ from shared.wire import TokenLogprobs
 class DecodeOutput(NamedTuple):
     sampled: SamplerOutput
     is_nan: mx.array  # (rows,): whether the logits are
-    slots: list[Slot]  # of each sampled row
-    order: list[int]  # index of the plan's decode, for each sampled row
+    rows: DecodeRows
 
-    def read(self) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
-        """Return tokens and log-probabilities in the plan's order."""
-        read = zip(self.order, self.sampled.tokens.tolist(), strict=True)
-        tokens = tuple(token for _, token in sorted(read))
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+    def read(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        """Return tokens, lengths of runs and log-probabilities, as in `StepResult`."""
+        sampled: list[int] = self.sampled.tokens.tolist()
+        order, runs = self.rows.order, self.runs()
+        runs.sort(key=lambda run: order[run.start])
+        rows = [row for run in runs for row in run]
+        lengths = () if len(rows) == len(runs) else tuple(map(len, runs))
+        scores: dict[int, TokenLogprobs] = {}
         if self.sampled.logprobs is not None:
-            rows = zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
-            for row, scores in rows:
-                logprobs[self.order[row]] = scores
-        return tokens, tuple(logprobs)
+            scores = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
+        return tuple(sampled[r] for r in rows), lengths, tuple(scores.get(r) for r in rows)
+
+    def runs(self) -> list[range]:
+        """Return the rows of each decode whose samples are its result. It waits for them if there
+        are drafts."""
+        if len(self.rows.decodes) == len(set(self.rows.order)):
+            return self.rows.by_decode()
+        return self.rows.runs(self.sampled.tokens.tolist(), self.sampled.unverified)
 
     def valid_slots(self) -> list[Slot]:
-        """Return the slots whose logits are numbers."""
-        rows = zip(self.slots, self.is_nan.tolist(), strict=True)
-        return [slot for slot, is_nan in rows if not is_nan]
+        """Return the slots whose logits are numbers, those of drafts included."""
+        rows = zip(self.rows.decodes, self.is_nan.tolist(), strict=True)
+        bad = {decode.slot for decode, is_nan in rows if is_nan}
+        return [decode.slot for decode in self.rows.decodes if decode.slot not in bad]
 
     def tokens_by_slot(self) -> dict[Slot, int]:
-        return dict(zip(self.slots, self.sampled.tokens.tolist(), strict=True))
+        """Return the token of each slot without drafts."""
+        slots = (decode.slot for decode in self.rows.decodes)
+        return dict(zip(slots, self.sampled.tokens.tolist(), strict=True))
 
 
 class LateResults:
@@ -131,7 +142,7 @@ class BatchedStep(PendingStep):
         else:
             self.finish()
             self.line.wait()
-        tokens, logprobs = self.decoded.read() if self.decoded else ((), ())
+        tokens, runs, logprobs = self.decoded.read() if self.decoded else ((), (), ())
         if self.decoded:
             self.unchecked.checked(self.plan.step, self.decoded.valid_slots())
         if self.ahead:
@@ -141,6 +152,7 @@ class BatchedStep(PendingStep):
         return StepResult(
             step=self.plan.step,
             tokens=tokens,
+            runs=runs,
             logprobs=logprobs,
             prompt_logprobs=tuple(
                 PromptLogprobs(c.slot, c.start, s.pack()) for c, s in self.prefill.logprobs

@@ -53,3 +53,11 @@ class GrammarMatcher:
         elif not self.inner.rollback(count):
             raise_if_error(self.inner)
             raise GrammarError("it cannot go back")
+
+    def begin_again(self, count: int) -> None:
+        """Follow the first ``count`` outputs anew: from an error there is no other way back. Raises
+        `GrammarError`."""
+        outputs = self._outputs[:count]
+        self._outputs, self._applies_from = [], 0
+        self.inner = None if self._after else self._grammar.initial_matcher.deep_copy()
+        self.advance(outputs)

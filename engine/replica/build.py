@@ -21,6 +21,7 @@ from engine.proving.choose import choose_executor
 from engine.proving.remembered import ProofRecord, code_digest
 from engine.replica import memory
 from engine.replica.memory import EngineMemory, MemorySizes
+from engine.replica.speculation import make_speculator
 from engine.scheduler import Scheduler, SchedulerConfig
 from shared.hashing import namespace_root
 from shared.settings import Settings
@@ -72,7 +73,7 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
     config = _scheduler_config(executor.spec, loaded, settings, sizes)
     return Replica(
         executor=executor,
-        scheduler=Scheduler(config),
+        scheduler=Scheduler(config, speculator=make_speculator(settings, executor.spec)),
         namespace=config.namespace,
         num_blocks=sizes.num_blocks if config.keeps_kv else sizes.num_slots + sizes.max_snapshots,
         uses_store=config.uses_store,

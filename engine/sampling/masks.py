@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +37,9 @@ class TokenMasks:
     """(rows, words), int32: a bit for each token, from the lowest bit of the first word on."""
     allowed: Any  # the same as bools (rows, vocab) if the host applies the mask, else None
     failed: list[tuple[int, str]]  # rows without a mask, and the reason
+    unverified: frozenset[int] = frozenset()
+    """Rows without a mask after a draft: one that the grammar does not allow, or that cannot be
+    told about."""
 
     def apply(self, logits: mx.array) -> mx.array:
         """Return ``logits`` (rows, vocab) with -inf at tokens that must not be chosen."""
@@ -77,7 +80,13 @@ class GrammarMasker:
 
         Called in the order of the steps."""
         constrained = [
-            _ConstrainedRow(row, decode, inputs[row], self._matcher_for(decode))
+            _ConstrainedRow(
+                row,
+                decode,
+                inputs[row],
+                self._matcher_for(decode),
+                row > 0 and decodes[row - 1].slot == decode.slot,
+            )
             for row, decode in enumerate(decodes)
             if decode.constrained
         ]
@@ -114,13 +123,43 @@ class GrammarMasker:
 
     def _compute(self, constrained: Sequence[_ConstrainedRow]) -> TokenMasks:
         bits = numpy.full((len(constrained), self._words), -1, numpy.int32)
-        failed: dict[int, str] = {}
+        valid: set[int] = set()
+        errors: dict[int, str] = {}
+        for places in _rounds(constrained):
+            possible = {
+                place: constrained[place]
+                for place in places
+                if not constrained[place].is_draft
+                or (place - 1 in valid and _has(bits[place - 1], constrained[place].token))
+            }
+            found = self._fill(possible, bits)
+            errors |= found
+            valid |= possible.keys() - found.keys()
+        drafts = {place for place, each in enumerate(constrained) if each.is_draft}
+        for place in errors.keys() & drafts:
+            constrained[place].go_back()
+        failed = {place: errors[place] for place in sorted(errors.keys() - drafts)}
+        places = [place for place in range(len(constrained)) if place not in failed]
+        bits = bits[places]
+        on_host = arrays.array_namespace() is numpy
+        return TokenMasks(
+            rows=[constrained[place].row for place in places],
+            bits=bits,
+            allowed=_allowed(numpy, bits, self._vocab_size) if on_host else None,
+            failed=[(constrained[place].row, why) for place, why in failed.items()],
+            unverified=frozenset(constrained[place].row for place in drafts - valid),
+        )
+
+    def _fill(self, rows: Mapping[int, _ConstrainedRow], bits: Any) -> dict[int, str]:
+        """Advance ``rows``, at most one of a slot, and fill ``bits`` at their keys. Return what was
+        wrong with those that have no mask."""
+        errors: dict[int, str] = {}
         awake: list[tuple[LLMatcher, int]] = []
-        for place, each in enumerate(constrained):
+        for place, each in rows.items():
             try:
                 inner = each.advance()
             except GrammarError as error:
-                failed[place] = str(error)
+                errors[place] = str(error)
                 continue
             if inner is not None:
                 awake.append((inner, place))
@@ -132,21 +171,13 @@ class GrammarMasker:
             try:
                 raise_if_error(inner)
             except GrammarError as error:
-                failed[place] = str(error)
-        for place, each in enumerate(constrained):
+                errors[place] = str(error)
+        for place, each in rows.items():
             before = bits[place].copy()
             _clear(bits[place], each.decode.forbidden)
             if not bits[place].any():  # the grammar allows only forbidden tokens
                 bits[place] = before
-        places = [place for place in range(len(constrained)) if place not in failed]
-        bits = bits[places]
-        on_host = arrays.array_namespace() is numpy
-        return TokenMasks(
-            rows=[constrained[place].row for place in places],
-            bits=bits,
-            allowed=_allowed(numpy, bits, self._vocab_size) if on_host else None,
-            failed=[(constrained[place].row, why) for place, why in failed.items()],
-        )
+        return errors
 
 
 class _ConstrainedRow(NamedTuple):
@@ -156,6 +187,7 @@ class _ConstrainedRow(NamedTuple):
     decode: Decode
     token: int | None
     matcher: GrammarMatcher | None
+    is_draft: bool  # whether the input is a draft, and the row before has the same slot
 
     def advance(self) -> LLMatcher | None:
         """Advance the matcher to the input token. Return None while it is inactive.
@@ -173,6 +205,29 @@ class _ConstrainedRow(NamedTuple):
         if matcher.num_outputs != known:
             raise GrammarError("the executor has lost some of the answer")
         return matcher.inner
+
+    def go_back(self) -> None:
+        """Let the matcher forget that it failed at the input."""
+        if self.matcher is not None:
+            with suppress(GrammarError):  # then it fails again in the next step
+                self.matcher.begin_again(self.decode.output_index - 1)
+
+
+def _rounds(constrained: Sequence[_ConstrainedRow]) -> Iterable[list[int]]:
+    """Return the indices of ``constrained``, those after as many drafts together."""
+    rounds: dict[int, list[int]] = {}
+    number = 0
+    for place, each in enumerate(constrained):
+        number = number + 1 if each.is_draft else 0
+        rounds.setdefault(number, []).append(place)
+    return rounds.values()
+
+
+def _has(bits: Any, token: int | None) -> bool:
+    """Return whether a mask (words,), int32, has the bit of ``token``."""
+    if token is None or token // 32 >= len(bits):
+        return False
+    return bool(bits[token // 32] >> (token % 32) & 1)
 
 
 def _clear(bits: Any, tokens: Iterable[int]) -> None:

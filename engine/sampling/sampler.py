@@ -8,7 +8,7 @@ The token of a row does not depend on the other rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,9 @@ class SamplerOutput(NamedTuple):
     logprob_rows: tuple[int, ...] = ()  # the rows that asked for log-probabilities
     failed: Sequence[tuple[int, str]] = ()
     """Rows whose grammar gave no mask, and the reason. Their tokens are meaningless."""
+    unverified: Collection[int] = ()
+    """Rows after drafts whose grammar gave no mask: their tokens are meaningless too, and the
+    result ends before them."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -69,24 +72,27 @@ class Sampler:
     ) -> SamplerOutput:
         """Sample one token for each of ``decodes`` from its row of ``logits`` (rows, vocab).
 
-        The model computed these for the tokens ``inputs`` (rows,)."""
+        The model computed these for the tokens ``inputs`` (rows,). Decodes of one slot, whose
+        inputs after the first are drafts, follow one another."""
         self._history.record(decodes, inputs)
         adjusted = process_logits(logits, decodes, self._history)
         failed: list[tuple[int, str]] = []
+        unverified: Collection[int] = ()
         if masks is not None:
             found = masks.result()
-            adjusted, failed = found.apply(adjusted), found.failed
+            adjusted, failed, unverified = found.apply(adjusted), found.failed, found.unverified
         tokens = _with_forced(sample_tokens(adjusted, decodes), decodes)
         logprob_rows = tuple(row for row, d in enumerate(decodes) if d.logprobs is not None)
         if not logprob_rows:
-            return SamplerOutput(tokens, failed=failed)
+            return SamplerOutput(tokens, failed=failed, unverified=unverified)
         if len(logprob_rows) < len(decodes):
             rows = mx.array(logprob_rows)
             logits, chosen = logits[rows], tokens[rows]
         else:
             chosen = tokens
         counts = [decodes[row].logprobs or 0 for row in logprob_rows]
-        return SamplerOutput(tokens, gather_logprobs(logits, chosen, counts), logprob_rows, failed)
+        logprobs = gather_logprobs(logits, chosen, counts)
+        return SamplerOutput(tokens, logprobs, logprob_rows, failed, unverified)
 
     def reset(self) -> None:
         """Drop all slots."""

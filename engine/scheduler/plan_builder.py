@@ -8,6 +8,7 @@ from engine import plan
 from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
 from engine.scheduler.sequence import Sequence
+from engine.speculation.source import Proposal
 
 _OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
 _OF_MEMORY = ("evictions", "freed_slabs", "resized_slabs", "new_slabs")
@@ -20,6 +21,7 @@ class InFlightStep:
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
+    drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # of those that have some
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)  # start, tokens
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
@@ -70,9 +72,12 @@ class PlanBuilder:
         self.step.restored.setdefault(seq, []).append(snapshot)
         self.step.by_slot[slot] = seq
 
-    def decode(self, seq: Sequence, decode: plan.Decode) -> None:
+    def decode(self, seq: Sequence, decode: plan.Decode, proposal: Proposal | None) -> None:
+        """Decode a token of ``seq``; the drafts of ``decode`` are those of ``proposal``."""
         self.decodes.append(decode)
         self.step.decodes.append(seq)
+        if proposal is not None:
+            self.step.drafts[seq] = proposal
         self.step.by_slot[decode.slot] = seq
 
     def chunk(self, seq: Sequence, chunk: plan.Chunk) -> None:

@@ -8,6 +8,7 @@ from engine.plan import Chunk, Decode, Move
 from engine.scheduler.backoff import ConcurrencyBackoff
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.drafting import Drafting
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Fetch, Outputs
 from engine.scheduler.plan_builder import PlanBuilder
@@ -35,6 +36,7 @@ class Planner:
         memory: Memory,
         prefix_cache: PrefixCache,
         chunk_policy: ChunkPolicy,
+        drafting: Drafting,
         outputs: Outputs,
         counters: Counters,
         clock: Clock,
@@ -45,6 +47,7 @@ class Planner:
         self._prefix_cache = prefix_cache
         self._snapshot_policy = prefix_cache.snapshot_policy
         self._chunk_policy = chunk_policy
+        self._drafting = drafting
         self._outputs = outputs
         self._counters = counters
         self._clock = clock
@@ -209,16 +212,22 @@ class Planner:
         rows = [
             seq
             for seq in decoding
-            if seq.num_computed_tokens < seq.capacity and not _waits_to_end_thinking(seq)
+            if seq.num_computed_tokens < seq.capacity
+            and not _waits_to_end_thinking(seq)
+            and not self._drafting.waits(seq, len(decoding))
         ]
+        proposals = self._drafting.choose(rows)
         for seq in sorted(rows, key=lambda seq: seq.held_slot):
-            builder.decode(seq, self._make_decode(seq))
+            proposal = proposals.get(seq)
+            drafts = proposal.tokens if proposal else ()
+            builder.decode(seq, self._make_decode(seq, drafts), proposal)
             seq.advance(seq.num_computed_tokens + 1)
             seq.num_inflight += 1
+            seq.num_inflight_drafts = len(drafts)
             if seq.all_outputs_planned:
                 self._sequences.set_status(seq, Status.ENDING)
 
-    def _make_decode(self, seq: Sequence) -> Decode:
+    def _make_decode(self, seq: Sequence, drafts: tuple[int, ...]) -> Decode:
         request, position = seq.request, seq.num_computed_tokens
         index = position + 1 - seq.num_prompt_tokens
         history = self._take_history(seq)
@@ -235,6 +244,7 @@ class Planner:
             constrained=request.grammar is not None,
             grammar=None if history is None else request.grammar,
             forced=thinking.forced() if thinking and not seq.num_inflight else None,
+            drafts=drafts,
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:

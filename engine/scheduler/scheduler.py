@@ -12,6 +12,7 @@ from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.drafting import Drafting
 from engine.scheduler.failures import discard_failed_saves
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
@@ -21,6 +22,8 @@ from engine.scheduler.planner import Clock, Planner
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.step_meter import StepMeter
+from engine.speculation.speculator import Speculator
 from shared import wire
 
 OOM_LIMIT_SHARE = 0.9
@@ -35,7 +38,12 @@ class Scheduler:
     raise. ``config``, ``sequences``, ``memory`` and ``planner`` are public for tests and tools.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Clock = time.monotonic,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.config = config
         self.sequences = SequenceTable()
         self.memory = Memory(config)
@@ -43,25 +51,26 @@ class Scheduler:
         self._outputs = Outputs()
         self._counters = Counters()
         self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
+        self._drafting = Drafting(config, speculator)
         self._chunk_policy = ChunkPolicy(
             config.block_size,
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
             bounded_by_passes=not config.look_ahead,
         )
+        self._meter = StepMeter(self._chunk_policy, self._drafting, self._counters)
         self.planner = Planner(
             config,
             self.sequences,
             self.memory,
             self._prefix_cache,
             self._chunk_policy,
+            self._drafting,
             self._outputs,
             self._counters,
             clock,
         )
         self._in_flight: deque[InFlightStep] = deque()
-        self._unmeasured: dict[int, list[tuple[int, int]]] = {}
-        """Chunks (start, tokens) of which the time is to come, by the number of their step."""
         self._arrivals = 0
         self._steps = 0
         self._draining = False
@@ -97,12 +106,13 @@ class Scheduler:
         accepted = wire.Accepted(request_id=message.request_id, attempt=message.attempt)
         self._outputs.messages.append(accepted)
         self._arrivals += 1
+        seq.drafts = self._drafting.begin(message, grammar)
         self._counters.prompt_tokens += seq.num_prompt_tokens
         self.sequences.live[message.request_id] = seq
         self.sequences.enqueue(seq)
         if message.generated:
             # An earlier attempt may have reached the end without its last delta being received.
-            self._check_stop(seq, [], None)
+            self._send(seq, [], [], seq.finish_reason(self.config.eos_token_ids))
 
     def abort(self, request_id: str, attempt: int | None = None) -> None:
         """End a request without a delta; its slot is free in the next plan."""
@@ -176,7 +186,7 @@ class Scheduler:
         """
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"step {result.step} is not the oldest one in flight")
-        if len(self._in_flight[0].decodes) != len(result.tokens):
+        if len(self._in_flight[0].decodes) != len(result.run_lengths):
             raise ValueError(f"step {result.step} has another number of tokens than decodes")
         if any(slot not in self._in_flight[0].by_slot for slot, _ in result.failed):
             raise ValueError(f"step {result.step} failed for a slot that it did not use")
@@ -186,13 +196,18 @@ class Scheduler:
         self.planner.backoff.step_succeeded()
         self._fail_sequences(step, result)
         self._release_saved_blocks(step, result)
-        self._measure(step, result)
+        self.progress += self._meter.measure(step, result)
         self._add_prompt_logprobs(step, result)
-        logprobs = result.logprobs or (None,) * len(result.tokens)
-        for seq, token, logprob in zip(step.decodes, result.tokens, logprobs, strict=True):
+        start = 0
+        for seq, length in zip(step.decodes, result.run_lengths, strict=True):
             seq.num_inflight -= 1
+            seq.num_inflight_drafts = 0
             if seq.status is not Status.FINISHED and seq not in step.discarded:
-                self._append_token(seq, token, logprob)
+                if (proposal := step.drafts.get(seq)) is not None:
+                    self._drafting.verified(seq, proposal, length - 1)
+                run = slice(start, start + length)
+                self._append_run(seq, result.tokens[run], result.logprobs[run])
+            start += length
 
     def recover(self, reason: str, *, out_of_memory: bool) -> bool:
         """Take back all plans in flight, one of which raised; the executor has been reset.
@@ -207,12 +222,12 @@ class Scheduler:
             limit_bytes = max(OOM_LIMIT_SHARE * ledger.used_bytes, ledger.limit_bytes / 2)
             self.memory.lower_limit(limit_bytes)
         self._in_flight.clear()
-        self._unmeasured.clear()
+        self._meter.clear()
         self.sequences.drop_slots()
         self.memory.clear()
         self.planner.backoff.step_failed(len(running))
         for seq in self.sequences.live.values():
-            seq.num_inflight = 0
+            seq.num_inflight = seq.num_inflight_drafts = 0
         for seq in running:
             seq.reset()
             self.sequences.enqueue(seq, Status.PREEMPTED)
@@ -270,6 +285,7 @@ class Scheduler:
             limit_bytes=ledger.limit_bytes,
             unevictable_bytes=self.memory.unevictable_bytes,
             kept_states=len(self.memory.snapshots),
+            drafts=self._drafting.stats(),
             **totals,
         )
 
@@ -292,12 +308,15 @@ class Scheduler:
                 raise Refusal("invalid", "this request is running already", "request_id")
             self._end(old)
 
-    def _append_token(self, seq: Sequence, token: int, logprob: wire.TokenLogprobs | None) -> None:
-        seq.token_ids.append(token)
+    def _append_run(
+        self, seq: Sequence, run: SequenceOf[int], logprobs: SequenceOf[wire.TokenLogprobs | None]
+    ) -> None:
+        """Add the tokens of a decode and send them."""
         if seq.first_token_s is None:
             seq.first_token_s = self._clock()
-        self._counters.generated_tokens += 1
-        self._check_stop(seq, [token], logprob)
+        finish = seq.append(run, self.config.eos_token_ids)
+        self._counters.generated_tokens += len(run)
+        self._send(seq, list(run), [one for one in logprobs if one is not None], finish)
 
     def _add_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
         """Send the new log-probabilities of prompts."""
@@ -309,20 +328,18 @@ class Scheduler:
                 seq.num_prompt_logprobs += len(new)
                 self._outputs.add_delta(seq, [], self._clock(), prompt_logprobs=new)
 
-    def _check_stop(
-        self, seq: Sequence, token_ids: list[int], logprob: wire.TokenLogprobs | None
+    def _send(
+        self,
+        seq: Sequence,
+        token_ids: list[int],
+        logprobs: list[wire.TokenLogprobs],
+        finish: wire.FinishReason | None,
     ) -> None:
-        """Send ``token_ids``, the last ones of ``seq``, and end ``seq`` if its last token does."""
-        finish: wire.FinishReason | None = None
-        request, last = seq.request, seq.token_ids[-1]
-        may_stop = seq.num_output_tokens > request.min_tokens
-        at_end = request.grammar is not None and last in self.config.eos_token_ids
-        if (at_end and seq.num_output_tokens > 0) or (may_stop and last in request.stop_token_ids):
-            finish = "stop"
-        elif seq.num_output_tokens >= seq.max_tokens:
-            finish = "length"
+        """Send ``token_ids``, the last ones of ``seq``, and end ``seq`` if it finishes."""
         if token_ids or finish:
-            self._outputs.add_delta(seq, token_ids, self._clock(), logprob=logprob, finish=finish)
+            self._outputs.add_delta(
+                seq, token_ids, self._clock(), logprobs=logprobs or None, finish=finish
+            )
         if finish:
             self._end(seq)
 
@@ -378,22 +395,3 @@ class Scheduler:
             store = self.memory.backlog.came_back(block_id, payload)
             if store is not None:
                 self._outputs.stores.append(store)
-
-    def _measure(self, step: InFlightStep, result: StepResult) -> None:
-        rows, chunks = len(step.decodes), [(start, tokens) for _, start, tokens in step.chunks]
-        observe = self._chunk_policy.observe
-        if result.chunks_apart:
-            observe(decode_rows=rows, chunks=(), elapsed_s=result.elapsed_s)
-            self._unmeasured[step.number] = [] if result.prompt_logprobs else chunks
-        elif not result.prompt_logprobs:  # chunks with these take longer than others
-            observe(decode_rows=rows, chunks=chunks, elapsed_s=result.elapsed_s)
-        for number, elapsed_s in result.chunk_times:
-            if seen := self._unmeasured.pop(number, []):
-                observe(decode_rows=0, chunks=seen, elapsed_s=elapsed_s)
-            self._counters.step_seconds += elapsed_s
-        prefilled = sum(tokens for _, tokens in chunks)
-        self._counters.steps += 1
-        self._counters.step_seconds += result.elapsed_s
-        self._counters.batch_rows += rows
-        self._counters.prefill_tokens += prefilled
-        self.progress += prefilled + rows

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from engine.plan import Payload, Slot
 from engine.scheduler.block_pool import Block
 from engine.scheduler.thinking import ThinkingProgress
+from engine.speculation.speculator import SequenceDrafts
 from shared import wire
 from shared.hashing import block_hash
 
@@ -83,12 +85,14 @@ class Sequence:
     slot: Slot | None = None
     capacity: int = 0  # tokens of the slot
     num_computed_tokens: int = 0
-    """Positions whose KV is in the slot once every plan made so far has run. It may be ahead of
-    ``token_ids`` by the one output that is in flight."""
+    """Positions whose KV is in the slot once every plan made so far has run, without those of
+    drafts that are in flight. It may be ahead of ``token_ids`` by the one output that is."""
     last_pass_start: int = 0  # the first position of the last pass or restore
     max_computed_tokens: int = 0  # the most that `num_computed_tokens` has been
     prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
-    num_inflight: int = 0  # outputs whose decodes are in flight
+    num_inflight: int = 0  # decodes that are in flight
+    num_inflight_drafts: int = 0  # of these decodes; they count as computed once they are accepted
+    drafts: SequenceDrafts | None = None  # None: nothing is drafted
     block_hashes: list[bytes] = field(default_factory=list)
     num_saved_blocks: int = 0  # leading blocks that need no `Save` any more
     num_prompt_logprobs: int = 0
@@ -176,6 +180,26 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
 
+    def append(
+        self, run: SequenceOf[int], eos_token_ids: SequenceOf[int]
+    ) -> wire.FinishReason | None:
+        """Add the outputs of a decode: all but the last are drafts that were accepted. Return why
+        it ends with them, None if it does not."""
+        self.token_ids += run
+        if self.status in (Status.DECODING, Status.ENDING):  # otherwise it begins again
+            self.num_computed_tokens += len(run) - 1
+            self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
+        return self.finish_reason(eos_token_ids)
+
+    def finish_reason(self, eos_token_ids: SequenceOf[int]) -> wire.FinishReason | None:
+        """Return why it ends with its last token, None if it does not."""
+        request, last = self.request, self.token_ids[-1]
+        may_stop = self.num_output_tokens > request.min_tokens
+        at_end = request.grammar is not None and last in eos_token_ids
+        if (at_end and self.num_output_tokens > 0) or (may_stop and last in request.stop_token_ids):
+            return "stop"
+        return "length" if self.num_output_tokens >= self.max_tokens else None
+
     def reset(self) -> None:
         """Forget the slot and its KV. Everything that was sampled stays."""
         self.slot, self.capacity, self.num_computed_tokens, self.num_saved_blocks = None, 0, 0, 0
@@ -211,6 +235,8 @@ class Sequence:
             completion_tokens=self.num_output_tokens,
             cached_ram_tokens=self.cached_ram_tokens,
             cached_ssd_tokens=self.cached_ssd_tokens,
+            accepted_draft_tokens=self.drafts.accepted if self.drafts else 0,
+            rejected_draft_tokens=self.drafts.drafted - self.drafts.accepted if self.drafts else 0,
             queue_s=admitted - self.submitted_s,
             prefill_s=first - admitted,
             decode_s=now_s - first,

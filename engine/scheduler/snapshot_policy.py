@@ -123,6 +123,7 @@ class SnapshotPolicy:
         """Return whether ``seq``, which must leave its slot, has state there worth a snapshot."""
         position = seq.num_computed_tokens
         fits = position % self._block_size == 0 and position <= len(seq.token_ids)
+        fits = fits and not seq.num_inflight_drafts  # the state may be one after some of them
         is_far = position - seq.snapshots.newest_position >= WORTHWHILE_TOKENS
         return fits and is_far and self._config.reuses_states
 

@@ -53,6 +53,21 @@ class ThinkingProgress:
         """Whether `forced` may return a token once one more output, whichever, is followed."""
         return self._inside and self._used + 1 >= self._budget.tokens
 
+    def num_unforced(self, outputs: Sequence[int]) -> int:
+        """Return how many of ``outputs`` may come next without one of them being forced, nor the
+        one after them."""
+        known = self._inside, self._block, self._used, len(self._outputs)
+        count = 0
+        if self.forced() is None:
+            for token in outputs:
+                self.follow([token])
+                if self.forced() is not None:
+                    break
+                count += 1
+        self._inside, self._block, self._used, end = known
+        del self._outputs[end:]
+        return count
+
     def _ends_with(self, tokens: tuple[int, ...]) -> bool:
         count = len(tokens)
         return not count or tuple(self._outputs[-count:]) == tokens

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from shared.flags import flag
 
 _model_flag = partial(flag, None, shown_default="the model's")
-_spec_flag = partial(flag, later="speculative decoding is")
+_draft_model_flag = partial(flag, later="draft models are")
 _dist_flag = partial(flag, later="distributed inference is")
 
 ToolParserName = Literal[
@@ -258,28 +258,41 @@ class AdmissionSettings:
 class SpeculationSettings:
     GROUP: ClassVar = "speculative decoding"
 
-    spec_decode: Literal["none", "ngram", "draft"] = _spec_flag("none", "where drafts come from")
-    num_speculative_tokens: int = _spec_flag(5, "draft tokens a step", at_least=1)
-    spec_decode_disable_batch_size: int = _spec_flag(
-        8, "no drafts above this batch size", at_least=1
+    spec_decode: Literal["none", "ngram", "auto"] = flag(
+        "none",
+        "where drafts come from: earlier text, or whatever is likely to be right",
+        later_choices={"draft": "draft models are"},
     )
-    ngram_max: int = _spec_flag(4, "longest n-gram", at_least=1)
-    ngram_min: int = _spec_flag(1, "shortest n-gram", at_least=1)
-    ngram_prompt_lookup: bool = _spec_flag(True, "look n-grams up in the prompt")
-    draft_model_path: str | None = _spec_flag(None, "draft model")
+    num_speculative_tokens: int = flag(
+        5, "most tokens that are drafted of a sequence in a step", at_least=1, at_most=16
+    )
+    spec_decode_disable_batch_size: int = flag(
+        8, "with ngram, no drafts while more sequences than this decode", at_least=1
+    )
+    ngram_max: int = flag(4, "longest n-gram", at_least=1, at_most=16)
+    ngram_min: int = flag(1, "shortest n-gram", at_least=1)
+    ngram_prompt_lookup: bool = flag(
+        True, "look n-grams up in the prompt too, and not only in the answer"
+    )
+    draft_model_path: str | None = _draft_model_flag(None, "draft model")
     draft_model_quantize: str | None = flag(
         None,
         "deprecated, without effect: use a quantized draft model",
         ignored="deprecated and without effect; use a quantized draft model",
     )
-    draft_context_len: int = _spec_flag(
+    draft_context_len: int = _draft_model_flag(
         128, "context the draft model sees", at_least=1, at_most=512
     )
-    spec_decode_dynamic: bool = _spec_flag(True, "adapt the number of drafts")
-    spec_decode_acceptance_threshold: float = _spec_flag(
-        0.3, "acceptance below which drafting stops", at_least=0, at_most=1
+    spec_decode_dynamic: bool = flag(
+        True, "draft as much as measured acceptance and costs of steps make worth while"
     )
-    adaptive_k: bool = _spec_flag(True, "adapt k per sequence")
+    spec_decode_acceptance_threshold: float = flag(
+        0.3,
+        "part of its drafts that must be accepted, or a sequence stops drafting for a while",
+        at_least=0,
+        at_most=1,
+    )
+    adaptive_k: bool = flag(True, "measure acceptance for each sequence and not for all together")
 
 
 @dataclass(frozen=True, kw_only=True)

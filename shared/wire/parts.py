@@ -83,6 +83,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_ram_tokens: int = 0
     cached_ssd_tokens: int = 0
+    accepted_draft_tokens: int = 0  # drafts that became outputs
+    rejected_draft_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -168,6 +170,24 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     accepted: bool = True  # False while the grammar is compiled
 
 
+class DraftCounts(msgspec.Struct, frozen=True):
+    """Drafts from one source."""
+
+    proposals: int = 0  # runs of drafts that were verified
+    drafted: int = 0  # tokens
+    accepted: int = 0  # tokens
+
+
+class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's speculation did since its start, and what it knows."""
+
+    sources: dict[str, DraftCounts] = {}
+    saved_s: float = 0.0  # of steps, as far as it is known how long they take without drafts
+    # How often a draft is accepted now, by source and kind of proposals.
+    rates: dict[str, float] = {}
+    step_s: dict[str, float] = {}  # seconds of a decode step, by the tokens that it computes
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of one engine, at the time of the beat that carries them.
 
@@ -197,6 +217,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens_total: int = 0
     preemptions_total: int = 0
     aborts_total: int = 0
+    drafts: DraftStats | None = None  # None without speculation
     dropped_messages_total: int = 0
     store_reads_total: int = 0
     store_writes_total: int = 0

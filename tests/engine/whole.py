@@ -22,7 +22,9 @@ from engine.io.thread import IOThread
 from engine.model.load import load
 from engine.plan import Payload, StateSearch, StoreRoom
 from engine.replica.build import build_replica
+from engine.replica.speculation import make_speculator
 from engine.scheduler import Scheduler
+from engine.speculation.speculator import Speculator
 from shared import wire
 from shared.settings import Settings
 
@@ -37,19 +39,24 @@ class Whole:
         gc.collect()
         self.before_bytes = mx.get_active_memory()
         self.loaded = load(path)
-        given = Settings(**{"kv_bits": 16} | settings)  # type: ignore[arg-type]
-        self.replica = build_replica(self.loaded, given, proofs)
+        self.settings = Settings(**{"kv_bits": 16} | settings)  # type: ignore[arg-type]
+        self.replica = build_replica(self.loaded, self.settings, proofs)
         self.executor = self.replica.executor
         self.renew(self.executor.spec.look_ahead)
 
-    def renew(self, look_ahead: bool, **config: Any) -> None:
-        """Put the engine in the state of a new one, with changes of the scheduler's ``config``."""
+    def renew(self, look_ahead: bool, speculator: Speculator | None = None, **config: Any) -> None:
+        """Put the engine in the state of a new one, with changes of the scheduler's ``config``, and
+        perhaps with another ``speculator`` than that of its settings."""
         self.executor.reset()
         self.executor.spec = replace(self.executor.spec, look_ahead=look_ahead)
         config = {"look_ahead": look_ahead, **config}
-        self.scheduler = Scheduler(replace(self.replica.scheduler.config, **config))
+        changed = replace(self.replica.scheduler.config, **config)
+        if speculator is None:
+            speculator = make_speculator(self.settings, self.executor.spec)
+        self.scheduler = Scheduler(changed, speculator=speculator)
         self.stored: dict[bytes, Payload] = {}  # blocks that were sent to the kvstore
         self.texts: dict[str, list[int]] = {}  # the outputs of each request
+        self.logprobs: dict[str, list[wire.TokenLogprobs]] = {}  # the same, where asked for
         self.ends: dict[str, wire.Delta] = {}  # the last delta of each request
         self.refused: dict[str, wire.Refused] = {}
         self.cached: set[bytes] = set()  # the hashes that a router believes to be in memory
@@ -81,7 +88,7 @@ class Whole:
             "attempt": 0,
             **fields,
         }
-        self.texts[name] = []
+        self.texts[name], self.logprobs[name] = [], []
         self.scheduler.submit(
             wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)
         )
@@ -128,5 +135,6 @@ class Whole:
                 for delta in message.deltas:
                     assert delta.index == len(self.texts[delta.request_id])
                     self.texts[delta.request_id] += delta.token_ids
+                    self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs or ())
                     if delta.finish is not None:
                         self.ends[delta.request_id] = delta

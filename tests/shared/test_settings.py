@@ -70,14 +70,8 @@ REFERENCE = {
 """The flags of the reference, and their defaults."""
 
 LATER = {
-    "--spec-decode": "ngram",
-    "--num-speculative-tokens": "4",
-    "--spec-decode-disable-batch-size": "4",
-    "--ngram-max": "3",
-    "--ngram-min": "2",
     "--draft-model-path": "x",
     "--draft-context-len": "64",
-    "--spec-decode-acceptance-threshold": "0.5",
     "--distributed-mode": "ring",
     "--distributed-hostfile": "x",
     "--distributed-ibv-devices": "x",
@@ -188,13 +182,22 @@ def test_a_flag_whose_feature_is_missing_is_refused_by_name(
     assert "not available in this version" in line
 
 
-@pytest.mark.parametrize(
-    "flag", ["--no-ngram-prompt-lookup", "--no-spec-decode-dynamic", "--no-adaptive-k"]
-)
-def test_a_switch_of_a_missing_feature_is_refused_too(
-    flag: str, capsys: pytest.CaptureFixture[str]
+def test_a_value_whose_feature_is_missing_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "speculative decoding is not available" in refusal(capsys, flag)
+    line = refusal(capsys, "--spec-decode=draft")
+    assert line == "prog: --spec-decode: draft models are not available in this version\n"
+    assert "draft" not in refusal(capsys, "--spec-decode=x").split("none of")[1]
+
+
+@pytest.mark.parametrize("source", ["ngram", "auto"])
+def test_a_source_of_drafts_is_taken_with_all_its_flags(source: str) -> None:
+    argv = f"--spec-decode {source} --ngram-min 2 --ngram-max 3 --no-ngram-prompt-lookup"
+    argv += " --num-speculative-tokens 4 --no-adaptive-k --no-spec-decode-dynamic"
+    settings = parse(argv.split(), {}, "prog")
+    assert (settings.spec_decode, settings.ngram_min, settings.ngram_max) == (source, 2, 3)
+    assert (settings.num_speculative_tokens, settings.adaptive_k) == (4, False)
+    assert not settings.ngram_prompt_lookup and not settings.spec_decode_dynamic
 
 
 def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:

@@ -209,19 +209,25 @@ class DecoderBatch(HostBatch):
     def release_weights(cls) -> None:
         cls.decoder.release_weights()
 
+    def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
+        return mx.array(self.decoder(self, self._packed(inputs), silent=False))
+
     def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
-        given = np.asarray(inputs)
-        rows = zip(given, self.rows, strict=True)
-        tokens = np.concatenate([ids[: row.width] for ids, row in rows])
+        tokens = self._packed(inputs)
         found = self.decoder(self, tokens, silent=kv_only)
         if found is None:
             return mx.zeros((*inputs.shape, 0))
-        if tokens.size == given.size:
+        if tokens.size == inputs.size:
             return mx.array(found).reshape(*inputs.shape, -1)
         padded = np.zeros((*inputs.shape, found.shape[-1]), np.float32)
         for target, (start, end) in zip(padded, self._cuts, strict=True):
             target[: end - start] = found[start:end]
         return mx.array(padded)
+
+    def _packed(self, inputs: mx.array) -> Array:
+        """Return the tokens of ``inputs`` (batch, width) without padding."""
+        rows = zip(np.asarray(inputs), self.rows, strict=True)
+        return np.concatenate([ids[: row.width] for ids, row in rows])
 
     def unpacked(self, packed: Array) -> Arrays:
         """Return each row's part of ``packed`` (tokens, ..., dim): (..., width, dim)."""

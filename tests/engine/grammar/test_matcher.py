@@ -50,3 +50,15 @@ def test_a_grammar_with_after_applies_behind_these_tokens_only(tokenizer: LLToke
     assert matcher.inner is None
     matcher.advance(ids(tokenizer, ">ab"))
     assert matcher.inner.is_accepting()
+
+
+def test_it_goes_on_after_an_error_if_it_begins_again(tokenizer: LLTokenizer) -> None:
+    grammar = compile_grammar(tokenizer, Grammar(kind="regex", source="abc"))
+    matcher = GrammarMatcher(grammar)
+    a, b, c, x = (tokenizer.tokenize_str(text)[0] for text in "abcx")
+    matcher.advance([a])
+    with pytest.raises(GrammarError):
+        matcher.advance([x, b])
+    matcher.begin_again(1)
+    matcher.advance([b, c])
+    assert matcher.num_outputs == 3 and matcher.inner is not None and matcher.inner.is_accepting()

@@ -109,6 +109,7 @@ class FakeExecutor:
         self._failed: dict[Slot, str] = {}
         self.steps = 0
         self.chunk_tokens: list[int] = []
+        self.drafted = self.accepted = 0
 
     def run(self, plan: Plan) -> StepResult:
         assert plan.step == self.steps, "steps come in order"
@@ -126,7 +127,7 @@ class FakeExecutor:
         used = [operation.slot for operation in computed]
         assert len(set(used)) == len(used), "a slot has one decode or chunk in a step"
         self._fill_rings(plan)
-        tokens = self._decode(plan)
+        runs = self._decode(plan)
         prompt_logprobs = tuple(self._prefill(plan))
         self._save(plan)
         self._save_states(plan)
@@ -135,10 +136,12 @@ class FakeExecutor:
             for block in plan.exports
             if block not in self.unsaved
         ]
-        num_computed = len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_computed = sum(1 + len(decode.drafts) for decode in plan.decodes)
+        num_computed += sum(len(chunk.token_ids) for chunk in plan.chunks)
         return StepResult(
             step=plan.step,
-            tokens=tuple(tokens),
+            tokens=tuple(token for run in runs for token in run),
+            runs=tuple(map(len, runs)) if any(len(run) > 1 for run in runs) else (),
             prompt_logprobs=prompt_logprobs,
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
@@ -247,7 +250,8 @@ class FakeExecutor:
     def _fill_rings(self, plan: Plan) -> None:
         """Chunks are padded to the longest: their padding takes the place of positions too."""
         width = max((len(chunk.token_ids) for chunk in plan.chunks), default=0)
-        passes = [(decode.slot, decode.position, 1) for decode in plan.decodes]
+        wide = max((1 + len(decode.drafts) for decode in plan.decodes), default=0)
+        passes = [(decode.slot, decode.position, wide) for decode in plan.decodes]
         passes += [(chunk.slot, chunk.start, width) for chunk in plan.chunks]
         for slot, start, tokens in passes:
             for ring in self.config.rings:
@@ -255,25 +259,40 @@ class FakeExecutor:
                 lost = start + tokens - ring.tokens
                 self.lost[slot] = max(lost, self.lost.get(slot, 0) if start else 0)
 
-    def _decode(self, plan: Plan) -> list[int]:
+    def _decode(self, plan: Plan) -> list[list[int]]:
         assert len(plan.decodes) <= self.config.max_batch_size
-        tokens = []
+        runs = []
         for decode in plan.decodes:
-            slot, seed = decode.slot, decode.sampling.seed
+            slot = decode.slot
             token = self.sampled[slot] if decode.token_id is None else decode.token_id
-            self._write(slot, decode.position, [token])
-            row = self.rows[slot]
-            if decode.sampling.needs_history:
-                if decode.history is not None:
-                    self.history[slot] = list(decode.history)
-                self.history[slot].append(token)
-                assert HOLE in row or self.history[slot] == row, "what penalties look at"
-            else:
-                assert decode.history is None
-            token = sample(row, seed, decode.output_index, decode.forbidden)
-            tokens.append(token if decode.forced is None else decode.forced)
-            self.sampled[slot] = tokens[-1]
-        return tokens
+            assert not decode.drafts or (decode.token_id is not None and decode.forced is None)
+            if decode.history is not None:
+                assert decode.sampling.needs_history
+                self.history[slot] = list(decode.history)
+            run: list[int] = []
+            for number, expected_token in enumerate((*decode.drafts, None)):
+                run.append(self._compute(decode, number, token))
+                if run[-1] != expected_token:
+                    break
+                token = expected_token
+            # What is beyond is written as well, but counts as never computed.
+            assert decode.position + len(decode.drafts) < self.slabs[slot.slab_id][1]
+            runs.append(run)
+            self.sampled[slot] = run[-1]
+            self.drafted += len(decode.drafts)
+            self.accepted += len(run) - 1
+        return runs
+
+    def _compute(self, decode: Decode, number: int, token: int) -> int:
+        """Return what is sampled after ``token``, in place of draft ``number``."""
+        slot, index = decode.slot, decode.output_index + number
+        self._write(slot, decode.position + number, [token])
+        row = self.rows[slot]
+        if decode.sampling.needs_history:
+            self.history[slot].append(token)
+            assert HOLE in row or self.history[slot] == row, "what penalties look at"
+        chosen = sample(row, decode.sampling.seed, index, decode.forbidden)
+        return chosen if decode.forced is None else decode.forced
 
     def _prefill(self, plan: Plan) -> Iterator[PromptLogprobs]:
         assert len(plan.chunks) <= self.config.prefill_batch_size

@@ -10,6 +10,7 @@ from typing import Any
 from engine.plan import FoundState, Payload, Plan, StateSearch, StepResult, StoreRoom
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.scheduler.outputs import Fetch
+from engine.speculation.speculator import Speculator
 from shared import wire
 from tests.engine.scheduler.fake_executor import (
     FakeExecutor,
@@ -74,10 +75,10 @@ class Client:
 class Engine:
     """Drives a scheduler as the engine's core does, and checks its integrity at every turn."""
 
-    def __init__(self, settings: SchedulerConfig) -> None:
+    def __init__(self, settings: SchedulerConfig, speculator: Speculator | None = None) -> None:
         self.config = settings
         self.now_s = 0.0
-        self.scheduler = Scheduler(settings, clock=lambda: self.now_s)
+        self.scheduler = Scheduler(settings, lambda: self.now_s, speculator)
         self.executor = FakeExecutor(settings)
         self.results: deque[StepResult] = deque()
         self.plans: list[Plan] = []

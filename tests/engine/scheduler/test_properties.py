@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from engine.plan import StoreRoom
 from engine.scheduler.config import Ring
+from engine.speculation.speculator import Speculator
 from shared import wire
+from tests.engine.guesses import guessing
 from tests.engine.scheduler.fake_executor import SALTS, expected
 from tests.engine.scheduler.harness import (
     BLOCK_BYTES,
@@ -206,6 +208,10 @@ class Chaos:
             self.engine.assert_right(client)
 
 
+def speculator(wrong: float, tokens: int) -> Speculator:
+    return guessing(lambda message: [*message.token_ids, *expected(message, 400)[0]], wrong, tokens)
+
+
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -215,6 +221,7 @@ class Chaos:
     window=WINDOWS,
     seed=st.integers(0, 2**32),
     failures=st.booleans(),
+    drafts=st.sampled_from([None, None, (0.0, 1), (0.3, 5), (0.3, 16), (1.0, 3)]),
 )
 def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     changes: dict[str, Any],
@@ -222,10 +229,11 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     window: int | None,
     seed: int,
     failures: bool,
+    drafts: tuple[float, int] | None,
 ) -> None:
     if window is not None:
         changes |= rings(window, **changes)
-    engine = Engine(config(**changes, **states))
+    engine = Engine(config(**changes, **states), None if drafts is None else speculator(*drafts))
     chaos = Chaos(engine, seed, failures)
     for _ in range(120):
         chaos.act()

@@ -1,0 +1,44 @@
+"""Drafts that a grammar forces: where it allows only one text, the tokens of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.grammar.compiled import CompiledGrammar, GrammarError
+from engine.grammar.matcher import GrammarMatcher
+from engine.speculation.source import DraftSource, Proposal
+from shared.wire import Submit
+
+LIKELY = 0.8
+"""The text is certain, but a model may write it in other tokens."""
+
+
+class ForcedSource(DraftSource):
+    """Follows the outputs with a matcher of its own: the executor's is ahead, or behind."""
+
+    NAME = "grammar"
+
+    def __init__(self, matcher: GrammarMatcher, num_prompt_tokens: int) -> None:
+        self._matcher: GrammarMatcher | None = matcher
+        self._followed = num_prompt_tokens
+
+    @classmethod
+    def of(cls, request: Submit, grammar: object) -> ForcedSource | None:
+        """Return the source of ``request``. None without a ``grammar``, and with one of which a
+        second matcher might take a hundred megabytes."""
+        if request.grammar is None or not isinstance(grammar, CompiledGrammar) or grammar.heavy:
+            return None
+        return cls(GrammarMatcher(grammar, request.grammar.after), len(request.token_ids))
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        if self._matcher is None:
+            return None
+        try:
+            self._matcher.advance(tokens[self._followed :])
+        except GrammarError:  # the executor fails at it too
+            self._matcher = None
+            return None
+        self._followed = len(tokens)
+        inner = self._matcher.inner
+        forced = tuple(inner.compute_ff_tokens()) if inner is not None else ()
+        return Proposal(forced[:count], self.NAME, 0, LIKELY) if forced else None

@@ -1,0 +1,53 @@
+"""The speculation of one replica, as settings say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from engine.executor.base import ExecutorSpec
+from engine.grammar.forced import ForcedSource
+from engine.speculation.ngram import NgramSource
+from engine.speculation.source import DraftSource
+from engine.speculation.speculator import SourceMaker, SpeculationOptions, Speculator
+from shared.settings import Settings
+from shared.wire import Submit
+
+logger = logging.getLogger(__name__)
+
+
+def make_speculator(settings: Settings, spec: ExecutorSpec) -> Speculator | None:
+    """Return what proposes drafts, None without speculation, or if the executor of ``spec`` cannot
+    verify any."""
+    if settings.spec_decode == "none":
+        return None
+    if not spec.verifies_drafts:
+        logger.warning(
+            "--spec-decode has no effect: this model's requests are computed %s", spec.batching
+        )
+        return None
+    is_auto = settings.spec_decode == "auto"
+    options = SpeculationOptions(
+        tokens=settings.num_speculative_tokens,
+        largest_batch=settings.max_batch_size
+        if is_auto
+        else settings.spec_decode_disable_batch_size,
+        least_rate=settings.spec_decode_acceptance_threshold,
+        adapts=settings.spec_decode_dynamic or is_auto,
+        by_sequence=settings.adaptive_k,
+    )
+    sources: Sequence[SourceMaker] = [_ngram_maker(settings)]
+    if is_auto:
+        sources = [ForcedSource.of, *sources]
+    return Speculator(options, sources)
+
+
+def _ngram_maker(settings: Settings) -> SourceMaker:
+    def make(request: Submit, grammar: object) -> DraftSource:
+        first = 0 if settings.ngram_prompt_lookup else len(request.token_ids)
+        whole = len(request.token_ids) + request.max_tokens
+        return NgramSource(
+            settings.ngram_min, settings.ngram_max, first=first, expected_tokens=whole - first
+        )
+
+    return make

@@ -1,0 +1,89 @@
+"""Drafts in plans: how many a sequence may have, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.sequence import Sequence
+from engine.speculation.source import Proposal
+from engine.speculation.speculator import DraftRow, SequenceDrafts, Speculator
+from shared import wire
+
+
+class Drafting:
+    """Cuts what a `Speculator` proposes to what a plan may verify. Without one it does nothing."""
+
+    def __init__(self, config: SchedulerConfig, speculator: Speculator | None) -> None:
+        self._config = config
+        self._speculator = speculator
+
+    def begin(self, request: wire.Submit, grammar: object) -> SequenceDrafts | None:
+        return None if self._speculator is None else self._speculator.begin(request, grammar)
+
+    def waits(self, seq: Sequence, num_rows: int) -> bool:
+        """Return whether ``seq`` is left out of this plan: its drafts are in flight, or its next
+        token, after which some are likely."""
+        if self._speculator is None or not seq.num_inflight or seq.drafts is None:
+            return False
+        if seq.num_inflight_drafts:
+            return True
+        if not self._speculator.drafts_at(num_rows):
+            return False
+        limit = self._limit(seq) + 1  # the first stands for the token in flight
+        proposal = self._speculator.propose(DraftRow(seq.drafts, seq.token_ids, limit))
+        return proposal is not None and len(proposal.tokens) > 1
+
+    def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
+        """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""
+        if self._speculator is None or not self._speculator.drafts_at(len(rows)):
+            return {}
+        asked = [seq for seq in rows if seq.drafts is not None and not seq.num_inflight]
+        asks = [
+            DraftRow(seq.drafts, seq.token_ids, self._limit(seq))
+            for seq in asked
+            if seq.drafts is not None
+        ]
+        found = zip(asked, self._speculator.choose(len(rows), asks), strict=True)
+        cut = {seq: self._cut(seq, proposal) for seq, proposal in found if proposal is not None}
+        return {seq: proposal for seq, proposal in cut.items() if proposal.tokens}
+
+    def verified(self, seq: Sequence, proposal: Proposal, accepted: int) -> None:
+        """Note that so many of a ``proposal`` for ``seq`` were accepted."""
+        if self._speculator is not None and seq.drafts is not None:
+            row = DraftRow(seq.drafts, seq.token_ids, 0)
+            self._speculator.verified(row, proposal, accepted)
+
+    def observe_step(self, rows: int, drafted: int, outputs: int, elapsed_s: float) -> None:
+        if self._speculator is not None:
+            self._speculator.observe_step(rows, drafted, outputs, elapsed_s)
+
+    def stats(self) -> wire.DraftStats | None:
+        return None if self._speculator is None else self._speculator.stats()
+
+    def _limit(self, seq: Sequence) -> int:
+        """Return how many drafts the next decode of ``seq`` may have."""
+        config, request, position = self._config, seq.request, seq.num_computed_tokens
+        index = position + 1 - seq.num_prompt_tokens
+        limits = [min(seq.capacity, seq.max_positions) - position - 1]
+        limits += (ring.tokens - ring.window_tokens - 1 for ring in config.rings)
+        if index < request.min_tokens:  # what is forbidden is so after every draft
+            limits.append(request.min_tokens - 1 - index)
+        if config.reuses_states:
+            # A snapshot is taken of the state at each block's end, by a decode without drafts.
+            limits.append(
+                position // config.block_size * config.block_size + config.block_size - 2 - position
+            )
+        return min(limits)
+
+    def _cut(self, seq: Sequence, proposal: Proposal) -> Proposal:
+        """Return ``proposal`` up to a token that ends ``seq``, and to the first that is forced."""
+        ends = {*seq.request.stop_token_ids}
+        if seq.request.grammar is not None:
+            ends.update(self._config.eos_token_ids)
+        tokens = proposal.tokens
+        bad = (t in ends or not 0 <= t < self._config.vocab_size for t in tokens)
+        tokens = tokens[: next((i for i, is_bad in enumerate(bad) if is_bad), len(tokens))]
+        if (thinking := seq.follow_thinking()) is not None:
+            tokens = tokens[: thinking.num_unforced(tokens)]
+        return proposal._replace(tokens=tokens)

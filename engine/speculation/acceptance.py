@@ -1,0 +1,30 @@
+"""How often drafts are accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DECAY = 0.9
+"""Part of what is known that counts after each verification."""
+ASSUMED_WEIGHT = 4.0
+"""How many tokens an assumption counts as."""
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """A moving average over verifications: how likely a draft is accepted if all before it were."""
+
+    assumed: float
+    tried: float = 0.0
+    accepted: float = 0.0
+
+    def rate(self, assumed: float | None = None) -> float:
+        """Return it. As long as little is known, ``assumed`` counts."""
+        base = self.assumed if assumed is None else assumed
+        return (self.accepted + ASSUMED_WEIGHT * base) / (self.tried + ASSUMED_WEIGHT)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Note that ``accepted`` of ``drafted`` tokens were. Those after the first one that was not
+        say nothing."""
+        self.tried = DECAY * self.tried + min(drafted, accepted + 1)
+        self.accepted = DECAY * self.accepted + accepted

@@ -1,0 +1,152 @@
+"""Drafts from n-grams: what followed the last tokens where they occurred before.
+
+The idea is that of prompt lookup decoding (Saxena 2023), and of LZ77 (Ziv and Lempel 1977).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.speculation.source import MAX_SOURCE_BYTES, DraftSource, Proposal
+
+LONGEST_KIND = 8
+"""Longer matches count as so long."""
+LIKELY = (0.3, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
+"""What is assumed of matches of one token, of two, and so on."""
+FEW_TOKENS = 16
+"""More new tokens are entered by NumPy."""
+MIN_BITS = 8
+
+_FACTOR = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+class Match(NamedTuple):
+    after: int  # index of the token after it
+    length: int  # at most `LONGEST_KIND`
+
+
+class NgramIndex:
+    """A list of tokens that only grows, and the last place of each n-gram in it.
+
+    There is a table of a fixed size for each n, without lists of collisions: an n-gram may take
+    the place of another, which is then not found. So a token costs as much time as there are sizes
+    of n-grams, and the tables together never take more than `MAX_SOURCE_BYTES`.
+    """
+
+    def __init__(self, smallest: int, largest: int, expected_tokens: int) -> None:
+        """The sizes of n-grams are ``smallest`` (at least 1) to ``largest``."""
+        self.tokens = array("i")
+        self._entered = 0  # n-grams that end before this index are in the tables
+        self._sizes = range(smallest, largest + 1)
+        most_bits = (MAX_SOURCE_BYTES // 4 // len(self._sizes)).bit_length() - 1
+        bits = min(max(MIN_BITS, (2 * expected_tokens).bit_length()), most_bits)
+        self._shift = 64 - bits
+        self._arrays: list[Any] = [np.zeros(2**bits, np.int32) for _ in self._sizes]
+        """By size the index after each n-gram; 0 if none is known."""
+        self._tables = [memoryview(table) for table in self._arrays]  # faster for single values
+        self._last_places: list[int] = []  # of the n-grams at the end, which are not entered
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tables."""
+        return sum(table.nbytes for table in self._arrays)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add ``tokens``. The n-grams that end with the last token wait until another follows."""
+        if len(tokens) > FEW_TOKENS or not self.tokens:
+            self.tokens.extend(tokens)
+            self._enter(len(self.tokens) - 1)
+            self._last_places = self._places(self.tokens)
+            return
+        for token in tokens:
+            end = self._entered = len(self.tokens)
+            for table, place in zip(self._tables, self._last_places, strict=False):
+                table[place] = end
+            self.tokens.append(token)
+            self._last_places = self._places(self.tokens)
+
+    def find(self, context: Sequence[int]) -> Match | None:
+        """Return where the longest n-gram that ends ``context`` occurred last."""
+        places = self._last_places if context is self.tokens else self._places(context)
+        for number in range(len(places) - 1, -1, -1):
+            if index := self._tables[number][places[number]]:
+                length = self._match(index, context)
+                if length >= self._sizes[number]:
+                    return Match(index, length)
+        return None
+
+    def following(self, index: int, count: int) -> list[int]:
+        """Return the ``count`` tokens from ``index`` on. Those beyond the end are as if the text
+        from ``index`` on repeated itself."""
+        found = self.tokens[index : index + count].tolist()
+        period = len(self.tokens) - index
+        while period and len(found) < count:
+            found.append(found[len(found) - period])
+        return found
+
+    def _places(self, tokens: Sequence[int]) -> list[int]:
+        """Return the places of the n-grams at the end of ``tokens`` in the tables of their sizes,
+        as far as there are enough tokens."""
+        mixed, shift, smallest = 0, self._shift, self._sizes.start
+        found = []
+        for size in range(1, min(self._sizes.stop, len(tokens) + 1)):
+            mixed = (mixed ^ (tokens[-size] + 1)) * _FACTOR & _MASK
+            if size >= smallest:
+                found.append(mixed >> shift)
+        return found
+
+    def _enter(self, end: int) -> None:
+        """Enter the n-grams that end before index ``end`` and are not entered."""
+        largest = self._sizes.stop - 1
+        first = max(0, self._entered - largest + 1)
+        given: Any = np.array(self.tokens[first:end], np.uint64) + np.uint64(1)
+        mixed: Any = np.zeros(len(given), np.uint64)
+        for size in range(1, min(largest, len(given)) + 1):
+            # Those that end at index first + size - 1 and later.
+            mixed = mixed[-(len(given) - size + 1) :] ^ given[: len(given) - size + 1]
+            mixed = mixed * np.uint64(_FACTOR)
+            if size >= self._sizes.start:
+                old = max(0, self._entered - first - size + 1)
+                after = np.arange(first + size + old, end + 1, dtype=np.int32)
+                # Of several values for one place NumPy keeps the last, which is the latest.
+                table = self._arrays[size - self._sizes.start]
+                table[mixed[old:] >> np.uint64(self._shift)] = after
+        self._entered = max(self._entered, end)
+
+    def _match(self, index: int, context: Sequence[int]) -> int:
+        """Return how many tokens before ``index`` equal the last ones of ``context``."""
+        most = min(index, len(context), LONGEST_KIND)
+        for length in range(most):
+            if self.tokens[index - 1 - length] != context[-1 - length]:
+                return length
+        return most
+
+
+class NgramSource(DraftSource):
+    """Looks in the prompt and the outputs, or in the outputs alone."""
+
+    NAME = "ngram"
+
+    def __init__(self, smallest: int, largest: int, *, first: int, expected_tokens: int) -> None:
+        """Tokens before index ``first`` are not looked at. ``expected_tokens`` come after it."""
+        self._first = first
+        self._index = NgramIndex(smallest, largest, expected_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tables."""
+        return self._index.nbytes
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        index = self._index
+        index.extend(tokens[self._first + len(index.tokens) :])
+        match = index.find(index.tokens)
+        if match is None:
+            return None
+        drafts = tuple(index.following(match.after, count))
+        return Proposal(drafts, self.NAME, match.length, LIKELY[match.length - 1])

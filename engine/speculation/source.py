@@ -1,0 +1,33 @@
+"""The interface of what proposes drafts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Proposal(NamedTuple):
+    """A guess of the tokens that come next."""
+
+    tokens: tuple[int, ...]  # at least one
+    source: str
+    kind: int = 0
+    """Proposals of one source and kind are about equally often right; kinds are few."""
+    likely: float = 0.5  # that a token of it is accepted, as long as nothing is known of its kind
+
+
+class DraftSource(ABC):
+    """Proposes drafts for one sequence. Every token that it proposes is verified, so it may be
+    wrong. It takes no more memory than `MAX_SOURCE_BYTES`, and a call little time."""
+
+    @abstractmethod
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        """Return up to ``count`` (at least 1) tokens that may follow ``tokens``, the prompt and all
+        outputs; None if it has no guess.
+
+        In each call ``tokens`` are those of the call before and more."""
+
+
+MAX_SOURCE_BYTES = 2**21
+"""What one source may take for a sequence, beside the tokens."""

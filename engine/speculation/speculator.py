@@ -1,0 +1,152 @@
+"""Chooses the drafts of each step: from which source, and how many of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.speculation.acceptance import AcceptanceRate
+from engine.speculation.costs import StepCosts
+from engine.speculation.source import DraftSource, Proposal
+from shared.wire import DraftCounts, DraftStats, Submit
+
+PROBE_TOKENS = 48
+"""A sequence whose drafts are seldom accepted tries again after so many outputs."""
+ASSUMED_RATE = 0.6
+"""The acceptance rate with which a sequence begins."""
+
+SourceMaker = Callable[[Submit, object], DraftSource | None]
+"""Makes the source of one sequence from its request and its compiled grammar; None if there is
+nothing that it could propose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """The settings that decide how much is drafted; ``--help`` describes them."""
+
+    tokens: int = 5  # the most of one sequence
+    largest_batch: int = 8  # decoding sequences above which nothing is drafted
+    least_rate: float = 0.3  # acceptance rate below which a sequence stops
+    adapts: bool = True  # whether rates and costs decide; otherwise as much as there is
+    by_sequence: bool = True  # whether each sequence has rates of its own
+
+
+@dataclass(eq=False, slots=True)
+class SequenceDrafts:
+    """The sources of one sequence, and how often they are right."""
+
+    sources: list[DraftSource]
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ASSUMED_RATE))
+    rates: dict[tuple[str, int], AcceptanceRate] = field(default_factory=dict)
+    next_probe: int = 0
+    """The number of tokens, prompt included, from which it drafts again after it stopped."""
+    drafted: int = 0
+    accepted: int = 0
+
+
+class DraftRow(NamedTuple):
+    """A sequence that decodes in the next step."""
+
+    drafts: SequenceDrafts
+    tokens: Sequence[int]  # prompt and outputs
+    limit: int  # the most drafts that it may have
+
+
+class Speculator:
+    """The drafts of all sequences of an engine. It knows nothing of slots, plans or devices."""
+
+    def __init__(self, options: SpeculationOptions, sources: Sequence[SourceMaker]) -> None:
+        self.options = options
+        self._sources = sources
+        self._rates: dict[tuple[str, int], AcceptanceRate] = {}
+        self._counts: dict[str, list[int]] = {}  # steps, drafted, accepted by source
+        self._costs = StepCosts()
+        self._saved_s = 0.0
+
+    def begin(self, request: Submit, grammar: object) -> SequenceDrafts | None:
+        """Return what is kept of a new sequence, None if nothing can be proposed for it."""
+        made = [make(request, grammar) for make in self._sources]
+        sources = [source for source in made if source is not None]
+        return SequenceDrafts(sources) if sources else None
+
+    def drafts_at(self, num_rows: int) -> bool:
+        """Return whether anything may be drafted in a step of ``num_rows`` sequences."""
+        return num_rows <= self.options.largest_batch
+
+    def propose(self, row: DraftRow) -> Proposal | None:
+        """Return the best guess for one sequence, None if there is none or its rate is too low."""
+        limit = min(row.limit, self.options.tokens)
+        if limit < 1 or self._has_stopped(row):
+            return None
+        found = [source.propose(row.tokens, limit) for source in row.drafts.sources]
+        proposals = [each for each in found if each is not None]
+        return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
+
+    def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
+        """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences."""
+        if not self.drafts_at(num_rows):
+            return [None] * len(rows)
+        proposals = [self.propose(row) for row in rows]
+        if not self.options.adapts:
+            return proposals
+        gains = [
+            self._chances(row.drafts, proposal) if proposal else []
+            for row, proposal in zip(rows, proposals, strict=True)
+        ]
+        lengths = self._costs.best_lengths(num_rows, gains)
+        return [
+            proposal._replace(tokens=proposal.tokens[:length]) if proposal and length else None
+            for proposal, length in zip(proposals, lengths, strict=True)
+        ]
+
+    def verified(self, row: DraftRow, proposal: Proposal, accepted: int) -> None:
+        """Note that the first ``accepted`` tokens of a ``proposal`` were; ``row.tokens`` include
+        them."""
+        drafted, drafts = len(proposal.tokens), row.drafts
+        drafts.drafted += drafted
+        drafts.accepted += accepted
+        counts = self._counts.setdefault(proposal.source, [0, 0, 0])
+        for number, more in enumerate((1, drafted, accepted)):
+            counts[number] += more
+        for rate in (drafts.rate, *self._rates_of(drafts, proposal)):
+            rate.observe(drafted, accepted)
+        if drafts.rate.rate() < self.options.least_rate:
+            drafts.next_probe = len(row.tokens) + PROBE_TOKENS
+
+    def observe_step(self, rows: int, drafted: int, outputs: int, elapsed_s: float) -> None:
+        """Note the time of a step of ``rows`` sequences, with ``drafted`` tokens, without chunks,
+        that gave ``outputs``."""
+        self._costs.observe(rows + drafted, elapsed_s)
+        if drafted:
+            self._saved_s += outputs / rows * self._costs.predict_s(rows) - elapsed_s
+
+    def stats(self) -> DraftStats:
+        return DraftStats(
+            sources={name: DraftCounts(*counts) for name, counts in self._counts.items()},
+            saved_s=self._saved_s,
+            rates={f"{source}/{kind}": rate.rate() for (source, kind), rate in self._rates.items()},
+            step_s={str(tokens): seconds for tokens, seconds in self._costs.seconds().items()},
+        )
+
+    def _has_stopped(self, row: DraftRow) -> bool:
+        if not self.options.adapts or not self.options.by_sequence:
+            return False
+        low = row.drafts.rate.rate() < self.options.least_rate
+        return low and len(row.tokens) < row.drafts.next_probe
+
+    def _chances(self, drafts: SequenceDrafts, proposal: Proposal) -> list[float]:
+        """Return for each token of ``proposal`` the chance that it and all before are accepted."""
+        own, common = self._rates_of(drafts, proposal)
+        rate = own.rate(common.rate()) if self.options.by_sequence else common.rate()
+        return [rate ** (number + 1) for number in range(len(proposal.tokens))]
+
+    def _rates_of(
+        self, drafts: SequenceDrafts, proposal: Proposal
+    ) -> tuple[AcceptanceRate, AcceptanceRate]:
+        """Return the sequence's own rate of such proposals, and that of all sequences."""
+        key = proposal.source, proposal.kind
+        for rates in (drafts.rates, self._rates):
+            if key not in rates:
+                rates[key] = AcceptanceRate(proposal.likely)
+        return drafts.rates[key], self._rates[key]

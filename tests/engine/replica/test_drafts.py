@@ -1,0 +1,228 @@
+"""Drafts on whole engines: the text is the one without them, whatever is proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.backend.gpu_path import forced_gpu_path
+from engine.grammar.cache import GrammarCache
+from engine.replica.grammars import tokenizer_spec_of
+from engine.sampling.masks import GrammarMasker
+from shared import wire
+from shared.wire import Grammar, SamplingParams, ThinkingBudget
+from tests.engine.guesses import guessing
+from tests.engine.whole import Whole
+from tests.tiny_models import EOS, VOCAB_SIZE
+
+RIGHT, MIXED, WRONG = 0.0, 0.3, 1.0
+"""How often a draft is wrong."""
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": SamplingParams(seed=1)},
+    "sampled": {"sampling": SamplingParams(seed=2, temperature=0.9, top_p=0.9), "logprobs": 2},
+    "penalized": {
+        "sampling": SamplingParams(
+            seed=3,
+            temperature=0.7,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.2,
+            logit_bias=[(9, 2.0)],
+        )
+    },
+    "scored": {"sampling": SamplingParams(seed=4), "logprobs": 3, "prompt_logprobs": 1},
+    "short": {"min_tokens": 7, "stop_token_ids": list(range(0, VOCAB_SIZE, 5))},
+    "bound": {
+        "sampling": SamplingParams(seed=6, temperature=1.2),
+        "grammar": Grammar(kind="regex", source="([a-f]{3,6}-[0-9]{2}, ){4,6}"),
+        "stop_token_ids": [EOS],
+    },
+    "thinking": {"thinking": ThinkingBudget(tokens=9, end_ids=[30, 31], is_open=True)},
+}
+GUESSES = {
+    "greedy": MIXED,
+    "sampled": RIGHT,
+    "penalized": MIXED,
+    "scored": WRONG,
+    "short": RIGHT,
+    "bound": MIXED,
+    "thinking": RIGHT,
+}
+TOKENS = 30
+
+
+def prompt(name: str) -> list[int]:
+    """Return a prompt of its own length, longer than a window for some."""
+    seed = sum(map(ord, name))
+    return [3 + (seed * (i + 1)) % 250 for i in range(seed % 60 + 1)]
+
+
+def start(whole: Whole, *names: str) -> None:
+    for name in names:
+        whole.submit(name, prompt(name), TOKENS, **REQUESTS[name])
+
+
+class Engine:
+    """A whole engine with the texts that it gives without drafts, each request alone."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        given = {"block_size": 4, "no_ssd": True, "num_blocks": 400} | settings
+        self.whole = Whole(path, **given)
+        grammars = GrammarCache(tokenizer_spec_of(self.whole.loaded).load())
+        self.whole.executor.use_grammars(GrammarMasker(grammars, VOCAB_SIZE))
+        self.expected: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[wire.TokenLogprobs]] = {}
+        for name in REQUESTS:
+            self.renew()
+            start(self.whole, name)
+            self.whole.run()
+            self.expected[name] = self.whole.texts[name]
+            self.logprobs[name] = self.whole.logprobs[name]
+
+    def renew(self, drafts: bool = False, look_ahead: bool = False, **config: Any) -> None:
+        """Begin anew, with `GUESSES` as drafts or without."""
+        speculator = None
+        if drafts:
+            speculator = guessing(
+                lambda sent: prompt(sent.request_id) + self.expected[sent.request_id],
+                GUESSES,
+                vocabulary=VOCAB_SIZE,
+            )
+        self.whole.renew(look_ahead, speculator, **config)
+
+    def check(self, tolerance: float) -> None:
+        """Check texts, and log-probabilities within ``tolerance``."""
+        for name, tokens in self.whole.texts.items():
+            assert tokens == self.expected[name], name
+            found = self.whole.logprobs[name]
+            assert len(found) == len(self.logprobs[name])
+            for ours, theirs in zip(found, self.logprobs[name], strict=True):
+                assert ours.top_ids == theirs.top_ids or tolerance
+                for a, b in zip(
+                    (ours.chosen, *ours.top), (theirs.chosen, *theirs.top), strict=True
+                ):
+                    assert abs(a - b) <= tolerance
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Drafts so far, and how many of them were accepted."""
+        stats = self.whole.scheduler.stats().drafts
+        counts = stats.sources.get("guesses") if stats else None
+        return (counts.drafted, counts.accepted) if counts else (0, 0)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Callable[..., Path]) -> Callable[..., Engine]:
+    """Return a function that makes an engine once of each kind."""
+    made: dict[tuple[str, str], Engine] = {}
+
+    def make(kind: str, **settings: Any) -> Engine:
+        key = kind, repr(settings)
+        if key not in made:
+            made[key] = Engine(tiny_model(kind), **settings)
+        return made[key]
+
+    return make
+
+
+def assert_lossless(engine: Engine, tolerance: float, **config: Any) -> None:
+    engine.renew(drafts=True, **config)
+    start(engine.whole, *REQUESTS)
+    engine.whole.run()
+    engine.check(tolerance)
+    drafted, accepted = engine.drafted
+    assert 20 < accepted < drafted - 10
+
+
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 16), ("llama", 8), ("gemma3", 16)])
+def test_with_the_same_bits_texts_and_scores_are_exactly_those_without_drafts(
+    engine: Callable[..., Engine], kind: str, kv_bits: int
+) -> None:
+    """Full attention, and a sliding window that is shorter than the texts."""
+    exact = engine(kind, deterministic=True, kv_bits=kv_bits, kv_group_size=16)
+    assert_lossless(exact, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "mamba", "jamba", "gpt_oss"])
+def test_texts_of_other_layers_are_those_without_drafts(
+    engine: Callable[..., Engine], kind: str
+) -> None:
+    """Latents, recurrent state, a hybrid, and sinks: sums depend on the batch, so scores are
+    compared within a bound."""
+    assert_lossless(engine(kind, block_size=16), 2e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "jamba"])
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_texts_on_the_path_of_a_gpu_are_those_without_drafts(
+    tiny_model: Callable[..., Path], kind: str, look_ahead: bool
+) -> None:
+    path = tiny_model(kind)
+    with forced_gpu_path():
+        assert_lossless(Engine(path, block_size=16), 2e-4, look_ahead=look_ahead)
+
+
+@pytest.mark.parametrize("kind", ["llama", "jamba"])
+def test_sequences_that_lose_their_slots_go_on_as_without_drafts(
+    engine: Callable[..., Engine], kind: str
+) -> None:
+    whole = engine(kind, block_size=16)
+    limit = whole.whole.replica.scheduler.config
+    whole.renew(drafts=True, limit_bytes=limit.slab_bytes(3, 128))
+    start(whole.whole, *REQUESTS)
+    whole.whole.run()
+    assert whole.whole.scheduler.stats().preemptions_total
+    whole.check(2e-4)
+
+
+def test_an_answer_that_is_resumed_goes_on_as_without_drafts(
+    engine: Callable[..., Engine],
+) -> None:
+    exact = engine("llama", deterministic=True)
+    for name in REQUESTS:
+        whole_text = exact.expected[name]
+        for done in (1, len(whole_text) // 2):
+            exact.renew(drafts=True)
+            start(exact.whole, *REQUESTS)
+            while len(exact.whole.texts[name]) < done:
+                exact.whole.turn()
+            known = exact.whole.texts[name]
+            exact.renew(drafts=True)
+            start(exact.whole, *(other for other in REQUESTS if other != name))
+            fields = REQUESTS[name] | {"generated": known}
+            exact.whole.submit(name, prompt(name), TOKENS, **fields)
+            exact.whole.texts[name] = list(known)
+            exact.whole.run()
+            assert exact.whole.texts[name] == whole_text
+
+
+def test_a_request_that_is_aborted_leaves_the_others_alone(engine: Callable[..., Engine]) -> None:
+    exact = engine("llama", deterministic=True)
+    exact.renew(drafts=True)
+    start(exact.whole, *REQUESTS)
+    for name in ("greedy", "bound"):
+        for _ in range(3):
+            exact.whole.turn()
+        exact.whole.scheduler.abort(name)
+        assert exact.whole.texts[name] == exact.expected[name][: len(exact.whole.texts[name])]
+        del exact.whole.texts[name]
+    exact.whole.run()
+    exact.check(0.0)
+
+
+@pytest.mark.parametrize("source", ["ngram", "auto"])
+def test_a_replica_drafts_as_its_settings_say(tiny_model: Callable[..., Path], source: str) -> None:
+    def texts(**settings: Any) -> tuple[dict[str, list[int]], wire.DraftStats | None]:
+        whole = Whole(tiny_model("llama"), deterministic=True, no_ssd=True, **settings)
+        for name in ("greedy", "sampled", "short"):
+            whole.submit(name, prompt(name) * 3, 60, **REQUESTS[name])
+        whole.run()
+        return whole.texts, whole.scheduler.stats().drafts
+
+    plain, none = texts()
+    drafted, stats = texts(spec_decode=source, spec_decode_dynamic=False)
+    assert drafted == plain
+    assert none is None and stats is not None and stats.sources["ngram"].accepted

@@ -1,0 +1,140 @@
+"""How much is drafted: by acceptance, by batch size and by what steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.speculation.costs import StepCosts
+from engine.speculation.source import DraftSource, Proposal
+from engine.speculation.speculator import (
+    PROBE_TOKENS,
+    DraftRow,
+    SpeculationOptions,
+    Speculator,
+)
+from shared import wire
+
+
+class Fixed(DraftSource):
+    """Proposes the same in every step."""
+
+    def __init__(self, name: str, length: int, likely: float = 0.5) -> None:
+        self._proposal = Proposal((7,) * length, name, 0, likely)
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        return self._proposal._replace(tokens=self._proposal.tokens[:count])
+
+
+REQUEST = wire.Submit(
+    request_id="a",
+    attempt=0,
+    token_ids=[1],
+    sampling=wire.SamplingParams(seed=1),
+    max_tokens=9,
+    stop_token_ids=[],
+)
+
+
+def speculator(*sources: DraftSource, **options: Any) -> Speculator:
+    made = [lambda request, grammar, source=source: source for source in sources]
+    return Speculator(SpeculationOptions(**options), made)
+
+
+def begin(spec: Speculator, length: int = 1, limit: int = 100) -> DraftRow:
+    drafts = spec.begin(REQUEST, None)
+    assert drafts is not None
+    return DraftRow(drafts, [1] * length, limit)
+
+
+def lengths(spec: Speculator, *rows: DraftRow, num_rows: int = 0) -> list[int]:
+    found = spec.choose(num_rows or len(rows), rows)
+    return [len(proposal.tokens) if proposal else 0 for proposal in found]
+
+
+def verify(spec: Speculator, row: DraftRow, accepted: int, times: int = 1) -> None:
+    for _ in range(times):
+        spec.verified(row, Proposal((7,) * 5, "f"), accepted)
+
+
+def test_nothing_is_drafted_in_large_batches_nor_beyond_the_limits() -> None:
+    spec = speculator(Fixed("f", 9), tokens=5, largest_batch=4, adapts=False)
+    assert lengths(spec, begin(spec, limit=3), begin(spec, limit=0), begin(spec)) == [3, 0, 5]
+    assert lengths(spec, begin(spec), num_rows=4) == [5]
+    assert lengths(spec, begin(spec), num_rows=5) == [0]
+
+
+def test_a_sequence_whose_drafts_are_wrong_stops_and_tries_again_later() -> None:
+    spec = speculator(Fixed("f", 5))
+    row, other = begin(spec), begin(spec)
+    verify(spec, row, accepted=0, times=8)
+    assert lengths(spec, row) == [0]
+    assert lengths(spec, other) != [0]
+    assert lengths(spec, row._replace(tokens=[1] * (PROBE_TOKENS + 1))) != [0]
+
+
+def test_what_is_accepted_of_other_sequences_counts_for_new_ones() -> None:
+    spec = speculator(Fixed("f", 5))
+    for tokens in range(1, 7):
+        spec.observe_step(1, tokens - 1, 1, 0.010 + 0.004 * tokens)
+    before = lengths(spec, begin(spec))
+    verify(spec, begin(spec), accepted=5, times=12)
+    assert lengths(spec, begin(spec)) == [5] > before
+
+
+def test_the_source_that_is_right_more_often_is_chosen() -> None:
+    spec = speculator(Fixed("bad", 5), Fixed("good", 5, likely=0.6))
+    row = begin(spec)
+    (proposal,) = spec.choose(1, [row])
+    assert proposal is not None and proposal.source == "good"
+    for _ in range(6):
+        spec.verified(row, proposal, 0)
+    other = begin(spec)
+    (proposal,) = spec.choose(1, [other])
+    assert proposal is not None and proposal.source == "bad"
+
+
+@pytest.mark.parametrize(("token_s", "expected"), [(0.0, 5), (0.002, 2), (0.1, 0)])
+def test_drafts_are_verified_only_where_they_pay(token_s: float, expected: int) -> None:
+    costs = StepCosts()
+    for tokens in range(1, 7):
+        costs.observe(tokens, 0.010 + token_s * tokens)
+    (found,) = costs.best_lengths(1, [[0.6, 0.36, 0.216, 0.13, 0.078]])
+    assert found == expected
+
+
+def test_of_several_sequences_the_likeliest_drafts_come_first() -> None:
+    costs = StepCosts()
+    for tokens in range(2, 13):
+        costs.observe(tokens, 0.010 + 0.002 * tokens)
+    first, second = costs.best_lengths(2, [[0.9, 0.81, 0.73], [0.2, 0.04, 0.01]])
+    assert (first, second) == (3, 0)
+
+
+def test_costs_follow_what_is_measured_and_forget_outliers() -> None:
+    costs = StepCosts()
+    costs.observe(1, 0.010)
+    costs.observe(5, 0.030)
+    assert costs.predict_s(3) == pytest.approx(0.020)
+    costs.observe(1, 1.0)  # something else had the processor
+    for _ in range(9):
+        costs.observe(1, 0.010)
+    assert costs.predict_s(1) < 0.013
+    for _ in range(90):  # the context has grown
+        costs.observe(1, 0.020)
+    assert costs.predict_s(1) == pytest.approx(0.020, rel=0.05)
+
+
+def test_figures_tell_what_was_drafted_and_saved() -> None:
+    spec = speculator(Fixed("f", 5))
+    row = begin(spec)
+    spec.observe_step(1, 0, 1, 0.010)
+    verify(spec, row, accepted=3)
+    spec.observe_step(1, 5, 4, 0.015)
+    stats = spec.stats()
+    assert stats.sources == {"f": wire.DraftCounts(1, 5, 3)}
+    assert stats.saved_s == pytest.approx(4 * 0.010 - 0.015)
+    assert set(stats.step_s) == {"1", "6"}
+    assert (row.drafts.drafted, row.drafts.accepted) == (5, 3)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from struct import Struct
 
 from kvstore.directory import BlockKey, FileInfo
 from shared.blockfile import MAX_FILE_BYTES
-from shared.hashing import HASH_BYTES
+from shared.hashing import HASH_BYTES, model_of
 
 _SIZE_BITS = (2 * MAX_FILE_BYTES - 1).bit_length()
 """With this many, an integer of size and time needs no third digit before the year 2038."""
@@ -23,10 +23,13 @@ _ENTRY = Struct(">QI")
 """Last use (in microseconds) and size of a block, in front of its key: sorts by last use."""
 _SORTED_RUN = 16384
 """Blocks that are sorted at once: a million would stop all threads for a second."""
+IN_USE_S = 86400.0
+"""For so long after its last use a model keeps its share of the room: its users sleep at night."""
 
 
 class LruIndex:
-    """Blocks in order of their last use, oldest first.
+    """Blocks in order of their last use, oldest first, by namespace: a model has one for its
+    blocks, and another one if it keeps recurrent state.
 
     An index starts incomplete: its blocks exist, and blocks that it lacks may be in the
     directory too. `complete` adds the result of a scan of the directory, as older than all that
@@ -39,15 +42,17 @@ class LruIndex:
     def __init__(self) -> None:
         self.bytes = 0
         self.is_complete = False
-        self._blocks: OrderedDict[bytes, int] = OrderedDict()
-        self._removed_while_loading: set[bytes] = set()
+        self._namespaces: dict[str, _Namespace] = {}
+        self._removed_while_loading: set[BlockKey] = set()
 
     @classmethod
     def of(cls, found: Iterable[tuple[BlockKey, FileInfo]], now: float) -> LruIndex:
         """Return an index of ``found``, given in any order; none was used after ``now``."""
         scanned, runs = iter(found), []
         while run := [
-            _ENTRY.pack(max(0, int(1e6 * min(info.last_used, now))), info.size) + _pack_key(key)
+            _ENTRY.pack(max(0, int(1e6 * min(info.last_used, now))), info.size)
+            + bytes.fromhex(key.namespace)
+            + key.hash
             for key, info in itertools.islice(scanned, _SORTED_RUN)
         ]:
             run.sort(reverse=True)
@@ -55,39 +60,60 @@ class LruIndex:
         index = cls()
         for entry in heapq.merge(*map(_drain, runs)):
             at_us, size = _ENTRY.unpack_from(entry)
-            index.record_use(_unpack_key(entry[_ENTRY.size :]), size, at_us / 1e6)
+            key = BlockKey(entry[_ENTRY.size : -HASH_BYTES].hex(), entry[-HASH_BYTES:])
+            index.record_use(key, size, at_us / 1e6)
         return index
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return sum(len(namespace.blocks) for namespace in self._namespaces.values())
 
     def __contains__(self, key: BlockKey) -> bool:
-        return _pack_key(key) in self._blocks
+        namespace = self._namespaces.get(key.namespace)
+        return namespace is not None and key.hash in namespace.blocks
 
     def record_use(self, key: BlockKey, size: int, at: float) -> None:
         """Add the block, or make it the most recently used."""
-        packed = _pack_key(key)
-        known = self._blocks.pop(packed, None)
-        self.bytes += size - (0 if known is None else _unpack_info(known).size)
-        self._blocks[packed] = _pack_info(size, at)
-        self._removed_while_loading.discard(packed)
+        self._discard(key)
+        namespace = self._namespaces.setdefault(key.namespace, _Namespace())
+        namespace.blocks[key.hash] = _pack_info(size, at)
+        namespace.bytes += size
+        self.bytes += size
+        self._removed_while_loading.discard(key)
 
     def remove(self, key: BlockKey) -> None:
-        packed = _pack_key(key)
-        known = self._blocks.pop(packed, None)
-        if known is not None:
-            self.bytes -= _unpack_info(known).size
+        self._discard(key)
         if not self.is_complete:
-            self._removed_while_loading.add(packed)
+            self._removed_while_loading.add(key)
 
     def keys_of(self, namespace: str) -> list[BlockKey]:
-        root = bytes.fromhex(namespace)
-        return [_unpack_key(packed) for packed in self._blocks if packed.startswith(root)]
+        found = self._namespaces.get(namespace)
+        return [] if found is None else [BlockKey(namespace, hash) for hash in found.blocks]
 
     def oldest(self) -> tuple[BlockKey, FileInfo] | None:
-        for packed, info in self._blocks.items():
-            return _unpack_key(packed), _unpack_info(info)
-        return None
+        """Return the block that was used least recently."""
+        return self._oldest_of(self._namespaces)
+
+    def next_to_evict(
+        self, incoming: str | None, incoming_bytes: int, now: float
+    ) -> tuple[BlockKey, FileInfo] | None:
+        """Return the block that goes first, so that ``incoming_bytes`` of the namespace
+        ``incoming`` find room: the least recently used one of the models that have more than a fair
+        share.
+
+        A share is an equal part for each model that was used within `IN_USE_S`; others have none.
+        So a model that needs less than its share loses nothing, and others may borrow the rest.
+        This takes time for each namespace, of which there are few.
+        """
+        sizes = Counter({} if incoming is None else {model_of(incoming): incoming_bytes})
+        in_use = set(sizes)
+        for name, namespace in self._namespaces.items():
+            sizes[model_of(name)] += namespace.bytes
+            if now - namespace.last_used < IN_USE_S:
+                in_use.add(model_of(name))
+        share = sizes.total() / max(1, len(in_use))
+        over = {model for model, size in sizes.items() if size >= share or model not in in_use}
+        candidates = [name for name in self._namespaces if model_of(name) in over]
+        return self._oldest_of(candidates) or self.oldest()
 
     def complete(self, scanned: LruIndex) -> None:
         """Take over what a scan found, as older than all that was used since the start.
@@ -95,24 +121,46 @@ class LruIndex:
         ``scanned`` is used up. This takes time for what was used since the start only, since a
         lock is held meanwhile.
         """
-        blocks, self.bytes = scanned._blocks, scanned.bytes
-        newer, self._blocks = self._blocks, blocks
-        for packed in (*self._removed_while_loading, *newer):
-            known = blocks.pop(packed, None)
-            self.bytes -= 0 if known is None else _unpack_info(known).size
-        for packed, info in newer.items():
-            blocks[packed] = info
-            self.bytes += _unpack_info(info).size
+        newer, self._namespaces, self.bytes = self._namespaces, scanned._namespaces, scanned.bytes
+        for key in self._removed_while_loading:
+            self._discard(key)
+        for name, namespace in newer.items():
+            for hash, packed in namespace.blocks.items():
+                info = _unpack_info(packed)
+                self.record_use(BlockKey(name, hash), info.size, info.last_used)
         self.is_complete = True
         self._removed_while_loading.clear()
 
+    def _discard(self, key: BlockKey) -> None:
+        namespace = self._namespaces.get(key.namespace)
+        if namespace is None or (known := namespace.blocks.pop(key.hash, None)) is None:
+            return
+        size = _unpack_info(known).size
+        namespace.bytes -= size
+        self.bytes -= size
+        if not namespace.blocks:
+            del self._namespaces[key.namespace]
 
-def _pack_key(key: BlockKey) -> bytes:
-    return bytes.fromhex(key.namespace) + key.hash
+    def _oldest_of(self, names: Iterable[str]) -> tuple[BlockKey, FileInfo] | None:
+        found = [
+            (BlockKey(name, hash), _unpack_info(packed))
+            for name in names
+            if (namespace := self._namespaces.get(name)) is not None
+            for hash, packed in itertools.islice(namespace.blocks.items(), 1)
+        ]
+        return min(found, key=lambda each: each[1].last_used, default=None)
 
 
-def _unpack_key(packed: bytes) -> BlockKey:
-    return BlockKey(packed[:-HASH_BYTES].hex(), packed[-HASH_BYTES:])
+class _Namespace:
+    """The blocks of one namespace, the least recently used first, and their bytes."""
+
+    def __init__(self) -> None:
+        self.blocks: OrderedDict[bytes, int] = OrderedDict()
+        self.bytes = 0
+
+    @property
+    def last_used(self) -> float:
+        return _unpack_info(next(reversed(self.blocks.values()))).last_used
 
 
 def _pack_info(size: int, at: float) -> int:

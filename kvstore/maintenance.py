@@ -15,10 +15,12 @@ from pathlib import Path
 from kvstore.directory import BlockDirectory, BlockKey, FileInfo, block_path, scan_blocks
 from shared.blockfile import MAX_FILE_BYTES, BlockFileError, decode
 
+_LATEST = 2.0**40  # as a time, in seconds
+
 
 @dataclass
 class NamespaceFigures:
-    """The blocks of one namespace: of one model, with one kind of cache and one salt."""
+    """The blocks of one namespace: of one model, with one kind of cache."""
 
     blocks: int = 0
     bytes: int = 0
@@ -106,7 +108,7 @@ def import_blocks(root: Path, archive: Path) -> Outcome:
     outcome = Outcome()
     directory = BlockDirectory(root)
     try:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(archive, "r:") as tar:
             for member in tar:
                 key, data = _key(member.name), b""
                 file = tar.extractfile(member) if member.isreg() else None
@@ -115,7 +117,7 @@ def import_blocks(root: Path, archive: Path) -> Outcome:
                 if key is None or not _is_good(key, data):
                     outcome.bad.append(member.name[:200])
                 elif directory.info(key) is None:
-                    directory.write(key, data, float(member.mtime), durable=False)
+                    directory.write(key, data, _last_used(member), durable=False)
                     outcome.add(len(data))
     finally:
         directory.close()
@@ -133,6 +135,12 @@ def _read(root: Path, key: BlockKey) -> bytes | None:
         return block_path(root, key).read_bytes()
     except OSError:
         return None
+
+
+def _last_used(member: tarfile.TarInfo) -> float:
+    """Return the time of use in an archive; 0 if it is none, since others may have made it."""
+    at = float(member.mtime)
+    return at if 0 <= at < _LATEST else 0.0
 
 
 def _is_good(key: BlockKey, data: bytes) -> bool:

@@ -147,7 +147,7 @@ class DiskStore:
         if 0 < self._space.max_bytes < len(data):
             raise BlockTooLarge(f"{len(data)} bytes")
         self._refused_bytes = len(data)
-        self._make_room(len(data))
+        self._make_room(len(data), key.namespace)
         try:
             self._write(key, data, durable)
         except OSError as error:
@@ -155,7 +155,7 @@ class DiskStore:
                 raise
             with self._lock:
                 self._space.shrink(self._used_bytes(), len(data))
-            self._make_room(len(data))
+            self._make_room(len(data), key.namespace)
             self._write(key, data, durable)
 
     def verify(self, key: BlockKey) -> None:
@@ -259,8 +259,8 @@ class DiskStore:
             self._unremoved.pop(key, None)
             self._index.record_use(key, len(data), at)
 
-    def _make_room(self, incoming_bytes: int) -> None:
-        """Evict the least recently used blocks until the limits hold with a new block.
+    def _make_room(self, incoming_bytes: int, namespace: str | None = None) -> None:
+        """Evict blocks until the limits hold with a new one, of ``namespace``.
 
         Raises: `NoRoom` if that is impossible, OSError if a file cannot be removed.
         """
@@ -275,10 +275,13 @@ class DiskStore:
         while True:
             over_bytes = max(disk_bytes, self._over_bytes(limit_bytes, incoming_bytes))
             with self._lock:
-                oldest = self._index.oldest()
-            expired = oldest is not None and self._is_expired(oldest[1].last_used)
-            if oldest is not None and (expired or over_bytes > 0):
-                key, info = oldest
+                found = self._index.oldest()
+                expired = found is not None and self._is_expired(found[1].last_used)
+                if over_bytes > 0 and not expired:
+                    now = self._clock()
+                    found = self._index.next_to_evict(namespace, incoming_bytes, now)
+            if found is not None and (expired or over_bytes > 0):
+                key, info = found
                 self._remove(key, info.size, self._directory.remove)
                 disk_bytes -= info.size
                 with self._lock:

@@ -48,13 +48,18 @@ def state_namespace(root: bytes, layout: Sequence[str]) -> bytes:
     """Return the namespace of stored recurrent states that follow blocks under ``root``.
 
     States have the hashes of blocks, so they need a namespace of their own. States with arrays of
-    another ``layout`` are in another one.
+    another ``layout`` are in another one. Its first half is that of ``root`` (`model_of`).
     """
-    digest = blake2b(root, digest_size=HASH_BYTES, person=b"state-v1")
+    digest = blake2b(root, digest_size=HASH_BYTES // 2, person=b"state-v2")
     for part in layout:
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
-    return digest.digest()
+    return root[: HASH_BYTES // 2] + digest.digest()
+
+
+def model_of(namespace: str) -> str:
+    """Return what the namespaces of a model's blocks and states, as hex digits, have in common."""
+    return namespace[:HASH_BYTES]
 
 
 def salted_root(root: bytes, cache_salt: str) -> bytes:

@@ -16,16 +16,16 @@ def hash_of(number: int) -> bytes:
     return number.to_bytes(HASH_BYTES, "big")
 
 
-def key_of(number: int) -> BlockKey:
-    return BlockKey(NAMESPACE, hash_of(number))
+def key_of(number: int, namespace: str = NAMESPACE) -> BlockKey:
+    return BlockKey(namespace, hash_of(number))
 
 
 def payload_of(number: int, size: int = 1000) -> tuple[bytes, ...]:
     return (bytes([number % 256]) * size, b"tail of %d" % number)
 
 
-def file_of(number: int, size: int = 1000) -> bytes:
-    return encode(hash_of(number), NAMESPACE, payload_of(number, size))
+def file_of(number: int, size: int = 1000, namespace: str = NAMESPACE) -> bytes:
+    return encode(hash_of(number), namespace, payload_of(number, size))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

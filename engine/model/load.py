@@ -12,6 +12,7 @@ from engine.model.context import config_int, context_length, served_context
 from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
 from engine.model.fingerprint import digest
+from shared.paths import user_path
 from shared.wire import TOKENIZER_FILES
 
 if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
@@ -60,9 +61,12 @@ def resolve(model: str) -> Path:
     if model in DEMOS:
         as_it_ships = model == "demo-4bit" or (model == "demo" and on_cpu())
         return demo_model_path(quantized=as_it_ships)
-    path = Path(model).expanduser()
-    if path.exists():
-        return _checked(path)
+    path = user_path(model)
+    try:
+        if path.exists():
+            return _checked(path)
+    except OSError as error:  # a name that is too long, a directory that others own
+        raise ModelUnavailable(f"there is no model at {model}: {error.strerror}") from None
     if not HUB_ID.fullmatch(model) or model.startswith("."):
         raise ModelUnavailable(f"there is no model at {model}: no such directory")
     return _checked(_from_hub(model))

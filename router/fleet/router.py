@@ -205,11 +205,10 @@ class Router:
             self.admission.limit_concurrency(tenant, model_id, limit),
             self.supervised.waiting_for(configured),
         ):
-            while self.unloaded_model(model_id, tenant) is not None:
-                state = self.supervised.models[model_id]
-                if state.state == "broken":
+            while (unloaded := self.unloaded_model(model_id, tenant)) is not None:
+                if unloaded.state == "broken":
                     raise Unavailable(
-                        f"The model {model_id} cannot be loaded: {state.reason}.",
+                        f"The model {model_id} cannot be loaded: {unloaded.reason}.",
                         code="model_broken",
                         retry_after_s=limit_s,
                     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.model.demo import user_cache
+from shared.paths import user_path
 from shared.settings import ModelEntry, Settings
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ def weights_bytes(model: str) -> int | None:
 
     None if it is not on this machine, or is no model.
     """
-    directory = _directory(model)
-    files = [] if directory is None else sorted(directory.glob("model*.safetensors"))
     try:
+        directory = _directory(model)
+        files = [] if directory is None else sorted(directory.glob("model*.safetensors"))
         return sum(map(_tensor_bytes, files)) if files else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.debug("the weights of %s cannot be measured: %s", model, error)
@@ -51,7 +52,7 @@ def _tensor_bytes(path: Path) -> int:
 def _directory(model: str) -> Path | None:
     if model in ("demo", "demo-fp32", "demo-4bit"):  # made when it is first loaded
         return max((user_cache() / "models").glob("SmolLM2*"), default=None)
-    path = Path(model).expanduser()
+    path = user_path(model)
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download

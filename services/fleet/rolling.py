@@ -32,8 +32,8 @@ class RollingRestart:
             self.add_engine(model, child)
 
     def add_engine(self, model: FleetModel, child: ManagedChild) -> None:
-        is_starting = child is self._new and not child.is_ready
-        if not is_starting and (model, child) not in self._queue:
+        """Exchange ``child``, also if it only starts: its settings may be old ones."""
+        if (model, child) not in self._queue:
             self._queue.append((model, child))
 
     def forget(self, model: FleetModel) -> None:

@@ -8,13 +8,13 @@ that names the flag and the place where its value came from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shared.flags import sources
 from shared.flags.declaration import Flag, FlagError, flag, flags_of
 from shared.flags.sources import RawValue, from_table
 from shared.flags.values import arguments, check_range, convert
+from shared.paths import user_path
 
 __all__ = [
     "Flag",
@@ -63,7 +63,7 @@ def resolve(
     given |= sources.from_command_line(flags, parser, argv)
     found: list[Any] = []
     if config in given:
-        path = Path(str(given[config].value)).expanduser()
+        path = user_path(str(given[config].value))
         content = sources.read_file(path)
         if isinstance(content.get(tables), list):
             found = content.pop(tables)

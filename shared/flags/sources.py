@@ -94,7 +94,7 @@ def read_file(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FlagError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of long numbers and deep arrays
         raise FlagError(f"--config: {path} is not valid TOML: {one_line(error)}") from None
 
 

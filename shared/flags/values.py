@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.flags.declaration import Flag
+from shared.paths import user_path
 
 _YES_NO = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -44,7 +45,7 @@ def _to_float(raw: Any) -> float:
         if isinstance(raw, bool):
             raise ValueError
         value = float(raw)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{raw!r} is not a number") from None
     if not math.isfinite(value):
         raise ValueError(f"{raw!r} is not a finite number")
@@ -63,6 +64,8 @@ def _to_text(raw: Any) -> str:
         raise ValueError("not a string")
     if not raw.strip():
         raise ValueError("empty")
+    if "\0" in raw:  # neither a path nor an argument of a process can have one
+        raise ValueError("it has a NUL character")
     return raw
 
 
@@ -75,7 +78,8 @@ def _to_texts(raw: Any) -> tuple[str, ...]:
 def _to_object(raw: Any) -> dict[str, Any]:
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
-    except ValueError as error:
+        json.dumps(value)  # TOML has dates too
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -87,7 +91,7 @@ _CONVERTERS: dict[Any, Any] = {
     float: _to_float,
     bool: _to_bool,
     str: _to_text,
-    Path: lambda raw: Path(_to_text(raw)).expanduser(),
+    Path: lambda raw: user_path(_to_text(raw)),
     tuple: _to_texts,
     dict: _to_object,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from shared.flags import FlagError, arguments, flags_of, from_table, values_of
 from shared.settings.checks import check
@@ -103,7 +103,7 @@ def _entry(settings: Settings, table: Any, where: str) -> tuple[ModelEntry, list
     aliases, pinned = rest.pop("aliases", []), rest.pop("pinned", False)
     if own_id is None:
         raise FlagError(f"--config: {where} has neither id nor path")
-    if not isinstance(aliases, list) or not all(isinstance(a, str) and a.strip() for a in aliases):
+    if not isinstance(aliases, list) or not all(map(_is_name, aliases)):
         raise FlagError(f"--config: aliases of {where} are not a list of strings")
     if not isinstance(pinned, bool):
         raise FlagError(f"--config: pinned of {where} is neither true nor false")
@@ -119,9 +119,16 @@ def _entry(settings: Settings, table: Any, where: str) -> tuple[ModelEntry, list
     return ModelEntry(settings=merged, pinned=pinned), warnings
 
 
+def _is_name(value: object) -> TypeGuard[str]:
+    """Return whether ``value`` is text that can be shown in one line."""
+    return isinstance(value, str) and bool(value.strip()) and value.isprintable()
+
+
 def _text(table: dict[str, Any], key: str, where: str) -> str | None:
-    value = table.pop(key, None)
-    if value is not None and (not isinstance(value, str) or not value.strip()):
+    value: object = table.pop(key, None)
+    if value is None:
+        return None
+    if not _is_name(value):
         raise FlagError(f"--config: {key} of {where} is not a string with text")
     return value
 

@@ -132,9 +132,19 @@ def test_a_model_that_cannot_be_loaded_says_why_and_the_others_are_served(models
 
 def test_the_file_is_read_again_on_sighup(models: Models, content: str) -> None:
     server = models.server
+
+    def refuse(line: str) -> None:
+        server.wait_until(lambda: any(line in each for each in server.log), PATIENCE_S, line)
+
     models.reload(content.replace('id = "broken"', 'id = "b"'))
-    line = "the model name 'b' is used twice"
-    server.wait_until(lambda: any(line in each for each in server.log), PATIENCE_S, "refused")
+    refuse("the model name 'b' is used twice")
+    models.reload("x = " + 100_000 * "[")
+    refuse("is not valid TOML: ")
+    models.reload(content.replace("/nowhere/at/all", "/nowhere\\u0000"))
+    refuse("path of [[model]] number 4")
+    models.reload("")
+    refuse("has no [[model]] any more")
+    assert set(models.states) == {"org/a", "b", "c", "broken"}, "nothing has changed"
     models.reload(content.replace('id = "broken"', 'id = "d"').replace("/nowhere/at/all", "demo"))
     models.wait_for(d="unloaded")
     assert "broken" not in models.states

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.kvstore.blocks import wait_until
 
@@ -27,9 +28,17 @@ class Process:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> Process:
-        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        self.run_with()
         wait_until(self._answers, 60)
         return self
+
+    def run_with(self, **fields: Any) -> None:
+        """Start the process with these arguments of `subprocess.Popen`."""
+        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True, **fields)
+
+    def wait(self) -> int:
+        """Wait until the process ends by itself; return the exit code."""
+        return self._reap()
 
     def kill(self) -> None:
         """Send SIGKILL."""

@@ -282,6 +282,12 @@ def test_a_boolean_set_by_both_of_its_names_is_refused(capsys: pytest.CaptureFix
         ("block-size = 8\nblock_size = 8", "--block-size: set twice in {}"),
         ("kv-bits = 5", "--kv-bits (key 'kv-bits' in {}): 5 is none of 4, 8, 16"),
         ("port =", "--config: {} is not valid TOML: "),
+        ("port = " + 5000 * "9", "--config: {} is not valid TOML: "),
+        ("port = " + 100_000 * "[", "--config: {} is not valid TOML: "),
+        ("temperature = " + 400 * "9", "--temperature (key 'temperature' in {}): 9"),
+        ('model = "a\\u0000b"', "--model (key 'model' in {}): it has a NUL character"),
+        ("[chat-template-args]\nday = 2026-01-01", "--chat-template-args (key "),
+        ('[[model]]\nid = "a\\nb"', "--config: id of [[model]] number 1 of {} is not a string"),
     ],
 )
 def test_an_error_in_a_file_names_file_and_key(

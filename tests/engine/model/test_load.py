@@ -43,7 +43,9 @@ def test_options_replace_the_tokens_and_the_template_of_the_tokenizer(
     assert loaded.tokenizer.apply_chat_template(message, tokenize=False) == "just this"
 
 
-@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "nowhere"])
+@pytest.mark.parametrize(
+    "model", ["/nowhere/at/all", "./nowhere", "nowhere", "~no-such-user/model", 300 * "a"]
+)
 def test_a_missing_path_is_reported_in_one_line(model: str) -> None:
     with pytest.raises(ModelUnavailable, match=f"there is no model at {model}") as caught:
         resolve(model)

@@ -109,6 +109,17 @@ def test_a_restart_asked_for_while_the_engine_before_still_ends_is_not_forgotten
     assert run.log == [".a-0", "+a-0", "-a-1", ".a-1"]
 
 
+def test_settings_that_change_while_the_new_engine_starts_are_not_forgotten() -> None:
+    run = FleetRun(3 * GB, [entry("a")])
+    run.settle()
+    run.fleet.restart("a")
+    run.fleet.turn()
+    run.log.clear()
+    run.fleet.reconfigure(run.settings, [entry("a", temperature=0.5)])
+    run.settle()
+    assert run.log == ["-a-0", ".a-0", "+a-0", "-a-1", ".a-1"], "a-1 has the old settings"
+
+
 def test_without_memory_for_both_the_old_engine_drains_first() -> None:
     run = FleetRun(2 * GB, [entry("a", engines=2)])
     run.settle()
@@ -207,7 +218,8 @@ def test_the_size_of_weights_is_read_from_the_headers_of_files(tmp_path: Path) -
     assert weights_bytes(str(tmp_path)) == 350
     (tmp_path / "model-1.safetensors").write_bytes(b"\xff" * 20)
     assert weights_bytes(str(tmp_path)) is None
-    assert weights_bytes("no/such-model-at-all") is None
+    for nowhere in ("no/such-model-at-all", "~no-such-user/model", 5000 * "a"):
+        assert weights_bytes(nowhere) is None
 
 
 def test_budgets_divide_the_memory_where_all_fit_and_stay_near_the_weights_otherwise() -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -24,6 +26,8 @@ EXIT_CODES = (
 KEY_VARIABLE = "MLX_LM_SERVER_ADMIN_KEY"
 URL_VARIABLE = "MLX_LM_SERVER_URL"
 _TIMEOUT_S = 30
+_ANSWERS = {"done", "engines", "requests"}
+"""One of these is in each answer of a path below /admin."""
 
 
 class ServerRefused(Exception):
@@ -53,37 +57,53 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def ask(options: argparse.Namespace, method: str, *path: str, **query: str) -> tuple[int, Any]:
-    """Return the status and the JSON body of the answer. Raises `NoServer`."""
+    """Return the status and the JSON object of the answer. Raises `NoServer`."""
     url = "/".join([options.url.rstrip("/"), *(quote(part, safe="") for part in path)])
     if not url.startswith(("http://", "https://")):
         raise NoServer(f"no server at {options.url}: an address begins with http:// or https://")
-    request = urllib.request.Request(url + (f"?{urlencode(query)}" if query else ""), method=method)
-    if getattr(options, "admin_key", ""):
-        request.add_header("Authorization", f"Bearer {options.admin_key}")
+    url += f"?{urlencode(query)}" if query else ""
+    try:
+        request = urllib.request.Request(url, method=method)
+        if getattr(options, "admin_key", ""):
+            request.add_header("Authorization", f"Bearer {options.admin_key}")
+        status, text = _send(request)
+    except (OSError, ValueError, HTTPException) as error:
+        reason = " ".join(str(getattr(error, "reason", error)).split())
+        raise NoServer(f"no server answers at {options.url}: {reason}") from None
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise _other_server(options, status)
+    return status, body
+
+
+def _send(request: urllib.request.Request) -> tuple[int, bytes]:
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return answer.status, json.load(answer)
+            return answer.status, answer.read()
     except urllib.error.HTTPError as error:
-        try:
-            return error.code, json.load(error)
-        except ValueError:
-            raise NoServer(f"{options.url} answers {error.code}, but is no mlx-lm-server") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise NoServer(f"no server answers at {options.url}: {reason}") from None
+        return error.code, error.read()
 
 
 def administrate(options: argparse.Namespace, method: str, *path: str, **query: str) -> Any:
     """Return the body of the answer of a path below /admin. Raises `ServerRefused`, `NoServer`."""
     status, body = ask(options, method, "admin", *path, **query)
-    if status == 200:
+    if status == 200 and body.keys() & _ANSWERS:
         return body
+    if status == 200 or not isinstance(body.get("error"), dict) or "message" not in body["error"]:
+        raise _other_server(options, status)
     hint = ""
     if status in (401, 403):
         hint = f" (give --admin-key or ${KEY_VARIABLE})"
-    elif status == 404 and body.get("error", {}).get("code") == "not_found":
+    elif status == 404 and body["error"].get("code") == "not_found":
         hint = " (the server was started without --admin-key)"
     raise ServerRefused(f"{body['error']['message']}{hint}")
+
+
+def _other_server(options: argparse.Namespace, status: int) -> NoServer:
+    return NoServer(f"{options.url} answers {status}, but is no mlx-lm-server")
 
 
 def run(
@@ -97,6 +117,8 @@ def run(
         return fail(prog, error, EXIT_FAILED)
     except NoServer as error:
         return fail(prog, error, EXIT_NO_SERVER)
+    except KeyboardInterrupt:  # nobody waits any more; the server goes on
+        return 128 + signal.SIGINT
     sys.stdout.write((json.dumps(found) if options.json else text) + "\n")
     return int(code)
 

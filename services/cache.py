@@ -23,6 +23,7 @@ from services.admin_client import (
     table,
 )
 from shared.exits import EXIT_FAILED, EXIT_OK
+from shared.paths import user_path
 from shared.settings import Settings
 
 PROG = "mlx-lm-server cache"
@@ -35,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _act(options: argparse.Namespace) -> tuple[int, Any, str]:
-    root: Path = options.ssd_cache_dir.expanduser()
+    root = user_path(str(options.ssd_cache_dir))
+    if options.command == "export" and not options.file.name:
+        raise ServerRefused(f"{options.file} is not the name of a file")
     if options.command not in ("import", "clear") and not root.is_dir():
         raise ServerRefused(f"there is no directory {root}")
     try:
@@ -77,6 +80,8 @@ def _verify(root: Path, options: argparse.Namespace) -> tuple[int, Any, str]:
 
 def _clear(root: Path, options: argparse.Namespace) -> tuple[int, Any, str]:
     if options.url is not None:
+        if options.namespace is not None:
+            raise ServerRefused("--namespace: a running server can only be cleared as a whole")
         done = administrate(options, "POST", "cache", "clear")
         return EXIT_OK, done, f"{done['done']}: {', '.join(done['names']) or 'no engine'}"
     return _outcome("removed", maintenance.clear(root, options.namespace))
@@ -98,7 +103,7 @@ def _outcome(verb: str, outcome: Outcome) -> tuple[int, Any, str]:
 
 
 _COMMANDS: dict[str, tuple[Any, str]] = {
-    "ls": (_ls, "list namespaces (one model, kind of cache and salt), used last first"),
+    "ls": (_ls, "list namespaces (one model and kind of cache), used last first"),
     "stats": (_stats, "count all blocks"),
     "verify": (_verify, "read and check every block; exit code 1 if one is bad"),
     "clear": (_clear, "remove blocks: of a stopped server, or with --url of a running one"),

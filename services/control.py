@@ -9,6 +9,7 @@ from typing import Any
 
 from services.admin_client import (
     EXIT_CODES,
+    NoServer,
     ServerRefused,
     add_json_flag,
     add_server_flags,
@@ -53,8 +54,8 @@ def restart(argv: Sequence[str]) -> int:
 
 def _status(options: argparse.Namespace) -> Outcome:
     code, found = ask(options, "GET", "health")
-    if "status" not in found:
-        raise ServerRefused(f"it answers {code} to /health")
+    if not {"status", "version", "reasons", "models"} <= found.keys():
+        raise NoServer(f"{options.url} answers {code} to /health, but is no mlx-lm-server")
     lines = [f"{found['status']}: mlx-lm-server {found['version']} at {options.url}"]
     lines += found["reasons"]
     rows: list[list[object]] = [["MODEL", "ENGINE", "STATE", "SEQUENCES", "KV BLOCKS", "QUEUED"]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from shared.allow_list import (
     read_allow_list,
     write_allow_list,
 )
-from shared.curve import ALLOW_LIST, CurveError, create_pair, is_key
+from shared.curve import ALLOW_LIST, CurveError, Role, create_pair, is_key, load_public
 from shared.exits import EXIT_FAILED, EXIT_OK, fail
+from shared.paths import user_path
 
 PROG = "mlx-lm-server keys"
 VARIABLE = "MLX_LM_SERVER_CURVE_DIR"
@@ -38,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if options.curve_dir is None and options.run is not _reload:
         return fail(PROG, f"--curve-dir or ${VARIABLE}: the directory of the keys", EXIT_FAILED)
     try:
-        found = options.run((options.curve_dir or Path()).expanduser(), options)
+        found = options.run(user_path(str(options.curve_dir or "")), options)
     except (CurveError, AllowListError, ServerRefused) as error:
         return fail(PROG, error, EXIT_FAILED)
     except NoServer as error:
@@ -56,6 +59,9 @@ def _make_server(directory: Path, options: argparse.Namespace) -> dict[str, Any]
 def _make_engine(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     if not is_key(options.server):
         raise CurveError(f"{options.server[:70]!r} is not a key of 64 hexadecimal digits")
+    is_a_server = (directory / "server.secret").exists()
+    if is_a_server and load_public(directory, "server") != options.server:
+        raise CurveError(f"{directory} has the keys of another server: take another directory")
     own = create_pair(directory, "engine").public
     (directory / "server.key").write_text(options.server + "\n")
     return {"engine key": own}
@@ -65,30 +71,45 @@ def _allow(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     fields = [f"name={options.name}"] if options.name else []
     fields += [f"models={','.join(options.model)}"] if options.model else []
     allowed = parse_allowed_key(options.key, fields)
+    if any("," in name for name in options.model or ()):
+        raise AllowListError("--model: a name with a comma cannot be on the list")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    keys = read_allow_list(directory / ALLOW_LIST)
-    keys[allowed.key] = allowed
-    if any(one.name == allowed.name and one.key != allowed.key for one in keys.values()):
-        raise AllowListError(f"another key has the name {allowed.name}")
-    write_allow_list(directory / ALLOW_LIST, keys.values())
+    with _changing(directory):
+        keys = read_allow_list(directory / ALLOW_LIST)
+        keys[allowed.key] = allowed
+        if any(one.name == allowed.name and one.key != allowed.key for one in keys.values()):
+            raise AllowListError(f"another key has the name {allowed.name}")
+        write_allow_list(directory / ALLOW_LIST, keys.values())
     return {"allowed": _describe(allowed)}
 
 
 def _remove(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    keys = read_allow_list(directory / ALLOW_LIST)
-    found = [one for one in keys.values() if options.key in (one.key, one.name)]
-    if not found:
-        raise AllowListError(f"no key or name {options.key!r} is on the list")
-    write_allow_list(directory / ALLOW_LIST, [one for one in keys.values() if one not in found])
+    with _changing(directory):
+        keys = read_allow_list(directory / ALLOW_LIST)
+        found = [one for one in keys.values() if options.key in (one.key, one.name)]
+        if not found:
+            raise AllowListError(f"no key or name {options.key!r} is on the list")
+        write_allow_list(directory / ALLOW_LIST, [one for one in keys.values() if one not in found])
     return {"removed": _describe(found[0])}
+
+
+@contextmanager
+def _changing(directory: Path) -> Iterator[None]:
+    """Keep other commands from changing the list meanwhile: what they add would be lost."""
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _list(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for role in ("server", "engine"):
-        path = directory / f"{role}.key"
-        if path.exists():
-            found[f"{role} key"] = path.read_text().strip()
+    roles: tuple[Role, ...] = ("server", "engine")
+    for role in roles:
+        if (directory / f"{role}.key").exists():
+            found[f"{role} key"] = load_public(directory, role)
     keys = read_allow_list(directory / ALLOW_LIST)
     return found | {"allowed": [_describe(one) for one in keys.values()]}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NO_NAME = re.compile(r"[\s#]")
 MAX_FILE_BYTES = 1_000_000
 
 
@@ -117,6 +118,8 @@ def parse_allowed_key(key: str, fields: Iterable[str]) -> AllowedKey:
     models = frozenset(found["models"].split(",")) if "models" in found else None
     if models is not None and not all(models):
         raise AllowListError("models has an empty name")
+    if models is not None and any(_NO_NAME.search(each) for each in models):
+        raise AllowListError("models: a name with white space or '#' cannot be on the list")
     return AllowedKey(key, name, models)
 
 

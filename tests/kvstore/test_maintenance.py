@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import tarfile
@@ -110,3 +111,17 @@ def test_an_archive_cannot_write_anything_else(root: Path, cache: Cache, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "no.tar").write_text("nonsense")
     assert "is no archive of blocks" in cache("import", root, str(tmp_path / "no.tar"), code=1)
+    (tmp_path / "no.tar").write_bytes(gzip.compress(archive.read_bytes())[:-20])
+    assert "is no archive of blocks" in cache("import", root, str(tmp_path / "no.tar"), code=1)
+    assert "is not the name of a file" in cache("export", root, "/", code=1)
+
+
+@pytest.mark.parametrize("used", ["inf", "nan", "-5", "1e300"])
+def test_times_in_an_archive_may_be_nonsense(used: str, cache: Cache, tmp_path: Path) -> None:
+    archive, elsewhere = tmp_path / "blocks.tar", tmp_path / "elsewhere"
+    with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo(f"{NAMESPACE}/{hash_of(5).hex()}")
+        info.size, info.pax_headers = len(file_of(5)), {"mtime": used}
+        tar.addfile(info, io.BytesIO(file_of(5)))
+    assert cache("import", elsewhere, str(archive))["imported"] == 1
+    assert cache("ls", elsewhere)["namespaces"][0]["last_used"] == 0

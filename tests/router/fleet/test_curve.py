@@ -13,6 +13,7 @@ import pytest
 from router.fleet.engine_socket import EngineSocketError
 from router.fleet.engine_sockets import EngineSockets
 from services import keys
+from shared.allow_list import read_allow_list
 from shared.curve import EngineKeys, KeyPair, create_pair, load_public
 from tests.conftest import unused_port
 from tests.router.conftest import Server, eventually
@@ -174,6 +175,17 @@ def test_keys_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     open_sockets()
 
 
+def test_keys_that_are_allowed_at_the_same_time_are_all_on_the_list(tmp_path: Path) -> None:
+    def allow(number: int) -> int:
+        return keys.main(
+            ["allow", f"--curve-dir={tmp_path}", f"{number:064x}", f"--name=k{number}"]
+        )
+
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(allow, range(64))) == {0}
+    assert len(read_allow_list(tmp_path / "allowed")) == 64
+
+
 def test_the_command_line_makes_keys_and_says_who_may_join(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +205,11 @@ def test_the_command_line_makes_keys_and_says_who_may_join(
     assert "'abc' is not a public key" in capsys.readouterr().err
     assert keys.main(["allow", server, own, "--name=a", "--model=x", "--model=y"]) == 0
     assert (tmp_path / "s" / "allowed").read_text() == f"{own} name=a models=x,y\n"
+    for name in ("my model", "#1", "a,b"):
+        assert keys.main(["allow", server, own, f"--model={name}"]) == 1
+    assert "with a comma" in capsys.readouterr().err.splitlines()[-1]
+    assert keys.main(["engine", server, "--server", "ab" * 32]) == 1
+    assert "has the keys of another server" in capsys.readouterr().err
     assert keys.main(["list", server, "--json"]) == 0
     assert '"models": ["x", "y"]' in capsys.readouterr().out
     assert keys.main(["remove", server, "b"]) == 1

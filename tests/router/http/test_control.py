@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -23,6 +28,7 @@ class Command:
     """Runs the command line against a server."""
 
     def __init__(self, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+        self.server = server
         self._flags = ["--url", server.url]
         self._capsys = capsys
         self._lock = threading.Lock()
@@ -97,9 +103,83 @@ def test_errors_are_one_line_and_an_exit_code(
     assert caught.value.code == 2
 
 
+class AnotherServer(BaseHTTPRequestHandler):
+    """Answers with the path, as a number and a text."""
+
+    def do_GET(self) -> None:
+        status, _, body = unquote(self.path.split("/")[1]).partition(" ")
+        self.send_response(int(status))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *words: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ['200 {"status": "ok"}', "200 true", '404 {"detail": "Not Found"}', "404 []", "200 {}", "500"],
+)
+def test_another_program_at_the_address_is_said_in_one_line(
+    answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), AnotherServer) as other, ThreadPoolExecutor(1) as on:
+        serving = on.submit(other.serve_forever)
+        url = f"http://127.0.0.1:{other.server_port}/{quote(answer)}"
+        try:
+            for name in ("status", "engines", "drain", "restart"):
+                assert cli.main([name, "--url", url]) == 3
+                assert capsys.readouterr().err.endswith("but is no mlx-lm-server\n")
+        finally:
+            other.shutdown()
+        serving.result(60)
+
+
+@pytest.mark.parametrize("url", ["http://a b", "http://[::1", "http://127.0.0.1:x"])
+def test_an_address_that_is_none_is_said_in_one_line(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--url", url]) == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and url in error
+
+
+def test_a_server_that_speaks_no_http_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def speak() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+                connection.recv(4096)
+
+        spoken = pool.submit(speak)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert cli.main(["status", "--url", url]) == 3
+        assert capsys.readouterr().err.count("\n") == 1
+        spoken.result(60)
+
+
+def test_a_wait_that_is_interrupted_says_nothing(
+    command: Command, start_engine: Start, says: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_engine(command.server, script=says("hello"), name="busy")
+    eventually(lambda: ["busy", "tiny", "ready"] in shown(command("engines")))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("services.control.time", SimpleNamespace(sleep=interrupt))
+    assert command("restart", "busy", "--wait", code=128 + signal.SIGINT) == ""
+
+
 def test_keys_are_reloaded_and_caches_cleared(command: Command) -> None:
     assert command("keys", "reload").split() == ["API", "keys", "0"]
     assert command("cache", "clear").startswith("cleared (all): ")
+    assert "only be cleared as a whole" in command("cache", "clear", "--namespace=x", code=1)
 
 
 @pytest.mark.parametrize("name", ["status", "engines", "drain", "restart", "cache", "keys"])

@@ -28,6 +28,7 @@ class ChildSpec:
     announces_ready: bool = False  # the server is ready when all of these children are
     takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a beat
     essential: bool = True  # the server ends if this child cannot start
+    work: str = ""  # children with the same one take over from each other
 
 
 @dataclass

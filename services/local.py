@@ -101,6 +101,8 @@ class Children:
             stop_stage=1,
             announces_ready=not self._is_server,
             essential=entry.alone,
+            # Routers elsewhere learn of a loss from the first beat of the successor.
+            work=entry.id if self._is_server else "",
         )
 
     def _spec(
@@ -160,6 +162,9 @@ def _supervise(
             new, entries, _ = settings.read(argv, os.environ, PROG)
         except FlagError as error:
             logger.error("the old settings stay: %s", error)
+            return
+        if entries[0].alone and not models[0].alone:  # perhaps it is just being written
+            logger.error("the old settings stay: %s has no [[model]] any more", new.config)
             return
         if fixed := settings.fixed_changes(options, new):
             names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(fixed))

@@ -18,6 +18,7 @@ class Limits:
     silence_s: float = 10.0  # silence of a child that is ready
     backoff_s: float = 0.1  # pause before a restart, doubled with each failure in a row
     max_backoff_s: float = 30.0
+    beside_others_s: float = 2.0  # pause at least, where another child takes over the work
     stable_after_s: float = 60.0  # a run of this length forgives earlier failures
     max_start_failures: int = 5  # of a child that was never ready; then the server ends
     drain_timeout_s: float = 35.0  # of one stage of the stop

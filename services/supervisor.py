@@ -207,9 +207,20 @@ class Supervisor:
         if not child.was_ready and child.failures >= self._limits.max_start_failures:
             return self._give_up(child, f"{reason} at every start", reason, EXIT_FAILED)
         wait_s = self._limits.pause_s(child.failures)
+        if self._has_stand_in(child):  # which has twice the work now, and needs the processor
+            wait_s = max(wait_s, self._limits.beside_others_s)
         child.start_at = now + wait_s
         logger.warning("%s %s; starting it again in %.1f s", child.name, reason, wait_s)
         return None
+
+    def _has_stand_in(self, child: ManagedChild) -> bool:
+        """Return whether another child does the work of ``child`` while it is away."""
+        work = child.spec.work
+        return bool(work) and any(
+            other.is_ready and other.spec.work == work
+            for other in self.children
+            if other is not child
+        )
 
     def _give_up(self, child: ManagedChild, failing: str, reason: str, code: int) -> int | None:
         child.gave_up, child.exit_code = reason, code

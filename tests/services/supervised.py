@@ -1,6 +1,6 @@
 """The real supervisor with children that run `child_program`, as a process.
 
-Usage: `supervised.py FOLDER LIMITS NAME:BEHAVIOUR:STAGE...`; LIMITS is a JSON object.
+Usage: `supervised.py FOLDER LIMITS NAME:BEHAVIOUR:STAGE[:WORK]...`; LIMITS is a JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(folder: str, limits: str, *children: str) -> int:
     with RunDir.create() as run_dir:
         specs = []
         for child in children:
-            name, behaviour, stage = child.split(":")
+            name, behaviour, stage, *work = child.split(":")
             specs.append(
                 ChildSpec(
                     name=name,
@@ -36,6 +36,7 @@ def main(folder: str, limits: str, *children: str) -> int:
                     stop_stage=int(stage),
                     announces_ready=True,
                     takes_hang_up=name == "router",
+                    work="".join(work),
                 )
             )
         supervisor = Supervisor(

@@ -126,6 +126,25 @@ def test_pauses_before_restarts_grow_while_a_child_keeps_failing(start: Start) -
         assert gap >= 0.2 * 2**number
 
 
+def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_while(
+    start: Start,
+) -> None:
+    server = start("a:serve:0:same", "b:serve:0:same", "c:serve:0:other", beside_others_s=1.0)
+    server.wait_until_ready()
+    for number, name in enumerate("ac", 1):
+        victim = next(entry for entry in server.journal() if entry.name == name)
+        killed_at = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        started = server.wait_for_starts(3 + number)[-1]
+        assert started.name == name
+        if name == "a":
+            assert started.at >= killed_at + 1.0
+    server.process.terminate()
+    log = server.end()[2]
+    assert "a was ended by SIGKILL; starting it again in 1.0 s" in log
+    assert "c was ended by SIGKILL; starting it again in 0.1 s" in log
+
+
 def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
     server = start("a:serve:0", silence_s=1.5)
     server.wait_until_ready()

@@ -24,6 +24,7 @@ import msgspec
 from router.fleet.tenants import Tenant
 from shared.settings import Settings
 
+_MOST = 10**12  # of requests or tokens
 _UNNAMED = "key-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TABLES = re.compile(r"^\s*\[\[?\s*\w+", re.MULTILINE)
@@ -92,8 +93,8 @@ def _tenant(entry: _KeyEntry, key: bytes, settings: Settings, origin: str) -> Te
             f" '{_UNNAMED}' at its beginning"
         )
     for field in ("rpm", "tpm", "concurrency"):
-        if (getattr(entry, field) or 0) < 0:
-            raise KeyFileError(f"{origin}: {field} is less than 0")
+        if not 0 <= (getattr(entry, field) or 0) <= _MOST:
+            raise KeyFileError(f"{origin}: {field} is not from 0 to {_MOST}")
     if entry.models is not None and not all(entry.models):
         raise KeyFileError(f"{origin}: models has an empty name")
     rpm = settings.rate_limit_requests if entry.rpm is None else entry.rpm
@@ -173,7 +174,7 @@ def _fields(words: Sequence[str], origin: str) -> dict[str, Any]:
 def _toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of long numbers and deep arrays
         # The message may show a part of the line, and so of a key.
         place = re.search(r"\(at .*\)", str(error))
         shown = f" {place[0]}" if place else ""

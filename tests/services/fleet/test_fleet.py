@@ -216,8 +216,9 @@ def test_the_size_of_weights_is_read_from_the_headers_of_files(tmp_path: Path) -
         path = tmp_path / f"model-{number}.safetensors"
         path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
     assert weights_bytes(str(tmp_path)) == 350
-    (tmp_path / "model-1.safetensors").write_bytes(b"\xff" * 20)
-    assert weights_bytes(str(tmp_path)) is None
+    for header in (b"[1]", b'{"w": {"data_offsets": []}}', 100_000 * b"[", b"\xff" * 20):
+        (tmp_path / "model-1.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        assert weights_bytes(str(tmp_path)) is None
     for nowhere in ("no/such-model-at-all", "~no-such-user/model", 5000 * "a"):
         assert weights_bytes(nowhere) is None
 

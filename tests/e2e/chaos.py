@@ -81,12 +81,13 @@ class Chaos:
                 link.close()
 
     async def _disturb(self) -> None:
-        until = time.monotonic() + self.seconds
         clients = [Clients(self.site, key, self.judge, self.answers, self.seed) for key in KEYS]
-        await asyncio.gather(
-            *(each.run(CLIENTS_A_KEY, until) for each in clients),
-            self.saboteur.run(until - 1),
-        )
+        async with asyncio.TaskGroup() as group:
+            for each in clients:
+                group.create_task(each.run(CLIENTS_A_KEY))
+            await self.saboteur.run(time.monotonic() + self.seconds)
+            for each in clients:
+                each.is_over = True
         for each in clients:
             await each.close()
 

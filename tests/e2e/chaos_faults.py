@@ -43,17 +43,18 @@ class Saboteur:
         }
 
     async def run(self, until: float) -> None:
-        """Do each kind once, then kinds by chance, two at a time. Wait for the recovery of half."""
+        """Do each kind once, however long that takes, then kinds by chance, two at a time. Wait for
+        the recovery of half."""
         each_once = [kind for kind, weight in self._faults.items() if weight]
         self._chance.shuffle(each_once)
 
         async def go_on() -> None:
-            while time.monotonic() < until:
+            while time.monotonic() < until or each_once:
                 (drawn,) = self._chance.choices(list(self._faults), list(self._faults.values()))
                 name = await (each_once.pop() if each_once else drawn)()
                 self.done[name] += 1
                 if self._chance.random() < 0.5:
-                    patience_s = min(RECOVERED_WITHIN_S, until - time.monotonic())
+                    patience_s = min(RECOVERED_WITHIN_S, max(0, until - time.monotonic()))
                     seconds = await self._site.wait_whole(patience_s)
                     if seconds is not None:  # else more has happened meanwhile
                         self.recovered_s[name].append(seconds)

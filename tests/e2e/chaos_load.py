@@ -105,6 +105,8 @@ class Clients:
         self._chance = random.Random(f"{seed} {key}")
         self._headers = {"authorization": f"Bearer sk-{key}"}
         self._client = self._new_client()
+        self.is_over = False
+        """Whether no further requests are sent."""
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -120,11 +122,12 @@ class Clients:
             verify=False,
         )
 
-    async def run(self, count: int, until: float) -> None:
-        await asyncio.gather(*(self._one_client(until) for _ in range(count)))
+    async def run(self, count: int) -> None:
+        """Send requests, ``count`` at once, until it is over."""
+        await asyncio.gather(*(self._one_client() for _ in range(count)))
 
-    async def _one_client(self, until: float) -> None:
-        while time.monotonic() < until:
+    async def _one_client(self) -> None:
+        while not self.is_over:
             question, expected = self._chance.choice(self._answers)
             self._judge.kinds[question.kind] += 1
             patience_s = 10 ** self._chance.uniform(-2.5, 0.5)

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: each kind of fault about once."""
+"""The short form of `make chaos`: each kind of fault once at least."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from tests.e2e.process import ROOT
 
-SECONDS = 30
-PATIENCE_S = 400
+SECONDS = 120
+PATIENCE_S = 550
 
 
 @pytest.mark.slow

@@ -128,6 +128,7 @@ def test_an_engine_serves_only_models_that_its_key_may_serve(
     eventually(lambda: curve.refused("model") == before + 1)
     assert "narrow.liar" not in curve.engines()
     assert "its key may not serve tiny" in curve.server.log.read_text()
+    curve.server.wait_ready()  # the tokenizer is loaded too
     assert curve.server.chat(model="small").status_code == 200
     assert not any(type(message).__name__ == "Submit" for message in claims_another.received)
 

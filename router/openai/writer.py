@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar, cast
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import asdict, replace
 
 from router.api.sse import encode_event
@@ -76,9 +76,14 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
 
     def full_response(self, generation: Generation, deltas: Sequence[OutputDelta]) -> list[bytes]:
         pairs = zip(generation.choices, deltas, strict=True)
-        choices = [self._full_choice(generation, choice, delta) for choice, delta in pairs]
+        # One by one: the encoder lets no other thread run, and choices may have megabytes.
+        choices = [
+            Raw(msgspec.json.encode(self._full_choice(generation, choice, delta)))
+            for choice, delta in pairs
+        ]
         # Many choices may have the same log-probabilities of a prompt, megabytes of them.
-        pieces = msgspec.json.encode(self._full(generation, choices)).split(_PLACE)
+        whole = self._full(generation, cast(list[_FullChoice], choices))
+        pieces = msgspec.json.encode(whole).split(_PLACE)
         spliced = itertools.chain(self._spliced, [b""])
         return [each for pair in zip(pieces, spliced, strict=True) for each in pair]
 

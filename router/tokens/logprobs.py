@@ -6,9 +6,10 @@ import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
+from msgspec import Raw
 from msgspec.structs import asdict
 
 from router.schemas.completions import (
@@ -23,6 +24,8 @@ from shared.wire import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 """The logarithm of a probability of zero, as in OpenAI's answers: JSON has no infinity."""
+
+_Position = TypeVar("_Position")
 
 
 class ScoredToken(msgspec.Struct, frozen=True, gc=False):
@@ -113,7 +116,8 @@ def chat_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Ch
             own = named(token.id, token.logprobs.chosen)
             others = list(zip(token.logprobs.top_ids, token.logprobs.top, strict=True))[:count]
             top = [named(*other) for other in others]
-            content.append(ChatCompletionTokenLogprob(**asdict(own), top_logprobs=top))
+            scored = ChatCompletionTokenLogprob(**asdict(own), top_logprobs=top)
+            content.append(_encoded(scored))
     return ChatLogprobs(content)
 
 
@@ -121,17 +125,16 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
     """Return log-probabilities in the form of text completions: the alternatives of a token include
     itself, even where it is not among the most likely."""
     vocabulary, count = context
+    name = cache(vocabulary.unique_name)
 
     def alternatives(token: ScoredToken) -> dict[str, float] | None:
         if token.logprobs is None:
             return None
-        return {
-            vocabulary.unique_name(other): max(logprob, MIN_LOGPROB)
-            for other, logprob in _alternatives(token.id, token.logprobs, count)
-        }
+        found = _alternatives(token.id, token.logprobs, count)
+        return _encoded({name(other): max(logprob, MIN_LOGPROB) for other, logprob in found})
 
     return TextLogprobs(
-        tokens=[vocabulary.unique_name(token.id) for token in tokens],
+        tokens=[name(token.id) for token in tokens],
         token_logprobs=[
             None if token.logprobs is None else max(token.logprobs.chosen, MIN_LOGPROB)
             for token in tokens
@@ -144,11 +147,7 @@ def text_logprobs(tokens: Sequence[ScoredToken], context: LogprobsContext) -> Te
 def prompt_logprobs(
     prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], context: LogprobsContext
 ) -> bytes:
-    """Return log-probabilities of a prompt in vLLM's form, `PromptLogprobs`, as JSON.
-
-    Each position is encoded by itself: all at once they would take some hundred bytes an
-    alternative, and the encoder does not let other threads run.
-    """
+    """Return log-probabilities of a prompt in vLLM's form, `PromptLogprobs`, as JSON."""
     vocabulary, count = context
     token_text = cache(vocabulary.token_text)
     out = [b"null"]
@@ -164,6 +163,15 @@ def prompt_logprobs(
         }
         out.append(msgspec.json.encode(position))
     return b"[" + b",".join(out) + b"]"
+
+
+def _encoded(position: _Position) -> _Position:
+    """Return ``position`` as JSON, in which form it goes into an answer.
+
+    A hundred thousand positions as objects would take some hundred bytes an alternative, and the
+    encoder would let no other thread run until it had gone through all.
+    """
+    return cast(_Position, Raw(msgspec.json.encode(position)))
 
 
 def _alternatives(token: int, scores: TokenLogprobs, count: int) -> list[tuple[int, float]]:

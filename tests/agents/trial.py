@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,7 +145,9 @@ class Trial:
         return "; ".join(_refused(self._server))
 
     def _outcome(self, requests: Sequence[Request], trouble: str) -> Outcome:
-        metric = self._server.metric
+        metric, before = self._server.metric, -1.0
+        while before != (before := metric("mlx_lm_server_prompt_tokens_total")):
+            time.sleep(2)  # engines tell their counts once a second
         return Outcome(
             version(self.agent, self._found),
             sorted({each.path for each in requests}),

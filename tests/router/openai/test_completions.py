@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -41,7 +41,8 @@ def test_a_chunk_of_text_alone_is_written_as_any_other(kind: Any, usage: bool, t
     hello = SimpleNamespace(fingerprint="f" * 16)
     body: Any = SimpleNamespace(model=None, include_usage=usage)
     writer = kind(body, SimpleNamespace(names=["m"], hello=hello))
-    generation: Any = SimpleNamespace(logprobs_context=LogprobsContext(cast(Any, None), 0))
+    vocabulary: Any = SimpleNamespace(unique_name=str)
+    generation: Any = SimpleNamespace(logprobs_context=LogprobsContext(vocabulary, 0))
     for index in (0, 3):
         choice: Any = SimpleNamespace(index=index)
         alone, scored = (

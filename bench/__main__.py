@@ -24,9 +24,11 @@ from bench.cpu import cpu, ragged  # noqa: E402
 from bench.decode import decode  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
+from bench.large import large  # noqa: E402
 from bench.llama_cpp import llama_cpp  # noqa: E402
 from bench.metal import metal  # noqa: E402
 from bench.precision import precision  # noqa: E402
+from bench.restart import restart  # noqa: E402
 from bench.router import router  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
 from bench.servers import mlx_lm_server, ours  # noqa: E402
@@ -35,8 +37,8 @@ from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
-SPECIAL = ("metal", "llama-cpp", "decode", "agents")
-"""Comparisons that need a Mac, another program, a CPU, or an hour."""
+SPECIAL = ("metal", "llama-cpp", "decode", "agents", "restart", "large")
+"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, or 8 GB."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -205,6 +207,8 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "llama-cpp": llama_cpp,
     "decode": decode,
     "agents": agents,
+    "restart": restart,
+    "large": large,
 }
 """The comparisons that need no server with a model, or start their own."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

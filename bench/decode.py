@@ -24,20 +24,29 @@ PROGRAM = "llama-batched-bench"
 def decode(model: str, runs: int) -> None:
     """Print the shortest and the median step, in turn: other programs only add time.
 
-    The model is the demo, whatever ``model`` says: the one that is there in all precisions."""
+    Below are those of all that a step computes outside of attention. The model is the demo,
+    whatever ``model`` says: the one that is there in all precisions."""
     with ExitStack() as stack:
         sides = [stack.enter_context(side("ours", *each)) for each in SIDES]
         names = ["fp32", "4 bits, exact", "4 bits, fast", "reading fp32"]
         print(f"{'rows':>8}  " + "  ".join(f"{name:>15}" for name in names), flush=True)
         for rows in ROWS:
             times: list[list[float]] = [[] for _ in names]
+            products: list[list[float]] = [[] for _ in sides]
             for _ in range(2 * runs):
-                for each, one in zip(times, sides, strict=False):
+                for each, alone, one in zip(times, products, sides, strict=False):
                     each.append(one.call("decode", [CONTEXT_TOKENS] * rows, STEPS))
+                    alone += [one.call("products", rows) for _ in range(STEPS)]
                 times[-1].append(sides[0].call("read"))
             _print(f"{rows}", times)
-            whole = min(times[0]) / min(times[-1])
-            print(f"{'':8}  fp32 {whole:.2f} times reading", flush=True)
+            _print("products", products)
+            step, reading = min(times[0]), min(times[-1])
+            print(
+                f"{'':8}  fp32 {step / reading:.2f} times reading, "
+                f"its products alone {min(products[0]) / reading:.2f}; "
+                f"exact {min(times[1]) / step:.2f}, fast {min(times[2]) / step:.2f} times fp32",
+                flush=True,
+            )
         chunks = [
             [one.call("prefill", 0, CHUNK_TOKENS) for _ in range(max(2, runs))] for one in sides
         ]

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from engine.backend.blas import load_fast_blas
 
@@ -61,17 +62,23 @@ def llama_server(program: str, gguf: Path, streams: int, threads: int) -> Iterat
 
 @contextmanager
 def running(
-    command: Sequence[str], probe: str, environment: dict[str, str] | None = None
+    command: Sequence[str],
+    probe: str,
+    environment: dict[str, str] | None = None,
+    log: IO[bytes] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Run a server until it answers at the path ``probe``; yield its port and its process id."""
+    """Run a server until it answers at the path ``probe``; yield its port and its process id.
+
+    What it writes is shown if something fails, and kept in ``log``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as scratch:
+        written = log or scratch
         process = subprocess.Popen(
             [*command, "--port", str(port)],
-            stdout=log,
-            stderr=log,
+            stdout=written,
+            stderr=written,
             env=environment,
             start_new_session=True,
         )
@@ -80,8 +87,8 @@ def running(
                 _wait(process, f"http://127.0.0.1:{port}{probe}")
                 yield port, process.pid
         except BaseException:
-            log.seek(0)
-            sys.stderr.write(log.read().decode(errors="replace")[-4000:])
+            written.seek(0)
+            sys.stderr.write(written.read().decode(errors="replace")[-4000:])
             raise
         finally:
             process.send_signal(signal.SIGTERM)

@@ -44,7 +44,7 @@ class OurSide(Side):
         from bench.in_process import InProcessEngine
 
         self._driver = InProcessEngine(model, precision=precision)
-        self._executor = self._driver.replica.executor
+        self._executor, self._path = self._driver.replica.executor, self._driver.loaded.path
         self._as_weights: list[Any] | None = None
 
     def prefill(self, start: int, tokens: int) -> float:
@@ -89,11 +89,21 @@ class OurSide(Side):
         from engine.backend.threads import in_parallel, num_threads
 
         if self._as_weights is None:
-            files = self._driver.loaded.path.glob("model*.safetensors")
+            files = self._path.glob("model*.safetensors")
             size = sum(file.stat().st_size for file in files)
             self._as_weights = np.array_split(np.ones(size // 4, np.float32), num_threads())
         begun = time.perf_counter()
         in_parallel([partial(_read, part) for part in self._as_weights])
+        return time.perf_counter() - begun
+
+    def products(self, rows: int) -> float:
+        """Return the seconds of all that a decode step computes outside of attention."""
+        batches: Any = self._executor
+        decoder = batches.batch_class.decoder
+        given = [(stretch, stretch.zeros(rows)) for stretch in decoder.stretches]
+        begun = time.perf_counter()
+        for stretch, inputs in given:
+            stretch(*inputs)
         return time.perf_counter() - begun
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
@@ -206,7 +216,7 @@ class RemoteSide:
 def side(name: str, model: str, precision: str = "auto") -> Iterator[RemoteSide]:
     """Start the side ``name``; ours with an engine's environment and ``--cpu-precision``."""
     environment = dict(os.environ)
-    if name == "ours":
+    if name != "mlx-lm":
         environment |= allocation.environment(environment)
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.side", name, model, precision],
@@ -227,7 +237,16 @@ def main(name: str, model: str, precision: str) -> None:
 
     load_fast_blas()
     answers, sys.stdout = sys.stdout, sys.stderr
-    one: Side = OurSide(model, precision) if name == "ours" else MlxLmSide(model)
+    one: Side
+    match name:
+        case "ours":
+            one = OurSide(model, precision)
+        case "large":
+            from bench.large import LargeSide
+
+            one = LargeSide(model)
+        case _:
+            one = MlxLmSide(model)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(getattr(one, method)(*arguments), file=answers, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -22,6 +23,7 @@ from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.io.traces import SequenceTraces
 from engine.model.errors import ModelUnavailable
+from engine.model.starting import StartTimes, lean_imports
 from shared import logs, settings, wire
 from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
@@ -116,26 +118,33 @@ def serve(
     incarnation: str,
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
+    times = StartTimes()
     load_fast_blas()  # before anything imports mlx, which the imports below do
-    from engine.core import EngineCore
-    from engine.model.demo import user_cache
-    from engine.replica.build import build_replica
-    from engine.replica.grammars import open_grammar_queue
-    from engine.replica.memory import device_memory_bytes
+    with lean_imports():
+        from engine.core import EngineCore
+        from engine.model.demo import user_cache
+        from engine.replica.build import build_replica
+        from engine.replica.grammars import open_grammar_queue
+        from engine.replica.memory import device_memory_bytes
 
-    device.prepare()
-    loaded = _load_model(options)
+        times.ended("imports")
+        device.prepare()
+        loaded = _load_model(options)
+    times.ended("weights and tokenizer")
     status.enter_phase("warming")
     replica = build_replica(loaded, options, user_cache() / "proofs")
+    times.ended("layers and proof")
     store = _connect_store(options, context, replica, io_thread, inbox)
     grammar_queue = open_grammar_queue(
         loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))
     )
+    times.ended("grammars")
     hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)
     io_thread.introduce(hello, loaded.tokenizer_files)
     status.device_bytes = device_memory_bytes()
     status.enter_phase("ready")
-    logger.info("ready: %s", hello.model)
+    gc.freeze()  # what is there stays; later collections need not look at it
+    logger.info("ready: %s, after %s", hello.model, times)
     EngineCore(
         scheduler=replica.scheduler,
         executor=replica.executor,

@@ -36,16 +36,24 @@ class Unsupported(Exception):
 class Session:
     """A graph that is ready to run. One with several threads is called while no other runs."""
 
-    def __init__(self, session: Any, inputs: Sequence[str]) -> None:
+    def __init__(self, session: Any, inputs: Sequence[_Declared]) -> None:
         self._session = session
         self._inputs = tuple(inputs)
+        self._names = [one.name for one in inputs]
         self._outputs = [output.name for output in session.get_outputs()]
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the outputs for ``inputs``, in the order of their declaration."""
-        feeds = dict(zip(self._inputs, inputs, strict=True))
+        feeds = dict(zip(self._names, inputs, strict=True))
         found: list[Any] = self._session.run(self._outputs, feeds)
         return found
+
+    def zeros(self, size: int) -> list[NDArray[Any]]:
+        """Return inputs of zeros, with ``size`` for dimensions of any size. For measurements."""
+        return [
+            np.zeros([dim if isinstance(dim, int) else size for dim in one.dims], one.dtype)
+            for one in self._inputs
+        ]
 
 
 class _Declared(NamedTuple):
@@ -126,7 +134,7 @@ class Graph:
             self._model(large), options, providers=["CPUExecutionProvider"]
         )
         self._constants.clear()
-        return Session(made, [one.name for one in self._inputs])
+        return Session(made, self._inputs)
 
     def _model(self, external: dict[str, NDArray[Any]]) -> bytes:
         """Return the graph in ONNX's format, without the content of ``external``."""

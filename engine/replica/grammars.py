@@ -44,8 +44,10 @@ def tokenizer_spec_of(loaded: LoadedModel) -> TokenizerSpec:
         raise ValueError("its tokenizer is not one of the tokenizers library")
     if not loaded.eos_token_ids:
         raise ValueError("it has no token that ends an answer")
-    whole = copy(backend)
-    whole.no_padding()
-    whole.no_truncation()
+    whole = backend
+    if backend.padding or backend.truncation:
+        whole = copy(backend)  # which takes as long as loading it
+        whole.no_padding()
+        whole.no_truncation()
     size = max(loaded.vocab_size, whole.get_vocab_size(with_added_tokens=True))
     return TokenizerSpec(whole.to_str(), size, list(loaded.eos_token_ids))

@@ -73,22 +73,23 @@ class Decoder:
         self._rotaries = _rotaries(ropes, [layer.key_dim for layer in layout.layers])
         self._owned = [model.lm_head] if "lm_head" in model else []
         self._layers: list[_Layer] = []
-        self._stretches: list[Session] = []
+        self.stretches: list[Session] = []
+        """What is computed before, between and after the layers' attentions, in this order."""
         hidden = self._embedding.shape[1]
         before: TransformerBlock | None = None
         kinds = [head.weight.same_bits]
         for module, rotary in zip(inner.layers, self._rotaries, strict=True):
             block = TransformerBlock(module)
             if before is None:
-                self._stretches.append(stretches.first(hidden, block, rotary))
+                self.stretches.append(stretches.first(hidden, block, rotary))
             else:
-                self._stretches.append(stretches.between(hidden, before, block, rotary))
+                self.stretches.append(stretches.between(hidden, before, block, rotary))
             self._layers.append(_Layer(block.heads, block.kv_heads, block.softcap, block.sinks))
             self._owned += block.owned
             kinds.append(block.same_bits)
             before = block
         assert before is not None
-        self._stretches.append(stretches.last(hidden, before, head))
+        self.stretches.append(stretches.last(hidden, before, head))
         self.same_bits = of_all(kinds)
         """The numbers of rows among which a row has the same bits."""
 
@@ -101,7 +102,7 @@ class Decoder:
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         tables = self._tables(positions)
-        x, *new = self._stretches[0](x, *tables[self._rotaries[0]])
+        x, *new = self.stretches[0](x, *tables[self._rotaries[0]])
         for number in range(len(self._layers)):
             found = self._attend(batch, number, *new, last=silent)
             if found is None:
@@ -109,8 +110,8 @@ class Decoder:
             if number + 1 == len(self._layers):
                 break
             turns = tables[self._rotaries[number + 1]]
-            x, *new = self._stretches[number + 1](x, found, *turns)
-        logits: Array = self._stretches[-1](x, found)[0]
+            x, *new = self.stretches[number + 1](x, found, *turns)
+        logits: Array = self.stretches[-1](x, found)[0]
         return logits[:count]
 
     def _attend(

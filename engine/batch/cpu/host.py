@@ -48,10 +48,13 @@ class _Decode:
     slab: Slab
     first: int
     last: int
-    length: int  # the largest of ``lengths``
-    members: tuple[int, ...]  # indices of rows in the batch
+    members: slice  # of the rows of the batch
     places: tuple[int, ...]  # of each member among the rows of the slab
     lengths: tuple[int, ...]  # positions of each member
+
+    @cached_property
+    def length(self) -> int:
+        return max(self.lengths)
 
     @property
     def cost(self) -> int:
@@ -136,8 +139,7 @@ class HostBatch(RaggedBatch):
                             slab,
                             chosen[0].slot.row,
                             chosen[-1].slot.row,
-                            max(row.end for row in chosen),
-                            tuple(first + i for i in piece),
+                            slice(first + piece[0], first + piece[-1] + 1),
                             tuple(row.slot.row - chosen[0].slot.row for row in chosen),
                             tuple(row.end for row in chosen),
                         )
@@ -238,10 +240,10 @@ class HostBatch(RaggedBatch):
 def _decode(piece: _Decode, kept: tuple[Array, Array], asked: Array, out: Array, how: _How) -> None:
     low = 0 if how.window is None else max(0, min(piece.lengths) - how.window)
     keys, values = (array[piece.first : piece.last + 1, :, low : piece.length] for array in kept)
-    members, rows = list(piece.members), piece.last - piece.first + 1
-    queries = asked[members, :, :, 0]
-    if rows != len(members):  # rows in between attend too, but their output is not read
-        spread = np.zeros((rows, *queries.shape[1:]), np.float32)
+    queries, found = asked[piece.members, :, :, 0], out[piece.members, :, :, 0]
+    gaps = len(keys) != len(queries)
+    if gaps:  # rows in between attend too, but their output is not read
+        spread = np.zeros((len(keys), *queries.shape[1:]), np.float32)
         spread[list(piece.places)] = queries
         queries = spread
     few = queries.shape[2] <= FEW_QUERIES
@@ -251,13 +253,15 @@ def _decode(piece: _Decode, kept: tuple[Array, Array], asked: Array, out: Array,
         scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
     _cap(scores, how.softcap)
     for place, length in zip(piece.places, piece.lengths, strict=True):
-        scores[place, :, :, length - low :] = -np.inf
+        if length < piece.length:
+            scores[place, :, :, length - low :] = -np.inf
         if how.window is not None and length - how.window > low:
             scores[place, :, :, : length - how.window - low] = -np.inf
     total = _softmax(scores, None if how.sinks is None else how.sinks[..., 0])
     result: Array = np.vecmat(scores, values[:, :, None]) if few else scores @ values
-    result /= total
-    out[members, :, :, 0] = result if rows == len(members) else result[list(piece.places)]
+    if gaps:
+        result, total = result[list(piece.places)], total[list(piece.places)]
+    np.divide(result, total, out=found)
 
 
 def _prefill(

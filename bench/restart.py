@@ -17,7 +17,7 @@ from bench import prompts
 from bench.client import StreamedAnswer, complete
 from bench.servers import running
 
-BEFORE_S, TOKENS = 3.0, 600
+BEFORE_S, TOKENS = 3.0, 250
 READY = re.compile(r"ready: \S+, after (.*)")
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
-from bench.side import OurSide, side
+from bench.side import OurSide, answer, side
 from engine.model.load import resolve
 
 CONTEXT_TOKENS, STEPS, STOCK_LAYERS = 200, 6, 2
@@ -45,7 +45,7 @@ def large(model: str, runs: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         size = _write(Path(scratch))
         print(f"checkpoint of {size / 1e9:.2f} GB", flush=True)
-        with side("large", scratch) as one:
+        with side("ours", scratch, "fast", "bench.large") as one:
             base = one.call("resident_bytes")
             for rows in (1, 8):
                 times = [
@@ -92,6 +92,8 @@ class LargeSide(OurSide):
 
     def stock_layers(self) -> float:
         """Return the seconds of MLX's own products of some layers, one row each."""
+        import mlx.core as mx
+
         weights: Any = mx.load(str(self._path / "model.safetensors"))
         names = [name for name in weights if name.endswith(".scales") and ".layers." in name]
         chosen = [name[:-7] for name in names if int(name.split(".")[2]) < STOCK_LAYERS]
@@ -118,6 +120,8 @@ class LargeSide(OurSide):
 
 def _write(path: Path) -> int:
     """Write the checkpoint into ``path``; return its bytes."""
+    import mlx.core as mx
+
     rng = np.random.default_rng(0)
     arrays = {}
     for name, out, width in _matrices():
@@ -159,3 +163,7 @@ def _norms() -> Iterator[tuple[str, int]]:
             yield f"{start}.{name}", SHAPE["hidden_size"]
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             yield f"{start}.{name}", SHAPE["head_dim"]
+
+
+if __name__ == "__main__":
+    answer(lambda: LargeSide(sys.argv[2]))

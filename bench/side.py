@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -213,13 +213,15 @@ class RemoteSide:
 
 
 @contextmanager
-def side(name: str, model: str, precision: str = "auto") -> Iterator[RemoteSide]:
+def side(
+    name: str, model: str, precision: str = "auto", module: str = "bench.side"
+) -> Iterator[RemoteSide]:
     """Start the side ``name``; ours with an engine's environment and ``--cpu-precision``."""
     environment = dict(os.environ)
-    if name != "mlx-lm":
+    if name == "ours":
         environment |= allocation.environment(environment)
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.side", name, model, precision],
+        [sys.executable, "-m", module, name, model, precision],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -232,24 +234,20 @@ def side(name: str, model: str, precision: str = "auto") -> Iterator[RemoteSide]
             process.kill()
 
 
-def main(name: str, model: str, precision: str) -> None:
+def answer(make: Callable[[], Side]) -> None:
+    """Answer calls of the side that ``make`` returns, in a process of its own."""
     from engine.backend.blas import load_fast_blas
 
     load_fast_blas()
     answers, sys.stdout = sys.stdout, sys.stderr
-    one: Side
-    match name:
-        case "ours":
-            one = OurSide(model, precision)
-        case "large":
-            from bench.large import LargeSide
-
-            one = LargeSide(model)
-        case _:
-            one = MlxLmSide(model)
+    one = make()
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(getattr(one, method)(*arguments), file=answers, flush=True)
+
+
+def main(name: str, model: str, precision: str) -> None:
+    answer(lambda: OurSide(model, precision) if name == "ours" else MlxLmSide(model))
 
 
 if __name__ == "__main__":

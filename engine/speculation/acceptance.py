@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 DECAY = 0.9
 """Part of what is known that counts after each verification."""
+FADE = 0.995
+"""The same after each proposal that was not worth while, so that others are tried in time."""
 ASSUMED_WEIGHT = 4.0
 """How many tokens an assumption counts as."""
 
@@ -28,3 +30,8 @@ class AcceptanceRate:
         say nothing."""
         self.tried = DECAY * self.tried + min(drafted, accepted + 1)
         self.accepted = DECAY * self.accepted + accepted
+
+    def fade(self) -> None:
+        """Note that nothing was verified since it did not seem worth while."""
+        self.tried *= FADE
+        self.accepted *= FADE

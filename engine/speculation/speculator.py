@@ -95,6 +95,10 @@ class Speculator:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         lengths = self._costs.best_lengths(num_rows, gains)
+        for row, proposal, length in zip(rows, proposals, lengths, strict=True):
+            if proposal and not length:
+                for rate in self._rates_of(row.drafts, proposal):
+                    rate.fade()
         return [
             proposal._replace(tokens=proposal.tokens[:length]) if proposal and length else None
             for proposal, length in zip(proposals, lengths, strict=True)

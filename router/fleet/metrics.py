@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from router.fleet.engines import Engine, ModelReplicas
-from shared.wire import StoreState
+from shared.wire import DraftStats, StoreState
 
 _PREFIX = "mlx_lm_server_"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -207,6 +207,7 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(_PREFIX + name, help_, labels=_LABELS)
             yield _family(counter, engines, field)
         yield from _store_metrics(engines)
+        yield from _draft_metrics(engines)
         hits = GaugeMetricFamily(
             "cache_hit_rate", "Part of the prompts' tokens found in a cache", labels=_LABELS
         )
@@ -259,6 +260,20 @@ def _store_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
             for model, engine_name, store in stores:
                 family.add_metric([model, engine_name], getattr(store, field))
             yield family
+
+
+def _draft_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
+    """Yield the counters of speculation, by source of drafts."""
+    for name, field, help_ in (
+        ("draft_proposals", "proposals", "Runs of drafts that were verified"),
+        ("draft_tokens", "drafted", "Tokens that were drafted"),
+        ("accepted_draft_tokens", "accepted", "Tokens that were drafted and accepted"),
+    ):
+        family = CounterMetricFamily(_PREFIX + name, help_, labels=(*_LABELS, "source"))
+        for model, engine in engines:
+            for source, counts in (engine.stats.drafts or DraftStats()).sources.items():
+                family.add_metric([model, engine.name, source], getattr(counts, field))
+        yield family
 
 
 def _hit_rate(engine: Engine) -> float:

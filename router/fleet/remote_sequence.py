@@ -103,6 +103,12 @@ class RemoteSequence:
     def cached_tokens(self) -> int:
         return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
 
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """The drafts that were accepted and rejected, as far as the last engine has told."""
+        usage = self.usage
+        return (usage.accepted_draft_tokens, usage.rejected_draft_tokens) if usage else (0, 0)
+
     def submit_message(self, priority: int) -> Submit:
         """Return the message of the current attempt."""
         return replace(

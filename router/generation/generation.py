@@ -301,7 +301,11 @@ class Generation:
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens,
+                accepted_prediction_tokens=sum(one.sequence.drafts[0] for one in self.choices),
+                rejected_prediction_tokens=sum(one.sequence.drafts[1] for one in self.choices),
+            ),
         )
 
     def __enter__(self) -> Generation:

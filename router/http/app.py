@@ -12,7 +12,7 @@ import router.openai.endpoints as openai
 import router.responses.endpoints as responses
 from router.api.operations import Operation, routes
 from router.fleet.router import Router
-from router.http import admin, docs, health, models, openapi, tokenize
+from router.http import admin, docs, health, models, openapi, speculation, tokenize
 from router.http.api_keys import ApiKeys
 from router.http.error_responses import http_exception_handler
 from router.http.middleware import RequestMiddleware
@@ -29,6 +29,7 @@ def operations(router: Router) -> list[Operation]:
         *anthropic.operations(router),
         *tokenize.OPERATIONS,
         *health.OPERATIONS,
+        *speculation.OPERATIONS,
         *(admin.OPERATIONS if router.settings.admin_key is not None else ()),
         *docs.OPERATIONS,
     ]

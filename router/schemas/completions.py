@@ -15,6 +15,12 @@ class PromptTokensDetails(Struct, frozen=True):
 
 class CompletionTokensDetails(Struct, frozen=True):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: Annotated[
+        int, Meta(description="Tokens of the answer that were drafted before, see --spec-decode.")
+    ] = 0
+    rejected_prediction_tokens: Annotated[
+        int, Meta(description="Tokens that were drafted in vain; they are not in other counts.")
+    ] = 0
 
 
 class CompletionUsage(Struct, frozen=True, kw_only=True):

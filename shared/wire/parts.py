@@ -157,7 +157,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     stop_token: int | None = None  # the last of `token_ids`, if that is a stop token (not text)
     error: str | None = None
-    # Counts so far: in the last delta of an attempt, and in the first that has tokens.
+    # Counts so far: in the last delta of an attempt, the first that has tokens, and after drafts.
     usage: Usage | None = None
 
 

@@ -75,6 +75,16 @@ def test_a_sequence_whose_drafts_are_wrong_stops_and_tries_again_later() -> None
     assert lengths(spec, row._replace(tokens=[1] * (PROBE_TOKENS + 1))) != [0]
 
 
+def test_drafts_that_were_not_worth_while_are_tried_again_in_time() -> None:
+    spec = speculator(Fixed("f", 5))
+    for tokens in range(1, 7):
+        spec.observe_step(1, tokens - 1, 1, 0.010 + 0.004 * tokens)
+    verify(spec, begin(spec), accepted=0, times=12)
+    row = begin(spec)
+    tried = [lengths(spec, row)[0] for _ in range(1000)]
+    assert not any(tried[:50]) and tried[-1]
+
+
 def test_what_is_accepted_of_other_sequences_counts_for_new_ones() -> None:
     spec = speculator(Fixed("f", 5))
     for tokens in range(1, 7):

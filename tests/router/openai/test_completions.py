@@ -77,7 +77,11 @@ def test_a_chat_answer_has_openais_form(server: Server, engine: ScriptedEngine) 
         "completion_tokens": 5,
         "total_tokens": len(submit.token_ids) + 5,
         "prompt_tokens_details": {"cached_tokens": 5},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert answer.headers["x-seed"] == "7"
     assert answer.headers["x-request-id"].startswith("req_")

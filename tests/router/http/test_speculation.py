@@ -1,0 +1,44 @@
+"""Figures of drafts, as `/v1/spec_decode/metrics` and Prometheus show those of beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.wire import DraftCounts, DraftStats, EngineStats
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+
+def test_figures_are_sums_over_sources_and_engines(
+    server: Server, engine: ScriptedEngine, start_engine: Callable[..., ScriptedEngine]
+) -> None:
+    path = "/v1/spec_decode/metrics"
+    nothing = server.client.get(path).json()
+    assert nothing["models"][0]["engines"] == []
+    assert nothing["total"]["acceptance_rate"] is None
+    other = start_engine(server, name="engine-1")
+    ngram = DraftStats(sources={"ngram": DraftCounts(4, 20, 10)}, saved_s=-0.25)
+    both = {"ngram": DraftCounts(1, 5, 0), "grammar": DraftCounts(5, 15, 10)}
+    engine.behaviour.stats = EngineStats(drafts=ngram)
+    other.behaviour.stats = EngineStats(
+        drafts=DraftStats(sources=both, rates={"grammar/0": 0.9}, step_s={"1": 0.02})
+    )
+    eventually(lambda: server.client.get(path).json()["total"]["drafted_tokens"] == 40)
+    shown = server.client.get(path).json()
+    assert shown["total"] == {
+        "proposals": 10,
+        "drafted_tokens": 40,
+        "accepted_tokens": 20,
+        "acceptance_rate": 0.5,
+        "accepted_per_proposal": 2.0,
+    }
+    (model,) = shown["models"]
+    first, second = sorted(model["engines"], key=lambda each: each["name"])
+    assert (first["saved_s"], second["acceptance"]) == (-0.25, {"grammar/0": 0.9})
+    assert second["step_s"] == {"1": 0.02}
+    assert second["sources"]["ngram"]["acceptance_rate"] == 0.0
+    text = server.client.get("/metrics").text
+    label = '{engine="engine-1",model="tiny",source="grammar"}'
+    assert f"mlx_lm_server_accepted_draft_tokens_total{label} 10.0" in text
+    assert f"mlx_lm_server_draft_tokens_total{label} 15.0" in text
+    assert f"mlx_lm_server_draft_proposals_total{label} 5.0" in text

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,9 +45,11 @@ def test_models_and_tokenizers_load_beside_the_plain_package(
 def test_the_parts_of_a_start_are_named_in_their_order() -> None:
     times = StartTimes()
     times.ended("imports")
-    sum(range(3_000_000))
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
     times.ended("weights")
     whole, parts = str(times).split(" s of CPU time: ")
     first, second = parts.split(", ")
     assert first.startswith("imports ") and second.startswith("weights ")
-    assert float(whole.split(", ")[1]) >= float(second.split()[1]) > 0
+    assert float(whole.split(", ")[1]) >= float(second.split()[1]) >= 0.2

@@ -122,16 +122,26 @@ def test_a_custom_tool_is_bound_by_its_grammar_and_shows_it(
 
 
 def test_the_input_of_a_custom_tool_is_streamed(
-    server: Server, calls: Callable[..., ScriptedEngine]
+    server: Server, calls: Callable[..., ScriptedEngine], tokenizer: Tokenizer
 ) -> None:
-    engine = calls("patch", {"input": 'a\n"é🌍'})
-    engine.behaviour.tokens_per_step = 1
-    stream = events(ask(server, PATCH, stream=True).text)
+    written = 'a\n"é🌍' + " word" * 40
+    engine = calls("patch", {"input": written})
+    # A stream gets what has come meanwhile: the rest is held back until the first part is read.
+    arguments = tokenizer.encode(json.dumps({"input": written})).ids
+    engine.behaviour.hold_tokens_after = len(arguments) * 2 // 3
+    body = {"input": "hi", "tools": [PATCH], "stream": True}
+    text = ""
+    with server.client.stream("POST", "/v1/responses", json=body) as answer:
+        for part in answer.iter_text():
+            text += part
+            if "custom_tool_call_input.delta" in text:
+                engine.behaviour.hold_tokens_after = None
+    stream = events(text)
     added, *deltas, done, item_done, completed = stream[2:]
     assert (added["type"], added["item"]["input"]) == ("response.output_item.added", "")
     assert {event["type"] for event in deltas} == {"response.custom_tool_call_input.delta"}
-    assert "".join(event["delta"] for event in deltas) == done["input"] == 'a\n"é🌍'
-    assert len(deltas) > 2
+    assert "".join(event["delta"] for event in deltas) == done["input"] == written
+    assert len(deltas) > 1
     assert item_done["item"] == completed["response"]["output"][0]
 
 

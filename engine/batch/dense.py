@@ -53,8 +53,8 @@ class DenseBatch(GraphBatch):
         """Return array ``number`` of the slabs: (batch, kv_heads, longest, dim)."""
         parts = []
         for slab, rows in self._picked:
-            if slab.arrays[number].size == 0:
-                return slab.arrays[number][: len(self.rows), :, : self.longest]
+            if self.layout.arrays[number].dim == 0:
+                return slab.part(number)[: len(self.rows), :, : self.longest]
             part = slab.read(number, rows, self.longest)
             missing = self.longest - part.shape[2]
             if missing > 0:

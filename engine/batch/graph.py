@@ -100,11 +100,14 @@ class GraphBatch(RaggedBatch):
         order = self._order
         if order is not None:
             query = query[order[0]]
+        places = self.layout.places
+        keys_at, values_at = places[2 * layer], places[2 * layer + 1]
         outputs = []
         for group, part, reach in reaches:
             if self._holds_values:
                 arrays = group.slab.arrays
-                keys, values = arrays[2 * layer][reach.where], arrays[2 * layer + 1][reach.where]
+                keys = arrays[keys_at.array][reach.where[keys_at.half]]
+                values = arrays[values_at.array][reach.where[values_at.half]]
             else:
                 keys, values = (
                     group.slab.read(number, reach.rows, reach.end, reach.first)

@@ -30,8 +30,15 @@ class Reach:
         self.mask = mask
         self.rows = slice(group.first, group.last + 1)
         # Whole axes as such: a slice of them takes the host longer.
-        is_whole = group.size == group.slab.rows
-        self.where = slice(None) if is_whole else self.rows, slice(None), slice(first, end)
+        count = group.slab.rows
+        every, stretch = slice(None), slice(first, end)
+        of_values = slice(count + group.first, count + group.last + 1)
+        self.where = {
+            None: (every if group.size == count else self.rows, every, stretch),
+            0: (self.rows, every, stretch),
+            1: (of_values, every, stretch),
+        }
+        """By `ArrayPlace.half`."""
 
 
 class RowGroup:

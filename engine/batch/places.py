@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -29,9 +29,10 @@ class Place:
         self.slab = slab
         self._ring = slab.capacity if ring is None else ring
         self.part = part
-        self._rows = rows
+        self._rows = tuple([row.slot.row for row in rows])
+        self._starts = [row.start for row in rows]
         self._width = width
-        self._indices: dict[int, tuple[mx.array, ...]] = {}
+        self._indices: dict[tuple[int, tuple[int, ...]], tuple[mx.array, ...]] = {}
         first, start = rows[0].slot.row, rows[0].start
         self._rectangle: tuple[slice, slice, slice] | None = None
         index = start % self._ring
@@ -42,36 +43,44 @@ class Place:
             self._rectangle = slice(first, end), _ALL, slice(index, index + width)
 
     def put(self, number: int, array: mx.array) -> None:
-        """Write ``array`` (batch, kv_heads, width, ...) of the whole batch into array ``number`` of
-        the slab."""
-        index: Index = self._rectangle or self.indices(array.shape[1])
-        self.slab.arrays[number][index] = of_part(array, self.part)
+        """Write ``array`` (batch, kv_heads, width, ...) of the whole batch into keys or values
+        ``number`` of the slab."""
+        place = self.slab.places[number]
+        index: Index | None = self._rectangle
+        if index is None or place.half == 1:
+            first_rows = (self.slab.rows,) if place.half == 1 else ()
+            index = self.indices(array.shape[1], first_rows)
+        self.slab.arrays[place.array][index] = of_part(array, self.part)
 
-    def put_scales(self, array: int, indices: list[int], scales: mx.array) -> None:
+    def put_scales(self, array: int, indices: tuple[int, ...], scales: mx.array) -> None:
         """Write ``scales`` (arrays, 2, batch, kv_heads, width, groups) at ``indices`` of the first
         axis of ``Slab.scales[array]``."""
         target = self.slab.scales[array]
-        is_all = indices == list(range(target.shape[0]))
         index: Index
-        if self._rectangle is not None and is_all:
+        if self._rectangle is not None and indices == tuple(range(target.shape[0])):
             index = (_ALL, _ALL, *self._rectangle)
         else:
-            index = (*_arrays_and_both(tuple(indices)), *self.indices(scales.shape[3]))
+            index = (*_arrays_and_both(indices), *self.indices(scales.shape[3]))
         target[index] = of_part(scales, self.part)
 
-    def indices(self, heads: int) -> tuple[mx.array, ...]:
-        """Return rows, heads and positions of a slab for all tokens: (rows, heads, width). They are
-        made once for each number of ``heads``."""
-        if heads not in self._indices:
-            rows = _rows_and_heads(tuple(row.slot.row for row in self._rows), heads, self._width)
-            last = self.slab.capacity - 1
-            # Padding may share a position: any that has no token will do.
-            starts = [row.start for row in self._rows]
-            width, ring = self._width, self._ring
-            found = [min(start + i, last) % ring for start in starts for i in range(width)]
-            positions = mx.array(found).reshape(len(starts), 1, width)
-            self._indices[heads] = *rows, mx.broadcast_to(positions, rows[0].shape)
-        return self._indices[heads]
+    def indices(self, heads: int, first_rows: tuple[int, ...] = ()) -> tuple[mx.array, ...]:
+        """Return rows, heads and positions in an array of the slab for all tokens: (rows, heads,
+        width). They are made once. With ``first_rows``, where row 0 of the slab is in the array,
+        they are (first rows, rows, heads, width)."""
+        found = self._indices.get((heads, first_rows))
+        if found is None:
+            rows, each = _rows_and_heads(self._rows, heads, self._width, first_rows)
+            found = rows, each, mx.broadcast_to(self._positions, rows.shape)
+            self._indices[heads, first_rows] = found
+        return found
+
+    @cached_property
+    def _positions(self) -> mx.array:
+        """Indices of all tokens, (rows, 1, width)."""
+        last, width, ring = self.slab.capacity - 1, self._width, self._ring
+        # Padding may share a position: any that has no token will do.
+        found = [min(start + i, last) % ring for start in self._starts for i in range(width)]
+        return mx.array(found).reshape(-1, 1, width)
 
 
 @lru_cache(maxsize=64)
@@ -81,14 +90,17 @@ def _arrays_and_both(indices: tuple[int, ...]) -> tuple[mx.array, mx.array]:
 
 
 @lru_cache(maxsize=64)
-def _rows_and_heads(numbers: tuple[int, ...], heads: int, width: int) -> tuple[mx.array, mx.array]:
+def _rows_and_heads(
+    numbers: tuple[int, ...], heads: int, width: int, first_rows: tuple[int, ...]
+) -> tuple[mx.array, mx.array]:
     """Return the first two of `Place.indices`, for rows ``numbers`` of a slab. They are the same in
     many steps.
 
     Not slices: for a slice among indices MLX would make and cast an index in each call."""
-    rows = mx.array(numbers).reshape(-1, 1, 1)
+    shape = (*[len(first_rows)] * bool(first_rows), len(numbers), heads, width)
+    rows = mx.array([first + row for first in first_rows or (0,) for row in numbers])
     each = mx.arange(heads, dtype=mx.int32).reshape(-1, 1)
-    shape = len(numbers), heads, width
+    rows = rows.reshape(*shape[:-2], 1, 1)
     return mx.broadcast_to(rows, shape), mx.broadcast_to(each, shape)
 
 

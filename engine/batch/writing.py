@@ -33,13 +33,15 @@ class SlabWriter:
         writing are one compiled function: fewer kernels, and a third of the time to build."""
         self._arrays = layout.arrays
         self._kinds = layout.kinds
+        self._at = layout.places
         self._scales = layout.scales
         self._places = places
+        self._slabs = [place.slab for place in places]
         self._sources = sources
         self._plain = layout.precision.bits == 16
         self._reads_scales = not layout.dequantized
         self._compiles = compiles and layout.dequantized
-        self._compiled: dict[tuple[int, int], Write] = {}
+        self._writes: dict[tuple[int, int], tuple[Write, Arrays]] = {}
         self._waiting: dict[int, dict[tuple[int, int], mx.array]] = {}
         """By the number of the slab's array: scales (arrays, 2, batch, kv_heads, width, groups, 1)
         by their first index there and their number."""
@@ -56,8 +58,7 @@ class SlabWriter:
                 if values.size:
                     place.put(number + 1, values)
             return
-        is_pair = self._kinds[number] == self._kinds[number + 1]
-        if self._compiles and is_pair and self._scales[number] is not None:
+        if self._compiles and self._at[number].half is not None:
             self._write_compiled(number, keys, values)
             return
         for new in (keys, values):
@@ -77,7 +78,7 @@ class SlabWriter:
     def flush(self) -> None:
         """Write the scales of all layers since the last call."""
         for array, parts in self._waiting.items():
-            indices = [first + i for first, count in parts for i in range(count)]
+            indices = tuple([first + i for first, count in parts for i in range(count)])
             found = list(parts.values())
             scales = found[0] if len(found) == 1 else mx.concatenate(found)
             scales = scales.squeeze(-1)
@@ -92,56 +93,53 @@ class SlabWriter:
         self._waiting.setdefault(place.array, {})[place.at, count] = scales
 
     def _write_compiled(self, number: int, *new: mx.array) -> None:
-        """Write ``new`` into arrays ``number`` and following, which are all of one kind."""
-        count = len(new)
-        key = self._kinds[number], count
-        write = self._compiled.get(key)
-        if write is None:
-            write = self._compiled[key] = self._compile(number, new)
-        end = number + count
-        slabs = [place.slab.arrays for place in self._places]
-        if len(slabs) == 1:  # the rest of this is much of the host's time in a layer
-            scales, *slabs[0][number:end] = write(*new, *slabs[0][number:end])
+        """Write ``new`` into one array: keys ``number`` with the values, or one of both."""
+        key, array = (self._kinds[number], len(new)), self._at[number].array
+        write, indices = self._writes.get(key) or self._compile(number, new)
+        if len(self._slabs) == 1:  # the rest of this is much of the host's time in a layer
+            arrays = self._slabs[0].arrays
+            scales, arrays[array] = write(*new, arrays[array], *indices)
         else:
-            scales, *written = write(*new, *(a for arrays in slabs for a in arrays[number:end]))
-            for i, arrays in enumerate(slabs):
-                arrays[number:end] = written[i * count : (i + 1) * count]
-        self._wait(number, count, scales)
+            kept = [slab.arrays[array] for slab in self._slabs]
+            scales, *written = write(*new, *kept, *indices)
+            for slab, changed in zip(self._slabs, written, strict=True):
+                slab.arrays[array] = changed
+        self._wait(number, len(new), scales)
 
-    def _compile(self, number: int, new: Arrays) -> Write:
-        """Return a function that writes arrays like ``new`` to the places of this batch."""
-        indices = [i for place in self._places for i in place.indices(new[0].shape[1])]
-        slabs = (place.slab.arrays[number].shape for place in self._places)
+    def _compile(self, number: int, new: Arrays) -> tuple[Write, Arrays]:
+        """Return a function that writes arrays like ``new`` to the places of this batch, and its
+        last arguments."""
+        array, indices = self._at[number].array, []
+        for place in self._places:
+            first_rows = (0, place.slab.rows)[: len(new)]
+            indices += place.indices(new[0].shape[1], first_rows)
+        shapes = (slab.arrays[array].shape for slab in self._slabs)
         parts = tuple(place.part for place in self._places)
-        compiled = _compiled(self._arrays[number], len(new), parts, new[0].shape, *slabs)
-
-        def write(*arrays: mx.array) -> list[mx.array]:
-            return compiled(*arrays, *indices)
-
-        return write
+        write = _compiled(self._arrays[number], len(new), parts, new[0].shape, *shapes)
+        found = self._writes[self._kinds[number], len(new)] = write, tuple(indices)
+        return found
 
 
 @lru_cache(maxsize=128)
 def _compiled(
     kind: ArrayLayout, count: int, parts: tuple[Part, ...], *shapes: tuple[int, ...]
 ) -> Write:
-    """Return a compiled function that rounds and writes ``count`` arrays of one ``kind``.
+    """Return a compiled function that rounds ``count`` arrays of one ``kind`` and writes them into
+    one array of each slab.
 
     One for all that it depends on: the shapes too, since MLX keeps what it traced for every
     shape that a function has met, and looks through it in each call. It takes the new arrays,
-    the slab's arrays for each place, and the indices of each. It returns the scales as they wait
-    in `SlabWriter`, and the slabs' arrays in that order."""
+    the slab's array for each place, and the indices of each. It returns the scales as they wait
+    in `SlabWriter`, and the slabs' arrays."""
     scheme = kind.quantization
     assert scheme is not None
 
     def run(*inputs: mx.array) -> list[mx.array]:
         rounded, scales = round_together(inputs[:count], scheme)
-        outputs = list(inputs[count : count * (1 + len(parts))])
-        indices = inputs[count * (1 + len(parts)) :]
+        outputs = list(inputs[count : count + len(parts)])
+        indices = inputs[count + len(parts) :]
         for i, part in enumerate(parts):
-            where = indices[i * INDICES : (i + 1) * INDICES]
-            for j, values in enumerate(rounded):
-                outputs[i * count + j][where] = of_part(values, part)
+            outputs[i][indices[i * INDICES : (i + 1) * INDICES]] = of_part(rounded, part)
         return [scales, *outputs]
 
     compiled: Write = mx.compile(run)

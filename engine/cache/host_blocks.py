@@ -23,7 +23,7 @@ def take(
 ) -> None:
     """Write the parts of ``group`` in a block of the positions ``stretch`` into ``targets``."""
     how = group.kind.quantization
-    found = [np.asarray(slab.arrays[i])[row, :, stretch] for i in group.arrays]
+    found = [slab.host_part(i)[row, :, stretch] for i in group.arrays]
     if how is None:
         np.stack(found, out=targets[0])
         return
@@ -71,7 +71,7 @@ def _give_one(
     parts: Sequence[Sequence[HostArray]],
 ) -> None:
     number, how = group.arrays[position], group.kind.quantization
-    target = np.asarray(slab.arrays[number])[row, :, stretch]
+    target = slab.host_part(number)[row, :, stretch]
     found = [part[position] for part in parts[0]]
     if how is None:
         np.concatenate(found, axis=-2, out=target)

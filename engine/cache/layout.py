@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -110,6 +111,16 @@ class StorageGroup:
         return codes, ((2, *rows, kind.dim // scheme.group_size), mx.float16)
 
 
+class ArrayPlace(NamedTuple):
+    """Where a slab keeps the keys or the values of a layer.
+
+    Slots that hold dequantized values keep both in one array, which is written by one operation.
+    Of others that would take more operations than two arrays do."""
+
+    array: int  # number in ``Slab.arrays``
+    half: int | None  # 0 or 1: keys or values, which share the array. None if it is not shared
+
+
 class ScalesPlace(NamedTuple):
     """A slab keeps the scales of all arrays of one layout and ring in one array."""
 
@@ -130,7 +141,9 @@ class Layout:
         None  # the most tokens of a row in a pass, None if there are no rings
     )
     arrays: tuple[ArrayLayout, ...] = field(init=False)
-    """The arrays of a slot, in the order of a slab's."""
+    """Keys of layer 0, values of layer 0, keys of layer 1, and so on."""
+    places: tuple[ArrayPlace, ...] = field(init=False)
+    """Where a slab keeps each of them."""
     groups: tuple[StorageGroup, ...] = field(init=False)
     kinds: tuple[int, ...] = field(init=False)
     """For each array the index of the first one that is equal."""
@@ -154,6 +167,7 @@ class Layout:
         first: dict[ArrayLayout, int] = {}
         kinds = tuple(first.setdefault(array, index) for index, array in enumerate(arrays))
         object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "places", tuple(self._placed()))
         counts: dict[tuple[int, int | None], int] = {}
         places: list[ScalesPlace | None] = []
         for number, array in enumerate(arrays):
@@ -164,6 +178,15 @@ class Layout:
             counts[key] = counts.get(key, 0) + 1
             places.append(ScalesPlace(list(counts).index(key), counts[key] - 1))
         object.__setattr__(self, "scales", tuple(places))
+
+    def _placed(self) -> Iterator[ArrayPlace]:
+        array = 0
+        for keys, values in zip(self.arrays[::2], self.arrays[1::2], strict=True):
+            if shared := keys == values and keys.dequantized:
+                yield from (ArrayPlace(array, 0), ArrayPlace(array, 1))
+            else:
+                yield from (ArrayPlace(array, None), ArrayPlace(array + 1, None))
+            array += 1 if shared else 2
 
     def with_precision(self, precision: Precision, *, dequantized: bool) -> Layout:
         """Return the layout of the same model with keys and values kept in ``precision``."""
@@ -227,12 +250,14 @@ class Layout:
     def array_bytes(self) -> int:
         """Bytes of one position in the largest array of a slot, which may be one of scales."""
         scales: dict[int, int] = {}
-        for array, place in zip(self.arrays, self.scales, strict=True):
+        values: dict[int, int] = {}
+        for number, (array, place) in enumerate(zip(self.arrays, self.scales, strict=True)):
+            at = self.places[number].array
+            values[at] = values.get(at, 0) + array.slot_token_bytes
             if place is not None and array.quantization is not None:
                 own = array.kv_heads * array.quantization.scale_bytes(array.dim)
                 scales[place.array] = scales.get(place.array, 0) + own
-        values = (array.slot_token_bytes for array in self.arrays)
-        return max((*values, *scales.values()), default=0)
+        return max((*values.values(), *scales.values()), default=0)
 
     def block_buffers(self, tokens: int) -> tuple[int, ...]:
         """Return the bytes of each buffer of a stored block of ``tokens`` tokens."""

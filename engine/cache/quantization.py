@@ -94,41 +94,35 @@ def quantize(x: mx.array, scheme: Quantization) -> Quantized:
     return Quantized(codes_of(x.astype(mx.float32), scales, scheme), scales)
 
 
-def round_together(
-    arrays: Sequence[mx.array], scheme: Quantization
-) -> tuple[list[mx.array], mx.array]:
+def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
     """Return one or two ``arrays`` (batch, kv_heads, width, dim), quantized and dequantized, in
-    their own type, and the scales of all: (arrays, 2, batch, kv_heads, width, groups, 1). To be
-    compiled, into few kernels for both.
+    their own type: (arrays, batch, kv_heads, width, dim), and the scales of all: (arrays, 2, batch,
+    kv_heads, width, groups, 1). To be compiled, into few kernels for both.
 
     The result is that of `quantize` and `dequantize`."""
     first, count = arrays[0], len(arrays)
-    shape = (*first.shape[:-1], -1, scheme.group_size)
     # fp32 from here on: with a step more, MLX would cut a kernel below in two.
-    wide = [array.reshape(shape).astype(mx.float32) for array in arrays]
-    groups = wide[0][None, None]
-    if count == 2:
-        # Stacked by a choice for each element: that is one kernel, a concatenation has two.
-        groups = mx.where(_first_of_two(0), *wide)
+    wide = [array.astype(mx.float32) for array in arrays]
+    # Stacked by a choice for each element: that is one kernel, a concatenation has two.
+    stacked = mx.where(_first_of_two(0, 5), *wide) if count == 2 else wide[0]
+    groups = stacked.reshape(count, 1, *first.shape[:-1], -1, scheme.group_size)
     ordered = mx.sort(groups, axis=-1)  # the least and the largest, by one kernel
     # Slices throughout: building the graph of a split takes the host three times as long.
     bias = _bias(ordered[..., :1])
-    scales = mx.where(_first_of_two(1), _scale(ordered[..., -1:], bias, scheme), bias)
+    scales = mx.where(_first_of_two(1, 7), _scale(ordered[..., -1:], bias, scheme), bias)
     # Every step of a kernel has to have its shape.
     scale, bias = (
         mx.broadcast_to(x, groups.shape).astype(mx.float32) for x in (scales[:, :1], scales[:, 1:])
     )
     codes = _nearest(groups, scale, bias, scheme)
     rounded = (codes * scale + bias).astype(first.dtype)
-    kept = [rounded[i : i + 1].reshape(first.shape) for i in range(count)]
-    return kept, scales
+    return rounded.reshape(count, *first.shape), scales
 
 
 @cache
-def _first_of_two(axis: int) -> mx.array:
-    """Return ``[True, False]`` along ``axis`` of the seven that stacked groups have: which array,
-    scale or bias, row, head, position, group, element."""
-    chosen = mx.array([True, False]).reshape([2 if i == axis else 1 for i in range(7)])
+def _first_of_two(axis: int, ndim: int) -> mx.array:
+    """Return ``[True, False]`` along one ``axis`` of ``ndim``."""
+    chosen = mx.array([True, False]).reshape([2 if i == axis else 1 for i in range(ndim)])
     mx.eval(chosen)  # or it would be computed in every call of a compiled function
     return chosen
 

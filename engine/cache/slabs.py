@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.cache.layout import ArrayLayout, Layout, ScalesPlace
 from engine.cache.quantization import (
@@ -58,13 +59,20 @@ class Slab:
         self.capacity = capacity
         self._kinds = layout.arrays
         self._rings = [layout.ring_tokens(number) for number in range(len(layout.arrays))]
+        self.places = layout.places
+        """Where keys of layer 0, values of layer 0, keys of layer 1, and so on, are."""
+        self._shared = [place.half is not None for place in layout.places if place.half != 1]
         self.arrays: list[mx.array] = []
-        """Keys of layer 0, values of layer 0, keys of layer 1, ...: (rows, kv_heads, capacity,
-        dim). An array that is quantized and not dequantized has packed codes in uint32. One of a
-        layer with a ring that is shorter than the capacity has the length of the ring."""
-        self._places = layout.scales
-        for number, kind in enumerate(layout.arrays):
-            shape, dtype = (rows, kind.kv_heads, self.ring(number) or capacity), kind.dtype
+        """Keys and values of each layer: (rows, kv_heads, capacity, dim), or (2 * rows, ...) with
+        the keys of all rows before the values, see `ArrayPlace`. An array that is quantized and not
+        dequantized has packed codes in uint32. One of a layer with a ring that is shorter than the
+        capacity has the length of the ring."""
+        self._scales_places = layout.scales
+        for number, (kind, place) in enumerate(zip(layout.arrays, layout.places, strict=True)):
+            if place.half == 1:
+                continue
+            count = rows if place.half is None else 2 * rows
+            shape, dtype = (count, kind.kv_heads, self.ring(number) or capacity), kind.dtype
             dim, scheme = kind.dim, kind.quantization
             if scheme is not None and not kind.dequantized:
                 dim, dtype = scheme.code_bytes(dim) // mx.uint32.size, mx.uint32
@@ -82,7 +90,9 @@ class Slab:
             shape = (
                 len(numbers),
                 2,
-                *self.arrays[numbers[0]].shape[:3],
+                rows,
+                kind.kv_heads,
+                self.ring(numbers[0]) or capacity,
                 kind.dim // scheme.group_size,
             )
             self.scales.append(mx.zeros(shape, mx.float16))
@@ -94,6 +104,20 @@ class Slab:
         """All arrays that a step writes, to be evaluated."""
         return [*self.arrays, *self.scales, self.last_tokens]
 
+    def part(self, number: int) -> mx.array:
+        """Return keys or values of a layer: (rows, kv_heads, capacity, dim)."""
+        array, first = self.arrays[self.places[number].array], self.first_row(number)
+        return array[first : first + self.rows]
+
+    def host_part(self, number: int) -> NDArray[Any]:
+        """Return `part` as memory that is written in place."""
+        array, first = np.asarray(self.arrays[self.places[number].array]), self.first_row(number)
+        return array[first : first + self.rows]
+
+    def first_row(self, number: int) -> int:
+        """Return the index of row 0 of keys or values ``number`` in their array."""
+        return self.rows if self.places[number].half == 1 else 0
+
     def ring(self, number: int) -> int | None:
         """Return the positions of array ``number`` if it is a ring, None if it has all of them."""
         ring = self._rings[number]
@@ -104,10 +128,11 @@ class Slab:
 
         Of more positions than a ring has, only the last ones are written."""
         end = start + kept.array.shape[-2]
+        array, at_row = self.places[number].array, self.first_row(number) + row
         for first, last, at in self._stretches(number, start, end):
             its, to = slice(first - start, last - start), slice(at, at + last - first)
-            self.arrays[number][row, :, to] = kept.array[..., its, :]
-            if (place := self._places[number]) is not None:
+            self.arrays[array][at_row, :, to] = kept.array[..., its, :]
+            if (place := self._scales_places[number]) is not None:
                 assert kept.scales is not None
                 self.scales[place.array][place.at, :, row, :, to] = kept.scales[..., its, :]
 
@@ -116,7 +141,8 @@ class Slab:
 
         Those of a ring must all be in it."""
         parts = self._stretches(number, start, end)
-        values = [self.arrays[number][row, :, at : at + b - a] for a, b, at in parts]
+        array, at_row = self.arrays[self.places[number].array], self.first_row(number) + row
+        values = [array[at_row, :, at : at + b - a] for a, b, at in parts]
         if (whole := self.scales_of(number)) is None:
             return StoredKV(_joined(values), None)
         scales = [whole[:, row, :, at : at + b - a] for a, b, at in parts]
@@ -124,11 +150,11 @@ class Slab:
 
     def scales_place(self, number: int) -> ScalesPlace | None:
         """Return where the scales of array ``number`` are, None if it is not quantized."""
-        return self._places[number]
+        return self._scales_places[number]
 
     def scales_of(self, number: int) -> mx.array | None:
         """Return the scales of array ``number``: (2, rows, kv_heads, capacity, groups)."""
-        place = self._places[number]
+        place = self._scales_places[number]
         return None if place is None else self.scales[place.array][place.at]
 
     def _stretches(self, number: int, start: int, end: int) -> list[tuple[int, int, int]]:
@@ -144,7 +170,7 @@ class Slab:
         """Return array ``number`` as attention reads it: (rows, kv_heads, positions, dim), from
         position ``first`` to ``length``; of a ring these are indices."""
         kind = self._kinds[number]
-        array = self.arrays[number][:, :, first:length][rows]
+        array = self.part(number)[:, :, first:length][rows]
         if kind.quantization is None or kind.dequantized:
             return array
         bits, size = kind.quantization
@@ -161,11 +187,12 @@ class Slab:
 
     def clear_row(self, row: int, in_place: bool) -> None:
         """Fill ``row`` with zeros, ``in_place`` in the host's memory or in the graph."""
-        for array in self.arrays:
-            if in_place:
-                np.asarray(array)[row] = 0
-            else:
-                array[row] = 0
+        for array, is_shared in zip(self.arrays, self._shared, strict=True):
+            for each in (row, self.rows + row) if is_shared else (row,):
+                if in_place:
+                    np.asarray(array)[each] = 0
+                else:
+                    array[each] = 0
         for scales in self.scales:
             if in_place:
                 np.asarray(scales)[:, :, row] = 0
@@ -176,7 +203,7 @@ class Slab:
         """Give the slab another number of ``rows``. Arrays are copied and evaluated one by one, so
         that this takes no more than one of them beside what the slab has."""
         for number, array in enumerate(self.arrays):
-            self.arrays[number] = _resized(array, 0, rows)
+            self.arrays[number] = _resized(array, 0, rows, 1 + self._shared[number])
             del array
         for number, scales in enumerate(self.scales):
             self.scales[number] = _resized(scales, 2, rows)
@@ -193,10 +220,12 @@ class Slab:
         """Copy the first ``length`` positions of ``source_row`` of ``source`` to ``row``.
 
         Nothing is evaluated. ``source`` is read: write it only once `contents` are evaluated."""
-        for ours, theirs in zip(self.arrays, source.arrays, strict=True):
+        for number, place in enumerate(self.places):
+            ours, theirs = self.arrays[place.array], source.arrays[place.array]
             # A ring is copied whole. One that the source has not begun again lies as positions do.
             end = min(length, theirs.shape[2])
-            ours[row, :, :end] = theirs[source_row, :, :end]
+            at, source_at = self.first_row(number) + row, source.first_row(number) + source_row
+            ours[at, :, :end] = theirs[source_at, :, :end]
         for ours, theirs in zip(self.scales, source.scales, strict=True):
             end = min(length, theirs.shape[4])
             ours[:, :, row, :, :end] = theirs[:, :, source_row, :, :end]
@@ -207,13 +236,16 @@ def _joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
 
 
-def _resized(array: mx.array, axis: int, rows: int) -> mx.array:
-    """Return an evaluated copy of ``array`` with ``rows`` along ``axis``; new ones are zero."""
-    missing = rows - array.shape[axis]
+def _resized(array: mx.array, axis: int, rows: int, parts: int = 1) -> mx.array:
+    """Return an evaluated copy of ``array`` with ``rows`` in each of the ``parts`` along ``axis``;
+    new ones are zero."""
+    array = mx.unflatten(array, axis, (parts, -1))
+    missing = rows - array.shape[axis + 1]
     if missing > 0:
-        resized = mx.pad(array, [(0, missing * (i == axis)) for i in range(array.ndim)])
+        resized = mx.pad(array, [(0, missing * (i == axis + 1)) for i in range(array.ndim)])
     else:  # a slice would keep the whole array alive
-        resized = mx.take(array, mx.arange(rows), axis=axis)
+        resized = mx.take(array, mx.arange(rows), axis=axis + 1)
+    resized = mx.flatten(resized, axis, axis + 1)
     mx.eval(resized)
     return resized
 

@@ -29,8 +29,8 @@ from engine.scheduler.chunks import MAX_TOKENS
 GPU_CHUNK_TOKENS = 2048
 """What mlx-lm computes of a prompt at once. Fewer leave a GPU idle between chunks."""
 FIRST_ARRAYS = 4
-"""Keys and values of so many first layers are dispatched before the rest of a step: enough for
-the device to be busy until the first tokens of the step before are sent."""
+"""So many of a slab's first arrays are dispatched before the rest of a step, two layers or more:
+enough for the device to be busy until the first tokens of the step before are sent."""
 
 
 class BatchedExecutor(Executor):

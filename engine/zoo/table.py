@@ -20,8 +20,9 @@ and when a sequence starts from the blocks and the state of another. Logits are 
 by more than {tolerance:g} of their standard deviation. The largest difference of a right one is
 {worst:.0e}.
 
-A loaded model is proven again when a server starts. If the proof fails, it gets the next slower way
-of computing.
+A loaded model is proven again when a server first starts with it. If the proof fails, it gets the
+next slower way of computing. A proof that passed is remembered (`--prove once`, see
+[the design](design/slots-and-slabs.md)).
 
 INT8 is the default: keys and values are rounded to 8 bits when they are written. The comparison is
 then another one. Two ways of computing a key differ by rounding in fp32, which gives another code

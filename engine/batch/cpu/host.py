@@ -112,7 +112,9 @@ class HostBatch(RaggedBatch):
     def _array(self, slab: Slab, number: int) -> Array:
         """Return array ``number`` of ``slab``."""
         if slab not in self._views:
-            self._views[slab] = [np.asarray(array) for array in slab.arrays]
+            self._views[slab] = [
+                slab.host_part(number) for number in range(len(self.layout.arrays))
+            ]
         return self._views[slab][number]
 
     def _both(self, layer: int, slab: Slab) -> tuple[Array, Array]:

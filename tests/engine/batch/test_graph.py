@@ -174,7 +174,7 @@ def test_what_is_stored_is_rounded(
         rounded = fake_quantize(new, scheme)
         for i, row in enumerate(rows):
             slab = slabs[row.slot.slab_id]
-            kept = slab.arrays[number][row.slot.row, :, row.start : row.end]
+            kept = slab.part(number)[row.slot.row, :, row.start : row.end]
             assert mx.array_equal(kept, rounded[i, :, : row.width])
             scales = slab.scales_of(number)
             assert scales is not None

@@ -268,7 +268,12 @@ def check_texts(whole: Whole, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "kv_bits"), [(1900, 8), pytest.param(8000, 16, marks=pytest.mark.slow)]
+    ("length", "kv_bits"),
+    [
+        (1900, 8),
+        pytest.param(8000, 16, marks=pytest.mark.slow),
+        pytest.param(8000, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_slabs_are_written_in_place_and_copies_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, kv_bits: int
@@ -278,7 +283,8 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     monkeypatch.setattr(blocks, "PIECE_BYTES", length << 7)
     fields = {"num_key_value_heads": 2, "num_attention_heads": 2, "head_dim": 64}
     path = make_tiny("llama", tmp_path, max_position_embeddings=16384, **fields)
-    whole = Whole(path, num_blocks=12_000, kv_bits=kv_bits, prefill_chunk_tokens=64)
+    num_blocks = 192_000 // kv_bits  # slots take as much with 8 bits
+    whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits, prefill_chunk_tokens=64)
     whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
     shared = prompt(1, length)
     # Scores of a chunk (heads, 64, length) in fp32, twice. Pieces of blocks take less.
@@ -297,7 +303,7 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
             taken = mx.get_peak_memory() - whole.before_bytes - whole.weight_bytes
             worst = max(worst, taken - reserved)
 
-    whole.submit("first", shared, 90)
+    whole.submit("first", shared, 70)
     turns(lambda: bool(whole.texts["first"]))
     for number in range(7):
         whole.submit(f"r{number}", [*shared[:-10], number + 3, 5], 40)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.backend.gpu_path import forced_gpu_path
 from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.grammar import cache as grammar_cache
@@ -72,7 +73,18 @@ def assert_bound(whole: Whole, *names: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mamba", "gpt_oss"])
 def test_an_answer_matches_its_grammar_and_ends_with_it(whole: Build, kind: str) -> None:
-    engine = whole(kind)
+    check_answers(whole(kind))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_an_answer_matches_its_grammar_as_on_a_gpu(whole: Build, bits: int) -> None:
+    with forced_gpu_path():
+        engine = whole(kv_bits=bits, num_blocks=4000)
+        assert engine.executor.spec.look_ahead and engine.executor.spec.shares_slabs
+        check_answers(engine)
+
+
+def check_answers(engine: Whole) -> None:
     for number in range(6):
         ask(
             engine,

@@ -46,10 +46,11 @@ class Place:
         """Write ``array`` (batch, kv_heads, width, ...) of the whole batch into keys or values
         ``number`` of the slab."""
         place = self.slab.places[number]
-        index: Index | None = self._rectangle
-        if index is None or place.half == 1:
-            first_rows = (self.slab.rows,) if place.half == 1 else ()
-            index = self.indices(array.shape[1], first_rows)
+        index: Index
+        if place.half == 1:
+            index = self.indices(array.shape[1], (self.slab.rows,))
+        else:
+            index = self._rectangle or self.indices(array.shape[1])
         self.slab.arrays[place.array][index] = of_part(array, self.part)
 
     def put_scales(self, array: int, indices: tuple[int, ...], scales: mx.array) -> None:

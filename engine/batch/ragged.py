@@ -96,6 +96,9 @@ class RaggedBatch(ABC):
 
     def by_slab(self) -> Iterator[tuple[Slab, int, Sequence[Row]]]:
         """Yield each slab, the index in the batch of its first row, and its rows."""
+        if self.rows[0].slot.slab_id == self.rows[-1].slot.slab_id:  # they are ordered
+            yield self.slabs[self.rows[0].slot.slab_id], 0, self.rows
+            return
         first = 0
         for number, members in groupby(self.rows, key=lambda row: row.slot.slab_id):
             stretch = list(members)

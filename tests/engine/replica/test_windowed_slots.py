@@ -78,7 +78,7 @@ def test_preempted_sequences_go_on_from_blocks(
     tiny_model: Callable[..., Path], kind: str, kv_bits: int
 ) -> None:
     path = tiny_model(kind)
-    whole = forced(path, 40 if kv_bits == 16 else 60, kv_bits)
+    whole = forced(path, 40 if kv_bits == 16 else 80, kv_bits)
     prompts = {f"r{n}": prompt(n, 90 + 40 * n) for n in range(4)}
     for name, tokens in prompts.items():
         whole.submit(name, tokens, 90)

@@ -109,7 +109,8 @@ class SlabWriter:
     def _compile(self, number: int, new: Arrays) -> tuple[Write, Arrays]:
         """Return a function that writes arrays like ``new`` to the places of this batch, and its
         last arguments."""
-        array, indices = self._at[number].array, []
+        array = self._at[number].array
+        indices: list[mx.array] = []
         for place in self._places:
             first_rows = (0, place.slab.rows)[: len(new)]
             indices += place.indices(new[0].shape[1], first_rows)

@@ -68,10 +68,11 @@ class Slab:
         dequantized has packed codes in uint32. One of a layer with a ring that is shorter than the
         capacity has the length of the ring."""
         self._scales_places = layout.scales
-        for number, (kind, place) in enumerate(zip(layout.arrays, layout.places, strict=True)):
-            if place.half == 1:
+        for number, kind in enumerate(layout.arrays):
+            half = layout.places[number].half
+            if half == 1:
                 continue
-            count = rows if place.half is None else 2 * rows
+            count = rows if half is None else 2 * rows
             shape, dtype = (count, kind.kv_heads, self.ring(number) or capacity), kind.dtype
             dim, scheme = kind.dim, kind.quantization
             if scheme is not None and not kind.dequantized:
@@ -87,15 +88,9 @@ class Slab:
         for numbers in members.values():
             kind, scheme = layout.arrays[numbers[0]], layout.arrays[numbers[0]].quantization
             assert scheme is not None
-            shape = (
-                len(numbers),
-                2,
-                rows,
-                kind.kv_heads,
-                self.ring(numbers[0]) or capacity,
-                kind.dim // scheme.group_size,
-            )
-            self.scales.append(mx.zeros(shape, mx.float16))
+            tokens, groups = self.ring(numbers[0]) or capacity, kind.dim // scheme.group_size
+            every = (len(numbers), 2, rows, kind.kv_heads, tokens, groups)
+            self.scales.append(mx.zeros(every, mx.float16))
         self.last_tokens = mx.zeros((rows,), mx.int32)
         """(rows,): the token that each row sampled last, on the device."""
 

@@ -92,8 +92,9 @@ def acting(agent: Agent, format: Format, private: Path, *flags: str) -> Iterator
     path = private / f"model-{agent.name}-{format.name}"
     model = make_actor(path, demo_model_path(), scripts, PLAIN, format)
     limits = ("--max-prompt-tokens", str(CONTEXT), "--max-request-bytes", "10000000")
+    endless = ("--default-max-tokens", "8000")  # where a request says nothing: nobody is that fast
     names = ("--served-model-name", "actor", "--no-ssd")
-    with serving(model, *names, *limits, *flags) as server:
+    with serving(model, *names, *limits, *endless, *flags) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import pytest
 from engine.backend.blas import load_fast_blas
 
 load_fast_blas()
+# Servers ignore hang-ups where they were started so, as below nohup; those of tests were not.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

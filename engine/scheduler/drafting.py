@@ -38,13 +38,13 @@ class Drafting:
         """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""
         if self._speculator is None or not self._speculator.drafts_at(len(rows)):
             return {}
-        asked = [seq for seq in rows if seq.drafts is not None and not seq.num_inflight]
-        asks = [
-            DraftRow(seq.drafts, seq.token_ids, self._limit(seq))
-            for seq in asked
-            if seq.drafts is not None
-        ]
-        found = zip(asked, self._speculator.choose(len(rows), asks), strict=True)
+        asked = {
+            seq: DraftRow(seq.drafts, seq.token_ids, self._limit(seq))
+            for seq in rows
+            if seq.drafts is not None and not seq.num_inflight
+        }
+        chosen = self._speculator.choose(len(rows), list(asked.values()))
+        found = zip(asked, chosen, strict=True)
         cut = {seq: self._cut(seq, proposal) for seq, proposal in found if proposal is not None}
         return {seq: proposal for seq, proposal in cut.items() if proposal.tokens}
 

@@ -17,7 +17,11 @@ PROMPT = [9, 8]
 
 def source_of(tokenizer: LLTokenizer, **fields: Any) -> ForcedSource | None:
     grammar = Grammar(kind="regex", source=SOURCE, **fields)
-    request = wire.Submit(
+    return ForcedSource.of(request_with(grammar), compile_grammar(tokenizer, grammar))
+
+
+def request_with(grammar: Grammar) -> wire.Submit:
+    return wire.Submit(
         request_id="a",
         attempt=0,
         token_ids=PROMPT,
@@ -26,7 +30,6 @@ def source_of(tokenizer: LLTokenizer, **fields: Any) -> ForcedSource | None:
         stop_token_ids=[],
         grammar=grammar,
     )
-    return ForcedSource.of(request, compile_grammar(tokenizer, grammar))
 
 
 def test_tokens_are_proposed_where_only_one_text_is_allowed(tokenizer: LLTokenizer) -> None:
@@ -56,16 +59,8 @@ def test_nothing_is_proposed_before_the_grammar_applies_nor_after_an_error(
 
 
 def test_grammars_that_may_be_large_get_no_second_matcher(tokenizer: LLTokenizer) -> None:
-    compiled = compile_grammar(tokenizer, Grammar(kind="regex", source=SOURCE))
-    heavy = CompiledGrammar(compiled.initial_matcher, heavy=True)
-    request = wire.Submit(
-        request_id="a",
-        attempt=0,
-        token_ids=PROMPT,
-        sampling=wire.SamplingParams(seed=1),
-        max_tokens=9,
-        stop_token_ids=[],
-        grammar=Grammar(kind="regex", source=SOURCE),
-    )
+    grammar = Grammar(kind="regex", source=SOURCE)
+    heavy = CompiledGrammar(compile_grammar(tokenizer, grammar).initial_matcher, heavy=True)
+    request = request_with(grammar)
     assert ForcedSource.of(request, heavy) is None
     assert ForcedSource.of(request, None) is None

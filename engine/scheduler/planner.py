@@ -19,10 +19,10 @@ from shared import wire
 
 Clock = Callable[[], float]
 
-LOGPROBS_CHUNK_TOKENS = 128
+LOGPROBS_CHUNK_TOKENS = 64
 """The longest chunk with log-probabilities: they need the logits of every position."""
 MUCH_SHORTER = 4
-"""A prompt may overtake one that has this many times as many tokens left."""
+"""A prompt has plans without one that has this many times as many tokens left."""
 
 
 class Planner:
@@ -52,8 +52,8 @@ class Planner:
         self._counters = counters
         self._clock = clock
         self._next_ticket = 0
-        self._first_chunk_of = -1
-        """The arrival of the sequence that the first chunk of the last step was for."""
+        self._only_shorter = False
+        """Whether the last plan had no chunks but of prompts that are much shorter than others."""
         self._held_back = False
         """Whether the last plan left chunks out."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
@@ -309,27 +309,24 @@ class Planner:
         return self._held_back
 
     def _chunk_order(self, prefilling: list[Sequence]) -> list[Sequence]:
-        """Return ``prefilling``, which is in order, as its chunks are planned. A short prompt would
-        wait for all of a long one, so after each chunk of the first sequence the shortest that is
-        much shorter goes first, unless its priority is lower. A long prompt takes about twice as
-        long at most."""
+        """Return those of ``prefilling``, which is in order, that the next plan may have chunks of.
+        A short prompt would wait for all of a long one, and its first token for chunks that are in
+        the same plan. So every second plan is for those that are much shorter than the longest,
+        unless their priority is lower than the first one's. The others take about twice as long at
+        most."""
 
         def tokens_left(seq: Sequence) -> int:
             return seq.prefill_end - seq.num_computed_tokens
 
-        if not prefilling:
-            return prefilling
-        first = prefilling[0]
-        if self._first_chunk_of == first.arrival:
-            shorter = [
-                seq
-                for seq in prefilling
-                if MUCH_SHORTER * tokens_left(seq) <= tokens_left(first)
-                and seq.request.priority >= first.request.priority
-            ]
-            first = min(shorter, key=tokens_left, default=first)
-        self._first_chunk_of = first.arrival
-        return [first, *(seq for seq in prefilling if seq is not first)]
+        longest = max(map(tokens_left, prefilling), default=0)
+        shorter = [
+            seq
+            for seq in prefilling
+            if MUCH_SHORTER * tokens_left(seq) <= longest
+            and seq.request.priority >= prefilling[0].request.priority
+        ]
+        self._only_shorter = bool(shorter) and not self._only_shorter
+        return sorted(shorter, key=tokens_left) if self._only_shorter else prefilling
 
     def _needs_another_pass(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Return whether a chunk of ``seq`` would delay the tokens of the plan's decodes: those are

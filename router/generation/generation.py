@@ -41,7 +41,7 @@ _TAIL_TOKENS = 64
 """The end of a prompt in which text is looked for."""
 _INLINE_ENTRIES = 256
 """What is formatted on the event loop at most: each takes some microseconds."""
-_CHARS_PER_ENTRY = 2
+_CHARS_PER_ENTRY = 4
 """The characters that cost as much to tokenize as an entry costs to format."""
 
 _Result = TypeVar("_Result")
@@ -240,7 +240,8 @@ class Generation:
             return
         for choice in self.choices:
             if choice.echo_is_due:
-                entries = len(choice.sequence.submit.token_ids)
+                prompt = choice.sequence.submit.token_ids
+                entries = num_entries(self._request, [len(prompt)], [])
                 await self.format(choice.begin_echo, entries)
 
     def _remember_reply(self, choice: Choice) -> None:

@@ -80,7 +80,7 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
         parameters = self.parameters
         if parameters is None:
             return
-        if _depth(parameters) > MAX_SCHEMA_DEPTH:
+        if _is_deeper(parameters, MAX_SCHEMA_DEPTH):
             raise self._invalid("are nested too deeply")
         properties, required = parameters.get("properties"), parameters.get("required")
         if properties and not isinstance(properties, dict):
@@ -99,15 +99,17 @@ class FunctionDefinition(Struct, frozen=True, kw_only=True):
         return InvalidValue(f"The parameters of the tool '{self.name}' {reason}.", param="tools")
 
 
-def _depth(schema: Any) -> int:
-    """Return how many objects and arrays are nested in ``schema``, without recursion."""
-    level, depth = [schema], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
+def _is_deeper(schema: Any, depth: int) -> bool:
+    """Return whether more than ``depth`` objects and arrays are nested in ``schema``."""
+    level = [schema]
+    for _ in range(depth + 1):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
         level = [
             each for item in level for each in (item.values() if isinstance(item, dict) else item)
         ]
-    return depth
+    return True
 
 
 class TextFunction(FunctionDefinition, frozen=True, kw_only=True):

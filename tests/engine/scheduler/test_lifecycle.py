@@ -266,6 +266,15 @@ def test_short_prompts_wait_for_one_chunk_of_a_long_one_which_goes_on(look_ahead
     engine.assert_right(long)
 
 
+def test_the_chunk_of_a_short_prompt_does_not_wait_for_those_of_long_ones() -> None:
+    engine = Engine(config(prefill_chunk_tokens=200, prefill_batch_size=3))
+    for name in "ab":
+        engine.submit(request(name, prompt(100, ord(name)), priority=-1))
+    engine.submit(request("short", prompt(9)))
+    plan = engine.schedule()
+    assert plan is not None and [len(chunk.token_ids) for chunk in plan.chunks] == [8]
+
+
 def test_a_first_token_does_not_wait_for_chunks_of_others() -> None:
     engine = Engine(config(blocks=300))
     clients = [engine.submit(request(name, prompt(80, ord(name)))) for name in "abc"]

@@ -120,7 +120,7 @@ def test_a_chunk_that_raises_ends_only_its_own_request(look_ahead: bool) -> None
     others = [engine.submit(request(name, SHARED[ord(name) - 97 :][:9])) for name in "ab"]
     engine.run()
     failing = engine.submit(request("failing", SHARED[30:80]))
-    others += [engine.submit(request(name, SHARED[ord(name) - 90 :][:9])) for name in "cd"]
+    others += [engine.submit(request(name, SHARED[ord(name) - 90 :][:20])) for name in "cd"]
     engine.executor.fail_next_chunk = True
     engine.run()
     assert failing.end is not None and failing.end.finish == "error"
@@ -147,8 +147,11 @@ def test_sequences_that_restored_blocks_of_a_failed_chunk_restart(
         )
     )
     failing = engine.submit(request("failing", SHARED))
-    others = [engine.submit(request(f"f{n}", [*SHARED[:16], n, n])) for n in range(2)]
-    others += [engine.submit(request(f"g{n}", [*SHARED[:90], n, n])) for n in range(2)]
+    others = [  # of low priority, so that none goes first
+        engine.submit(request(f"{length}-{n}", [*SHARED[:length], n, n], priority=-1))
+        for length in (16, 90)
+        for n in range(2)
+    ]
     while len(engine.executor.chunk_tokens) < chunks_before:
         engine.turn()
     engine.executor.fail_next_chunk = True

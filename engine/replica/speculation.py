@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from engine.executor.base import ExecutorSpec
 from engine.grammar.forced import ForcedSource
 from engine.speculation.ngram import NgramSource
+from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import DraftSource
 from engine.speculation.speculator import SourceMaker, SpeculationOptions, Speculator
 from shared.settings import Settings
@@ -36,7 +37,7 @@ def make_speculator(settings: Settings, spec: ExecutorSpec) -> Speculator | None
         adapts=settings.spec_decode_dynamic or is_auto,
         by_sequence=settings.adaptive_k,
     )
-    sources: Sequence[SourceMaker] = [_ngram_maker(settings)]
+    sources: Sequence[SourceMaker] = [PredictionSource.of, _ngram_maker(settings)]
     if is_auto:
         sources = [ForcedSource.of, *sources]
     return Speculator(options, sources)

@@ -83,6 +83,7 @@ def _check_tokens(request: wire.Submit, vocab_size: int) -> None:
         ("xtc_special_ids", request.sampling.xtc_special_ids),
         ("grammar", request.grammar.after if request.grammar else []),
         ("thinking", thinking_ids),
+        ("prediction", request.prediction),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             raise Refusal("invalid", f"a token id is not in 0..{vocab_size - 1}", param)

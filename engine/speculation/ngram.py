@@ -75,7 +75,7 @@ class NgramIndex:
         places = self._last_places if context is self.tokens else self._places(context)
         for number in range(len(places) - 1, -1, -1):
             if index := self._tables[number][places[number]]:
-                length = self._match(index, context)
+                length = self.match(index, context)
                 if length >= self._sizes[number]:
                     return Match(index, length)
         return None
@@ -118,7 +118,7 @@ class NgramIndex:
                 table[mixed[old:] >> np.uint64(self._shift)] = after
         self._entered = max(self._entered, end)
 
-    def _match(self, index: int, context: Sequence[int]) -> int:
+    def match(self, index: int, context: Sequence[int]) -> int:
         """Return how many tokens before ``index`` equal the last ones of ``context``."""
         most = min(index, len(context), LONGEST_KIND)
         for length in range(most):

@@ -25,7 +25,11 @@ from router.fleet.tenants import Tenant
 from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
 from router.generation.generation import Generation
-from router.generation.sampling import SequenceSpec, check_prompt_length
+from router.generation.sampling import (
+    SequenceSpec,
+    check_prediction_length,
+    check_prompt_length,
+)
 from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
@@ -102,6 +106,10 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     def thinking(self, request: _Request, model: Model, prompt: list[int]) -> ThinkingBudget | None:
         """Return the budget of the reasoning in a reply to ``prompt``, if there is one."""
         return None
+
+    def prediction(self, request: _Request, model: Model) -> tuple[int, ...]:
+        """Return the tokens that answers are likely to repeat. Raises `ContextLengthExceeded`."""
+        return ()
 
     def max_tokens(self, request: _Request, model: Model) -> int | None:
         return request.max_tokens
@@ -180,7 +188,8 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         try:
             specs = await generation.run(prepare, size)
         except ContextLengthExceeded as error:
-            error.param = self.prompt_field
+            if error.param != "prediction":
+                error.param = self.prompt_field
             raise
         generation.check_places(self.num_prompts(request))  # others may have been quicker
         prompts = [spec.prompt_token_ids for spec in specs if spec.choice == 0]
@@ -192,6 +201,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     ) -> Iterator[SequenceSpec]:
         """Yield a spec for each choice of each prompt. Raises `InvalidRequest`."""
         model = generation.model
+        prediction = self.prediction(request, model)
         echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
         for prompt, limit, echoed in zip(prompts, limits, echoes, strict=True):
             grammar = self.grammar(request, model, prompt)
@@ -200,7 +210,9 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             blocks = generation.prompt_blocks(prompt)
             for choice in range(request.n or 1):
                 parser = self.reply_parser(request, model, prompt)
-                yield SequenceSpec(prompt, limit, choice, parser, grammar, thinking, echo, blocks)
+                yield SequenceSpec(
+                    prompt, limit, choice, parser, grammar, thinking, echo, blocks, prediction
+                )
 
 
 class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
@@ -240,6 +252,14 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
     ) -> ThinkingBudget | None:
         tokens = request.max_thinking_tokens
         return None if tokens is None else model.renderer.replies.thinking(prompt, tokens)
+
+    def prediction(self, request: ChatRequest, model: Model) -> tuple[int, ...]:
+        if request.prediction is None:
+            return ()
+        check_length = partial(check_prediction_length, model)
+        text = request.prediction.joined
+        tokens = model.renderer.encode(text, add_special_tokens=False, check_length=check_length)
+        return tuple(tokens)
 
 
 def _tool_call_policy(request: ChatRequest) -> ToolCallPolicy:

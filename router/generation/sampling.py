@@ -37,6 +37,7 @@ class SequenceSpec(NamedTuple):
     thinking: ThinkingBudget | None = None
     echo: Echo | None = None
     prompt_blocks: PromptBlocks = MappingProxyType({})
+    prediction: tuple[int, ...] = ()
 
 
 def check_vocabulary(request: GenerationRequest, model: Model) -> None:
@@ -100,6 +101,16 @@ def check_prompt_length(model: Model, num_tokens: int) -> None:
         )
 
 
+def check_prediction_length(model: Model, num_tokens: int) -> None:
+    """Raise `ContextLengthExceeded` if ``model`` never answers with so many tokens."""
+    context = model.hello.context_length
+    if num_tokens > context:
+        raise ContextLengthExceeded(
+            f"The prediction has {num_tokens} tokens, over the model's context of {context}.",
+            param="prediction",
+        )
+
+
 def check_lengths(model: Model, prompt: Sequence[int], max_tokens: int | None) -> int:
     """Return the max_tokens of ``prompt``: ``max_tokens``, cut to what the context leaves.
 
@@ -143,6 +154,7 @@ def submit_message(
         prompt_logprobs=_prompt_logprobs(request) if spec.choice == 0 else None,
         grammar=spec.grammar,
         thinking=spec.thinking,
+        prediction=spec.prediction,
         traceparent=traceparent,
     )
 

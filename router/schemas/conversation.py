@@ -33,6 +33,24 @@ class ContentPart(Struct, frozen=True):
     refusal: str | None = None
 
 
+class PredictedText(Struct, frozen=True):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class PredictedContent(Struct, frozen=True):
+    """Text that the answer is likely to repeat in large parts."""
+
+    content: str | list[PredictedText]
+    type: Literal["content"] = "content"
+
+    @property
+    def joined(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class FunctionCall(Struct, frozen=True):
     name: Annotated[str, Meta(max_length=1024)]
     arguments: Annotated[

@@ -20,6 +20,7 @@ from router.schemas.conversation import (
     AllowedTools,
     ChatMessage,
     FunctionName,
+    PredictedContent,
     PromptEnding,
     Tool,
     ToolChoice,
@@ -167,6 +168,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: PredictedContent | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobsCount | None = None
 

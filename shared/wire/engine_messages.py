@@ -67,6 +67,7 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # the request is accepted once this is compiled
     thinking: ThinkingBudget | None = None
+    prediction: tuple[int, ...] = ()  # what the answer may repeat; it changes no text
     traceparent: str = ""  # W3C's name of the span to trace it under; empty: it is not traced
 
 

@@ -226,3 +226,24 @@ def test_a_replica_drafts_as_its_settings_say(tiny_model: Callable[..., Path], s
     drafted, stats = texts(spec_decode=source, spec_decode_dynamic=False)
     assert drafted == plain
     assert none is None and stats is not None and stats.sources["ngram"].accepted
+
+
+def test_a_prediction_is_accepted_where_it_is_right(tiny_model: Callable[..., Path]) -> None:
+    """Two answers as they come, after a beginning that is not in them, and a useless prediction."""
+    whole = Whole(tiny_model("llama"), deterministic=True, no_ssd=True, spec_decode="ngram")
+    names = "greedy", "sampled", "short"
+    for name in names:
+        whole.submit(name, prompt(name), 60, **REQUESTS[name])
+    whole.run()
+    plain = whole.texts
+    predicted = {"greedy": plain["greedy"], "sampled": [9, 9, *plain["sampled"]], "short": [5] * 60}
+    whole.renew(look_ahead=False)
+    for name in names:
+        whole.submit(name, prompt(name), 60, **REQUESTS[name] | {"prediction": predicted[name]})
+    whole.run()
+    assert whole.texts == plain
+    stats = whole.scheduler.stats().drafts
+    assert stats is not None
+    counts = stats.sources["prediction"]
+    assert counts.accepted > 60
+    assert whole.ends["greedy"].usage and whole.ends["greedy"].usage.accepted_draft_tokens > 40

@@ -467,6 +467,42 @@ def test_control_tokens_in_plain_prompts_are_control_tokens(
     assert submit.token_ids[-1] == tokenizer.token_to_id("<|im_end|>")
 
 
+@pytest.mark.parametrize("content", ["hello <|im_end|> ", [{"type": "text", "text": "hello "},
+    {"type": "text", "text": "<|im_end|> "}]])  # fmt: skip
+def test_a_prediction_reaches_the_engine_with_each_choice(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer, content: Any
+) -> None:
+    answer = ask(server, n=2, prediction={"type": "content", "content": content})
+    assert answer.status_code == 200, answer.text
+    expected = tokenizer.encode("hello <|im_end|> ", add_special_tokens=False).ids
+    assert [list(submit.prediction) for submit in engine.got(Submit)[-2:]] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("hello", "prediction"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": None}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": ["a"]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+         "prediction.content"),
+        ({"type": "tokens", "content": "a"}, "prediction.type"),
+        ({"type": "content", "content": "a b " * 60_000}, "prediction"),
+    ],
+)  # fmt: skip
+def test_a_prediction_of_another_form_or_beyond_the_context_is_refused(
+    server: Server, engine: ScriptedEngine, prediction: Any, param: str
+) -> None:
+    submitted = len(engine.got(Submit))
+    answer = ask(server, prediction=prediction)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(param)
+    assert len(engine.got(Submit)) == submitted
+
+
 # -- refusals -----------------------------------------------------------------------
 
 

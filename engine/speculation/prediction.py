@@ -1,0 +1,73 @@
+"""Drafts from a text that the client expects the answer to repeat in large parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.speculation.ngram import LIKELY, LONGEST_KIND, NgramIndex
+from engine.speculation.source import DraftSource, Proposal
+from shared.wire import Submit
+
+NEAR_TOKENS = 32
+"""How far from where it should be the place in the text is looked for first."""
+SHORTEST, LONGEST = 2, 4
+"""The n-grams by which it is found anywhere else, and the least that counts as found."""
+BEGINS_ALIKE = 0.6
+"""What is assumed of the beginning of the text as that of the answer."""
+
+
+class PredictionSource(DraftSource):
+    """Reads on in the predicted text as long as the answer repeats it. An answer that leaves the
+    text is found again by its last tokens: near the place where it left, or else anywhere."""
+
+    NAME = "prediction"
+
+    def __init__(self, prediction: Sequence[int], num_prompt_tokens: int) -> None:
+        self._index = NgramIndex(SHORTEST, LONGEST, len(prediction))
+        self._index.extend(prediction)
+        self._text = self._index.tokens
+        self._followed = num_prompt_tokens
+        self._next = 0
+        """The place in the text that the next output is expected to repeat."""
+        self._matched = 0
+        """How many tokens before it were repeated; at first none, and it is a guess."""
+        self._lost = False
+
+    @classmethod
+    def of(cls, request: Submit, grammar: object) -> PredictionSource | None:
+        """Return the source of ``request``, None if it has no prediction."""
+        if not request.prediction:
+            return None
+        return cls(request.prediction, len(request.token_ids))
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        self._follow(tokens)
+        drafts = () if self._lost else tuple(self._text[self._next : self._next + count])
+        if not drafts:
+            return None
+        likely = LIKELY[self._matched - 1] if self._matched else BEGINS_ALIKE
+        return Proposal(drafts, self.NAME, self._matched, likely)
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Go on to the end of ``tokens``."""
+        new = tokens[self._followed :]
+        self._followed = len(tokens)
+        end = self._next + len(new)
+        if not self._lost and self._text[self._next : end].tolist() == list(new):
+            self._next, self._matched = end, min(self._matched + len(new), LONGEST_KIND)
+        elif new:
+            self._find(tokens, end)
+
+    def _find(self, tokens: Sequence[int], expected: int) -> None:
+        """Find the place in the text after the last ones of ``tokens``: the longest match near the
+        ``expected`` place, the nearest of these, or else the last one of the whole text."""
+        near = range(max(0, expected - NEAR_TOKENS), min(len(self._text), expected + NEAR_TOKENS))
+        best = max(
+            ((self._index.match(place, tokens), -abs(place - expected), place) for place in near),
+            default=(0, 0, 0),
+        )
+        length, _, place = best
+        if length < SHORTEST and (found := self._index.find(tokens)) is not None:
+            place, length = found
+        self._lost = length < SHORTEST
+        self._next, self._matched = (expected, 0) if self._lost else (place, length)

@@ -153,6 +153,9 @@ class Decode(PlanOp, frozen=True):
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens after the input, which is given then, and not ``forced``. What is
     ``forbidden`` is so after each of them. None ends the sequence."""
+    guesses: int = 0
+    """How many tokens after the run the executor may guess itself, where it can
+    (`ExecutorSpec.guesses`). It may give fewer. A later plan verifies them, as drafts."""
 
 
 class Chunk(PlanOp, frozen=True):
@@ -225,6 +228,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]  # the run of each of the plan's decodes, one after the other
     runs: tuple[int, ...] = ()  # the length of each run; empty if every decode has one token
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to ``tokens``
+    guesses: tuple[tuple[int, ...], ...] = ()
+    """What may follow the run of each decode; empty if the executor guessed nothing."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """What became known of chunks with ``target_ids``, of this plan or an earlier one: without
     gaps, and before the result of the slot's first decode."""

@@ -36,6 +36,8 @@ class ExecutorSpec:
     state_layout: tuple[str, ...] = ()
     """Shapes and types of a state's arrays: stored states of another layout are not read."""
     verifies_drafts: bool = False  # whether decodes may have drafts
+    guesses: str = ""
+    """The name of what guesses tokens after a run (`Decode.guesses`); empty if nothing does."""
     shares_slabs: bool = False
     """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
     time, is in ``slot_token_bytes`` then."""

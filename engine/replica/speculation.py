@@ -40,7 +40,7 @@ def make_speculator(settings: Settings, spec: ExecutorSpec) -> Speculator | None
     sources: Sequence[SourceMaker] = [PredictionSource.of, _ngram_maker(settings)]
     if is_auto:
         sources = [ForcedSource.of, *sources]
-    return Speculator(options, sources)
+    return Speculator(options, sources, spec.guesses if is_auto else "")
 
 
 def _ngram_maker(settings: Settings) -> SourceMaker:

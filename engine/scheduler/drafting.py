@@ -26,7 +26,7 @@ class Drafting:
         token, after which some are likely."""
         if self._speculator is None or not seq.num_inflight or seq.drafts is None:
             return False
-        if seq.num_inflight_drafts:
+        if seq.num_inflight_drafts or seq.awaits_guesses:
             return True
         if not self._speculator.drafts_at(num_rows):
             return False
@@ -47,6 +47,20 @@ class Drafting:
         found = zip(asked, chosen, strict=True)
         cut = {seq: self._cut(seq, proposal) for seq, proposal in found if proposal is not None}
         return {seq: proposal for seq, proposal in cut.items() if proposal.tokens}
+
+    def guesses_after(self, seq: Sequence, num_drafts: int, num_rows: int) -> int:
+        """Return how many tokens the executor should guess after the next decode of ``seq``, one
+        of ``num_rows`` in the plan, which has so many drafts."""
+        if self._speculator is None or seq.drafts is None:
+            return 0
+        end = seq.num_computed_tokens + 1 + num_drafts  # if all drafts are accepted
+        limit = min(seq.capacity, seq.max_positions) - end - 1
+        return self._speculator.guesses_after(DraftRow(seq.drafts, seq.token_ids, limit), num_rows)
+
+    def guessed(self, seq: Sequence, guesses: tuple[int, ...]) -> None:
+        """Note what the executor guesses to follow the tokens of ``seq``."""
+        if seq.drafts is not None and seq.drafts.guesses is not None:
+            seq.drafts.guesses.take(len(seq.token_ids), guesses)
 
     def verified(self, seq: Sequence, proposal: Proposal, accepted: int) -> None:
         """Note that so many of a ``proposal`` for ``seq`` were accepted."""

@@ -32,6 +32,17 @@ class InFlightStep:
     invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
     """Blocks to be removed, of sequences whose slots held wrong KV."""
 
+    def check(self, result: plan.StepResult) -> None:
+        """Raise ValueError if ``result`` cannot be that of this step."""
+        if len(self.decodes) != len(result.run_lengths):
+            raise ValueError(f"step {result.step} has another number of tokens than decodes")
+        if result.guesses and len(result.guesses) != len(self.decodes):
+            raise ValueError(f"step {result.step} has another number of guesses than decodes")
+        if any(slot not in self.by_slot for slot, _ in result.failed):
+            raise ValueError(f"step {result.step} failed for a slot that it did not use")
+        if any(scored.slot not in self.by_slot for scored in result.prompt_logprobs):
+            raise ValueError(f"step {result.step} scored a slot that it did not use")
+
 
 class PlanBuilder:
     """Collects the operations of one plan."""

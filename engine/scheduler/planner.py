@@ -220,14 +220,15 @@ class Planner:
         for seq in sorted(rows, key=lambda seq: seq.held_slot):
             proposal = proposals.get(seq)
             drafts = proposal.tokens if proposal else ()
-            builder.decode(seq, self._make_decode(seq, drafts), proposal)
+            guesses = self._drafting.guesses_after(seq, len(drafts), len(rows))
+            builder.decode(seq, self._make_decode(seq, drafts, guesses), proposal)
             seq.advance(seq.num_computed_tokens + 1)
             seq.num_inflight += 1
-            seq.num_inflight_drafts = len(drafts)
+            seq.num_inflight_drafts, seq.awaits_guesses = len(drafts), guesses > 0
             if seq.all_outputs_planned:
                 self._sequences.set_status(seq, Status.ENDING)
 
-    def _make_decode(self, seq: Sequence, drafts: tuple[int, ...]) -> Decode:
+    def _make_decode(self, seq: Sequence, drafts: tuple[int, ...], guesses: int) -> Decode:
         request, position = seq.request, seq.num_computed_tokens
         index = position + 1 - seq.num_prompt_tokens
         history = self._take_history(seq)
@@ -245,6 +246,7 @@ class Planner:
             grammar=None if history is None else request.grammar,
             forced=thinking.forced() if thinking and not seq.num_inflight else None,
             drafts=drafts,
+            guesses=guesses,
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:

@@ -186,12 +186,7 @@ class Scheduler:
         """
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"step {result.step} is not the oldest one in flight")
-        if len(self._in_flight[0].decodes) != len(result.run_lengths):
-            raise ValueError(f"step {result.step} has another number of tokens than decodes")
-        if any(slot not in self._in_flight[0].by_slot for slot, _ in result.failed):
-            raise ValueError(f"step {result.step} failed for a slot that it did not use")
-        if any(scored.slot not in self._in_flight[0].by_slot for scored in result.prompt_logprobs):
-            raise ValueError(f"step {result.step} scored a slot that it did not use")
+        self._in_flight[0].check(result)
         step = self._in_flight.popleft()
         self.planner.backoff.step_succeeded()
         self._fail_sequences(step, result)
@@ -199,14 +194,16 @@ class Scheduler:
         self.progress += self._meter.measure(step, result)
         self._add_prompt_logprobs(step, result)
         start = 0
-        for seq, length in zip(step.decodes, result.run_lengths, strict=True):
+        guesses = result.guesses or ((),) * len(step.decodes)
+        for seq, length, guess in zip(step.decodes, result.run_lengths, guesses, strict=True):
             seq.num_inflight -= 1
-            seq.num_inflight_drafts = 0
+            seq.num_inflight_drafts, seq.awaits_guesses = 0, False
             if seq.status is not Status.FINISHED and seq not in step.discarded:
                 if (proposal := step.drafts.get(seq)) is not None:
                     self._drafting.verified(seq, proposal, length - 1)
                 run = slice(start, start + length)
                 self._append_run(seq, result.tokens[run], result.logprobs[run])
+                self._drafting.guessed(seq, guess)
             start += length
 
     def recover(self, reason: str, *, out_of_memory: bool) -> bool:
@@ -228,6 +225,7 @@ class Scheduler:
         self.planner.backoff.step_failed(len(running))
         for seq in self.sequences.live.values():
             seq.num_inflight = seq.num_inflight_drafts = 0
+            seq.awaits_guesses = False
         for seq in running:
             seq.reset()
             self.sequences.enqueue(seq, Status.PREEMPTED)

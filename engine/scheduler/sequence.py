@@ -92,6 +92,7 @@ class Sequence:
     prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
     num_inflight: int = 0  # decodes that are in flight
     num_inflight_drafts: int = 0  # of these decodes; they count as computed once they are accepted
+    awaits_guesses: bool = False  # the executor guesses what follows a decode in flight
     drafts: SequenceDrafts | None = None  # None: nothing is drafted
     block_hashes: list[bytes] = field(default_factory=list)
     num_saved_blocks: int = 0  # leading blocks that need no `Save` any more

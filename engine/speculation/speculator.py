@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
 from engine.speculation.costs import StepCosts
+from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.source import DraftSource, Proposal
 from shared.wire import DraftCounts, DraftStats, Submit
 
@@ -43,6 +44,8 @@ class SequenceDrafts:
     """The number of tokens, prompt included, from which it drafts again after it stopped."""
     drafted: int = 0
     accepted: int = 0
+    guesses: ExecutorGuesses | None = None
+    """The one of ``sources`` that proposes what the executor guesses, if there is one."""
 
 
 class DraftRow(NamedTuple):
@@ -56,9 +59,13 @@ class DraftRow(NamedTuple):
 class Speculator:
     """The drafts of all sequences of an engine. It knows nothing of slots, plans or devices."""
 
-    def __init__(self, options: SpeculationOptions, sources: Sequence[SourceMaker]) -> None:
+    def __init__(
+        self, options: SpeculationOptions, sources: Sequence[SourceMaker], guesses: str = ""
+    ) -> None:
+        """``guesses`` is `ExecutorSpec.guesses`, or empty if the executor's are not wanted."""
         self.options = options
         self._sources = sources
+        self._guesses = guesses
         self._rates: dict[tuple[str, int], AcceptanceRate] = {}
         self._counts: dict[str, list[int]] = {}  # steps, drafted, accepted by source
         self._costs = StepCosts()
@@ -68,7 +75,10 @@ class Speculator:
         """Return what is kept of a new sequence, None if nothing can be proposed for it."""
         made = [make(request, grammar) for make in self._sources]
         sources = [source for source in made if source is not None]
-        return SequenceDrafts(sources) if sources else None
+        guesses = ExecutorGuesses(self._guesses) if self._guesses else None
+        if guesses is not None:
+            sources.append(guesses)
+        return SequenceDrafts(sources, guesses=guesses) if sources else None
 
     def drafts_at(self, num_rows: int) -> bool:
         """Return whether anything may be drafted in a step of ``num_rows`` sequences."""
@@ -82,6 +92,13 @@ class Speculator:
         found = [source.propose(row.tokens, limit) for source in row.drafts.sources]
         proposals = [each for each in found if each is not None]
         return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
+
+    def guesses_after(self, row: DraftRow, num_rows: int) -> int:
+        """Return how many tokens the executor should guess after the next decode of ``row``, which
+        may be followed by ``row.limit`` drafts then."""
+        if row.drafts.guesses is None or not self.drafts_at(num_rows) or self._has_stopped(row):
+            return 0
+        return max(0, min(row.limit, self.options.tokens))
 
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
         """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences."""

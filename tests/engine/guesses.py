@@ -38,13 +38,14 @@ def guessing(
     tokens: int = 5,
     vocabulary: int = 24,
     adapts: bool = False,
+    executor: str = "",
 ) -> Speculator:
     """Return a speculator that knows prompt and outputs of each request. ``wrong`` may depend on
-    the request."""
+    the request. With ``executor``, the name of its guesses, those of the executor count alone."""
 
     def make(request: wire.Submit, grammar: object) -> DraftSource:
         part = wrong if isinstance(wrong, float) else wrong[request.request_id]
         return Guesses(text_of(request), part, request.sampling.seed, vocabulary)
 
     options = SpeculationOptions(tokens=tokens, largest_batch=16, adapts=adapts)
-    return Speculator(options, [make])
+    return Speculator(options, [] if executor else [make], executor)

@@ -8,6 +8,7 @@ that, and memory is counted anew with each.
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,9 @@ class FakeExecutor:
         self.steps = 0
         self.chunk_tokens: list[int] = []
         self.drafted = self.accepted = 0
+        self.wrong_guesses: float | None = None
+        """How many of its guesses are wrong; None: it makes none."""
+        self._random = random.Random(5)
 
     def run(self, plan: Plan) -> StepResult:
         assert plan.step == self.steps, "steps come in order"
@@ -142,6 +146,7 @@ class FakeExecutor:
             step=plan.step,
             tokens=tuple(token for run in runs for token in run),
             runs=tuple(map(len, runs)) if any(len(run) > 1 for run in runs) else (),
+            guesses=self._guesses(plan, runs),
             prompt_logprobs=prompt_logprobs,
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
@@ -282,6 +287,21 @@ class FakeExecutor:
             self.drafted += len(decode.drafts)
             self.accepted += len(run) - 1
         return runs
+
+    def _guesses(self, plan: Plan, runs: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return what follows each run, some of it wrong."""
+        if self.wrong_guesses is None:
+            return ()
+        found: list[tuple[int, ...]] = []
+        for decode, run in zip(plan.decodes, runs, strict=True):
+            end = decode.position + 1 + len(decode.drafts) + decode.guesses
+            assert end <= self.slabs[decode.slot.slab_id][1], "there is room to compute them"
+            tokens, first = [*self.rows[decode.slot], run[-1]], decode.output_index + len(run)
+            for index in range(first, first + decode.guesses):
+                right = self._random.random() >= self.wrong_guesses
+                tokens.append(sample(tokens, decode.sampling.seed, index) if right else 0)
+            found.append(tuple(tokens[len(tokens) - decode.guesses :]))
+        return tuple(found)
 
     def _compute(self, decode: Decode, number: int, token: int) -> int:
         """Return what is sampled after ``token``, in place of draft ``number``."""

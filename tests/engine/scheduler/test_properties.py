@@ -208,8 +208,13 @@ class Chaos:
             self.engine.assert_right(client)
 
 
-def speculator(wrong: float, tokens: int) -> Speculator:
-    return guessing(lambda message: [*message.token_ids, *expected(message, 400)[0]], wrong, tokens)
+def speculator(wrong: float, tokens: int, by_executor: bool) -> Speculator:
+    return guessing(
+        lambda message: [*message.token_ids, *expected(message, 400)[0]],
+        wrong,
+        tokens,
+        executor="executor" if by_executor else "",
+    )
 
 
 @settings(
@@ -222,6 +227,7 @@ def speculator(wrong: float, tokens: int) -> Speculator:
     seed=st.integers(0, 2**32),
     failures=st.booleans(),
     drafts=st.sampled_from([None, None, (0.0, 1), (0.3, 5), (0.3, 16), (1.0, 3)]),
+    guesses=st.sampled_from([None, None, 0.0, 0.3, 1.0]),
 )
 def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     changes: dict[str, Any],
@@ -230,10 +236,15 @@ def test_any_order_of_messages_gives_legal_plans_and_right_texts(
     seed: int,
     failures: bool,
     drafts: tuple[float, int] | None,
+    guesses: float | None,
 ) -> None:
     if window is not None:
         changes |= rings(window, **changes)
-    engine = Engine(config(**changes, **states), None if drafts is None else speculator(*drafts))
+    engine = Engine(
+        config(**changes, **states),
+        None if drafts is None else speculator(*drafts, guesses is not None),
+    )
+    engine.executor.wrong_guesses = guesses
     chaos = Chaos(engine, seed, failures)
     for _ in range(120):
         chaos.act()

@@ -1,0 +1,47 @@
+"""Drafts that come with the result of the decode before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine.speculation.executor_guesses import ExecutorGuesses
+from tests.engine.guesses import guessing
+from tests.engine.scheduler.harness import Engine, config, request
+
+
+@pytest.mark.parametrize(
+    ("text", "proposed"),
+    [
+        ([1, 2], (7, 8, 9)),
+        ([1, 2, 7], (8, 9)),
+        ([1, 2, 7, 8, 9], None),  # nothing is left
+        ([1, 2, 8], None),  # it went on otherwise
+        ([1], None),  # it begins again
+    ],
+)
+def test_guesses_are_proposed_as_long_as_the_text_goes_on_so(
+    text: Sequence[int], proposed: tuple[int, ...] | None
+) -> None:
+    source = ExecutorGuesses("head")
+    source.take(2, (7, 8, 9))
+    found = source.propose(text, 5)
+    assert (found.tokens if found else None) == proposed
+    assert found is None or found.source == "head"
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_right_guesses_are_verified_in_the_next_step(look_ahead: bool) -> None:
+    asked = request("a", [1, 2, 3], max_tokens=40)
+
+    def num_steps(wrong: float | None) -> int:
+        speculator = guessing(lambda message: [], tokens=3, executor="head")
+        engine = Engine(config(look_ahead=look_ahead), speculator)
+        engine.executor.wrong_guesses = wrong
+        client = engine.submit(asked)
+        engine.run()
+        engine.assert_right(client)
+        return len(engine.plans)
+
+    assert num_steps(0.0) <= num_steps(None) / 2

@@ -29,7 +29,7 @@ def namespace_root(
     ``kv_group_size`` is ignored at 16 bits, where nothing is quantized.
     """
     parts = (
-        "block-v1",
+        "block-v1" if kv_bits != 8 else "block-v2",  # its codes had other scales and biases
         fingerprint,
         adapter,
         str(kv_bits),

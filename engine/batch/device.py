@@ -22,10 +22,12 @@ HOST_VARIABLE = "MLX_LM_SERVER_HOST_OPS"
 
 def prepare() -> None:
     """Replace mlx-lm's operations by ours. Called before models are loaded."""
+    from engine.backend import gpu_path
     from engine.backend.threads import keep_numpy_to_one_thread
     from engine.batch import ragged
     from engine.batch.cpu import gates
 
+    gpu_path.force_if_asked()
     ragged.install()
     if uses_host():
         keep_numpy_to_one_thread()

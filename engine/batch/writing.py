@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from engine.batch.places import Part, Place, of_part
 from engine.cache.layout import ArrayLayout, Layout
-from engine.cache.quantization import round_together
+from engine.cache.quantization import round_together, symmetric_scales
 from engine.cache.slabs import StoredKV
 
 INDICES = 3
@@ -43,8 +43,8 @@ class SlabWriter:
         self._compiles = compiles and layout.dequantized
         self._writes: dict[tuple[int, int], tuple[Write, Arrays]] = {}
         self._waiting: dict[int, dict[tuple[int, int], mx.array]] = {}
-        """By the number of the slab's array: scales (arrays, 2, batch, kv_heads, width, groups, 1)
-        by their first index there and their number."""
+        """By the number of the slab's array: scales, or what stands for them, as `round_together`
+        returns them, by their first index there and their number."""
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Store keys and values (batch, kv_heads, width, dim) of ``layer``."""
@@ -80,8 +80,9 @@ class SlabWriter:
         for array, parts in self._waiting.items():
             indices = tuple([first + i for first, count in parts for i in range(count)])
             found = list(parts.values())
-            scales = found[0] if len(found) == 1 else mx.concatenate(found)
-            scales = scales.squeeze(-1)
+            scales = (found[0] if len(found) == 1 else mx.concatenate(found)).squeeze(-1)
+            if scales.shape[1] == 1:  # the largest magnitudes, from which those follow
+                scales = symmetric_scales(scales)
             for place in self._places:
                 place.put_scales(array, indices, scales)
         self._waiting.clear()

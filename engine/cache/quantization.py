@@ -1,17 +1,18 @@
 """Quantization of keys and values, in MLX.
 
-The least and the largest element of each group of neighbouring elements of a head give a
-scale and a bias in fp16. An element is kept as an integer, its code, and is read as
-``code * scale + bias``.
+Each group of neighbouring elements of a head has a scale and a bias in fp16. An element is kept
+as an integer, its code, and is read as ``code * scale + bias``. With 8 bits the scale comes from
+the largest magnitude, and the bias is -128 times it; with 4 bits they come from the least and the
+largest element.
 
 * The product of a code and a scale has at most 19 bits, which is exact in fp32. So a value
   that is read is one rounding of the same sum on every device and in every library.
-* The bias lies a little below the least element, and the scale a little above what is needed.
-  So rounding them to fp16 cuts nothing off, and ``|bias| < 2**20 * scale``.
+* With 4 bits the bias lies a little below the least element, and the scale is a little above what
+  is needed. So rounding them to fp16 cuts nothing off, and ``|bias| < 2**20 * scale``.
 * Therefore codes can be recovered from values that are kept in fp32: ``(value - bias) /
   scale`` is off by less than ``2**-24 * (|bias| / scale + 3 * 255)``, which is under 0.1.
-* Values that are kept in 16 bits may belong to several codes. The one that is recovered gives
-  the same value again (`codes_of`), so nothing depends on which it is.
+* Values that are kept in 16 bits may belong to several codes of 4 bits. The one that is recovered
+  gives the same value again (`codes_of`), so nothing depends on which it is.
 
 A value that was read is never rounded again, so every value is quantized once.
 """
@@ -29,11 +30,16 @@ MIN_GROUP_SIZE = 16
 KERNEL_GROUPS = (32, 64, 128)
 """Group sizes for which MLX has kernels."""
 
+MIDDLE = 128
+"""The code of zero in symmetric quantization, which is that with 8 bits."""
+
 MARGIN = 2.0**-10
 """A relative margin, twice the error of rounding to fp16."""
 SMALLEST_SCALE = 2.0**-24
 """The least positive number of fp16, and the rounding error of small numbers."""
-LARGEST = 65_000.0
+LARGEST = 64_000.0
+"""Elements beyond it are clipped: 128 times their scale is a number of fp16 still. It is one of
+bfloat16 too."""
 
 
 class Quantization(NamedTuple):
@@ -45,6 +51,11 @@ class Quantization(NamedTuple):
     @property
     def max_code(self) -> int:
         return (1 << self.bits) - 1
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the bias follows from the scale, so that zero is a value."""
+        return self.bits == 8
 
     def code_bytes(self, dim: int) -> int:
         return dim * self.bits // 8
@@ -87,8 +98,12 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: mx.array, scheme: Quantization) -> Quantized:
-    """Quantize ``x`` (..., positions, dim). Elements beyond the range of fp16 are clipped."""
+    """Quantize ``x`` (..., positions, dim). Elements beyond `LARGEST` are clipped."""
     groups = x.reshape(*x.shape[:-1], -1, scheme.group_size)
+    if scheme.is_symmetric:
+        scales = symmetric_scales(mx.abs(groups).max(axis=-1)[None, None])[0]
+        codes = mx.round(_clipped(groups) / _columns(scales)[0]) + MIDDLE
+        return Quantized(codes.astype(mx.uint8).reshape(x.shape), scales)
     bias = _bias(groups.min(axis=-1))
     scales = mx.stack([_scale(groups.max(axis=-1), bias, scheme), bias])
     return Quantized(codes_of(x.astype(mx.float32), scales, scheme), scales)
@@ -99,13 +114,26 @@ def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx
     their own type: (arrays, batch, kv_heads, width, dim), and the scales of all: (arrays, 2, batch,
     kv_heads, width, groups, 1). To be compiled, into few kernels for both.
 
-    The result is that of `quantize` and `dequantize`."""
+    Of symmetric quantization the largest magnitudes, (arrays, 1, ...), stand for the scales, see
+    `symmetric_scales`. The result is that of `quantize` and `dequantize`."""
     first, count = arrays[0], len(arrays)
-    # fp32 from here on: with a step more, MLX would cut a kernel below in two.
-    wide = [array.astype(mx.float32) for array in arrays]
-    # Stacked by a choice for each element: that is one kernel, a concatenation has two.
-    stacked = mx.where(_first_of_two(0, 5), *wide) if count == 2 else wide[0]
-    groups = stacked.reshape(count, 1, *first.shape[:-1], -1, scheme.group_size)
+    groups = [x.reshape(1, *first.shape[:-1], -1, scheme.group_size) for x in arrays]
+    rounded, scales = (_round_symmetric if scheme.is_symmetric else _round)(groups, scheme)
+    return rounded.astype(first.dtype).reshape(count, *first.shape), scales
+
+
+def _round_symmetric(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
+    """Round by three kernels: magnitudes of all arrays, the largest of each group, the rest."""
+    largest = mx.abs(_stacked(arrays)).max(axis=-1, keepdims=True)
+    # Not the array above: one that two kernels read is made by a kernel of its own.
+    groups = _clipped(_stacked(arrays, reverse=True))
+    scale = _symmetric_scale(mx.broadcast_to(largest, groups.shape)).astype(mx.float32)
+    return mx.round(groups / scale) * scale + 0, largest  # not -0: codes give 0
+
+
+def _round(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx.array, mx.array]:
+    """Round by four kernels: all arrays in one, an order, scales and biases, values."""
+    groups = _stacked(arrays).astype(mx.float32)
     ordered = mx.sort(groups, axis=-1)  # the least and the largest, by one kernel
     # Slices throughout: building the graph of a split takes the host three times as long.
     bias = _bias(ordered[..., :1])
@@ -114,32 +142,64 @@ def round_together(arrays: Sequence[mx.array], scheme: Quantization) -> tuple[mx
     scale, bias = (
         mx.broadcast_to(x, groups.shape).astype(mx.float32) for x in (scales[:, :1], scales[:, 1:])
     )
-    codes = _nearest(groups, scale, bias, scheme)
-    rounded = (codes * scale + bias).astype(first.dtype)
-    return rounded.reshape(count, *first.shape), scales
+    return _nearest(groups, scale, bias, scheme) * scale + bias, scales
+
+
+def _stacked(arrays: Sequence[mx.array], *, reverse: bool = False) -> mx.array:
+    """Return one or two ``arrays`` as one, by a choice for each element: that is one kernel, which
+    may do more, and a concatenation has two. ``reverse`` is the same by another choice."""
+    if len(arrays) == 1:
+        return arrays[0][None]
+    one, two = arrays
+    is_first = _first_of_two(0, one.ndim + 1, not reverse)
+    return mx.where(is_first, two, one) if reverse else mx.where(is_first, one, two)
+
+
+def symmetric_scales(largest: mx.array) -> mx.array:
+    """Return scales and biases (arrays, 2, ...) of groups by their ``largest`` (arrays, 1, ...)."""
+    return _symmetric_scale(largest) * _scale_and_bias(largest.ndim)
 
 
 @cache
-def _first_of_two(axis: int, ndim: int) -> mx.array:
-    """Return ``[True, False]`` along one ``axis`` of ``ndim``."""
-    chosen = mx.array([True, False]).reshape([2 if i == axis else 1 for i in range(ndim)])
+def _scale_and_bias(ndim: int) -> mx.array:
+    factors = mx.array([1, -MIDDLE], mx.float16).reshape(2, *[1] * (ndim - 2))
+    mx.eval(factors)
+    return factors
+
+
+@cache
+def _first_of_two(axis: int, ndim: int, value: bool = True) -> mx.array:
+    """Return ``[value, not value]`` along one ``axis`` of ``ndim``."""
+    chosen = mx.array([value, not value]).reshape([2 if i == axis else 1 for i in range(ndim)])
     mx.eval(chosen)  # or it would be computed in every call of a compiled function
     return chosen
 
 
-def _clamped(extreme: mx.array) -> mx.array:
-    return mx.minimum(mx.maximum(extreme.astype(mx.float32), -LARGEST), LARGEST)
+def _clipped(x: mx.array) -> mx.array:
+    return mx.minimum(mx.maximum(x.astype(mx.float32), -LARGEST), LARGEST)
+
+
+def _symmetric_scale(largest: mx.array) -> mx.array:
+    """Return the scale, in fp16, of groups by their ``largest`` magnitude.
+
+    A sum times a number: compilers contract a product and a sum, which gives other bits in one
+    kernel than in another."""
+    codes = MIDDLE - 1
+    return (
+        (mx.minimum(largest.astype(mx.float32), LARGEST) + codes * SMALLEST_SCALE)
+        * ((1 + MARGIN) / codes)
+    ).astype(mx.float16)
 
 
 def _bias(low: mx.array) -> mx.array:
     """Return the bias, in fp16, of groups whose least element is ``low``."""
-    low = _clamped(low)
+    low = _clipped(low)
     return mx.minimum(low * (1 - MARGIN), low * (1 + MARGIN)).astype(mx.float16)
 
 
 def _scale(high: mx.array, bias: mx.array, scheme: Quantization) -> mx.array:
     """Return the scale, in fp16, of groups with elements up to ``high``."""
-    span = _clamped(high) - bias.astype(mx.float32)
+    span = _clipped(high) - bias.astype(mx.float32)
     return (span * ((1 + MARGIN) / scheme.max_code) + SMALLEST_SCALE).astype(mx.float16)
 
 
@@ -153,11 +213,12 @@ def codes_of(values: mx.array, scales: mx.array, scheme: Quantization) -> mx.arr
 
     Dequantized values in 16 bits get codes that give the same values again. The nearest code
     does, unless the value is a power of two, where numbers below lie twice as close: then one of
-    its neighbours does."""
+    its neighbours does. Symmetric codes are their own: rounding moves a value by a quarter of a
+    step at most."""
     scale, bias = _columns(scales)
     groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
     codes = _nearest(groups.astype(mx.float32), scale, bias, scheme)
-    if values.dtype != mx.float32:
+    if values.dtype != mx.float32 and not scheme.is_symmetric:
         nearest = codes
         for shift in (1, -1):
             near = mx.clip(nearest + shift, 0, scheme.max_code)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backend.threads import in_parallel, num_threads
-from engine.cache.quantization import LARGEST, MARGIN, SMALLEST_SCALE, Quantization
+from engine.cache.quantization import LARGEST, MARGIN, MIDDLE, SMALLEST_SCALE, Quantization
 
 Array = NDArray[np.float32]
 Arrays = Array | Sequence[Array]
@@ -85,11 +85,14 @@ def round_in_place(x: Array, how: Quantization) -> Scales:
 
 
 def _round(groups: Array, scales: Scales, how: Quantization) -> None:
-    wide = np.empty((2, len(groups), 1), np.float32)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     for extreme in (low, high):  # `np.clip` takes several times as long for few groups
         np.maximum(extreme, -LARGEST, out=extreme)
         np.minimum(extreme, LARGEST, out=extreme)
+    if how.is_symmetric:
+        _round_symmetric(groups, np.maximum(high, -low), scales)
+        return
+    wide = np.empty((2, len(groups), 1), np.float32)
     low -= np.abs(low) * MARGIN
     scales[1] = low
     wide[1, :, 0] = scales[1]
@@ -106,6 +109,23 @@ def _round(groups: Array, scales: Scales, how: Quantization) -> None:
     np.minimum(groups, how.max_code, out=groups)
     groups *= wide[0]
     groups += wide[1]
+
+
+def _round_symmetric(groups: Array, largest: Array, scales: Scales) -> None:
+    """Round ``groups`` with elements up to ``largest``, which is overwritten."""
+    most = MIDDLE - 1
+    largest += most * SMALLEST_SCALE
+    largest *= (1 + MARGIN) / most
+    scales[0] = largest
+    np.multiply(scales[0], -MIDDLE, out=scales[1])
+    scale = scales[0].astype(np.float32)[:, None]
+    with np.errstate(over="ignore"):
+        groups /= scale
+    np.rint(groups, out=groups)
+    np.maximum(groups, -most, out=groups)
+    np.minimum(groups, most, out=groups)
+    groups *= scale
+    groups += 0  # not -0: codes give 0
 
 
 def codes_in_place(x: Array, scales: Scales, how: Quantization) -> NDArray[np.uint8]:

@@ -57,6 +57,10 @@ __all__ = [
 ]
 
 
+NOT_SETTINGS = ("MLX_LM_SERVER_BLAS", "MLX_LM_SERVER_HOST_OPS", "MLX_LM_SERVER_GPU_PATH")
+"""Environment variables with the settings' prefix that engines read."""
+
+
 def parse(
     argv: Sequence[str], environ: Mapping[str, str], prog: str, *, one_model: bool = False
 ) -> Settings:
@@ -99,7 +103,7 @@ def read(
         description="LLM serving on MLX. Order of precedence: flag, environment "
         "variable, --config file, default.",
         tables="model",
-        other_variables=("MLX_LM_SERVER_BLAS",),
+        other_variables=NOT_SETTINGS,
     )
     settings = dataclasses.replace(settings, given=given)
     if SECRETS_VARIABLE in environ:

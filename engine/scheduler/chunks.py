@@ -8,10 +8,10 @@ STREAMING_TARGET_S = 0.4
 """Time that chunks may add to a step while other sequences wait for their next token."""
 ALONE_TARGET_S = 0.75
 """The same when none waits: the longest that a sequence which joins now would wait."""
-STREAMING_PASSES, ALONE_PASSES = 10, 12
+PASSES = 10
 """On a CPU, chunks need not take longer than so many passes over the weights: the one that each of
 them costs is then little, and nobody waits long for a model that is fast."""
-LEAST_TARGET_S = 0.02
+LEAST_TARGET_S = 0.015
 _DECODE_MIN_GROWTH = 1.02
 """Growth of the remembered shortest decode with each step, so that it is forgotten."""
 MAX_TOKENS = 512
@@ -61,8 +61,7 @@ class ChunkPolicy:
             return ChunkBudget(self, float("inf"), self._fixed_tokens, self._block_size)
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         if self._bounded_by_passes and self.pass_s:
-            passes_s = (STREAMING_PASSES if streaming else ALONE_PASSES) * self.pass_s
-            target_s = min(target_s, max(passes_s, LEAST_TARGET_S))
+            target_s = min(target_s, max(PASSES * self.pass_s, LEAST_TARGET_S))
         return ChunkBudget(self, target_s, self._max_tokens, self._block_size)
 
     def predict_s(self, start: int, tokens: int) -> float:

@@ -52,8 +52,9 @@ class Planner:
         self._counters = counters
         self._clock = clock
         self._next_ticket = 0
-        self._only_shorter = False
-        """Whether the last plan had no chunks but of prompts that are much shorter than others."""
+        self._alone_tokens = 0
+        """The tokens that the shortest prompt of the last plan had left, if the plan had chunks of
+        none but those that are much shorter than others."""
         self._held_back = False
         """Whether the last plan left chunks out."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
@@ -313,22 +314,22 @@ class Planner:
     def _chunk_order(self, prefilling: list[Sequence]) -> list[Sequence]:
         """Return those of ``prefilling``, which is in order, that the next plan may have chunks of.
         A short prompt would wait for all of a long one, and its first token for chunks that are in
-        the same plan. So every second plan is for those that are much shorter than the longest,
-        unless their priority is lower than the first one's. The others take about twice as long at
-        most."""
+        the same plan. So before each plan for all there is one for those that are much shorter than
+        the longest, and another one for those that come meanwhile and are much shorter still,
+        unless their priority is lower than the first one's."""
 
         def tokens_left(seq: Sequence) -> int:
             return seq.prefill_end - seq.num_computed_tokens
 
-        longest = max(map(tokens_left, prefilling), default=0)
+        limit = self._alone_tokens or max(map(tokens_left, prefilling), default=0)
         shorter = [
             seq
             for seq in prefilling
-            if MUCH_SHORTER * tokens_left(seq) <= longest
+            if MUCH_SHORTER * tokens_left(seq) <= limit
             and seq.request.priority >= prefilling[0].request.priority
         ]
-        self._only_shorter = bool(shorter) and not self._only_shorter
-        return sorted(shorter, key=tokens_left) if self._only_shorter else prefilling
+        self._alone_tokens = min(map(tokens_left, shorter), default=0)
+        return sorted(shorter, key=tokens_left) or prefilling
 
     def _needs_another_pass(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Return whether a chunk of ``seq`` would delay the tokens of the plan's decodes: those are

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from engine.scheduler.chunks import (
-    ALONE_PASSES,
     ALONE_TARGET_S,
     LEAST_TARGET_S,
     MAX_TOKENS,
     MIN_TOKENS,
-    STREAMING_PASSES,
+    PASSES,
     STREAMING_TARGET_S,
     ChunkPolicy,
 )
@@ -73,15 +72,12 @@ def test_chunks_of_a_fast_model_on_a_cpu_take_few_passes(pass_s: float) -> None:
         policy.observe(decode_rows=1, chunks=(), elapsed_s=pass_s)
         for _ in range(20):
             policy.observe(decode_rows=0, chunks=[(0, 500)], elapsed_s=pass_s + 0.05)
-    for streaming, passes, most_s in (
-        (True, STREAMING_PASSES, STREAMING_TARGET_S),
-        (False, ALONE_PASSES, ALONE_TARGET_S),
-    ):
+    for streaming, most_s in ((True, STREAMING_TARGET_S), (False, ALONE_TARGET_S)):
         bounded, other = (
             policy.predict_s(0, policy.budget(streaming=streaming).take(0, 50_000))
             for policy in policies
         )
-        wanted_s = min(most_s, max(passes * pass_s, LEAST_TARGET_S))
+        wanted_s = min(most_s, max(PASSES * pass_s, LEAST_TARGET_S))
         assert 0.4 * wanted_s <= bounded <= wanted_s
         assert 0.4 * most_s <= other <= most_s
 

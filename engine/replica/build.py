@@ -16,10 +16,12 @@ from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.batched import GPU_CHUNK_TOKENS
+from engine.executor.draft_model import DraftModel
 from engine.model.load import LoadedModel
 from engine.proving.choose import choose_executor
 from engine.proving.remembered import ProofRecord, code_digest
 from engine.replica import memory
+from engine.replica.draft_model import open_draft_model
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.replica.speculation import make_speculator
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -45,6 +47,7 @@ class Replica:
     num_blocks: int  # that fit in memory; states, if the model keeps nothing for each token
     uses_store: bool  # whether blocks are stored in the kvstore and fetched from it
     capabilities: tuple[str, ...]  # for the hello
+    draft_model: DraftModel | None = None
 
 
 def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None = None) -> Replica:
@@ -61,7 +64,12 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
         packed_bytes = layers.nbytes  # about as many where the whole pass has packed them anew
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
-    sizes = memory.size_memory(executor.spec, loaded, settings, packed_bytes)
+    draft_model, draft_bytes = None, 0
+    if executor.spec.verifies_drafts:
+        draft_model, draft_bytes = open_draft_model(loaded, settings, proofs)
+    slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
+    other_bytes = packed_bytes + draft_bytes + slots_bytes
+    sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes)
     memory.set_limits(own)
     executor.release_weights()
     gc.collect()  # the proof's leftovers
@@ -70,10 +78,13 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
     if device.uses_host():
         allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES))
     _log_sizes(executor.spec, loaded, settings, sizes)
-    config = _scheduler_config(executor.spec, loaded, settings, sizes)
+    config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes)
     return Replica(
         executor=executor,
-        scheduler=Scheduler(config, speculator=make_speculator(settings, executor.spec)),
+        scheduler=Scheduler(
+            config, speculator=make_speculator(settings, executor.spec, draft_model)
+        ),
+        draft_model=draft_model,
         namespace=config.namespace,
         num_blocks=sizes.num_blocks if config.keeps_kv else sizes.num_slots + sizes.max_snapshots,
         uses_store=config.uses_store,
@@ -158,7 +169,11 @@ def _log_sizes(
 
 
 def _scheduler_config(
-    spec: ExecutorSpec, loaded: LoadedModel, settings: Settings, sizes: MemorySizes
+    spec: ExecutorSpec,
+    loaded: LoadedModel,
+    settings: Settings,
+    sizes: MemorySizes,
+    draft_bytes: int,
 ) -> SchedulerConfig:
     reuses_prefixes = spec.prefix_cache and (sizes.max_snapshots > 0 or not spec.state_bytes)
     return SchedulerConfig(
@@ -172,6 +187,7 @@ def _scheduler_config(
         max_snapshots=sizes.max_snapshots,
         keeps_kv=spec.keeps_kv,
         limit_bytes=sizes.limit_bytes,
+        draft_bytes=draft_bytes,
         context_length=loaded.context_length,
         max_batch_size=spec.max_sequences or settings.max_batch_size,
         prefill_batch_size=spec.max_sequences or settings.prefill_batch_size,

@@ -49,7 +49,8 @@ def size_memory(
 ) -> MemorySizes:
     """Return the sizes that fit on this device, or that ``settings`` demand.
 
-    ``packed_bytes`` are those of weights outside of the model's parameters."""
+    ``packed_bytes`` are those of weights outside of the model's parameters, and of a draft
+    model."""
     own = EngineMemory.of(settings)
     block_bytes = spec.block_token_bytes * settings.block_size
     slot_block_bytes = spec.slot_token_bytes * settings.block_size

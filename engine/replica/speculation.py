@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from engine.executor.base import ExecutorSpec
 from engine.grammar.forced import ForcedSource
 from engine.speculation.ngram import NgramSource
 from engine.speculation.prediction import PredictionSource
-from engine.speculation.source import DraftSource
+from engine.speculation.source import BatchSource, DraftSource
 from engine.speculation.speculator import SourceMaker, SpeculationOptions, Speculator
 from shared.settings import Settings
 from shared.wire import Submit
@@ -17,7 +16,9 @@ from shared.wire import Submit
 logger = logging.getLogger(__name__)
 
 
-def make_speculator(settings: Settings, spec: ExecutorSpec) -> Speculator | None:
+def make_speculator(
+    settings: Settings, spec: ExecutorSpec, draft_model: BatchSource | None = None
+) -> Speculator | None:
     """Return what proposes drafts, None without speculation, or if the executor of ``spec`` cannot
     verify any."""
     if settings.spec_decode == "none":
@@ -37,10 +38,12 @@ def make_speculator(settings: Settings, spec: ExecutorSpec) -> Speculator | None
         adapts=settings.spec_decode_dynamic or is_auto,
         by_sequence=settings.adaptive_k,
     )
-    sources: Sequence[SourceMaker] = [PredictionSource.of, _ngram_maker(settings)]
+    sources: list[SourceMaker] = [PredictionSource.of]
+    if settings.spec_decode != "draft":
+        sources.append(_ngram_maker(settings))
     if is_auto:
         sources = [ForcedSource.of, *sources]
-    return Speculator(options, sources, spec.guesses if is_auto else "")
+    return Speculator(options, sources, spec.guesses if is_auto else "", draft_model)
 
 
 def _ngram_maker(settings: Settings) -> SourceMaker:

@@ -29,6 +29,7 @@ class SchedulerConfig:
     block_size: int  # tokens
     block_bytes: int  # one block of all layers
     limit_bytes: int  # slabs, blocks and snapshots together never exceed this
+    draft_bytes: int = 0  # the slots of a draft model, beside that
     context_length: int  # tokens
     max_batch_size: int  # sequences that decode in one plan
     prefill_batch_size: int  # chunks of one plan

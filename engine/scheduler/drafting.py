@@ -31,8 +31,7 @@ class Drafting:
         if not self._speculator.drafts_at(num_rows):
             return False
         limit = self._limit(seq) + 1  # the first stands for the token in flight
-        proposal = self._speculator.propose(DraftRow(seq.drafts, seq.token_ids, limit))
-        return proposal is not None and len(proposal.tokens) > 1
+        return self._speculator.waits(DraftRow(seq.drafts, seq.token_ids, limit))
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
         """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""

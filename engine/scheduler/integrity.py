@@ -32,7 +32,8 @@ def check(
 def _memory(config: SchedulerConfig, memory: Memory, steps: list[InFlightStep]) -> Iterator[str]:
     yield from memory.blocks.faults()
     yield from memory.snapshots.faults()
-    charged = sum(config.slab_bytes(slab.rows, slab.capacity) for slab in memory.slots.slabs())
+    charged = config.draft_bytes
+    charged += sum(config.slab_bytes(slab.rows, slab.capacity) for slab in memory.slots.slabs())
     charged += len(memory.blocks) * config.block_bytes
     charged += len(memory.snapshots) * config.state_bytes
     charged += sum(memory.fetch_reservations.values()) * config.block_bytes

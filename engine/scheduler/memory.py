@@ -49,7 +49,8 @@ class Memory:
         self._config = config
         self._classes = config.capacity_classes()
         self._evicting_exports = config.uses_store and config.store_policy == "evict_only"
-        self.ledger = Ledger(config.limit_bytes)
+        self.ledger = Ledger(config.limit_bytes + config.draft_bytes)
+        self.ledger.reserve(config.draft_bytes)
         clock = count()
         self.blocks = BlockPool(clock)
         self.snapshots = SnapshotPool(config.max_snapshots, clock)
@@ -89,7 +90,7 @@ class Memory:
         blocks = len(self.blocks) - self.blocks.num_evictable
         states = len(self.snapshots) - self.snapshots.num_evictable
         pinned_bytes = blocks * self._config.block_bytes + states * self._config.state_bytes
-        return rows + pinned_bytes + self.withdrawn_bytes
+        return rows + pinned_bytes + self.withdrawn_bytes + self._config.draft_bytes
 
     def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
         """Return a slot for at least ``tokens`` tokens and its capacity, None if there is no room
@@ -238,13 +239,13 @@ class Memory:
             seq.fetch.drop()
         self.fetch_reservations.clear()
         self.withdrawn_bytes = 0
-        self.ledger.used_bytes = 0
+        self.ledger.used_bytes = self._config.draft_bytes
         self.forget_changes()
 
     def lower_limit(self, limit_bytes: float) -> None:
         """Lower the ledger's limit to ``limit_bytes``, but never below what one sequence alone
         may need."""
-        alone_bytes = self._config.slab_bytes(1, self.largest_capacity)
+        alone_bytes = self._config.slab_bytes(1, self.largest_capacity) + self._config.draft_bytes
         lowered = min(self.ledger.limit_bytes, int(limit_bytes))
         self.ledger.limit_bytes = max(alone_bytes, lowered)
 

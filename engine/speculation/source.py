@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+from shared.wire import SamplingParams
 
 
 class Proposal(NamedTuple):
@@ -27,6 +29,27 @@ class DraftSource(ABC):
         outputs; None if it has no guess.
 
         In each call ``tokens`` are those of the call before and more."""
+
+
+class DraftRequest(NamedTuple):
+    """What a `BatchSource` is asked for one sequence."""
+
+    key: object  # names the sequence, and is kept with what is known of it
+    tokens: Sequence[int]  # the prompt and all outputs, of which the first ones never change
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    limit: int  # the most drafts, at least 1
+
+
+class BatchSource(ABC):
+    """Proposes drafts for several sequences in one call, which takes about as long as for one."""
+
+    NAME: ClassVar[str]
+    max_sequences: int  # the most of one call
+
+    @abstractmethod
+    def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """Return tokens that may follow, for each sequence. None are a guess as well."""
 
 
 MAX_SOURCE_BYTES = 2**21

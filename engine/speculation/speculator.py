@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
+from engine.speculation.batched import BatchDrafting, BatchRow
 from engine.speculation.costs import StepCosts
 from engine.speculation.executor_guesses import ExecutorGuesses
-from engine.speculation.source import DraftSource, Proposal
+from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
 from shared.wire import DraftCounts, DraftStats, Submit
 
 PROBE_TOKENS = 48
@@ -37,6 +38,7 @@ class SpeculationOptions:
 class SequenceDrafts:
     """The sources of one sequence, and how often they are right."""
 
+    request: Submit
     sources: list[DraftSource]
     rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ASSUMED_RATE))
     rates: dict[tuple[str, int], AcceptanceRate] = field(default_factory=dict)
@@ -60,12 +62,17 @@ class Speculator:
     """The drafts of all sequences of an engine. It knows nothing of slots, plans or devices."""
 
     def __init__(
-        self, options: SpeculationOptions, sources: Sequence[SourceMaker], guesses: str = ""
+        self,
+        options: SpeculationOptions,
+        sources: Sequence[SourceMaker],
+        guesses: str = "",
+        batch_source: BatchSource | None = None,
     ) -> None:
         """``guesses`` is `ExecutorSpec.guesses`, or empty if the executor's are not wanted."""
         self.options = options
         self._sources = sources
         self._guesses = guesses
+        self._batch = None if batch_source is None else BatchDrafting(batch_source, options.adapts)
         self._rates: dict[tuple[str, int], AcceptanceRate] = {}
         self._counts: dict[str, list[int]] = {}  # steps, drafted, accepted by source
         self._costs = StepCosts()
@@ -78,11 +85,22 @@ class Speculator:
         guesses = ExecutorGuesses(self._guesses) if self._guesses else None
         if guesses is not None:
             sources.append(guesses)
-        return SequenceDrafts(sources, guesses=guesses) if sources else None
+        if not sources and self._batch is None:
+            return None
+        return SequenceDrafts(request, sources, guesses=guesses)
 
     def drafts_at(self, num_rows: int) -> bool:
         """Return whether anything may be drafted in a step of ``num_rows`` sequences."""
         return num_rows <= self.options.largest_batch
+
+    def waits(self, row: DraftRow) -> bool:
+        """Return whether ``row`` should wait for its token in flight, the first that ``row.limit``
+        counts, since drafts after it are likely."""
+        may_ask = self._batch is not None and row.limit > 1 and not self._has_stopped(row)
+        if self._batch is not None and may_ask and self._batch.waits():
+            return True
+        proposal = self.propose(row)
+        return proposal is not None and len(proposal.tokens) > 1
 
     def propose(self, row: DraftRow) -> Proposal | None:
         """Return the best guess for one sequence, None if there is none or its rate is too low."""
@@ -105,6 +123,8 @@ class Speculator:
         if not self.drafts_at(num_rows):
             return [None] * len(rows)
         proposals = [self.propose(row) for row in rows]
+        if self._batch is not None:
+            proposals = self._ask_batch_source(self._batch, num_rows, rows, proposals)
         if not self.options.adapts:
             return proposals
         gains = [
@@ -141,6 +161,8 @@ class Speculator:
         self._costs.observe(rows + drafted, elapsed_s)
         if drafted:
             self._saved_s += outputs / rows * self._costs.predict_s(rows) - elapsed_s
+        if self._batch is not None:
+            self._saved_s -= self._batch.take_spent_s()
 
     def stats(self) -> DraftStats:
         return DraftStats(
@@ -149,6 +171,38 @@ class Speculator:
             rates={f"{source}/{kind}": rate.rate() for (source, kind), rate in self._rates.items()},
             step_s={str(tokens): seconds for tokens, seconds in self._costs.seconds().items()},
         )
+
+    def _ask_batch_source(
+        self,
+        batch: BatchDrafting,
+        num_rows: int,
+        rows: Sequence[DraftRow],
+        proposals: Sequence[Proposal | None],
+    ) -> list[Proposal | None]:
+        """Return ``proposals``, or what `BatchDrafting` has in the place of some."""
+        found = list(proposals)
+        asked: dict[int, BatchRow] = {}
+        for number, (row, other) in enumerate(zip(rows, proposals, strict=True)):
+            count = min(row.limit, self.options.tokens)
+            if count < 1 or self._has_stopped(row):
+                continue
+            request = row.drafts.request
+            asked[number] = BatchRow(
+                DraftRequest(
+                    row.drafts, row.tokens, len(request.token_ids), request.sampling, count
+                ),
+                other,
+                sum(self._chances(row.drafts, other)) if other else 0.0,
+                self._chances(row.drafts, batch.of_unknown(count)),
+            )
+        chosen = batch.propose(num_rows, list(asked.values()), self._costs)
+        if not batch.pays:
+            for number in asked:
+                for rate in self._rates_of(rows[number].drafts, batch.of_unknown(1)):
+                    rate.fade()
+        for number, proposal in zip(asked, chosen, strict=True):
+            found[number] = proposal
+        return found
 
     def _has_stopped(self, row: DraftRow) -> bool:
         if not self.options.adapts or not self.options.by_sequence:

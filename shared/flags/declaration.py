@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 ENVIRONMENT_PREFIX = "MLX_LM_SERVER_"
@@ -26,8 +25,6 @@ class FlagDeclaration:
     # it is no error if only they are set and the feature is missing.
     variables: tuple[str, ...] = ()
     later: str | None = None  # the missing feature: any value but the default is refused
-    # Values of a later version, and the feature that is missing: they are refused by name.
-    later_choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: str | None = None  # the warning when a flag without any effect is set
     secret: bool = False  # never shown
     word: str | None = None  # stands for None

@@ -21,8 +21,6 @@ def convert(flag: Flag, raw: Any) -> Any:
     """Return ``raw`` (a string, or a value of TOML) as the flag's type. Raises: ValueError."""
     if flag.declared.word is not None and raw == flag.declared.word:
         return None
-    if isinstance(raw, str) and raw in flag.declared.later_choices:
-        raise ValueError(f"{flag.declared.later_choices[raw]} not available in this version")
     value = _CONVERTERS[flag.kind](raw)
     if flag.choices and value not in flag.choices:
         raise ValueError(f"{raw!r} is none of {', '.join(map(str, flag.choices))}")

@@ -25,6 +25,10 @@ def check(settings: Settings) -> None:
         if low > high:
             names = [f"--{name.replace('_', '-')}" for name in (smaller, larger)]
             raise FlagError(f"{names[0]}: {low} is more than {names[1]}, which is {high}")
+    if settings.spec_decode == "draft" and settings.draft_model_path is None:
+        raise FlagError("--spec-decode: draft needs --draft-model-path")
+    if settings.draft_model_path is not None and settings.spec_decode not in ("draft", "auto"):
+        raise FlagError("--draft-model-path: makes no sense without --spec-decode draft or auto")
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise FlagError("--ssl-keyfile: makes no sense without --ssl-certfile")
     if settings.root_path and not _is_path(settings.root_path):

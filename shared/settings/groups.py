@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 from shared.flags import flag
 
 _model_flag = partial(flag, None, shown_default="the model's")
-_draft_model_flag = partial(flag, later="draft models are")
 _dist_flag = partial(flag, later="distributed inference is")
 
 ToolParserName = Literal[
@@ -258,30 +257,34 @@ class AdmissionSettings:
 class SpeculationSettings:
     GROUP: ClassVar = "speculative decoding"
 
-    spec_decode: Literal["none", "ngram", "auto"] = flag(
+    spec_decode: Literal["none", "ngram", "draft", "auto"] = flag(
         "none",
-        "where drafts come from: earlier text, or whatever is likely to be right",
-        later_choices={"draft": "draft models are"},
+        "where drafts come from: earlier text, a draft model, or whatever is likely to be right",
     )
     num_speculative_tokens: int = flag(
         5, "most tokens that are drafted of a sequence in a step", at_least=1, at_most=16
     )
     spec_decode_disable_batch_size: int = flag(
-        8, "with ngram, no drafts while more sequences than this decode", at_least=1
+        8, "with ngram and draft, no drafts while more sequences than this decode", at_least=1
     )
     ngram_max: int = flag(4, "longest n-gram", at_least=1, at_most=16)
     ngram_min: int = flag(1, "shortest n-gram", at_least=1)
     ngram_prompt_lookup: bool = flag(
         True, "look n-grams up in the prompt too, and not only in the answer"
     )
-    draft_model_path: str | None = _draft_model_flag(None, "draft model")
+    draft_model_path: str | None = flag(
+        None, "draft model, of the same vocabulary: a directory or an id of the hub"
+    )
     draft_model_quantize: str | None = flag(
         None,
         "deprecated, without effect: use a quantized draft model",
         ignored="deprecated and without effect; use a quantized draft model",
     )
-    draft_context_len: int = _draft_model_flag(
-        128, "context the draft model sees", at_least=1, at_most=512
+    draft_context_len: int = flag(
+        128,
+        "last tokens of a sequence with which the draft model begins",
+        at_least=1,
+        at_most=512,
     )
     spec_decode_dynamic: bool = flag(
         True, "draft as much as measured acceptance and costs of steps make worth while"

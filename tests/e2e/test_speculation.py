@@ -28,6 +28,15 @@ def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def drafting(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    """A server whose model is its own draft model."""
+    path = tiny_model("llama")
+    flags = f"--spec-decode draft --draft-model-path {path} --no-spec-decode-dynamic".split()
+    with serving(path, "--deterministic", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+        yield running
+
+
 def stream(server: Server, prompt: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
@@ -69,7 +78,11 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
     assert engine["step_s"] and engine["acceptance"]
 
 
-def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(server: Server) -> None:
+@pytest.mark.parametrize("source", ["server", "drafting"])
+def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
+    source: str, request: pytest.FixtureRequest
+) -> None:
+    server: Server = request.getfixturevalue(source)
     with ThreadPoolExecutor(len(ASKED)) as pool:
         whole = list(pool.map(lambda asked: list(stream(server, *asked)), ASKED))
         running = [stream(server, *asked) for asked in ASKED]

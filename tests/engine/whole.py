@@ -52,7 +52,9 @@ class Whole:
         config = {"look_ahead": look_ahead, **config}
         changed = replace(self.replica.scheduler.config, **config)
         if speculator is None:
-            speculator = make_speculator(self.settings, self.executor.spec)
+            speculator = make_speculator(
+                self.settings, self.executor.spec, self.replica.draft_model
+            )
         self.scheduler = Scheduler(changed, speculator=speculator)
         self.stored: dict[bytes, Payload] = {}  # blocks that were sent to the kvstore
         self.texts: dict[str, list[int]] = {}  # the outputs of each request

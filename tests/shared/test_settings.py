@@ -70,8 +70,6 @@ REFERENCE = {
 """The flags of the reference, and their defaults."""
 
 LATER = {
-    "--draft-model-path": "x",
-    "--draft-context-len": "64",
     "--distributed-mode": "ring",
     "--distributed-hostfile": "x",
     "--distributed-ibv-devices": "x",
@@ -182,12 +180,27 @@ def test_a_flag_whose_feature_is_missing_is_refused_by_name(
     assert "not available in this version" in line
 
 
-def test_a_value_whose_feature_is_missing_is_refused_by_name(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("source", ["draft", "auto"])
+def test_a_draft_model_is_taken_with_its_flags(source: str) -> None:
+    argv = f"--spec-decode {source} --draft-model-path x --draft-context-len 64"
+    settings = parse(argv.split(), {}, "prog")
+    assert (settings.spec_decode, settings.draft_model_path) == (source, "x")
+    assert settings.draft_context_len == 64
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        ("--spec-decode draft", "--spec-decode"),
+        ("--draft-model-path x", "--draft-model-path"),
+        ("--draft-model-path x --spec-decode ngram", "--draft-model-path"),
+        ("--draft-model-path x --spec-decode draft --draft-context-len 513", "--draft-context-len"),
+    ],
+)
+def test_a_draft_model_goes_with_a_source_that_has_one(
+    capsys: pytest.CaptureFixture[str], argv: str, flag: str
 ) -> None:
-    line = refusal(capsys, "--spec-decode=draft")
-    assert line == "prog: --spec-decode: draft models are not available in this version\n"
-    assert "draft" not in refusal(capsys, "--spec-decode=x").split("none of")[1]
+    assert refusal(capsys, *argv.split()).startswith(f"prog: {flag}: ")
 
 
 @pytest.mark.parametrize("source", ["ngram", "auto"])

@@ -1,0 +1,197 @@
+"""A draft model: a small model of the same vocabulary, in slots of its own.
+
+It knows nothing of the target's slots and plans. What it has of a sequence is compared with the
+text each time it is asked, so it may be behind: after drafts that were not accepted, after steps
+without drafts, or when the sequence goes on after a preemption.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.executor.base import Executor, PendingStep
+from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.speculation.source import BatchSource, DraftRequest
+from shared.wire import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+ROOM_TOKENS = 256
+"""A slot holds so many tokens beside the context. When it is full it begins again with the context,
+so that costs little for each of them."""
+CATCH_UP_TOKENS = 256
+"""The most tokens of prompts that are computed in a call, since other sequences wait for it."""
+FEW_TOKENS = 8
+"""Catching up by so many goes in one pass, padded to the longest."""
+MAX_FAILURES = 3
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """What a slot has of a sequence: its tokens from number ``start`` on, ``computed`` of them, and
+    then drafts."""
+
+    slot: Slot
+    sampling: SamplingParams
+    start: int = 0
+    computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+    def follow(self, tokens: Sequence[int], count: int, context: int, capacity: int) -> None:
+        """Count the drafts that became ``tokens`` as computed, but never the last token. Begin
+        again where ``count`` more would not fit, or nearly nothing is there."""
+        last = len(tokens) - 1
+        self.computed = min(self.computed, last - self.start)
+        for draft in self.drafts:
+            end = self.start + self.computed
+            if end >= last or tokens[end] != draft:
+                break
+            self.computed += 1
+        self.drafts.clear()
+        is_far_behind = last - self.start - self.computed > context
+        if is_far_behind or last + count - self.start > capacity:
+            self.start, self.computed = max(0, len(tokens) - context), 0
+
+
+class DraftModel(BatchSource):
+    """Samples drafts as the target would: with the temperature and filters of the request, and the
+    noise of its seed and position, so that both choose the same token more often. Penalties and
+    grammars are left to the target."""
+
+    NAME = "draft"
+
+    def __init__(
+        self, executor: Executor, *, context_tokens: int, capacity: int, rows: int, vocab_size: int
+    ) -> None:
+        """Take ``rows`` slots of ``capacity`` tokens. A sequence begins in one with its last
+        ``context_tokens``. Nothing is drafted after tokens from ``vocab_size`` on: the target may
+        have more logits than tokens."""
+        self.max_sequences = rows
+        self.executor = executor
+        self._context = context_tokens
+        self._capacity = capacity
+        self._vocab_size = vocab_size
+        self._failures = 0
+        self._begin()
+
+    @property
+    def slots_bytes(self) -> int:
+        """The memory of its slots."""
+        return self.max_sequences * self._capacity * self.executor.spec.slot_token_bytes
+
+    def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        nothing: list[tuple[int, ...]] = [()] * len(asked)
+        if self._failures >= MAX_FAILURES:
+            return nothing
+        try:
+            return self._propose(asked)
+        except Exception:  # of MLX, most likely because it finds no memory
+            self._failures += 1
+            logger.exception("the draft model failed: its drafts are missing")
+        try:
+            self._begin()
+        except Exception:
+            self._failures = MAX_FAILURES
+            logger.exception("the draft model cannot go on: there will be none of its drafts")
+        return nothing
+
+    def _begin(self) -> None:
+        self.executor.reset()
+        self._steps = 0
+        self._held: dict[object, _Held] = {}  # by sequence, the least recently used one first
+        self._free = [Slot(0, row) for row in range(self.max_sequences)]
+        slab = SlabSpec(0, self.max_sequences, self._capacity)
+        self._dispatch(Plan(step=self._steps, new_slabs=(slab,))).read()
+
+    def _propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        held = self._take_slots(asked)
+        steps = [self._dispatch(plan) for plan in self._catch_up(asked, held)]
+        ready = [
+            (request, mine)
+            for request, mine in zip(asked, held, strict=True)
+            if mine.start + mine.computed == len(request.tokens) - 1
+            and request.tokens[-1] < self._vocab_size
+        ]
+        ready.sort(key=lambda pair: pair[1].slot)
+        longest = max((request.limit for request, _ in ready), default=0)
+        passes = [self._dispatch(self._decodes(ready, number)) for number in range(longest)]
+        for step in steps:
+            if failed := step.read().failed:
+                raise RuntimeError(failed[0][1])
+        for number, each in enumerate(passes):
+            members = [mine for request, mine in ready if request.limit > number]
+            for mine, token in zip(members, each.read().tokens, strict=True):
+                mine.drafts.append(token)
+        found = {mine.slot: tuple(mine.drafts) for _, mine in ready}
+        for _, mine in ready:  # the input of the first pass is computed, the last draft is not
+            mine.computed += 1
+            mine.drafts.pop()
+        return [found.get(mine.slot, ()) for mine in held]
+
+    def _take_slots(self, asked: Sequence[DraftRequest]) -> list[_Held]:
+        """Return what is held of each sequence, brought up to its tokens."""
+        found = []
+        for request in asked:
+            mine = self._held.pop(request.key, None)
+            if mine is None:
+                slot = self._free.pop() if self._free else self._least_recent(asked)
+                mine = _Held(slot, _without_penalties(request.sampling))
+                mine.start = max(0, len(request.tokens) - self._context)
+            self._held[request.key] = mine
+            mine.follow(request.tokens, request.limit, self._context, self._capacity)
+            found.append(mine)
+        return found
+
+    def _least_recent(self, asked: Sequence[DraftRequest]) -> Slot:
+        keys = {request.key for request in asked}
+        oldest = next(key for key in self._held if key not in keys)
+        return self._held.pop(oldest).slot
+
+    def _catch_up(self, asked: Sequence[DraftRequest], held: Sequence[_Held]) -> Iterator[Plan]:
+        """Compute what is missing before the last token of each sequence, as far as that may be."""
+        room, few = CATCH_UP_TOKENS, []
+        for request, mine in zip(asked, held, strict=True):
+            begin = mine.start + mine.computed
+            tokens = tuple(request.tokens[begin : min(len(request.tokens) - 1, begin + room)])
+            if not tokens or max(tokens) >= self._vocab_size:
+                continue
+            room -= len(tokens)
+            chunk = Chunk(mine.slot, mine.computed, tokens)
+            mine.computed += len(tokens)
+            if len(tokens) <= FEW_TOKENS:
+                few.append(chunk)
+            else:
+                yield Plan(step=self._steps, chunks=(chunk,))
+        if few:
+            yield Plan(step=self._steps, chunks=tuple(few))
+
+    def _decodes(self, ready: Sequence[tuple[DraftRequest, _Held]], number: int) -> Plan:
+        """Return the plan that samples draft ``number`` of each sequence that has so many."""
+        return Plan(
+            step=self._steps,
+            decodes=tuple(
+                Decode(
+                    slot=mine.slot,
+                    position=mine.computed + number,
+                    token_id=None if number else request.tokens[-1],
+                    output_index=len(request.tokens) - request.num_prompt_tokens + number,
+                    sampling=mine.sampling,
+                )
+                for request, mine in ready
+                if request.limit > number
+            ),
+        )
+
+    def _dispatch(self, plan: Plan) -> PendingStep:
+        self._steps += 1
+        return self.executor.dispatch(plan)
+
+
+def _without_penalties(sampling: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(
+        sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+    )

@@ -1,0 +1,133 @@
+"""How many tokens a source of all sequences is asked for, by chances and by costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine.speculation.batched import CALLS_WITHOUT
+from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
+from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
+from shared import wire
+
+
+class Model(BatchSource):
+    """Notes what it is asked for, and takes ``token_s`` for a token of all sequences."""
+
+    NAME = "draft"
+    max_sequences = 2
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        self.asked: list[int] = []
+        self.now_s = 0.0
+
+    def propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        self.asked = [request.limit for request in asked]
+        self.now_s += self.token_s * max(self.asked)
+        return [(7,) * request.limit for request in asked]
+
+
+class Other(DraftSource):
+    def __init__(self, length: int, likely: float) -> None:
+        self._proposal = Proposal((5,) * length, "other", 0, likely)
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        return self._proposal if self._proposal.tokens else None
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A source whose time is that of the clock."""
+    model = Model()
+    monkeypatch.setattr("engine.speculation.batched.perf_counter", lambda: model.now_s)
+    return model
+
+
+def speculator(model: Model, *, adapts: bool = True, other: Other | None = None) -> Speculator:
+    options = SpeculationOptions(adapts=adapts, largest_batch=16)
+    makers = [] if other is None else [lambda request, grammar: other]
+    return Speculator(options, makers, batch_source=model)
+
+
+def begin(spec: Speculator, limit: int = 100) -> DraftRow:
+    request = wire.Submit(
+        request_id="a",
+        attempt=0,
+        token_ids=[1],
+        sampling=wire.SamplingParams(seed=1),
+        max_tokens=9,
+        stop_token_ids=[],
+    )
+    drafts = spec.begin(request, None)
+    assert drafts is not None
+    return DraftRow(drafts, [1, 2], limit)
+
+
+def with_costs(spec: Speculator, base_s: float, token_s: float) -> None:
+    for tokens in range(1, 17):
+        spec.observe_step(1, tokens - 1, 1, base_s + token_s * tokens)
+
+
+def test_without_control_it_is_asked_where_there_is_no_other_draft() -> None:
+    model = Model()
+    spec = speculator(model, adapts=False)
+    rows = [begin(spec), begin(spec, limit=3), begin(spec), begin(spec, limit=0)]
+    found = spec.choose(4, rows)
+    assert model.asked == [5, 3]  # the most sequences that it takes
+    assert [proposal.tokens if proposal else () for proposal in found] == [
+        *((7,) * 5, (7,) * 3),
+        *((), ()),
+    ]
+    spec = speculator(model, adapts=False, other=Other(2, 0.1))
+    (proposal,) = spec.choose(1, [begin(spec)])
+    assert proposal is not None and proposal.source == "other"
+
+
+def test_it_is_asked_where_its_drafts_are_better_than_others() -> None:
+    for likely, source in ((0.2, "draft"), (0.95, "other")):
+        spec = speculator(Model(), other=Other(5, likely))
+        with_costs(spec, 0.1, 0.001)
+        (proposal,) = spec.choose(1, [begin(spec)])
+        assert proposal is not None and proposal.source == source
+
+
+@pytest.mark.parametrize(
+    ("accepted", "asked"), [(5, [5]), (1, [1]), (0, [])], ids=["all", "one", "none"]
+)
+def test_it_is_asked_for_as_many_as_pay_for_its_steps(
+    model: Model, accepted: int, asked: list[int]
+) -> None:
+    """A token of it takes a fifth of a step of the target, which costs little more for more."""
+    model.token_s = 0.004
+    spec = speculator(model)
+    with_costs(spec, 0.02, 0.0002)
+    row = begin(spec)
+    spec.choose(1, [row])  # its time is known from now on
+    for _ in range(30):
+        spec.verified(row, Proposal((7,) * 5, "draft", 0, 0.6), accepted)
+    model.asked = []
+    spec.choose(1, [row._replace(tokens=[1] * 500)])
+    assert model.asked == asked
+
+
+def test_its_time_counts_against_what_drafts_save(model: Model) -> None:
+    model.token_s = 0.01
+    spec = speculator(model, adapts=False)
+    spec.choose(1, [begin(spec)])
+    spec.observe_step(1, 0, 1, 0.001)
+    assert spec.stats().saved_s == pytest.approx(-0.05)
+
+
+def test_sequences_wait_for_its_drafts_only_while_they_are_worth_while(model: Model) -> None:
+    model.token_s = 0.004
+    spec = speculator(model)
+    row = begin(spec)
+    assert spec.waits(row)
+    assert not spec.waits(row._replace(limit=1))  # nothing after the token in flight
+    with_costs(spec, 0.001, 0.001)
+    spec.choose(1, [row])
+    spec.choose(1, [row])  # a token of it takes as long as four steps
+    waits = [spec.waits(row) for _ in range(2 * CALLS_WITHOUT)]
+    assert waits.count(True) == 2

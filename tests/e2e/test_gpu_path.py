@@ -1,0 +1,160 @@
+"""A whole server whose engine computes as on a GPU, with keys and values in 8 bits.
+
+mlx-lm computes every answer once more, over keys and values that it rounds as slots do: the
+log-probability of each token has to be the same. So random texts need no ties.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import mlx.core as mx
+import pytest
+
+from engine.backend import gpu_path
+from engine.cache.quantization import Precision
+from engine.proving.oracle import make_rounding_cache
+from router.tokens.vocabulary import Vocabulary
+from tests.e2e.server import Server, serving
+from tests.oracle import Oracle
+from tests.tiny_models import VOCAB_SIZE
+
+PATIENCE_S = 60.0
+HEAD = [(17 * i * i + 5) % (VOCAB_SIZE - 3) + 3 for i in range(70)]
+CLOSE = 5e-3
+"""Of log-probabilities. One rounding error in fp32 may change a code."""
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "logprobs": 1, "temperature": 0}
+SAMPLED = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.1}
+TOKENS = 300
+"""So many that an engine is killed before its streams end."""
+PATTERN = "[a-z ]{400}"
+GRAMMAR = {"guided_regex": PATTERN, "temperature": 1.0, "seed": 3}
+RESUMED = "mlx_lm_server_resumed_requests_total"
+
+
+class Said(NamedTuple):
+    """An answer: the names of its tokens, their log-probabilities, and the text."""
+
+    names: list[str]
+    logprobs: list[float]
+    text: str
+
+    @classmethod
+    def of(cls, choices: Sequence[dict[str, Any]]) -> Said:
+        marks = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        return cls(
+            [name for each in marks for name in each["tokens"]],
+            [value for each in marks for value in each["token_logprobs"]],
+            "".join(choice["text"] for choice in choices),
+        )
+
+
+class Truth:
+    """mlx-lm, whose cache keeps values rounded to 8 bits."""
+
+    def __init__(self, path: Path) -> None:
+        oracle = Oracle(path)
+        self._model = oracle.model
+        name = Vocabulary(oracle.tokenizer).unique_name
+        self._ids = {name(token): token for token in range(VOCAB_SIZE)}
+        assert len(self._ids) == VOCAB_SIZE
+
+    def check(self, prompt: list[int], said: Said, *, greedy: bool = False) -> None:
+        """Compare the log-probabilities of all tokens of an answer to ``prompt``."""
+        ids = [self._ids[name] for name in said.names]
+        caches = make_rounding_cache(self._model, Precision(8))
+        logits = self._model(mx.array([prompt + ids]), cache=caches)[0, len(prompt) - 1 : -1]
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        expected = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0]
+        assert said.logprobs == pytest.approx(expected.tolist(), abs=CLOSE)
+        if greedy:
+            assert mx.all(expected > mx.max(logprobs, axis=-1) - CLOSE)
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_model: Callable[..., Path]) -> Truth:
+    return Truth(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    flags = "--kv-bits 8 --num-blocks 600 --max-kv-size 400 --ssd-policy write_through".split()
+    environment = {gpu_path.VARIABLE: "1", "_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
+    with serving(tiny_model("llama"), *flags, **environment) as running:
+        assert any(gpu_path.VARIABLE in line for line in running.log)
+        yield running
+
+
+def stream(server: Server, prompt: list[int], **fields: Any) -> Iterator[dict[str, Any]]:
+    body = {"prompt": prompt, "max_tokens": TOKENS, "stream": True, **ENDLESS, **fields}
+    url = server.client.base_url.join("/v1/completions")
+    with httpx.stream("POST", url, json=body, timeout=server.client.timeout) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line[6:])["choices"][0]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_answers_are_mlx_lms_with_prefixes_from_ram_and_ssd_and_an_engine_that_is_killed(
+    server: Server, truth: Truth
+) -> None:
+    first, again = (server.complete(HEAD, 20, **ENDLESS) for _ in range(2))
+    assert (cached(first), cached(again)) == (0, 64)
+    for answer in (first, again):
+        truth.check(HEAD, Said.of(answer["choices"]), greedy=True)
+    server.wait_metric("mlx_lm_server_store_writes_total")
+    asked: list[dict[str, Any]] = [{}, SAMPLED, GRAMMAR]
+    prompts = [[*HEAD, 5 + i, 9] for i in range(len(asked))]
+    pairs = list(zip(prompts, asked, strict=True))
+    running = [stream(server, prompt, **fields) for prompt, fields in pairs]
+    (pid,) = server.pids("services.engine")
+    with ThreadPoolExecutor(len(asked)) as pool:
+        begun = list(pool.map(next, running))
+        os.kill(pid, signal.SIGKILL)
+        rest: list[list[dict[str, Any]]] = list(pool.map(list, running))
+    assert server.metric(RESUMED) >= 1
+    server.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
+    for (prompt, fields), before, after in zip(pairs, begun, rest, strict=True):
+        said = Said.of([before, *after])
+        truth.check(prompt, said, greedy=not fields)
+        if fields is GRAMMAR:
+            assert re.fullmatch(PATTERN, said.text)
+        else:
+            assert len(said.names) == TOKENS
+
+
+def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth: Truth) -> None:
+    prompts = [[7 + number, *HEAD[number:]] for number in range(10)]
+
+    def complete(prompt: list[int]) -> Said:
+        body = {"prompt": prompt, "max_tokens": 200, **ENDLESS}
+        until = time.monotonic() + PATIENCE_S
+        while True:  # as a server that is short of memory asks clients to
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+            if answer.status_code != 503 or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        assert answer.status_code == 200, answer.text
+        return Said.of(answer.json()["choices"])
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(complete, prompts))
+    server.wait_metric("mlx_lm_server_preemptions_total")
+    for prompt, said in zip(prompts, answers, strict=True):
+        assert len(said.names) == 200
+        truth.check(prompt, said, greedy=True)

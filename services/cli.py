@@ -25,6 +25,7 @@ COMMANDS = {
     "drain": ("services.control:drain", "give an engine, or the server, no further requests"),
     "restart": ("services.control:restart", "restart an engine, or all one at a time"),
     "cache": ("services.cache", "list, check, clear, export and import the blocks on SSD"),
+    "service": ("services.service", "keep a server running with launchd or systemd"),
     "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
     "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }

@@ -25,7 +25,14 @@ from router.http.app import create_app
 from router.schemas.requests import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import Settings
-from shared.wire import PROTOCOL_VERSION, Hello
+from shared.wire import (
+    PROTOCOL_VERSION,
+    DraftCounts,
+    DraftStats,
+    EngineStats,
+    Hello,
+    StoreStats,
+)
 from tests.router.tokens import template_table
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +154,10 @@ def _metrics() -> str:
                     with suppress(ValueError, TypeError):
                         each.labels(*["x"] * count)
         model = ModelReplicas(_HELLO, router.settings)
-        model.engines.append(Engine(b"", _HELLO, "engine-0", 1.0))
+        engine = Engine(b"", _HELLO, "engine-0", 1.0)
+        engine.store = StoreStats()
+        engine.stats = EngineStats(drafts=DraftStats(sources={"ngram": DraftCounts()}))
+        model.engines.append(engine)
         router.registry.models[model.id] = model
         families = list(router.metrics.registry.collect())
         router.engine_sockets.close()

@@ -212,10 +212,16 @@ class EngineCollector(Collector):
             "cache_hit_rate", "Part of the prompts' tokens found in a cache", labels=_LABELS
         )
         ready = GaugeMetricFamily(f"{_PREFIX}engine_ready", "Takes requests", labels=_LABELS)
+        used = GaugeMetricFamily(
+            f"{_PREFIX}kv_utilization",
+            "Part of the KV memory that running sequences hold",
+            labels=_LABELS,
+        )
         for model, engine in engines:
             hits.add_metric([model, engine.name], _hit_rate(engine))
             ready.add_metric([model, engine.name], float(engine.trouble is None))
-        yield from (hits, ready)
+            used.add_metric([model, engine.name], engine.memory_pressure)
+        yield from (hits, ready, used)
         queued = GaugeMetricFamily(
             "queued_requests", "Sequences waiting for an engine", labels=["model"]
         )

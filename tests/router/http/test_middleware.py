@@ -272,6 +272,8 @@ def test_metrics_have_the_names_that_dashboards_use(server: Server, engine: Scri
         running=2,
         used_blocks=5,
         free_blocks=59,
+        limit_bytes=1000,
+        unevictable_bytes=300,
         prompt_tokens_total=100,
         cached_ram_tokens_total=25,
     )
@@ -284,6 +286,7 @@ def test_metrics_have_the_names_that_dashboards_use(server: Server, engine: Scri
         f"active_sequences{label} 2.0",
         f"free_blocks{label} 59.0",
         f"cache_hit_rate{label} 0.25",
+        f"mlx_lm_server_kv_utilization{label} 0.3",
         'queued_requests{model="tiny"} 0.0',
         "dist_fatal 0.0",
         "shutdown_clean 1.0",

@@ -55,7 +55,7 @@ def names_and_labels(query: str) -> Iterator[tuple[str, str]]:
     ]
     plain = re.sub(r"\bby \([^)]*\)|\[[^]]*\]", "", query)
     for name, selector in re.findall(r"\b([a-z]\w+)\b(?!\s*\()(?:\{([^}]*)\})?", plain):
-        if name in _WORDS or re.search(rf"\{{[^}}]*\b{name}\b[^}}]*\}}", plain):
+        if name in _WORDS:
             continue
         labels = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)
         for label in {*labels, *grouping}:

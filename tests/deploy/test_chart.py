@@ -1,0 +1,268 @@
+"""The Helm chart: rendered for the value sets of its `ci/` folder, without a cluster.
+
+What Kubernetes would refuse is found by its schemas, what the server would refuse by its own
+parser of flags, and what selects nothing by comparing labels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shared.settings import Settings, parse
+
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate is not installed"
+)
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "mlx-lm-server"
+SETS = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
+VERSIONS = ("1.29", "1.34")
+Objects = list[dict[str, Any]]
+
+
+def values_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((CHART / "ci" / f"{name}.yaml").read_text())
+    return found
+
+
+def render(values: Mapping[str, Any]) -> Objects:
+    with helm.Chart.load(CHART) as chart:
+        texts = chart.render(values=dict(values), name="llm", namespace="serving").values()
+    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, Objects]:
+    return {name: render(values_of(name)) for name in SETS}
+
+
+def pick(objects: Objects, kind: str) -> Objects:
+    return [one for one in objects if one["kind"] == kind]
+
+
+def named(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for one in pick(objects, kind) if one["metadata"]["name"] == name]
+    return found
+
+
+def workloads(objects: Objects) -> Objects:
+    return pick(objects, "StatefulSet") + pick(objects, "DaemonSet")
+
+
+def container_of(workload: dict[str, Any]) -> dict[str, Any]:
+    (found,) = workload["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def engines_of(objects: Objects) -> Objects:
+    label = "app.kubernetes.io/component"
+    stateful = pick(objects, "StatefulSet")
+    return [
+        one for one in stateful if one["spec"]["template"]["metadata"]["labels"][label] == "engine"
+    ]
+
+
+def settings_of(workload: dict[str, Any]) -> Settings:
+    """Return what the container's process would run with, its image's variables included."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    environment = dict(re.findall(r"(MLX_LM_SERVER_\w+)=(\S+)", dockerfile))
+    container = container_of(workload)
+    for each in container.get("env", ()):
+        environment[each["name"]] = each.get("value", "")
+    # The parser looks for the file of keys, which is there in the pod only.
+    arguments = [each.replace("=/api-keys/keys", f"={__file__}") for each in container["args"]]
+    return parse(arguments, environment, "chart")
+
+
+def test_five_value_sets_are_tried() -> None:
+    assert SETS == ["gpu", "minimal", "node-store", "secured", "two-models"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_kubernetes_takes_all_objects(rendered: dict[str, Objects], name: str) -> None:
+    kinds = {one["kind"] for one in rendered[name]}
+    wanted = {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    assert wanted <= kinds
+    names = [(one["kind"], one["metadata"]["name"]) for one in rendered[name]]
+    assert len(names) == len(set(names))
+    for one in rendered[name]:
+        if one["kind"] != "ServiceMonitor":  # not Kubernetes' own, and has no schema here
+            for version in VERSIONS:
+                kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_schemas_find_mistakes() -> None:
+    (policy, *_) = pick(render(values_of("minimal")), "NetworkPolicy")
+    policy["spec"]["podSelectors"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(policy, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_server_takes_all_flags(
+    rendered: dict[str, Objects], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for workload in workloads(rendered[name]):
+        settings = settings_of(workload)
+        assert settings.curve_dir == Path("/curve")
+        grace_s = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        is_kvstore = workload["kind"] == "DaemonSet"
+        stop_s = 10 if is_kvstore else settings.drain_timeout_s + settings.pre_stop_delay_s
+        assert grace_s > stop_s + 15
+    assert capsys.readouterr().err == ""  # no warning of variables that are no settings
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_engines_join_every_router(rendered: dict[str, Objects], name: str) -> None:
+    objects = rendered[name]
+    router = named(objects, "StatefulSet", "llm-mlx-lm-server-router")
+    service = router["spec"]["serviceName"]
+    assert named(objects, "Service", service)["spec"]["publishNotReadyAddresses"] is True
+    addresses = tuple(
+        f"tcp://llm-mlx-lm-server-router-{number}.{service}:5555"
+        for number in range(router["spec"]["replicas"])
+    )
+    assert settings_of(router).engine_socket == ("tcp://0.0.0.0:5555",)
+    engines = engines_of(objects)
+    models = values_of(name).get("models", [{"name": "demo", "model": "demo"}])
+    assert len(engines) == len(models)
+    for engine, model in zip(engines, models, strict=True):
+        settings = settings_of(engine)
+        assert settings.engine_socket == addresses
+        assert settings.model == model["model"]
+        assert settings.served_model_name[0] == model["name"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_selectors_select_pods_of_the_release(rendered: dict[str, Objects], name: str) -> None:
+    objects = rendered[name]
+    pods = [one["spec"]["template"]["metadata"]["labels"] for one in workloads(objects)]
+    for selector in selectors(objects):
+        chosen = [labels for labels in pods if selector.items() <= labels.items()]
+        assert chosen, selector
+        assert len({labels["app.kubernetes.io/component"] for labels in chosen}) == 1, selector
+
+
+def selectors(objects: Objects) -> Iterator[dict[str, str]]:
+    for one in objects:
+        spec = one.get("spec", {})
+        if one["kind"] == "Service":
+            yield spec["selector"]
+        elif one["kind"] in ("StatefulSet", "DaemonSet", "PodDisruptionBudget"):
+            yield spec["selector"]["matchLabels"]
+        elif one["kind"] == "NetworkPolicy":
+            yield spec["podSelector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_pods_are_probed_and_may_do_little(rendered: dict[str, Objects], name: str) -> None:
+    for workload in workloads(rendered[name]):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        for container in (*pod["initContainers"], *pod["containers"]):
+            allowed = container["securityContext"]
+            assert allowed["readOnlyRootFilesystem"] and allowed["capabilities"] == {
+                "drop": ["ALL"]
+            }
+            mounts = {mount["name"] for mount in container["volumeMounts"]}
+            claims = workload["spec"].get("volumeClaimTemplates", ())
+            volumes = {volume["name"] for volume in pod["volumes"]}
+            assert mounts <= volumes | {claim["metadata"]["name"] for claim in claims}
+        assert "readinessProbe" in container_of(workload)
+
+
+def test_an_engine_gets_no_secret_of_the_server(rendered: dict[str, Objects]) -> None:
+    for workload in workloads(rendered["node-store"]):
+        (volume,) = [
+            each
+            for each in workload["spec"]["template"]["spec"]["volumes"]
+            if each["name"] == "curve-secret"
+        ]
+        keys = {item["key"] for item in volume["secret"]["items"]}
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        is_engine = labels["app.kubernetes.io/component"] == "engine"
+        own = {"engine.key", "engine.secret", "server.key"}
+        assert keys == (own if is_engine else {"server.key", "server.secret", "allowed"})
+
+
+def test_a_store_is_beside_the_engine_or_on_its_node_or_nowhere(
+    rendered: dict[str, Objects],
+) -> None:
+    def engine(name: str) -> Settings:
+        return settings_of(engines_of(rendered[name])[0])
+
+    beside, on_node, nowhere = engine("minimal"), engine("node-store"), engine("gpu")
+    assert (beside.kvstore_socket, beside.no_ssd, beside.ssd_max_size_gb) == ((), False, 20)
+    assert on_node.kvstore_socket == ("tcp://llm-mlx-lm-server-kvstore:5556",)
+    assert nowhere.no_ssd
+    (store,) = pick(rendered["node-store"], "DaemonSet")
+    assert settings_of(store).kvstore_socket[1] == "tcp://0.0.0.0:5556"
+    service = named(rendered["node-store"], "Service", "llm-mlx-lm-server-kvstore")
+    assert service["spec"]["internalTrafficPolicy"] == "Local"
+    assert not pick(rendered["minimal"], "DaemonSet")
+
+
+def test_the_number_of_engines_follows_the_queue(rendered: dict[str, Objects]) -> None:
+    (scaler,) = pick(rendered["two-models"], "HorizontalPodAutoscaler")
+    target = scaler["spec"]["scaleTargetRef"]["name"]
+    scaled = named(rendered["two-models"], "StatefulSet", target)
+    assert "replicas" not in scaled["spec"]  # an upgrade would set it back
+    metric = scaler["spec"]["metrics"][0]["external"]["metric"]
+    assert f"`{metric['name']}` | gauge | `model`" in (ROOT / "docs/metrics.md").read_text()
+    model = metric["selector"]["matchLabels"]["model"]
+    assert settings_of(scaled).served_model_name[0] == model
+
+
+def test_secrets_are_made_and_used(rendered: dict[str, Objects]) -> None:
+    objects = rendered["secured"]
+    made = {one["metadata"]["name"]: set(one["stringData"]) for one in pick(objects, "Secret")}
+    text = yaml.safe_dump_all(pick(objects, "StatefulSet") + pick(objects, "ServiceMonitor"))
+    for name, keys in made.items():
+        assert name in text
+        assert name.endswith("-curve") or all(key in text for key in keys)
+    for secret in ("sk-alice", "redis://", "02020202"):
+        assert secret not in text
+    router = named(objects, "StatefulSet", "llm-mlx-lm-server-router")
+    assert "--api-key-file=/api-keys/keys" in container_of(router)["args"]
+    mounts = {each["name"]: each["mountPath"] for each in container_of(router)["volumeMounts"]}
+    assert mounts["api-keys"] == "/api-keys"
+    (monitor,) = pick(objects, "ServiceMonitor")
+    service = named(objects, "Service", "llm-mlx-lm-server-router")
+    labels = service["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    others = [one for one in pick(objects, "Service") if one is not service]
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    assert not any(wanted <= one["metadata"]["labels"].items() for one in others)
+
+
+def test_only_engines_reach_the_sockets(rendered: dict[str, Objects]) -> None:
+    objects = rendered["node-store"]
+    engines = named(objects, "NetworkPolicy", "llm-mlx-lm-server-engine")
+    assert engines["spec"]["ingress"] == []
+    for component, port in (("router", 5555), ("kvstore", 5556)):
+        policy = named(objects, "NetworkPolicy", f"llm-mlx-lm-server-{component}")
+        for rule in policy["spec"]["ingress"]:
+            if port in [each["port"] for each in rule["ports"]]:
+                (peer,) = rule["from"]
+                component_label = peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+                assert component_label == "engine"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [({}, "curve.existingSecret"), ({"kvstore": {"mode": "some"}}, "engine, node or none")],
+)
+def test_values_that_make_no_sense_are_refused(values: dict[str, Any], reason: str) -> None:
+    if values:
+        values |= {"curve": {"existingSecret": "keys"}}
+    with pytest.raises(helm.HelmError, match=reason):
+        render(values)

@@ -33,12 +33,13 @@ from bench.router import router  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
 from bench.servers import mlx_lm_server, ours  # noqa: E402
 from bench.side import side  # noqa: E402
+from bench.speculation import speculation  # noqa: E402
 from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
-SPECIAL = ("metal", "llama-cpp", "decode", "agents", "restart", "large")
-"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, or 8 GB."""
+SPECIAL = ("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation")
+"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, or many minutes."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -209,6 +210,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "agents": agents,
     "restart": restart,
     "large": large,
+    "speculation": speculation,
 }
 """The comparisons that need no server with a model, or start their own."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.backend.blas import load_fast_blas
@@ -14,7 +15,9 @@ from shared.wire import Delta, SamplingParams, Submit
 
 if TYPE_CHECKING:  # these import mlx
     from engine.executor.base import PendingStep
+    from engine.grammar.cache import GrammarCache
     from engine.plan import Plan
+    from engine.speculation.speculator import Speculator
 
 
 class InProcessEngine:
@@ -25,7 +28,9 @@ class InProcessEngine:
         model: str,
         kv_bits: Literal[4, 8, 16] = 16,
         precision: Literal["exact", "fast", "auto"] = "auto",
+        **others: Any,
     ) -> None:
+        """``others`` are more settings of the server."""
         load_fast_blas()
         from engine.batch import device
         from engine.model.load import load, resolve
@@ -33,15 +38,17 @@ class InProcessEngine:
 
         device.prepare()
         self.loaded = load(resolve(model))
-        settings = Settings(
+        self.settings = Settings(
             model=model,
             kv_bits=kv_bits,
             cpu_precision=precision,
             max_batch_size=16,
             completion_batch_size=32,
             no_ssd=True,
+            **others,
         )
-        self.replica = build_replica(self.loaded, settings)
+        self.replica = build_replica(self.loaded, self.settings)
+        self._grammars: GrammarCache | None = None
         self._number = 0
         self._pending: deque[tuple[Plan, PendingStep]] = deque()
 
@@ -49,6 +56,35 @@ class InProcessEngine:
     def own_type_bytes(self) -> int:
         """Bytes of one number in the type that the model computes in."""
         return int(self.loaded.model.model.norm.weight.dtype.size)
+
+    def use_grammars(self) -> None:
+        """Take requests with grammars from now on."""
+        from engine.grammar.cache import GrammarCache
+        from engine.replica.grammars import tokenizer_spec_of
+        from engine.sampling.masks import GrammarMasker
+
+        self._grammars = GrammarCache(tokenizer_spec_of(self.loaded).load())
+        masker = GrammarMasker(self._grammars, self.loaded.vocab_size)
+        self.replica.executor.use_grammars(masker)
+
+    def renew(self, speculator: Speculator | None, **config: Any) -> None:
+        """Begin anew, nothing cached, with changes of the scheduler's ``config``."""
+        from engine.scheduler import Scheduler
+
+        self.replica.executor.reset()
+        changed = replace(self.replica.scheduler.config, **config)
+        self.replica = replace(self.replica, scheduler=Scheduler(changed, speculator=speculator))
+
+    def encode(self, text: str, *, is_chat: bool) -> list[int]:
+        """Return the tokens of ``text``, as a question in the model's template with ``is_chat``."""
+        if not is_chat:
+            return list(self.loaded.tokenizer.encode(text))
+        messages = [{"role": "user", "content": text}]
+        return list(self.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what it sends."""
+        return self._step()[1]
 
     def rate(self, texts: list[str], max_tokens: int) -> float:
         """Return the tokens per second of greedy completions of ``texts``.
@@ -90,11 +126,7 @@ class InProcessEngine:
         self, questions: Sequence[str], max_tokens: int
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Return the prompts of ``questions``, and the greedy answers with their end tokens."""
-        template = self.loaded.tokenizer.apply_chat_template
-        asked: list[list[int]] = []
-        for question in questions:
-            messages = [{"role": "user", "content": question}]
-            asked.append(list(template(messages, add_generation_prompt=True)))
+        asked = [self.encode(question, is_chat=True) for question in questions]
         stop = self.loaded.eos_token_ids
         names = [self.submit(prompt, max_tokens, stop) for prompt in asked]
         deltas = self._finish()
@@ -164,7 +196,10 @@ class InProcessEngine:
             stop_token_ids=list(stop),
             **{"sampling": SamplingParams(seed=0), **fields},
         )
-        self.replica.scheduler.submit(submit)
+        compiled = None
+        if submit.grammar is not None and self._grammars is not None:
+            compiled = self._grammars.get(submit.grammar)
+        self.replica.scheduler.submit(submit, compiled)
         return submit.request_id
 
     def _step(self) -> tuple[int, list[Delta]]:

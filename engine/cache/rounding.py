@@ -57,6 +57,9 @@ def keep(
 def _keep(new: Arrays, how: Quantization | None) -> Kept:
     if how is None:
         return Kept(new, None)
+    if isinstance(new, np.ndarray):
+        copy: Array = np.array(new, order="C")
+        return Kept(copy, np.moveaxis(round_in_place(copy, how), 0, 1))
     own = [np.array(row, order="C") for row in new]
     return Kept(own, [round_in_place(row, how) for row in own])
 

@@ -41,4 +41,4 @@ class ForcedSource(DraftSource):
         self._followed = len(tokens)
         inner = self._matcher.inner
         forced = tuple(inner.compute_ff_tokens()) if inner is not None else ()
-        return Proposal(forced[:count], self.NAME, 0, LIKELY) if forced else None
+        return Proposal(forced[:count], self.NAME, likely=(LIKELY,)) if forced else None

@@ -25,13 +25,12 @@ from engine.replica.draft_model import open_draft_model
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.replica.speculation import make_speculator
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.speculation.speculator import MOST_TOKENS
 from shared.hashing import namespace_root
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LONGEST_DRAFT = 16
-"""Tokens beside a chunk's that slots have room for where they keep only a window."""
 PREFAULT_BYTES = 256 * 1024 * 1024
 """The memory for KV that is touched at the start: what a first long prompt of a small model
 takes."""
@@ -141,7 +140,7 @@ def _longest_pass(settings: Settings) -> int:
     """Return the most tokens of a sequence in one pass: a chunk, or a draft that is verified."""
     chunk_tokens = settings.prefill_chunk_tokens or GPU_CHUNK_TOKENS
     size = settings.block_size
-    return -(-chunk_tokens // size) * size + LONGEST_DRAFT
+    return -(-chunk_tokens // size) * size + MOST_TOKENS
 
 
 def _log_sizes(

@@ -9,7 +9,12 @@ from engine.grammar.forced import ForcedSource
 from engine.speculation.ngram import NgramSource
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import BatchSource, DraftSource
-from engine.speculation.speculator import SourceMaker, SpeculationOptions, Speculator
+from engine.speculation.speculator import (
+    MOST_TOKENS,
+    SourceMaker,
+    SpeculationOptions,
+    Speculator,
+)
 from shared.settings import Settings
 from shared.wire import Submit
 
@@ -30,7 +35,7 @@ def make_speculator(
         return None
     is_auto = settings.spec_decode == "auto"
     options = SpeculationOptions(
-        tokens=settings.num_speculative_tokens,
+        tokens=MOST_TOKENS if is_auto else settings.num_speculative_tokens,
         largest_batch=settings.max_batch_size
         if is_auto
         else settings.spec_decode_disable_batch_size,

@@ -35,7 +35,7 @@ class Drafting:
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
         """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""
-        if self._speculator is None or not self._speculator.drafts_at(len(rows)):
+        if self._speculator is None:
             return {}
         asked = {
             seq: DraftRow(seq.drafts, seq.token_ids, self._limit(seq))

@@ -14,7 +14,8 @@ ASSUMED_WEIGHT = 4.0
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """A moving average over verifications: how likely a draft is accepted if all before it were."""
+    """A moving average over verifications: how likely a draft is accepted if all before it were.
+    Drafts after one that is not accepted say nothing."""
 
     assumed: float
     tried: float = 0.0
@@ -25,10 +26,9 @@ class AcceptanceRate:
         base = self.assumed if assumed is None else assumed
         return (self.accepted + ASSUMED_WEIGHT * base) / (self.tried + ASSUMED_WEIGHT)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Note that ``accepted`` of ``drafted`` tokens were. Those after the first one that was not
-        say nothing."""
-        self.tried = DECAY * self.tried + min(drafted, accepted + 1)
+    def observe(self, tried: int, accepted: int) -> None:
+        """Note that ``accepted`` of ``tried`` tokens were, all before which were accepted."""
+        self.tried = DECAY * self.tried + tried
         self.accepted = DECAY * self.accepted + accepted
 
     def fade(self) -> None:

@@ -7,20 +7,37 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.speculation.source import MAX_SOURCE_BYTES, DraftSource, Proposal
 
-LONGEST_KIND = 8
+LONGEST_KIND = 12
 """Longer matches count as so long."""
-LIKELY = (0.3, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
-"""What is assumed of matches of one token, of two, and so on."""
+TOLD_APART = 3
+"""Longest matches of which it counts what followed them in the last two places."""
+ONCE, SAME, OTHER = 0, 20, 40
+"""What followed: there is one place only, both times the same, or not. The sum with the length is
+the kind of a token: 3 comes after a match of three tokens, 43 after one that has been followed by
+another token the time before the last. A later token of a draft counts as one after a match that
+is longer by those before it."""
+_LIKELY = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.9, 0.9, 0.95, 0.95)
+_LIKELY_AT = {ONCE: _LIKELY, SAME: (0.5, 0.7, 0.8), OTHER: (0.15, 0.2, 0.4)}
+LIKELY = tuple(
+    dict(enumerate(_LIKELY_AT[kind // 20 * 20], 1)).get(kind % 20, 0.0)
+    for kind in range(OTHER + TOLD_APART + 1)
+)
+"""What is assumed of each kind."""
 FEW_TOKENS = 16
 """More new tokens are entered by NumPy."""
+MOST_AT_ONCE = 2_048
+"""A longer prompt is entered in several calls, of less than a millisecond, before anything is
+proposed."""
 MIN_BITS = 8
 
+_FOLLOWED = (ONCE, SAME, OTHER)
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -28,6 +45,7 @@ _MASK = 2**64 - 1
 class Match(NamedTuple):
     after: int  # index of the token after it
     length: int  # at most `LONGEST_KIND`
+    followed: int  # `ONCE`, `SAME` or `OTHER`
 
 
 class NgramIndex:
@@ -47,7 +65,8 @@ class NgramIndex:
         bits = min(max(MIN_BITS, (2 * expected_tokens).bit_length()), most_bits)
         self._shift = 64 - bits
         self._arrays: list[Any] = [np.zeros(2**bits, np.int32) for _ in self._sizes]
-        """By size the index after each n-gram; 0 if none is known."""
+        """By size, at the place of each n-gram, 4 times the index after it, plus 0, 1 or 2 for
+        what followed in the last two places (`_FOLLOWED`); 0 if none is known."""
         self._tables = [memoryview(table) for table in self._arrays]  # faster for single values
         self._last_places: list[int] = []  # of the n-grams at the end, which are not entered
 
@@ -64,20 +83,22 @@ class NgramIndex:
             self._last_places = self._places(self.tokens)
             return
         for token in tokens:
-            end = self._entered = len(self.tokens)
+            known = self.tokens
+            end = self._entered = len(known)
             for table, place in zip(self._tables, self._last_places, strict=False):
-                table[place] = end
-            self.tokens.append(token)
+                old = table[place]
+                table[place] = 4 * end + (old and 2 - (known[old >> 2] == token))
+            known.append(token)
             self._last_places = self._places(self.tokens)
 
     def find(self, context: Sequence[int]) -> Match | None:
         """Return where the longest n-gram that ends ``context`` occurred last."""
         places = self._last_places if context is self.tokens else self._places(context)
         for number in range(len(places) - 1, -1, -1):
-            if index := self._tables[number][places[number]]:
-                length = self.match(index, context)
+            if found := self._tables[number][places[number]]:
+                length = self.match(found >> 2, context)
                 if length >= self._sizes[number]:
-                    return Match(index, length)
+                    return Match(found >> 2, length, _FOLLOWED[found & 3])
         return None
 
     def following(self, index: int, count: int) -> list[int]:
@@ -112,11 +133,25 @@ class NgramIndex:
             mixed = mixed * np.uint64(_FACTOR)
             if size >= self._sizes.start:
                 old = max(0, self._entered - first - size + 1)
-                after = np.arange(first + size + old, end + 1, dtype=np.int32)
-                # Of several values for one place NumPy keeps the last, which is the latest.
+                after = np.arange(first + size + old, end + 1)
                 table = self._arrays[size - self._sizes.start]
-                table[mixed[old:] >> np.uint64(self._shift)] = after
+                self._enter_in(table, mixed[old:] >> np.uint64(self._shift), after)
         self._entered = max(self._entered, end)
+
+    def _enter_in(self, table: Any, places: Any, after: Any) -> None:
+        """Enter in ``table`` n-grams at ``places``, the indices ``after`` which rise."""
+        # Sorting both as one number takes less time than the order of one of them.
+        both = (places.astype(np.int64) << 32) | after
+        both.sort()
+        places, after = both >> 32, both & 0xFFFFFFFF
+        is_last = np.append(places[1:] != places[:-1], True)
+        before = np.append(0, after[:-1])
+        before[np.append(True, is_last[:-1])] = 0  # the first at its place in this call
+        places, after, before = places[is_last], after[is_last], before[is_last]
+        before = np.where(before, before, table[places] >> 2)
+        tokens = np.frombuffer(self.tokens, np.int32)
+        other = tokens[before] != tokens[np.minimum(after, len(tokens) - 1)]
+        table[places] = 4 * after + np.where(before, 1 + other, 0)
 
     def match(self, index: int, context: Sequence[int]) -> int:
         """Return how many tokens before ``index`` equal the last ones of ``context``."""
@@ -144,9 +179,19 @@ class NgramSource(DraftSource):
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         index = self._index
-        index.extend(tokens[self._first + len(index.tokens) :])
+        begin = self._first + len(index.tokens)
+        index.extend(tokens[begin : begin + MOST_AT_ONCE])
+        if begin + MOST_AT_ONCE < len(tokens):
+            return None
         match = index.find(index.tokens)
         if match is None:
             return None
         drafts = tuple(index.following(match.after, count))
-        return Proposal(drafts, self.NAME, match.length, LIKELY[match.length - 1])
+        return Proposal(drafts, self.NAME, _kinds(match.length, match.followed, count), LIKELY)
+
+
+@cache
+def _kinds(length: int, followed: int, count: int) -> tuple[int, ...]:
+    """Return the kinds of ``count`` tokens after a match of ``length``."""
+    first = length + (followed if length <= TOLD_APART else 0)
+    return (first, *(min(length + i, LONGEST_KIND) for i in range(1, count)))

@@ -14,9 +14,15 @@ class Proposal(NamedTuple):
 
     tokens: tuple[int, ...]  # at least one
     source: str
-    kind: int = 0
-    """Proposals of one source and kind are about equally often right; kinds are few."""
-    likely: float = 0.5  # that a token of it is accepted, as long as nothing is known of its kind
+    kinds: tuple[int, ...] = ()
+    """For each token its kind; empty if all are of kind 0. Tokens of one source and kind are about
+    equally often right, if all before them are; kinds are few."""
+    likely: tuple[float, ...] = (0.5,)
+    """By kind, how likely a token is accepted, as long as nothing is known of its kind."""
+
+    def kind(self, index: int) -> int:
+        """Return the kind of a token."""
+        return self.kinds[index] if self.kinds else 0
 
 
 class DraftSource(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
 from shared.wire import DraftCounts, DraftStats, Submit
 
+MOST_TOKENS = 16
+"""The most drafts of a sequence in a step, whatever the settings."""
 PROBE_TOKENS = 48
 """A sequence whose drafts are seldom accepted tries again after so many outputs."""
 ASSUMED_RATE = 0.6
@@ -134,7 +137,7 @@ class Speculator:
         lengths = self._costs.best_lengths(num_rows, gains)
         for row, proposal, length in zip(rows, proposals, lengths, strict=True):
             if proposal and not length:
-                for rate in self._rates_of(row.drafts, proposal):
+                for rate in self._rates_of(row.drafts, proposal, proposal.kind(0)):
                     rate.fade()
         return [
             proposal._replace(tokens=proposal.tokens[:length]) if proposal and length else None
@@ -150,8 +153,13 @@ class Speculator:
         counts = self._counts.setdefault(proposal.source, [0, 0, 0])
         for number, more in enumerate((1, drafted, accepted)):
             counts[number] += more
-        for rate in (drafts.rate, *self._rates_of(drafts, proposal)):
-            rate.observe(drafted, accepted)
+        tried = min(drafted, accepted + 1)
+        drafts.rate.observe(tried, accepted)
+        by_kind = Counter(proposal.kind(index) for index in range(tried))
+        right = Counter(proposal.kind(index) for index in range(accepted))
+        for kind, count in by_kind.items():
+            for rate in self._rates_of(drafts, proposal, kind):
+                rate.observe(count, right[kind])
         if drafts.rate.rate() < self.options.least_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
 
@@ -212,16 +220,23 @@ class Speculator:
 
     def _chances(self, drafts: SequenceDrafts, proposal: Proposal) -> list[float]:
         """Return for each token of ``proposal`` the chance that it and all before are accepted."""
-        own, common = self._rates_of(drafts, proposal)
-        rate = own.rate(common.rate()) if self.options.by_sequence else common.rate()
-        return [rate ** (number + 1) for number in range(len(proposal.tokens))]
+        chances, chance = [], 1.0
+        rates: dict[int, float] = {}
+        for index in range(len(proposal.tokens)):
+            if (kind := proposal.kind(index)) not in rates:
+                own, common = self._rates_of(drafts, proposal, kind)
+                by_sequence = self.options.by_sequence
+                rates[kind] = own.rate(common.rate()) if by_sequence else common.rate()
+            chance *= rates[kind]
+            chances.append(chance)
+        return chances
 
     def _rates_of(
-        self, drafts: SequenceDrafts, proposal: Proposal
+        self, drafts: SequenceDrafts, proposal: Proposal, kind: int
     ) -> tuple[AcceptanceRate, AcceptanceRate]:
-        """Return the sequence's own rate of such proposals, and that of all sequences."""
-        key = proposal.source, proposal.kind
+        """Return the sequence's own rate of tokens of a ``kind``, and that of all sequences."""
+        key = proposal.source, kind
         for rates in (drafts.rates, self._rates):
             if key not in rates:
-                rates[key] = AcceptanceRate(proposal.likely)
+                rates[key] = AcceptanceRate(proposal.likely[kind])
         return drafts.rates[key], self._rates[key]

@@ -262,7 +262,7 @@ class SpeculationSettings:
         "where drafts come from: earlier text, a draft model, or whatever is likely to be right",
     )
     num_speculative_tokens: int = flag(
-        5, "most tokens that are drafted of a sequence in a step", at_least=1, at_most=16
+        5, "most drafts of a sequence in a step; with auto costs decide", at_least=1, at_most=16
     )
     spec_decode_disable_batch_size: int = flag(
         8, "with ngram and draft, no drafts while more sequences than this decode", at_least=1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -198,8 +198,7 @@ class DecoderBatch(HostBatch):
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
         self.positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
-        ends = list(accumulate(row.width for row in rows))
-        self._cuts = list(zip([0, *ends], ends, strict=False))
+        self._cuts = list(pairwise(self.first_tokens))
 
     @classmethod
     def make_deterministic(cls) -> bool:
@@ -232,7 +231,7 @@ class DecoderBatch(HostBatch):
 
     def unpacked(self, packed: Array) -> Arrays:
         """Return each row's part of ``packed`` (tokens, ..., dim): (..., width, dim)."""
-        if self.decoding:
+        if self.by_token:
             return packed[..., None, :]
         return [np.moveaxis(packed[start:end], 0, -2) for start, end in self._cuts]
 

@@ -9,9 +9,8 @@ evaluated, and the slabs are read and written in place in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -19,6 +18,17 @@ import numpy as np
 
 from engine.backend.threads import in_parallel, num_threads
 from engine.batch.cpu import tiles
+from engine.batch.cpu.pieces import (
+    QUERIES_AT_ONCE,
+    How,
+    Numbers,
+    Piece,
+    PrefillPiece,
+    RowsPiece,
+    attend_singly,
+    attend_to_prefill,
+    attend_together,
+)
 from engine.batch.cpu.tiles import Span
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
@@ -31,58 +41,22 @@ CALL_COST_TOKENS = 125
 """Fixed cost of one attention call, see `engine.cache.grouping`."""
 WORTH_THREADS = 3_000
 """Positions attended to in a layer, over all rows, from which threads are worth their cost."""
-FEW_QUERIES = 3
-"""Queries of a head of keys up to which products with vectors, without OpenBLAS's packing, take
-half as long as products of matrices."""
-QUERIES_AT_ONCE = 64
-"""So few that scores stay in the processor's cache, and little above the diagonal is computed."""
-ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
-"""Minus infinity if a key comes after its query, else 0. One table for all widths: a table for
-each width would take more than a hundred kilobytes that the ledger does not count."""
+FEW_TOKENS = 17
+"""Rows of up to so many tokens, such as those with drafts, attend together."""
+MOST_SCORES = 65_536
+"""Scores of a head up to which rows of several tokens attend together, since all heads do so at
+once."""
 
 
-@dataclass(frozen=True)
-class _Decode:
-    """Rows ``first`` to ``last`` (inclusive) of a slab."""
+class _Stretch(NamedTuple):
+    """The rows of a batch in one slab, and their tokens."""
 
     slab: Slab
-    first: int
-    last: int
-    members: slice  # of the rows of the batch
-    places: tuple[int, ...]  # of each member among the rows of the slab
-    lengths: tuple[int, ...]  # positions of each member
-
-    @cached_property
-    def length(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def cost(self) -> int:
-        return (self.last - self.first + 1) * self.length
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """Queries ``first`` to ``last`` (exclusive, positions in the input) of one row."""
-
-    slab: Slab
-    member: int
-    row: Row
-    first: int
-    last: int
-
-    @property
-    def cost(self) -> int:
-        return (self.last - self.first) * (self.row.start + self.last)
-
-
-class _How(NamedTuple):
-    """How a layer attends, beside the lengths of rows."""
-
-    window: int | None
-    sinks: Array | None
-    """(kv_heads, queries of a kv head, 1, 1): other scores, with a share and no value."""
-    softcap: float | None
+    first: int  # number of the first row in the batch
+    rows: Sequence[Row]
+    tokens: slice  # of the batch
+    numbers: Numbers  # for each token the row of the slab
+    positions: Numbers  # of each token
 
 
 class HostBatch(RaggedBatch):
@@ -98,16 +72,21 @@ class HostBatch(RaggedBatch):
         # For this pass only: MLX would copy a slab that a view still refers to.
         self._views: dict[Slab, list[Array]] = {}
         self._spans: dict[tuple[int, int, int | None], Span] = {}
-        self._stretches = [
-            (
-                slab,
-                first,
-                rows,
-                np.array([row.slot.row for row in rows]),
-                np.array([row.start for row in rows]),
-            )
-            for slab, first, rows in self.by_slab()
-        ]
+        few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MOST_SCORES
+        self.by_token = self.decoding or (few and not self.deterministic)
+        """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token were
+        a row; otherwise they are one array for each row."""
+        self.first_tokens = [0, *accumulate(row.width for row in rows)]
+        self._stretches = [self._stretch(*each) for each in self.by_slab()]
+
+    def _stretch(self, slab: Slab, first: int, rows: Sequence[Row]) -> _Stretch:
+        tokens = slice(self.first_tokens[first], self.first_tokens[first + len(rows)])
+        if self.decoding:
+            numbers, positions = [row.slot.row for row in rows], [row.start for row in rows]
+        else:
+            numbers = [row.slot.row for row in rows for _ in range(row.width)]
+            positions = [position for row in rows for position in range(row.start, row.end)]
+        return _Stretch(slab, first, rows, tokens, np.array(numbers), np.array(positions))
 
     def _array(self, slab: Slab, number: int) -> Array:
         """Return array ``number`` of ``slab``."""
@@ -122,35 +101,50 @@ class HostBatch(RaggedBatch):
         return self._array(slab, 2 * layer), self._array(slab, 2 * layer + 1)
 
     @cached_property
-    def _shares(self) -> list[list[_Decode | _Prefill]]:
-        """The work of each thread, if NumPy computes attention."""
-        by_runs = self.decoding and not self.deterministic
-        return _share(self._decodes() if by_runs else self._prefills())
+    def _shares(self) -> list[list[Piece]]:
+        """The work of each thread."""
+        together = self.by_token and not self.deterministic
+        return _share(self._row_pieces() if together else self._prefill_pieces())
 
-    def _decodes(self) -> list[_Decode]:
-        work = []
+    def _row_pieces(self) -> list[Piece]:
+        """Divide rows of few tokens. Those of about the same width attend together."""
+        work: list[Piece] = []
         parts = num_threads() if sum(row.end for row in self.rows) >= WORTH_THREADS else 1
-        for slab, first, rows in self.by_slab():
-            numbers = [row.slot.row for row in rows]
-            for run in split_runs(numbers, [row.end for row in rows], CALL_COST_TOKENS):
-                inside = [i for i, n in enumerate(numbers) if run.first <= n <= run.last]
-                for piece in _cut(inside, parts):
-                    chosen = [rows[i] for i in piece]
-                    work.append(
-                        _Decode(
-                            slab,
-                            chosen[0].slot.row,
-                            chosen[-1].slot.row,
-                            slice(first + piece[0], first + piece[-1] + 1),
-                            tuple(row.slot.row - chosen[0].slot.row for row in chosen),
-                            tuple(row.end for row in chosen),
-                        )
-                    )
+        for stretch in self._stretches:
+            for members in _by_width(stretch.rows):
+                rows = [stretch.rows[i] for i in members]
+                width = max(row.width for row in rows)
+                numbers = [row.slot.row for row in rows]
+                lengths = [width * row.end for row in rows]
+                for run in split_runs(numbers, lengths, CALL_COST_TOKENS):
+                    inside = [
+                        i
+                        for i, number in zip(members, numbers, strict=True)
+                        if run.first <= number <= run.last
+                    ]
+                    scores = (run.last - run.first + 1) * run.length
+                    pieces = parts if width == 1 else max(parts, scores // MOST_SCORES + 1)
+                    work += [self._rows_piece(stretch, cut) for cut in _cut(inside, pieces)]
         return work
 
-    def _prefills(self) -> list[_Prefill]:
+    def _rows_piece(self, stretch: _Stretch, members: Sequence[int]) -> RowsPiece:
+        rows = [stretch.rows[i] for i in members]
+        numbers = np.arange(max(row.width for row in rows))
+        firsts = np.array([self.first_tokens[stretch.first + i] for i in members])
+        lasts = np.array([row.width - 1 for row in rows])
+        places = np.minimum(numbers, lasts[:, None])
+        return RowsPiece(
+            stretch.slab,
+            rows[0].slot.row,
+            rows[-1].slot.row,
+            tuple(row.slot.row - rows[0].slot.row for row in rows),
+            firsts[:, None] + places,
+            np.array([row.start + 1 for row in rows])[:, None] + places,
+        )
+
+    def _prefill_pieces(self) -> list[Piece]:
         return [
-            _Prefill(slab, first + i, row, start, min(start + QUERIES_AT_ONCE, row.width))
+            PrefillPiece(slab, first + i, row, start, min(start + QUERIES_AT_ONCE, row.width))
             for slab, first, rows in self.by_slab()
             for i, row in enumerate(rows)
             for start in range(0, row.width, QUERIES_AT_ONCE)
@@ -165,16 +159,39 @@ class HostBatch(RaggedBatch):
         new = self._new.pop(layer, None)  # None if the layer was attended to before
         mx.eval(query, new or ())
         if new is not None:
-            self.store(layer, np.asarray(new[0]), np.asarray(new[1]))
+            both = [np.asarray(each) for each in new]
+            if self.by_token and not self.decoding:
+                both = [self._of_tokens(each) for each in both]
+            self.store(layer, *both)
         batch, heads, width, _ = query.shape
         kept = self.layout.layers[layer]
         kv_heads, value_dim = kept.kv_heads, kept.value_dim
         asked: Array = np.asarray(query).reshape(batch, kv_heads, heads // kv_heads, width, -1)
         asked = asked * np.float32(scale)
-        out = np.zeros((*asked.shape[:-1], value_dim), np.float32)
+        out: Array = np.zeros((*asked.shape[:-1], value_dim), np.float32)
         extra = None if sinks is None else np.asarray(sinks).reshape(kv_heads, -1, 1, 1)
-        self.attend_to(layer, asked, out, window, extra)
+        if self.by_token and not self.decoding:
+            places = self._places
+            found = np.empty((len(places[0]), *out.shape[1:3], 1, value_dim), np.float32)
+            self.attend_to(layer, self._of_tokens(asked), found, window, extra)
+            out[places[0], :, :, places[1]] = found[..., 0, :]
+        else:
+            self.attend_to(layer, asked, out, window, extra)
         return mx.array(out.reshape(batch, heads, width, value_dim))
+
+    @cached_property
+    def _places(self) -> tuple[Numbers, Numbers]:
+        """The row of each token in the batch, and its number there."""
+        widths = [row.width for row in self.rows]
+        numbers = np.concatenate([np.arange(width) for width in widths])
+        return np.repeat(np.arange(len(widths)), widths), numbers
+
+    def _of_tokens(self, padded: Array) -> Array:
+        """Return ``padded`` (batch, ..., width, dim) as (tokens, ..., 1, dim), as `by_token` has
+        it."""
+        rows, numbers = self._places
+        found: Array = np.moveaxis(padded, -2, 1)[rows, numbers][..., None, :]
+        return found
 
     def store(self, layer: int, keys: Arrays, values: Arrays) -> None:
         """Write each row's (kv_heads, at least its width, dim) at its position.
@@ -183,14 +200,13 @@ class HostBatch(RaggedBatch):
         kinds = self.layout.arrays[2 * layer : 2 * layer + 2]
         kept = keep(keys, values, kinds[0].quantization, kinds[1].quantization)
         for number, (new, scales) in enumerate(kept, 2 * layer):
-            for slab, first, rows, numbers, starts in self._stretches:
+            for slab, first, rows, tokens, at, positions in self._stretches:
                 target = self._array(slab, number)
                 marks = None if scales is None else host_scales(slab, number)
-                if self.decoding and isinstance(new, np.ndarray):
-                    last = first + len(rows)
-                    target[numbers, :, starts] = new[first:last, :, 0]
+                if self.by_token and isinstance(new, np.ndarray):
+                    target[at, :, positions] = new[tokens, :, 0]
                     if marks is not None and isinstance(scales, np.ndarray):
-                        marks[:, numbers, :, starts] = scales[first:last, :, :, 0]
+                        marks[:, at, :, positions] = scales[tokens, :, :, 0]
                     continue
                 for i, row in enumerate(rows, first):
                     target[row.slot.row, :, row.start : row.end] = new[i][:, : row.width]
@@ -209,25 +225,30 @@ class HostBatch(RaggedBatch):
     ) -> None:
         """Write the attention of each row's scaled queries to the same places of ``out``.
 
-        A row is (kv_heads, queries of a kv head, width, dim). Decoding rows are one array."""
-        how = _How(window, sinks, softcap)
+        A row is (kv_heads, queries of a kv head, width, dim); with `by_token` it is a token."""
+        how = How(window, sinks, softcap)
 
-        def share(pieces: Sequence[_Decode | _Prefill]) -> Callable[[], None]:
+        def share(pieces: Sequence[Piece]) -> Callable[[], None]:
             def run() -> None:
                 for piece in pieces:
-                    if isinstance(piece, _Prefill) and self.deterministic:
+                    kept = self._both(layer, piece.slab)
+                    if isinstance(piece, PrefillPiece) and self.deterministic:
                         self._in_tiles(piece, layer, asked, out, how)
-                    elif isinstance(piece, _Prefill):
-                        _prefill(piece, self._both(layer, piece.slab), asked, out, how)
+                    elif isinstance(piece, PrefillPiece):
+                        one, found = asked[piece.member], out[piece.member]
+                        attend_to_prefill(piece, kept, one, found, how)
                     elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                        _decode(piece, self._both(layer, piece.slab), asked, out, how)
+                        attend = attend_singly if piece.width == 1 else attend_together
+                        attend(piece, kept, asked, out, how)
 
             return run
 
         in_parallel([share(pieces) for pieces in self._shares])
 
-    def _in_tiles(self, piece: _Prefill, layer: int, asked: Arrays, out: Arrays, how: _How) -> None:
-        """Attend like `_prefill`, in an order that depends on nothing but positions."""
+    def _in_tiles(
+        self, piece: PrefillPiece, layer: int, asked: Arrays, out: Arrays, how: How
+    ) -> None:
+        """Attend like `attend_to_prefill`, in an order that depends on nothing but positions."""
         row, place = piece.row, (piece.member, piece.first, how.window)
         if place not in self._spans:
             self._spans[place] = Span(row.start + piece.first, row.start + piece.last, how.window)
@@ -239,83 +260,13 @@ class HostBatch(RaggedBatch):
             )
 
 
-def _decode(piece: _Decode, kept: tuple[Array, Array], asked: Array, out: Array, how: _How) -> None:
-    low = 0 if how.window is None else max(0, min(piece.lengths) - how.window)
-    keys, values = (array[piece.first : piece.last + 1, :, low : piece.length] for array in kept)
-    queries, found = asked[piece.members, :, :, 0], out[piece.members, :, :, 0]
-    gaps = len(keys) != len(queries)
-    if gaps:  # rows in between attend too, but their output is not read
-        spread = np.zeros((len(keys), *queries.shape[1:]), np.float32)
-        spread[list(piece.places)] = queries
-        queries = spread
-    few = queries.shape[2] <= FEW_QUERIES
-    if few:
-        scores: Array = np.matvec(keys[:, :, None], queries)
-    else:  # many rows by few: OpenBLAS takes half as long for it as for few by many
-        scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
-    _cap(scores, how.softcap)
-    for place, length in zip(piece.places, piece.lengths, strict=True):
-        if length < piece.length:
-            scores[place, :, :, length - low :] = -np.inf
-        if how.window is not None and length - how.window > low:
-            scores[place, :, :, : length - how.window - low] = -np.inf
-    total = _softmax(scores, None if how.sinks is None else how.sinks[..., 0])
-    result: Array = np.vecmat(scores, values[:, :, None]) if few else scores @ values
-    if gaps:
-        result, total = result[list(piece.places)], total[list(piece.places)]
-    np.divide(result, total, out=found)
-
-
-def _prefill(
-    piece: _Prefill, kept: tuple[Array, Array], asked: Arrays, out: Arrays, how: _How
-) -> None:
-    row, count, window = piece.row, piece.last - piece.first, how.window
-    start, end = row.start + piece.first, row.start + piece.last
-    low = 0 if window is None else max(0, start - window + 1)
-    keys, values = (array[row.slot.row, :, low:end] for array in kept)
-    for head in range(keys.shape[0]):
-        queries = asked[piece.member][head, :, piece.first : piece.last]
-        scores = (queries.reshape(-1, queries.shape[-1]) @ keys[head].T).reshape(
-            -1, count, end - low
-        )
-        _cap(scores, how.softcap)
-        scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
-        if window is not None and end - low > window:
-            scores += _outside(start - low, count, end - low, window)
-        total = _softmax(scores, None if how.sinks is None else how.sinks[head])
-        result = scores @ values[head]
-        result /= total
-        out[piece.member][head, :, piece.first : piece.last] = result
-
-
-def _cap(scores: Array, softcap: float | None) -> None:
-    """Bound ``scores`` smoothly, in place."""
-    if softcap is not None:
-        scores /= softcap
-        np.tanh(scores, out=scores)
-        scores *= softcap
-
-
-def _softmax(scores: Array, sinks: Array | None) -> Array:
-    """Make shares of ``scores`` in place, and return by what they have to be divided.
-
-    ``sinks`` is another score for each row of ``scores``, which has a share and no value."""
-    highest = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        highest = np.maximum(highest, sinks)
-    scores -= highest
-    np.exp(scores, out=scores)
-    total: Array = scores.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sinks - highest)
-    return total
-
-
-def _outside(first: int, count: int, keys: int, window: int) -> Array:
-    """Return (count, keys): minus infinity if a key is ``window`` or more before its query."""
-    queries = np.arange(first, first + count)[:, None]
-    far = np.arange(keys)[None] <= queries - window
-    return np.where(far, np.float32(-np.inf), np.float32(0))
+def _by_width(rows: Sequence[Row]) -> list[list[int]]:
+    """Return the numbers of ``rows``, those together whose widths differ by less than a factor of
+    two."""
+    kinds: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        kinds.setdefault((row.width - 1).bit_length(), []).append(number)
+    return list(kinds.values())
 
 
 def _cut(items: list[int], parts: int) -> list[list[int]]:
@@ -324,13 +275,13 @@ def _cut(items: list[int], parts: int) -> list[list[int]]:
     return [items[a:b] for a, b in pairwise(cuts) if a < b]
 
 
-def _share(work: Sequence[_Decode | _Prefill]) -> list[list[_Decode | _Prefill]]:
+def _share(work: Sequence[Piece]) -> list[list[Piece]]:
     """Divide ``work`` between the threads, the most expensive piece first.
 
     It stays together if dividing would cost more than it saves."""
     if sum(piece.cost for piece in work) < WORTH_THREADS:
         return [list(work)]
-    shares: list[list[_Decode | _Prefill]] = [[] for _ in range(num_threads())]
+    shares: list[list[Piece]] = [[] for _ in range(num_threads())]
     loads = [0] * len(shares)
     for piece in sorted(work, key=lambda piece: -piece.cost):
         least = loads.index(min(loads))

@@ -8,16 +8,20 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.ngram import NgramIndex, NgramSource
+from engine.speculation.ngram import MOST_AT_ONCE, ONCE, OTHER, SAME, NgramIndex, NgramSource
 from engine.speculation.source import MAX_SOURCE_BYTES
 
 
-def searched(tokens: list[int], smallest: int, largest: int) -> int | None:
-    """Return the index after the last earlier occurrence of the longest n-gram at the end."""
+def searched(tokens: list[int], smallest: int, largest: int) -> tuple[int, int] | None:
+    """Return the index after the last earlier occurrence of the longest n-gram at the end, and what
+    followed the last two."""
     for size in range(min(largest, len(tokens) - 1), smallest - 1, -1):
-        for end in range(len(tokens) - 1, size - 1, -1):
-            if tokens[end - size : end] == tokens[-size:]:
-                return end
+        ends = [
+            end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]
+        ]
+        if ends:
+            same = len({tokens[end] for end in ends[-2:]}) == 1
+            return ends[-1], ONCE if len(ends) == 1 else SAME if same else OTHER
     return None
 
 
@@ -39,14 +43,24 @@ def test_it_finds_where_the_longest_ngram_occurred_last(
         tokens += new
         index.extend(new)
         found = index.find(index.tokens)
-        assert (found.after if found else None) == searched(tokens, smallest, smallest + more)
+        expected = searched(tokens, smallest, smallest + more)
+        assert ((found.after, found.followed) if found else None) == expected
 
 
 def test_what_follows_repeats_itself_beyond_the_end() -> None:
     source = NgramSource(1, 4, first=0, expected_tokens=100)
     proposal = source.propose([7, 1, 2, 3, 1, 2, 3], 8)
     assert proposal is not None and proposal.tokens == (1, 2, 3, 1, 2, 3, 1, 2)
-    assert proposal.kind == 3  # tokens that match
+    assert proposal.kinds == (3, 4, 5, 6, 7, 8, 9, 10)  # tokens that match, drafts included
+
+
+def test_a_long_prompt_is_entered_in_several_calls_before_anything_is_proposed() -> None:
+    tokens = [*range(2 * MOST_AT_ONCE), 5, 6]
+    source = NgramSource(1, 4, first=0, expected_tokens=10_000)
+    assert source.propose(tokens, 2) is None
+    assert source.propose(tokens, 2) is None
+    proposal = source.propose(tokens, 2)
+    assert proposal is not None and proposal.tokens == (7, 8)
 
 
 def test_the_prompt_is_left_out_if_that_is_asked_for() -> None:

@@ -22,7 +22,7 @@ class Fixed(DraftSource):
     """Proposes the same in every step."""
 
     def __init__(self, name: str, length: int, likely: float = 0.5) -> None:
-        self._proposal = Proposal((7,) * length, name, 0, likely)
+        self._proposal = Proposal((7,) * length, name, likely=(likely,))
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         return self._proposal._replace(tokens=self._proposal.tokens[:count])
@@ -92,6 +92,15 @@ def test_what_is_accepted_of_other_sequences_counts_for_new_ones() -> None:
     before = lengths(spec, begin(spec))
     verify(spec, begin(spec), accepted=5, times=12)
     assert lengths(spec, begin(spec)) == [5] > before
+
+
+def test_tokens_of_one_draft_have_rates_by_their_kinds() -> None:
+    spec = speculator(Fixed("f", 5))
+    row, proposal = begin(spec), Proposal((7,) * 4, "f", (1, 2, 2, 3), (0.0, 0.5, 0.5, 0.5))
+    for accepted in (1, 1, 3, 3) * 5:  # the first always, the second half of the time, then all
+        spec.verified(row, proposal, accepted)
+    rates = spec.stats().rates
+    assert rates["f/1"] > 0.8 and 0.5 < rates["f/2"] < 0.8 and rates["f/3"] < 0.2
 
 
 def test_the_source_that_is_right_more_often_is_chosen() -> None:

@@ -124,6 +124,39 @@ def test_uneven_rows_and_then_a_token_each_give_the_logits_of_mlx(model: Any) ->
             assert mx.allclose(logits, model(mx.array([token]), cache=cache)[0], 1e-3, 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "in_mlx"),
+    [
+        ("qwen3", False),
+        ("windows", False),
+        ("windows", True),
+        ("scores within bounds", False),
+        ("sinks, experts with biases", False),
+        ("sinks, experts with biases", True),
+    ],
+)
+def test_rows_of_few_tokens_attend_together_and_give_the_logits_of_mlx(
+    name: str, in_mlx: bool
+) -> None:
+    """As rows with drafts do; their windows are shorter than the texts."""
+    model = tiny(KINDS[name][0], **KINDS[name][1])
+    layout, slabs = probe_layout(model), Slabs()
+    kind: type[HostBatch] = HostBatch if in_mlx else bound(model)
+    slabs[0], slabs[1] = Slab(layout, 5, 160), Slab(layout, 1, 160)
+    slots = (Slot(0, 0), Slot(0, 1), Slot(0, 4), Slot(1, 0))
+    rows = [Row(slot, 0, 0) for slot in slots]
+    caches = [make_prompt_cache(model) for _ in rows]
+    for widths in ((90, 1, 38, 5), (5, 1, 17, 4), (1, 1, 2, 16), (3, 3, 3, 3)):
+        rows = [Row(row.slot, row.end, row.end + w) for row, w in zip(rows, widths, strict=True)]
+        tokens = [prompt(i, width) for i, width in enumerate(widths)]
+        padded = mx.array([each + [0] * (max(widths) - len(each)) for each in tokens])
+        batch = kind(layout, slabs, rows)
+        assert batch.by_token == (max(widths) < 90)
+        for logits, given, cache in zip(batch.logits(model, padded), tokens, caches, strict=True):
+            expected = model(mx.array([given]), cache=cache)[0]
+            assert mx.allclose(logits[: len(given)], expected, rtol=1e-3, atol=1e-3)
+
+
 def test_the_proof_accepts_it(model: Any) -> None:
     layout = probe_layout(model)
     prove(model, layout, bound(model), proof_references(model, layout, 90))

@@ -1,0 +1,178 @@
+"""`python -m bench speculation`: the same engine with drafts and without, in turn.
+
+Each run computes the same requests twice, in the order a, b and then b, a. Tokens are counted from
+the step in which all requests have begun. Drafts are those of ``--spec-decode auto``, what was
+learned in earlier runs included, as at a server; "misses" has a source that is always wrong.
+Then the rules of other servers are replayed on the texts (`bench.ngram_rules`).
+`python -m bench.speculation --help` has more to choose from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.backend.blas import load_fast_blas
+
+load_fast_blas()  # before anything imports mlx
+
+from bench.in_process import InProcessEngine  # noqa: E402
+from bench.ngram_rules import Transcript, compare_rules, index_cost  # noqa: E402
+from bench.repetitive import WORKLOADS, Workload  # noqa: E402
+from engine.replica.speculation import make_speculator  # noqa: E402
+from engine.speculation.source import DraftSource, Proposal  # noqa: E402
+from engine.speculation.speculator import Speculator  # noqa: E402
+from shared.wire import DraftStats, Submit  # noqa: E402
+
+BATCHES, TOKENS = (1, 4, 16), 128
+MISSES = "misses"
+
+
+class Run(NamedTuple):
+    texts: dict[int, list[int]]
+    rate: float  # tokens per second, of all requests
+    steps: int
+
+
+class AlwaysWrong(DraftSource):
+    """Proposes other tokens than those that come, and claims to be sure."""
+
+    def __init__(self, right: Sequence[int], num_prompt_tokens: int) -> None:
+        self._right, self._first = right, num_prompt_tokens
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        done = len(tokens) - self._first
+        wrong = tuple(token + 1 for token in self._right[done : done + count])
+        return Proposal(wrong, MISSES, likely=(0.9,)) if wrong else None
+
+
+class Comparison:
+    """Runs requests on one engine, with drafts and without."""
+
+    def __init__(self, model: str, tokens: int) -> None:
+        self.engine = InProcessEngine(model, spec_decode="auto")
+        self.engine.use_grammars()
+        self._tokens = tokens
+        self._known: dict[int, list[int]] = {}
+
+    def speculator(self, name: str) -> Speculator:
+        replica = self.engine.replica
+        made = make_speculator(self.engine.settings, replica.executor.spec)
+        if made is None:
+            raise SystemExit("this model's requests are computed one by one: no drafts")
+        return Speculator(made.options, [self._wrong]) if name == MISSES else made
+
+    def _wrong(self, request: Submit, grammar: object) -> DraftSource:
+        right = self._known[request.sampling.seed]
+        return AlwaysWrong(right, len(request.token_ids))
+
+    def pair(self, name: str, batch: int, drafts: Speculator, number: int) -> tuple[Run, Run]:
+        """Return a run without ``drafts`` and one with them. The first of all is not."""
+        workload = WORKLOADS["chat" if name == MISSES else name]
+        numbers = range(number * batch, (number + 1) * batch)
+        if name == MISSES and not set(numbers) <= set(self._known):
+            self._known |= self.run(workload, numbers, None).texts
+        with_drafts = None
+        if number % 2:
+            with_drafts = self.run(workload, numbers, drafts)
+        plain = self.run(workload, numbers, None)
+        return plain, with_drafts or self.run(workload, numbers, drafts)
+
+    def transcript(self, name: str, number: int, answer: list[int]) -> Transcript:
+        """Return the prompt of text ``number`` with its answer."""
+        workload = WORKLOADS[name]
+        return self.engine.encode(workload.text(number), is_chat=workload.is_chat), answer
+
+    def run(self, workload: Workload, numbers: Sequence[int], drafts: Speculator | None) -> Run:
+        engine = self.engine
+        engine.renew(drafts)
+        names = {
+            engine.submit(
+                engine.encode(workload.text(number), is_chat=workload.is_chat),
+                self._tokens,
+                **workload.fields(number),
+            ): number
+            for number in numbers
+        }
+        texts: dict[int, list[int]] = {number: [] for number in numbers}
+        steps = before = 0
+        began = time.perf_counter()
+        while not engine.replica.scheduler.idle:
+            for delta in engine.step():
+                if delta.finish == "error":
+                    raise RuntimeError(f"a request failed: {delta}")
+                texts[names[delta.request_id]] += delta.token_ids
+            steps += 1
+            if not before and all(texts.values()):
+                before, steps, began = sum(map(len, texts.values())), 0, time.perf_counter()
+        done = sum(map(len, texts.values())) - before
+        return Run(texts, done / (time.perf_counter() - began), steps)
+
+
+def speculation(model: str, runs: int) -> None:
+    compare(model, runs, [*WORKLOADS, MISSES], BATCHES, TOKENS)
+
+
+def compare(
+    model: str, runs: int, names: Sequence[str], batches: Sequence[int], tokens: int
+) -> None:
+    both = Comparison(model, tokens)
+    speculators = {name: both.speculator(name) for name in names}
+    for name in names:  # the first requests of a server: costs are learned
+        both.pair(name, 1, speculators[name], 0)
+    transcripts: dict[str, list[Transcript]] = {name: [] for name in WORKLOADS if name in names}
+    print("workload   requests   without      with   ratio  (each)            accepted  texts")
+    for name in names:
+        for batch in batches:
+            before = speculators[name].stats()
+            pairs = [both.pair(name, batch, speculators[name], run) for run in range(runs)]
+            ratios = [drafted.rate / plain.rate for plain, drafted in pairs]
+            same = sum(
+                plain.texts[n] == drafted.texts[n] for plain, drafted in pairs for n in plain.texts
+            )
+            print(
+                f"{name:10} {batch:8}"
+                f" {statistics.median(plain.rate for plain, _ in pairs):8.1f}"
+                f" {statistics.median(drafted.rate for _, drafted in pairs):9.1f} tok/s"
+                f" {statistics.median(ratios):5.2f}"
+                f"  {' '.join(f'{ratio:.2f}' for ratio in ratios):16}"
+                f" {_accepted(before, speculators[name].stats()):>9}"
+                f"  {same}/{batch * runs}",
+                flush=True,
+            )
+            if name in transcripts and batch == max(batches):
+                transcripts[name] = [
+                    both.transcript(name, *one) for one in pairs[0][0].texts.items()
+                ]
+    if transcripts:
+        compare_rules(transcripts)
+    index_cost()
+
+
+def _accepted(before: DraftStats, after: DraftStats) -> str:
+    """Return how many drafts were accepted of those that were verified between two moments."""
+
+    def total(stats: DraftStats) -> tuple[int, int]:
+        counts = stats.sources.values()
+        return sum(c.accepted for c in counts), sum(c.drafted for c in counts)
+
+    (old, old_of), (new, new_of) = total(before), total(after)
+    return f"{new - old}/{new_of - old_of}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
+    parser.add_argument("--model", default="demo-fp32")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS, MISSES])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    options = parser.parse_args()
+    compare(options.model, options.runs, options.workloads, options.batches, options.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Attention in NumPy, piece by piece: several rows of a slab together, or one row of a prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch.ragged import Row
+from engine.cache.rounding import Array
+from engine.cache.slabs import Slab
+
+FEW_QUERIES = 3
+"""Queries of a head of keys up to which products with vectors, without OpenBLAS's packing, take
+half as long as products of matrices."""
+QUERIES_AT_ONCE = 64
+"""So few that scores stay in the processor's cache, and little above the diagonal is computed."""
+ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
+"""Minus infinity if a key comes after its query, else 0. One table for all widths: a table for
+each width would take more than a hundred kilobytes that the ledger does not count."""
+
+Numbers = NDArray[np.intp]
+
+
+class Mask(NamedTuple):
+    """Which positions rows of several tokens attend to."""
+
+    low: int  # the first that some token attends to
+    tail: int  # from here on, counted from ``low``, not every token does
+    bias: Array
+    """(rows of the slab, 1, width, 1, positions from ``tail`` on): minus infinity if a token does
+    not attend to a position, else 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPiece:
+    """Rows ``first`` to ``last`` (inclusive) of a slab, with about the same number of tokens."""
+
+    slab: Slab
+    first: int
+    last: int
+    places: tuple[int, ...]  # of each member among the rows of the slab
+    tokens: Numbers  # (members, width): numbers in the batch; shorter rows repeat their last
+    ends: Numbers  # (members, width): how many positions come before the end of each token
+    _masks: dict[int | None, Mask] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Positions of each member."""
+        found: list[int] = self.ends[:, -1].tolist()
+        return found
+
+    @cached_property
+    def length(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def single_tokens(self) -> slice | Numbers:
+        """The token of each member, where each has one."""
+        numbers = self.tokens[:, 0]
+        first, last = int(numbers[0]), int(numbers[-1])
+        return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
+
+    @property
+    def cost(self) -> int:
+        return (self.last - self.first + 1) * self.length * self.width
+
+    def mask(self, window: int | None) -> Mask:
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Mask:
+        low = 0 if window is None else max(0, int(self.ends.min()) - window)
+        # What all attend to without a window is not looked at: it may be long.
+        tail = 0 if window is not None else int(self.ends.min())
+        keys = np.arange(low + tail, self.length)
+        seen = keys < self.ends[..., None]
+        if window is not None:
+            seen &= keys >= self.ends[..., None] - window
+        bias = np.zeros((self.last - self.first + 1, *seen.shape[1:]), np.float32)
+        bias[list(self.places)] = np.where(seen, np.float32(0), np.float32(-np.inf))
+        return Mask(low, tail, bias[:, None, :, None])
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    """Queries ``first`` to ``last`` (exclusive, positions in the input) of one row."""
+
+    slab: Slab
+    member: int
+    row: Row
+    first: int
+    last: int
+
+    @property
+    def cost(self) -> int:
+        return (self.last - self.first) * (self.row.start + self.last)
+
+
+Piece = RowsPiece | PrefillPiece
+
+
+class How(NamedTuple):
+    """How a layer attends, beside the lengths of rows."""
+
+    window: int | None
+    sinks: Array | None
+    """(kv_heads, queries of a kv head, 1, 1): other scores, with a share and no value."""
+    softcap: float | None
+
+
+def attend_singly(
+    piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
+) -> None:
+    """Write the attention of rows of one token each. Queries are (tokens, kv_heads, queries of a kv
+    head, 1, dim)."""
+    low = 0 if how.window is None else max(0, min(piece.lengths) - how.window)
+    keys, values = (array[piece.first : piece.last + 1, :, low : piece.length] for array in kept)
+    queries = asked[piece.single_tokens, :, :, 0]
+    gaps = len(keys) != len(queries)
+    if gaps:  # rows in between attend too, but their output is not read
+        queries = _spread(queries, piece, len(keys))
+    few = queries.shape[2] <= FEW_QUERIES
+    if few:
+        scores: Array = np.matvec(keys[:, :, None], queries)
+    else:  # many rows by few: OpenBLAS takes half as long for it as for few by many
+        scores = np.ascontiguousarray((keys @ queries.swapaxes(2, 3)).swapaxes(2, 3))
+    _cap(scores, how.softcap)
+    for place, length in zip(piece.places, piece.lengths, strict=True):
+        if length < piece.length:
+            scores[place, :, :, length - low :] = -np.inf
+        if how.window is not None and length - how.window > low:
+            scores[place, :, :, : length - how.window - low] = -np.inf
+    total = _softmax(scores, None if how.sinks is None else how.sinks[..., 0])
+    result: Array = np.vecmat(scores, values[:, :, None]) if few else scores @ values
+    if gaps:
+        result, total = result[list(piece.places)], total[list(piece.places)]
+    out[piece.single_tokens, :, :, 0] = result / total
+
+
+def attend_together(
+    piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
+) -> None:
+    """Write the attention of rows of several tokens: as `attend_singly`."""
+    mask = piece.mask(how.window)
+    rows = slice(piece.first, piece.last + 1)
+    keys, values = (array[rows, :, mask.low : piece.length] for array in kept)
+    given = asked[piece.tokens, :, :, 0]  # (members, width, kv_heads, queries of a kv head, dim)
+    members, width, heads, group, _ = given.shape
+    queries = given.swapaxes(1, 2).reshape(members, heads, width * group, -1)
+    gaps = len(keys) != members
+    if gaps:
+        queries = _spread(queries, piece, len(keys))
+    scores: Array = queries @ keys.swapaxes(2, 3)
+    _cap(scores, how.softcap)
+    by_token = scores.reshape(len(keys), heads, width, group, -1)
+    by_token[..., mask.tail :] += mask.bias
+    total = _softmax(by_token, None if how.sinks is None else how.sinks.swapaxes(1, 2))
+    result: Array = (scores @ values).reshape(len(keys), heads, width, group, -1)
+    result /= total
+    if gaps:
+        result = result[list(piece.places)]
+    out[piece.tokens, :, :, 0] = result.swapaxes(1, 2)
+
+
+def _spread(queries: Array, piece: RowsPiece, rows: int) -> Array:
+    """Return ``queries`` (members, ...) at their places among ``rows``."""
+    spread: Array = np.zeros((rows, *queries.shape[1:]), np.float32)
+    spread[list(piece.places)] = queries
+    return spread
+
+
+def attend_to_prefill(
+    piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
+) -> None:
+    """Write the attention of a part of one row: ``asked`` is (kv_heads, queries of a kv head,
+    width, dim)."""
+    row, count, window = piece.row, piece.last - piece.first, how.window
+    start, end = row.start + piece.first, row.start + piece.last
+    low = 0 if window is None else max(0, start - window + 1)
+    keys, values = (array[row.slot.row, :, low:end] for array in kept)
+    for head in range(keys.shape[0]):
+        queries = asked[head, :, piece.first : piece.last]
+        scores = (queries.reshape(-1, queries.shape[-1]) @ keys[head].T).reshape(
+            -1, count, end - low
+        )
+        _cap(scores, how.softcap)
+        scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
+        if window is not None and end - low > window:
+            scores += _outside(start - low, count, end - low, window)
+        total = _softmax(scores, None if how.sinks is None else how.sinks[head])
+        result = scores @ values[head]
+        result /= total
+        out[head, :, piece.first : piece.last] = result
+
+
+def _cap(scores: Array, softcap: float | None) -> None:
+    """Bound ``scores`` smoothly, in place."""
+    if softcap is not None:
+        scores /= softcap
+        np.tanh(scores, out=scores)
+        scores *= softcap
+
+
+def _softmax(scores: Array, sinks: Array | None) -> Array:
+    """Make shares of ``scores`` in place, and return by what they have to be divided.
+
+    ``sinks`` is another score for each row of ``scores``, which has a share and no value."""
+    highest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = np.maximum(highest, sinks)
+    scores -= highest
+    np.exp(scores, out=scores)
+    total: Array = scores.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - highest)
+    return total
+
+
+def _outside(first: int, count: int, keys: int, window: int) -> Any:
+    """Return (count, keys): minus infinity if a key is ``window`` or more before its query."""
+    queries = np.arange(first, first + count)[:, None]
+    far = np.arange(keys)[None] <= queries - window
+    return np.where(far, np.float32(-np.inf), np.float32(0))

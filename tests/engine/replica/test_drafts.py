@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from engine.backend.gpu_path import forced_gpu_path
 from engine.grammar.cache import GrammarCache
+from engine.plan import Decode, Slot
+from engine.proving.oracle import logits_distance
 from engine.replica.grammars import tokenizer_spec_of
 from engine.sampling.masks import GrammarMasker
 from shared import wire
 from shared.wire import Grammar, SamplingParams, ThinkingBudget
 from tests.engine.guesses import guessing
 from tests.engine.whole import Whole
+from tests.oracle import Oracle
 from tests.tiny_models import EOS, VOCAB_SIZE
 
 RIGHT, MIXED, WRONG = 0.0, 0.3, 1.0
@@ -153,6 +158,51 @@ def test_texts_of_other_layers_are_those_without_drafts(
     """Latents, recurrent state, a hybrid, and sinks: sums depend on the batch, so scores are
     compared within a bound."""
     assert_lossless(engine(kind, block_size=16), 2e-4)
+
+
+class Accepted:
+    """The logits after each accepted draft, by the seed of its request and its position."""
+
+    def __init__(self, texts: dict[int, list[int]]) -> None:
+        self._texts = texts  # of each request, by its seed, with its prompt
+        self.logits: dict[tuple[int, int], mx.array] = {}
+
+    def observe(self, rows: Sequence[Decode], logits: mx.array) -> None:
+        is_right: dict[Slot, bool] = {}
+        for row, found in zip(rows, logits, strict=True):
+            seed, position = row.sampling.seed, row.position
+            if row.slot not in is_right:  # the input, which is no draft
+                is_right[row.slot] = True
+                continue
+            text = self._texts.get(seed, [])
+            is_right[row.slot] &= text[position : position + 1] == [row.token_id]
+            if is_right[row.slot]:
+                self.logits[seed, position] = found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v2", "mamba", "jamba", "gpt_oss"])
+def test_logits_after_accepted_drafts_are_the_oracles(
+    engine: Callable[..., Engine], tiny_model: Callable[..., Path], kind: str
+) -> None:
+    """Full attention, a window, latents, recurrent state, a hybrid, and sinks."""
+    given = engine(kind, block_size=16)
+    given.renew(drafts=True)
+    seeds = {
+        fields["sampling"].seed: name for name, fields in REQUESTS.items() if "sampling" in fields
+    }
+    texts = {seed: prompt(name) + given.expected[name] for seed, name in seeds.items()}
+    accepted = Accepted(texts)
+    given.whole.executor.logits_observer = accepted.observe
+    start(given.whole, *seeds.values())
+    given.whole.run()
+    given.whole.executor.logits_observer = None
+    assert len(accepted.logits) > 10
+    model = Oracle(tiny_model(kind)).model
+    for seed, text in texts.items():
+        expected = model(mx.array([text]), cache=make_prompt_cache(model))[0]
+        for (of, position), found in accepted.logits.items():
+            if of == seed:
+                assert logits_distance(found, expected[position]) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "jamba"])

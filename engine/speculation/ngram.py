@@ -187,11 +187,11 @@ class NgramSource(DraftSource):
         if match is None:
             return None
         drafts = tuple(index.following(match.after, count))
-        return Proposal(drafts, self.NAME, _kinds(match.length, match.followed, count), LIKELY)
+        return Proposal(drafts, self.NAME, kinds_after(match.length, count, match.followed), LIKELY)
 
 
 @cache
-def _kinds(length: int, followed: int, count: int) -> tuple[int, ...]:
+def kinds_after(length: int, count: int, followed: int = ONCE) -> tuple[int, ...]:
     """Return the kinds of ``count`` tokens after a match of ``length``."""
     first = length + (followed if length <= TOLD_APART else 0)
     return (first, *(min(length + i, LONGEST_KIND) for i in range(1, count)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-from engine.speculation.ngram import LIKELY, LONGEST_KIND, NgramIndex
+from engine.speculation.ngram import LIKELY, LONGEST_KIND, MOST_AT_ONCE, NgramIndex, kinds_after
 from engine.speculation.source import DraftSource, Proposal
 from shared.wire import Submit
 
@@ -23,9 +24,8 @@ class PredictionSource(DraftSource):
     NAME = "prediction"
 
     def __init__(self, prediction: Sequence[int], num_prompt_tokens: int) -> None:
+        self._text = array("i", prediction)
         self._index = NgramIndex(SHORTEST, LONGEST, len(prediction))
-        self._index.extend(prediction)
-        self._text = self._index.tokens
         self._followed = num_prompt_tokens
         self._next = 0
         """The place in the text that the next output is expected to repeat."""
@@ -41,12 +41,14 @@ class PredictionSource(DraftSource):
         return cls(request.prediction, len(request.token_ids))
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        known = len(self._index.tokens)
+        self._index.extend(self._text[known : known + MOST_AT_ONCE])
         self._follow(tokens)
         drafts = () if self._lost else tuple(self._text[self._next : self._next + count])
         if not drafts:
             return None
-        likely = LIKELY[self._matched - 1] if self._matched else BEGINS_ALIKE
-        return Proposal(drafts, self.NAME, self._matched, likely)
+        kinds = kinds_after(self._matched, len(drafts))
+        return Proposal(drafts, self.NAME, kinds, (BEGINS_ALIKE, *LIKELY[1:]))
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Go on to the end of ``tokens``."""
@@ -61,13 +63,14 @@ class PredictionSource(DraftSource):
     def _find(self, tokens: Sequence[int], expected: int) -> None:
         """Find the place in the text after the last ones of ``tokens``: the longest match near the
         ``expected`` place, the nearest of these, or else the last one of the whole text."""
-        near = range(max(0, expected - NEAR_TOKENS), min(len(self._text), expected + NEAR_TOKENS))
+        end = min(len(self._index.tokens), expected + NEAR_TOKENS)
+        near = range(max(0, expected - NEAR_TOKENS), end)
         best = max(
             ((self._index.match(place, tokens), -abs(place - expected), place) for place in near),
             default=(0, 0, 0),
         )
         length, _, place = best
         if length < SHORTEST and (found := self._index.find(tokens)) is not None:
-            place, length = found
+            place, length = found.after, found.length
         self._lost = length < SHORTEST
         self._next, self._matched = (expected, 0) if self._lost else (place, length)

@@ -63,8 +63,8 @@ def test_a_longer_match_is_another_kind_of_guess() -> None:
     later = followed.propose([*PROMPT, *TEXT[:3]], 2)
     much_later = followed.propose([*PROMPT, *TEXT[:60]], 2)
     assert first and later and much_later
-    assert (first.kind, later.kind, much_later.kind) == (0, 3, 8)
-    assert later.likely < much_later.likely
+    assert (first.kinds, later.kinds, much_later.kinds) == ((0, 1), (3, 4), (12, 12))
+    assert later.likely[3] < much_later.likely[12]
 
 
 def test_an_answer_that_never_repeats_the_text_takes_little_time() -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
-from router.fleet.engines import Engine
+from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
 from shared.wire import DraftCounts, DraftStats
@@ -70,16 +70,12 @@ async def show_speculation(http: Request) -> Response:
     models = [model for model in router.registry.models.values() if tenant.may_use(model.names)]
     return json_response(
         Speculation(
-            total=_sum(_stats(engine for model in models for engine in model.engines)),
+            total=_sum(stats for model in models for _, stats in _speculating(model)),
             models=[
                 ModelSpeculation(
                     id=model.id,
-                    total=_sum(_stats(model.engines)),
-                    engines=[
-                        _engine(engine.name, engine.stats.drafts)
-                        for engine in model.engines
-                        if engine.stats.drafts is not None
-                    ],
+                    total=_sum(stats for _, stats in _speculating(model)),
+                    engines=[_engine(name, stats) for name, stats in _speculating(model)],
                 )
                 for model in models
             ],
@@ -87,8 +83,10 @@ async def show_speculation(http: Request) -> Response:
     )
 
 
-def _stats(engines: Iterable[Engine]) -> list[DraftStats]:
-    return [engine.stats.drafts for engine in engines if engine.stats.drafts is not None]
+def _speculating(model: Model) -> list[tuple[str, DraftStats]]:
+    """Return the engines of ``model`` that speculate, by name."""
+    found = [(engine.name, engine.stats.drafts) for engine in model.engines]
+    return [(name, stats) for name, stats in found if stats is not None]
 
 
 def _engine(name: str, stats: DraftStats) -> EngineSpeculation:

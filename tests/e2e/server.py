@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -61,6 +62,20 @@ class Server:
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    def stream(self, prompt: str, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of a greedy completion, and ``{"done": True}`` if it ends."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0}
+        body |= {"ignore_eos": True, **fields}
+        # A client of its own: a stream that a failed test leaves open must not block the others.
+        url = self.client.base_url.join("/v1/completions")
+        with httpx.stream("POST", url, json=body, timeout=self.client.timeout) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])
+                elif line == "data: [DONE]":
+                    yield {"done": True}
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -137,6 +152,13 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
                 if process.poll() is None:
                     process.kill()
         assert not left, f"processes left over: {left}\n" + "\n".join(server.log[-40:])
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    """Return the text of a whole `Server.stream`."""
+    assert events[-1] == {"done": True}, events[-1]
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    return "".join(choice["text"] for choice in choices)
 
 
 def assert_error(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:

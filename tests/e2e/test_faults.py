@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server, alive, descendants, serving
+from tests.e2e.server import Server, alive, descendants, serving, text_of
 from tests.oracle import Oracle
 
 PATIENCE_S = 60.0
@@ -30,20 +30,6 @@ def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
-def stream(server: Server, prompt: str, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0}
-    body |= {"ignore_eos": True, **fields}
-    # A client of its own: a stream that a failed test leaves open must not block the others.
-    url = server.client.base_url.join("/v1/completions")
-    with httpx.stream("POST", url, json=body, timeout=server.client.timeout) as r:
-        r.raise_for_status()
-        for line in r.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line[6:])
-            elif line == "data: [DONE]":
-                yield {"done": True}
-
-
 def kill(server: Server, name: str, number: int = signal.SIGKILL) -> int:
     (pid,) = server.pids(f"services.{name}")
     os.kill(pid, number)
@@ -53,11 +39,6 @@ def kill(server: Server, name: str, number: int = signal.SIGKILL) -> int:
 def wait_recovered(server: Server, gone: int) -> None:
     """Wait until ``gone`` has ended and the server is ready again."""
     server.wait_until(lambda: gone not in server.pids() and server.is_ready(), PATIENCE_S, "ready")
-
-
-def text_of(events: list[dict[str, Any]]) -> str:
-    assert events[-1] == {"done": True}, events[-1]
-    return "".join(event["choices"][0]["text"] for event in events[:-1])
 
 
 def test_streams_resume_after_an_engine_is_killed(
@@ -70,7 +51,7 @@ def test_streams_resume_after_an_engine_is_killed(
         ("abc abc", sampled),
         ("hello", sampled),
     ]
-    running = [stream(server, prompt, 400, **fields) for prompt, fields in asked]
+    running = [server.stream(prompt, 400, **fields) for prompt, fields in asked]
     before = [[next(events) for _ in range(3)] for events in running]
     resumed = server.metric(RESUMED)
     pid = kill(server, "engine")
@@ -89,7 +70,7 @@ def test_streams_resume_after_an_engine_is_killed(
 
 
 def test_a_stream_that_loses_two_engines_ends_with_an_error(server: Server) -> None:
-    running = stream(server, "abc", 1900)
+    running = server.stream("abc", 1900)
     next(running)
     before = server.metric(RESUMED)
     pid = kill(server, "engine")
@@ -132,7 +113,7 @@ def test_a_stopped_engine_is_replaced(server: Server) -> None:
 
 
 def test_a_killed_kvstore_does_not_disturb_streams(server: Server) -> None:
-    running = stream(server, "abc", 600)
+    running = server.stream("abc", 600)
     next(running)
     pid = kill(server, "kvstore")
     events = list(running)
@@ -142,7 +123,7 @@ def test_a_killed_kvstore_does_not_disturb_streams(server: Server) -> None:
 
 
 def test_a_killed_router_is_replaced_and_the_engine_drops_its_requests(server: Server) -> None:
-    running = stream(server, "abc", 1500)
+    running = server.stream("abc", 1500)
     next(running)
     pid = kill(server, "router")
     with pytest.raises(httpx.HTTPError):
@@ -156,7 +137,7 @@ def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
     server: Server,
 ) -> None:
     expected = server.complete("abc", 4)
-    running = stream(server, "abc", 400)
+    running = server.stream("abc", 400)
     events = [next(running)]
     (old,) = server.pids("services.router")
     url = server.client.base_url.join("/v1/completions")
@@ -230,7 +211,7 @@ def test_requests_wait_while_the_engine_restarts(server: Server) -> None:
 
 def test_sigterm_lets_running_requests_finish(server: Server) -> None:
     """Stands last: the server ends."""
-    running = stream(server, "abc", 400)
+    running = server.stream("abc", 400)
     events = [next(running)]
     server.process.send_signal(signal.SIGTERM)
     events += running

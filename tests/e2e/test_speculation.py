@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server, serving, text_of
 from tests.oracle import Oracle
 
 TOKENS = 300
@@ -38,18 +36,7 @@ def drafting(tiny_model: Callable[..., Path]) -> Iterator[Server]:
 
 
 def stream(server: Server, prompt: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
-    url = server.client.base_url.join("/v1/completions")
-    with httpx.stream("POST", url, json=body, timeout=server.client.timeout) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line[6:])
-
-
-def text_of(events: list[dict[str, Any]]) -> str:
-    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+    return server.stream(prompt, TOKENS, stream_options={"include_usage": True}, **fields)
 
 
 def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
@@ -61,7 +48,7 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
         events = list(stream(server, prompt, fields))
         if not fields:
             oracle.check(oracle.tokenizer.encode(prompt), TOKENS, text_of(events))
-        usage = events[-1]["usage"]
+        usage = events[-2]["usage"]
         assert usage["completion_tokens"] == TOKENS
         details.append(usage["completion_tokens_details"])
     accepted = sum(each["accepted_prediction_tokens"] for each in details)

@@ -48,6 +48,7 @@ class InProcessEngine:
             **others,
         )
         self.replica = build_replica(self.loaded, self.settings)
+        self._config = self.replica.scheduler.config
         self._grammars: GrammarCache | None = None
         self._number = 0
         self._pending: deque[tuple[Plan, PendingStep]] = deque()
@@ -68,11 +69,11 @@ class InProcessEngine:
         self.replica.executor.use_grammars(masker)
 
     def renew(self, speculator: Speculator | None, **config: Any) -> None:
-        """Begin anew, nothing cached, with changes of the scheduler's ``config``."""
+        """Begin anew, nothing cached, with changes of the scheduler's own ``config``."""
         from engine.scheduler import Scheduler
 
         self.replica.executor.reset()
-        changed = replace(self.replica.scheduler.config, **config)
+        changed = replace(self._config, **config)
         self.replica = replace(self.replica, scheduler=Scheduler(changed, speculator=speculator))
 
     def encode(self, text: str, *, is_chat: bool) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 EXACT_TOKENS = 16
 """Steps of up to so many tokens are told apart by every token, larger ones by quarters of a
@@ -12,6 +13,11 @@ doubling."""
 FASTER, SLOWER = 0.3, 0.05
 """How far the value follows a time below it, and one above: it is about the lowest fifth, since
 times are long for many reasons that have nothing to do with the step."""
+UNSEEN_STEPS = 64
+"""After so many steps the times of sizes that did not occur meanwhile..."""
+UNSEEN_PART = 0.95
+"""...count as so much shorter, down to those of smaller ones: one that was too long by chance would
+never be measured again."""
 ASSUMED_GROWTH = 0.05
 """What each token beyond the largest step that was measured adds, as a part of that: little, so
 that longer ones are tried."""
@@ -25,17 +31,30 @@ class StepCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._known: list[int] = []  # keys of it, sorted
+        self._steps = 0
+        self._seen: set[int] = set()  # sizes of the last steps, up to `UNSEEN_STEPS`
 
     def observe(self, tokens: int, elapsed_s: float) -> None:
         size = _size(tokens)
         if elapsed_s <= 0:
             return
+        self._seen.add(size)
+        self._steps += 1
+        if self._steps % UNSEEN_STEPS == 0:
+            self._shorten_unseen()
         if size not in self._seconds:
             self._seconds[size] = elapsed_s
             self._known = sorted(self._seconds)
             return
         difference = elapsed_s - self._seconds[size]
         self._seconds[size] += (FASTER if difference < 0 else SLOWER) * difference
+
+    def _shorten_unseen(self) -> None:
+        for below, size in pairwise(self._known):
+            if size not in self._seen:
+                shorter = max(UNSEEN_PART * self._seconds[size], self._seconds[below])
+                self._seconds[size] = min(self._seconds[size], shorter)
+        self._seen.clear()
 
     def predict_s(self, tokens: int) -> float:
         """Return the seconds of a step of ``tokens``; 0 if nothing is known."""

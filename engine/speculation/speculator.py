@@ -135,10 +135,14 @@ class Speculator:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         lengths = self._costs.best_lengths(num_rows, gains)
-        for row, proposal, length in zip(rows, proposals, lengths, strict=True):
-            if proposal and not length:
-                for rate in self._rates_of(row.drafts, proposal, proposal.kind(0)):
-                    rate.fade()
+        faded = {
+            id(rate): rate
+            for row, proposal, length in zip(rows, proposals, lengths, strict=True)
+            if proposal and not length
+            for rate in self._rates_of(row.drafts, proposal, proposal.kind(0))
+        }
+        for rate in faded.values():  # once a step, however many sequences there are
+            rate.fade()
         return [
             proposal._replace(tokens=proposal.tokens[:length]) if proposal and length else None
             for proposal, length in zip(proposals, lengths, strict=True)

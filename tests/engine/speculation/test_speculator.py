@@ -85,6 +85,18 @@ def test_drafts_that_were_not_worth_while_are_tried_again_in_time() -> None:
     assert not any(tried[:50]) and tried[-1]
 
 
+def test_many_sequences_try_again_no_sooner_than_one() -> None:
+    waited = []
+    for num_rows in (1, 8):
+        spec = speculator(Fixed("f", 1), largest_batch=16)
+        for drafted in range(9):
+            spec.observe_step(num_rows, drafted, 1, 0.010 + 0.004 * drafted / num_rows)
+        verify(spec, begin(spec), accepted=0, times=12)
+        rows = [begin(spec) for _ in range(num_rows)]
+        waited.append(next(step for step in range(1000) if any(lengths(spec, *rows))))
+    assert waited[0] > 20 and waited[1] > waited[0] / 2
+
+
 def test_what_is_accepted_of_other_sequences_counts_for_new_ones() -> None:
     spec = speculator(Fixed("f", 5))
     for tokens in range(1, 7):
@@ -144,6 +156,19 @@ def test_costs_follow_what_is_measured_and_forget_outliers() -> None:
     for _ in range(90):  # the context has grown
         costs.observe(1, 0.020)
     assert costs.predict_s(1) == pytest.approx(0.020, rel=0.05)
+
+
+def test_a_size_that_was_slow_by_chance_is_tried_again_in_time() -> None:
+    costs = StepCosts()
+    for tokens, seconds in ((1, 0.010), (2, 0.011), (6, 1.0)):
+        costs.observe(tokens, seconds)
+    gains = [[0.9**number for number in range(1, 6)]]
+    assert costs.best_lengths(1, gains) == [1]
+    for _ in range(10_000):
+        costs.observe(1, 0.010)
+        costs.observe(2, 0.011)
+    assert costs.best_lengths(1, gains) == [5]
+    assert costs.predict_s(6) == pytest.approx(0.011)  # no less than what is smaller takes
 
 
 def test_figures_tell_what_was_drafted_and_saved() -> None:

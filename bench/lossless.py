@@ -46,7 +46,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)  # of the scheduler
     kv_bits: int = 16
     resumed: bool = False  # whether each answer goes on after its first half
-    slots: int = 0  # memory for so many long sequences, if it is not to suffice
+    slots: int = 0  # memory for so many long sequences only, if it is not 0
 
 
 CASES = {
@@ -57,7 +57,7 @@ CASES = {
     "grammar": Case(fields={"grammar": SCHEMA}),
     "short chunks": Case(config={"prefill_chunk_tokens": 32}),
     "no cache": Case(config={"prefix_cache": False}),
-    "preempted": Case(slots=3),
+    "little memory": Case(slots=3),
     "resumed": Case(resumed=True),
     "8 bits": Case(kv_bits=8),
     "together": Case(

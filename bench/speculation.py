@@ -31,7 +31,7 @@ BATCHES, TOKENS = (1, 4, 16), 128
 MISSES = "misses"
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     texts: dict[int, list[int]]
     rate: float  # tokens per second, of all requests
     steps: int
@@ -69,7 +69,9 @@ class Comparison:
         right = self._known[request.sampling.seed]
         return AlwaysWrong(right, len(request.token_ids))
 
-    def pair(self, name: str, batch: int, drafts: Speculator, number: int) -> tuple[Run, Run]:
+    def pair(
+        self, name: str, batch: int, drafts: Speculator, number: int
+    ) -> tuple[TimedRun, TimedRun]:
         """Return a run without ``drafts`` and one with them. The first of all is not."""
         workload = WORKLOADS["chat" if name == MISSES else name]
         numbers = range(number * batch, (number + 1) * batch)
@@ -86,7 +88,9 @@ class Comparison:
         workload = WORKLOADS[name]
         return self.engine.encode(workload.text(number), is_chat=workload.is_chat), answer
 
-    def run(self, workload: Workload, numbers: Sequence[int], drafts: Speculator | None) -> Run:
+    def run(
+        self, workload: Workload, numbers: Sequence[int], drafts: Speculator | None
+    ) -> TimedRun:
         engine = self.engine
         engine.renew(drafts)
         names = {
@@ -109,7 +113,7 @@ class Comparison:
             if not before and all(texts.values()):
                 before, steps, began = sum(map(len, texts.values())), 0, time.perf_counter()
         done = sum(map(len, texts.values())) - before
-        return Run(texts, done / (time.perf_counter() - began), steps)
+        return TimedRun(texts, done / (time.perf_counter() - began), steps)
 
 
 def speculation(model: str, runs: int) -> None:

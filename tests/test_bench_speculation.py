@@ -1,0 +1,61 @@
+"""The comparisons of drafts, on a tiny model; those on the demo model are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.lossless import CASES, check
+from bench.ngram_rules import LlamaLookupRule, LlamaSimpleRule, OurRule, VllmRule, replay
+from bench.speculation import MISSES, compare
+
+LIST = list(range(30, 60))
+
+
+def test_answers_with_drafts_are_compared_for_each_feature(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(str(tiny_model("llama")), list(CASES), prompts=12, tokens=12) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("12/12 the same") == 2 * len(CASES)
+
+
+@pytest.mark.slow
+def test_answers_of_the_demo_model_are_the_same_with_drafts() -> None:
+    assert check("demo-fp32", ["greedy", "together"], prompts=10, tokens=20) == 0
+
+
+def test_the_same_requests_are_timed_with_drafts_and_without(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(str(tiny_model("llama")), 1, ["code edit", "JSON", MISSES], [1, 2], 16)
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if line.endswith((" 1/1", " 2/2"))]
+    assert len(lines) == 6  # all texts are the same
+    wrong = [line for line in lines if line.startswith(MISSES)]
+    assert all(line.split()[-2].startswith("0/") for line in wrong)  # none was accepted
+    assert "vLLM" in shown and "us a token" in shown
+
+
+def test_rules_of_other_servers_draft_as_they_say() -> None:
+    again = [*LIST, 7, 8]
+    first = VllmRule(1, 4, 3)
+    assert list(first.propose([*again, 30, 31])) == [32, 33, 34]
+    assert list(first.propose([1, 2, 1, 3, 1])) == [2, 1, 3]  # of several places the first
+    assert list(first.propose([1, 2, 3])) == []
+    lookup = LlamaLookupRule()
+    assert list(lookup.propose([1, 2, 3, 1, 2]))[:1] == []  # seen once only, after two tokens
+    assert list(lookup.propose([1, 2, 3, 1, 2, 3, 1, 2]))[:2] == [3, 1]
+    simple = LlamaSimpleRule()
+    assert list(simple.propose([*LIST, *again, *LIST[:12]])) == [*LIST[12:], 7, 8][:16]
+    assert list(simple.propose([*LIST, *again, *LIST[:11]])) == []
+
+
+def test_a_replay_counts_steps_and_drafts() -> None:
+    prompt, answer = [*LIST, 7], [*LIST[:10], 8, 9]
+    steps, drafted, accepted = replay(VllmRule(1, 4, 3), prompt, answer)
+    assert steps + accepted == len(answer) - 1
+    assert 6 <= accepted < drafted
+    assert replay(OurRule(OurRule.speculator(3), prompt, answer), prompt, answer)[2] >= accepted

@@ -117,7 +117,7 @@ class Checker:
         engine.renew(speculator, **config)
         answers: list[list[int]] = []
         for batch in _batches(len(self._prompts), varied=known is not None):
-            names = {}
+            names: dict[str, list[int]] = {}
             for number in batch:
                 fields: dict[str, Any] = dict(case.fields)
                 begun = known[number][: self._tokens // 2] if known and case.resumed else []

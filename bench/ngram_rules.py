@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from engine.speculation.ngram import MOST_AT_ONCE, NgramSource
+from engine.speculation.source import Proposal
 from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
 from shared.wire import SamplingParams, Submit
 
@@ -112,6 +113,7 @@ class OurRule(Rule):
         drafts = speculator.begin(_request(prompt, len(answer)), None)
         assert drafts is not None
         self._row = DraftRow(drafts, (), speculator.options.tokens)
+        self._proposal: Proposal | None = None
 
     @staticmethod
     def speculator(most: int, token_cost: float | None = None) -> Speculator:

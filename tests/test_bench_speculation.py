@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lossless import CASES, check
+from bench.lossless import check
 from bench.ngram_rules import LlamaLookupRule, LlamaSimpleRule, OurRule, VllmRule, replay
 from bench.speculation import MISSES, compare
 
@@ -17,9 +17,9 @@ LIST = list(range(30, 60))
 def test_answers_with_drafts_are_compared_for_each_feature(
     tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check(str(tiny_model("llama")), list(CASES), prompts=12, tokens=12) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("12/12 the same") == 2 * len(CASES)
+    cases = ["greedy", "penalties", "together"]
+    assert check(str(tiny_model("llama")), cases, prompts=9, tokens=12) == 0
+    assert capsys.readouterr().out.count("9/9 the same") == 2 * len(cases)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Drafts that a grammar forces: where it allows only one text, the tokens of that."""
+"""Drafts and grammars: where one allows only one text, the tokens of that are proposed, and no
+draft that it does not allow is verified."""
 
 from __future__ import annotations
 
@@ -42,3 +43,9 @@ class ForcedSource(DraftSource):
         inner = self._matcher.inner
         forced = tuple(inner.compute_ff_tokens()) if inner is not None else ()
         return Proposal(forced[:count], self.NAME, likely=(LIKELY,)) if forced else None
+
+    def num_possible(self, drafts: Sequence[int]) -> int:
+        if self._matcher is None or self._matcher.inner is None:
+            return len(drafts)
+        possible: int = self._matcher.inner.validate_tokens(list(drafts))
+        return possible

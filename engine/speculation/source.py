@@ -36,6 +36,11 @@ class DraftSource(ABC):
 
         In each call ``tokens`` are those of the call before and more."""
 
+    def num_possible(self, drafts: Sequence[int]) -> int:
+        """Return how many of ``drafts``, of any source, may follow the ``tokens`` of the last
+        `propose`: those behind would be verified for nothing."""
+        return len(drafts)
+
 
 class DraftRequest(NamedTuple):
     """What a `BatchSource` is asked for one sequence."""

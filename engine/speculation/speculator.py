@@ -16,6 +16,8 @@ from shared.wire import DraftCounts, DraftStats, Submit
 
 MOST_TOKENS = 16
 """The most drafts of a sequence in a step, whatever the settings."""
+LEAST_CHANCE = 0.01
+"""No step is so cheap that a draft with less is worth looking at."""
 PROBE_TOKENS = 48
 """A sequence whose drafts are seldom accepted tries again after so many outputs."""
 ASSUMED_RATE = 0.6
@@ -111,7 +113,8 @@ class Speculator:
         if limit < 1 or self._has_stopped(row):
             return None
         found = [source.propose(row.tokens, limit) for source in row.drafts.sources]
-        proposals = [each for each in found if each is not None]
+        cut = [_cut(each, row.drafts.sources) for each in found if each is not None]
+        proposals = [each for each in cut if each.tokens]
         return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
@@ -223,7 +226,8 @@ class Speculator:
         return low and len(row.tokens) < row.drafts.next_probe
 
     def _chances(self, drafts: SequenceDrafts, proposal: Proposal) -> list[float]:
-        """Return for each token of ``proposal`` the chance that it and all before are accepted."""
+        """Return for each token of ``proposal`` the chance that it and all before are accepted, as
+        long as that is `LEAST_CHANCE`."""
         chances, chance = [], 1.0
         rates: dict[int, float] = {}
         for index in range(len(proposal.tokens)):
@@ -232,6 +236,8 @@ class Speculator:
                 by_sequence = self.options.by_sequence
                 rates[kind] = own.rate(common.rate()) if by_sequence else common.rate()
             chance *= rates[kind]
+            if chance < LEAST_CHANCE:
+                break
             chances.append(chance)
         return chances
 
@@ -244,3 +250,11 @@ class Speculator:
             if key not in rates:
                 rates[key] = AcceptanceRate(proposal.likely[kind])
         return drafts.rates[key], self._rates[key]
+
+
+def _cut(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
+    """Return ``proposal`` up to what none of ``sources`` knows to be impossible."""
+    length = min(source.num_possible(proposal.tokens) for source in sources)
+    if length == len(proposal.tokens):
+        return proposal
+    return proposal._replace(tokens=proposal.tokens[:length])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLTokenizer
 
 from engine.grammar.compiled import CompiledGrammar, compile_grammar
 from engine.grammar.forced import ForcedSource
+from engine.speculation.source import DraftSource, Proposal
+from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
 from shared import wire
 from shared.wire import Grammar
 
@@ -42,6 +45,28 @@ def test_tokens_are_proposed_where_only_one_text_is_allowed(tokenizer: LLTokeniz
     assert proposal is not None and list(proposal.tokens) == rest
     proposal = source.propose([*begun, *rest[:3]], 2)
     assert proposal is not None and list(proposal.tokens) == rest[3:5]
+
+
+def test_drafts_of_others_end_where_the_grammar_does_not_allow_them(
+    tokenizer: LLTokenizer,
+) -> None:
+    source = source_of(tokenizer)
+    assert source is not None
+    right, wrong = tokenizer.tokenize_str("no, because"), tokenizer.tokenize_str("x")
+    source.propose(PROMPT, 5)
+    assert source.num_possible(right) == len(right)
+    assert source.num_possible([*right, *wrong, *right]) == len(right)
+
+    class Repeated(DraftSource):
+        def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+            return Proposal((*right, *wrong), "repeated")
+
+    options = SpeculationOptions(tokens=9, adapts=False)
+    speculator = Speculator(options, [lambda *_: Repeated(), lambda *_: source])
+    drafts = speculator.begin(request_with(Grammar(kind="regex", source=SOURCE)), None)
+    assert drafts is not None
+    proposal = speculator.propose(DraftRow(drafts, PROMPT, 9))
+    assert proposal is not None and list(proposal.tokens) == right
 
 
 def test_nothing_is_proposed_before_the_grammar_applies_nor_after_an_error(

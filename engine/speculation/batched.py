@@ -44,7 +44,7 @@ class BatchDrafting:
 
     def of_unknown(self, count: int) -> Proposal:
         """Return a stand-in for a proposal of ``count`` tokens."""
-        return Proposal((0,) * count, self.name, 0, LIKELY)
+        return Proposal((0,) * count, self.name, likely=(LIKELY,))
 
     def waits(self) -> bool:
         """Return whether sequences should wait for their token in flight, to get drafts then."""
@@ -76,7 +76,7 @@ class BatchDrafting:
             self._token_s.observe(len(requests), elapsed_s / longest)
         for number, tokens in zip(chosen, drafts, strict=True):
             if tokens:
-                found[number] = Proposal(tokens, self.name, 0, LIKELY)
+                found[number] = Proposal(tokens, self.name, likely=(LIKELY,))
         return found
 
     def take_spent_s(self) -> float:

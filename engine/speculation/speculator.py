@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -138,14 +138,8 @@ class Speculator:
             for row, proposal in zip(rows, proposals, strict=True)
         ]
         lengths = self._costs.best_lengths(num_rows, gains)
-        faded = {
-            id(rate): rate
-            for row, proposal, length in zip(rows, proposals, lengths, strict=True)
-            if proposal and not length
-            for rate in self._rates_of(row.drafts, proposal, proposal.kind(0))
-        }
-        for rate in faded.values():  # once a step, however many sequences there are
-            rate.fade()
+        chosen = zip(rows, proposals, lengths, strict=True)
+        self._fade((row, proposal) for row, proposal, length in chosen if proposal and not length)
         return [
             proposal._replace(tokens=proposal.tokens[:length]) if proposal and length else None
             for proposal, length in zip(proposals, lengths, strict=True)
@@ -212,12 +206,22 @@ class Speculator:
             )
         chosen = batch.propose(num_rows, list(asked.values()), self._costs)
         if not batch.pays:
-            for number in asked:
-                for rate in self._rates_of(rows[number].drafts, batch.of_unknown(1)):
-                    rate.fade()
+            self._fade((rows[number], batch.of_unknown(1)) for number in asked)
         for number, proposal in zip(asked, chosen, strict=True):
-            found[number] = proposal
+            cut = proposal and _cut(proposal, rows[number].drafts.sources)
+            found[number] = cut if cut and cut.tokens else None
         return found
+
+    def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
+        """Note that these proposals were not worth while: once for those that have a rate in
+        common, however many sequences there are."""
+        rates = {
+            id(rate): rate
+            for row, proposal in doubtful
+            for rate in self._rates_of(row.drafts, proposal, proposal.kind(0))
+        }
+        for rate in rates.values():
+            rate.fade()
 
     def _has_stopped(self, row: DraftRow) -> bool:
         if not self.options.adapts or not self.options.by_sequence:
@@ -254,7 +258,8 @@ class Speculator:
 
 def _cut(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
     """Return ``proposal`` up to what none of ``sources`` knows to be impossible."""
-    length = min(source.num_possible(proposal.tokens) for source in sources)
-    if length == len(proposal.tokens):
+    length = len(proposal.tokens)
+    possible = min((source.num_possible(proposal.tokens) for source in sources), default=length)
+    if possible == length:
         return proposal
-    return proposal._replace(tokens=proposal.tokens[:length])
+    return proposal._replace(tokens=proposal.tokens[:possible])

@@ -31,7 +31,7 @@ class Model(BatchSource):
 
 class Other(DraftSource):
     def __init__(self, length: int, likely: float) -> None:
-        self._proposal = Proposal((5,) * length, "other", 0, likely)
+        self._proposal = Proposal((5,) * length, "other", likely=(likely,))
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         return self._proposal if self._proposal.tokens else None
@@ -106,7 +106,7 @@ def test_it_is_asked_for_as_many_as_pay_for_its_steps(
     row = begin(spec)
     spec.choose(1, [row])  # its time is known from now on
     for _ in range(30):
-        spec.verified(row, Proposal((7,) * 5, "draft", 0, 0.6), accepted)
+        spec.verified(row, Proposal((7,) * 5, "draft", likely=(0.6,)), accepted)
     model.asked = []
     spec.choose(1, [row._replace(tokens=[1] * 500)])
     assert model.asked == asked

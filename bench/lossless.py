@@ -41,7 +41,7 @@ PENALIZED = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_pena
 class Case:
     """Features that are on."""
 
-    sampling: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)  # of `Submit`
     config: dict[str, Any] = field(default_factory=dict)  # of the scheduler
     kv_bits: int = 16
@@ -152,7 +152,7 @@ def _batches(count: int, varied: bool) -> Iterator[range]:
 def _nearly(tokens: Sequence[int], seed: int) -> list[int]:
     """Return ``tokens`` with some of them replaced, left out, or twice."""
     pick = random.Random(seed)
-    changes = ([], [7], [5, 6])
+    changes: list[list[int]] = [[], [7], [5, 6]]
     nested = (pick.choice(changes) if pick.random() < 0.1 else [token] for token in tokens)
     return [token for part in nested for token in part]
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
-from router.fleet.engines import Model
+from router.fleet.engines import ModelReplicas
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
 from shared.wire import DraftCounts, DraftStats
@@ -83,7 +83,7 @@ async def show_speculation(http: Request) -> Response:
     )
 
 
-def _speculating(model: Model) -> list[tuple[str, DraftStats]]:
+def _speculating(model: ModelReplicas) -> list[tuple[str, DraftStats]]:
     """Return the engines of ``model`` that speculate, by name."""
     found = [(engine.name, engine.stats.drafts) for engine in model.engines]
     return [(name, stats) for name, stats in found if stats is not None]

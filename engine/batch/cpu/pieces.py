@@ -49,7 +49,7 @@ class RowsPiece:
 
     @property
     def width(self) -> int:
-        return self.tokens.shape[1]
+        return int(self.tokens.shape[1])
 
     @cached_property
     def lengths(self) -> list[int]:

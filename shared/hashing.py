@@ -23,12 +23,14 @@ def namespace_root(
     block_size: int,
     adapter: str = "",
     tensor_parallel: int = 1,
+    head: str = "",
 ) -> bytes:
     """Return the root of all hashes of engines whose blocks are interchangeable.
 
-    ``kv_group_size`` is ignored at 16 bits, where nothing is quantized.
+    ``kv_group_size`` is ignored at 16 bits, where nothing is quantized. ``head`` names the weights
+    of a head for multi-token prediction, whose keys and values blocks have; empty without one.
     """
-    parts = (
+    parts = [
         "block-v1" if kv_bits != 8 else "block-v2",  # its codes had other scales and biases
         fingerprint,
         adapter,
@@ -36,7 +38,8 @@ def namespace_root(
         str(kv_group_size if kv_bits < 16 else 0),
         str(block_size),
         str(tensor_parallel),
-    )
+        *([head] if head else []),
+    ]
     digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:
         encoded = part.encode()

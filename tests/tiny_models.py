@@ -30,8 +30,13 @@ Kind = Literal[
     "qwen3_next",
     "nemotron_h",
     "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "mimo",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+OF_HEADS = ("deepseek_v3", "glm4_moe", "mimo")
+"""Those that are here for their heads for multi-token prediction alone."""
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in OF_HEADS)
 
 VOCAB_SIZE = 320
 SLIDING_WINDOW = 32
@@ -59,9 +64,9 @@ _ATTENTION = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": CONTEXT,
 }
-_OF_ZOO = ("jamba", "qwen3_next", "nemotron_h", "deepseek_v2")
-"""Kinds with recurrent layers, attention and experts in turn, and one with latents: their configs
-are the zoo's."""
+_OF_ZOO = ("jamba", "qwen3_next", "nemotron_h", "deepseek_v2", *OF_HEADS)
+"""Kinds with recurrent layers, attention and experts in turn, some with latents, and `OF_HEADS`:
+their configs are the zoo's."""
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     **{

@@ -100,17 +100,17 @@ class DenseKVCacheView:
     """First position of a chunked cache. This one keeps everything."""
 
     def __init__(self, batch: DenseBatch, number: int, layer: AttentionLayout) -> None:
-        self._batch = batch
+        self.batch = batch
         self._number = number
         self._window = layer.window
 
     @property
     def offset(self) -> int | mx.array:
-        return self._batch.offset
+        return self.batch.offset
 
     @property
     def keys(self) -> mx.array:
-        return self._batch.fetch(2 * self._number)
+        return self.batch.fetch(2 * self._number)
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
@@ -119,7 +119,7 @@ class DenseKVCacheView:
 
     @property
     def values(self) -> mx.array:
-        return self._batch.fetch(2 * self._number + 1)
+        return self.batch.fetch(2 * self._number + 1)
 
     @values.setter
     def values(self, values: mx.array) -> None:
@@ -129,7 +129,7 @@ class DenseKVCacheView:
         """Do nothing: positions before the window are masked."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._batch.write(self._number, keys, values)
+        self.batch.write(self._number, keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -137,11 +137,11 @@ class DenseKVCacheView:
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         window = effective_window(window_size, self._window)
-        if window is not None and self._batch.longest <= window:
+        if window is not None and self.batch.longest <= window:
             window = None
-        if len(self._batch.rows) == 1 and window is None:
+        if len(self.batch.rows) == 1 and window is None:
             if N == 1:
                 return None
             if not return_array:
                 return "causal"
-        return self._batch.mask(window)
+        return self.batch.mask(window)

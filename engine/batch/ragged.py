@@ -74,6 +74,8 @@ class RaggedBatch(ABC):
         self.offset: int | mx.array = starts[0] if len(rows) == 1 else mx.array(starts)
         self.layout = layout
         self.new_states: dict[int, mx.array] = {}
+        self.also_written: list[mx.array] = []
+        """What the pass leaves beside slabs and states, to be evaluated with them."""
 
     @property
     def views(self) -> list[Any]:
@@ -154,12 +156,12 @@ class RaggedBatch(ABC):
         Not called if the pass raised: the state before it stays. Raises TypeError if the model
         left a state unset."""
         if not self.layout.states:
-            return []
+            return self.also_written
         states = [self.state(number) for number in range(len(self.layout.states))]
         kept = [state for state in states if state is not None]
         if len(kept) < len(states):
             raise TypeError("this model leaves recurrent state unset")
-        return self.slabs.states.put([row.slot for row in self.rows], kept)
+        return self.also_written + self.slabs.states.put([row.slot for row in self.rows], kept)
 
     @abstractmethod
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:

@@ -203,6 +203,11 @@ class Layout:
             layers.append(replace(layer, ring_tokens=tokens))
         return replace(self, layers=tuple(layers), longest_pass=longest_pass)
 
+    def with_layer(self, layer: AttentionLayout) -> Layout:
+        """Return the layout of the same model with one more layer, the last in the cache list."""
+        node = KVNode(len(self.layers))
+        return replace(self, layers=(*self.layers, layer), tree=(*self.tree, node))
+
     def is_of(self, probed: Layout) -> bool:
         """Return whether this is ``probed``, perhaps with another precision and with rings."""
         layers = tuple(replace(layer, ring_tokens=None) for layer in self.layers)
@@ -316,21 +321,25 @@ class _LayoutBuilder:
         return len(self.states) - 1
 
     def _kv(self, cache: Any, where: str) -> KVNode:
-        keys, values = cache.keys, cache.values
-        if keys is None or values is None:
-            raise UnsupportedLayout(f"{where} stores no keys")
-        if keys.shape[1] != values.shape[1] or keys.dtype != values.dtype:
-            raise UnsupportedLayout(f"{where} has keys and values of different kinds")
-        self.layers.append(
-            AttentionLayout(
-                kv_heads=keys.shape[1],
-                key_dim=keys.shape[3],
-                value_dim=values.shape[3],
-                dtype=keys.dtype,
-                window=cache.max_size if type(cache) is stock.RotatingKVCache else None,
-            )
-        )
+        self.layers.append(layout_of(cache, where))
         return KVNode(len(self.layers) - 1)
+
+
+def layout_of(cache: Any, where: str) -> AttentionLayout:
+    """Return what one of mlx-lm's caches of keys and values, with some in it, keeps in the layer
+    ``where``. Raises `UnsupportedLayout`."""
+    keys, values = cache.keys, cache.values
+    if keys is None or values is None:
+        raise UnsupportedLayout(f"{where} stores no keys")
+    if keys.shape[1] != values.shape[1] or keys.dtype != values.dtype:
+        raise UnsupportedLayout(f"{where} has keys and values of different kinds")
+    return AttentionLayout(
+        kv_heads=keys.shape[1],
+        key_dim=keys.shape[3],
+        value_dim=values.shape[3],
+        dtype=keys.dtype,
+        window=cache.max_size if type(cache) is stock.RotatingKVCache else None,
+    )
 
 
 def _state_shapes(cache: Any) -> list[Any]:

@@ -17,11 +17,13 @@ from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
 from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.decoding import DecodePasses, DecodeRows
+from engine.executor.guessing import Guesser
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import Prefill
 from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.executor.unchecked import UncheckedSlots
+from engine.mtp.head import MTPHead
 from engine.plan import Chunk, Decode, Plan, Slot
 from engine.sampling.sampler import Sampler
 from engine.scheduler.chunks import MAX_TOKENS
@@ -42,9 +44,16 @@ class BatchedExecutor(Executor):
     """
 
     def __init__(
-        self, model: Any, layout: Layout, block_size: int, batch_class: type[RaggedBatch]
+        self,
+        model: Any,
+        layout: Layout,
+        block_size: int,
+        batch_class: type[RaggedBatch],
+        head: MTPHead | None = None,
     ) -> None:
-        self._model = model
+        """With a ``head`` its layer is the last of ``layout``."""
+        self._guesser = None if head is None else Guesser(model, head, layout, batch_class)
+        self._model = model if self._guesser is None else self._guesser.model
         self.layout = layout
         self._block_size = block_size
         self.batch_class = batch_class
@@ -63,6 +72,7 @@ class BatchedExecutor(Executor):
             max_sequences=None,
             prefix_cache=True,
             verifies_drafts=True,
+            guesses="" if head is None else Guesser.NAME,
             keeps_kv=bool(layout.layers) or not layout.states,
             kv_bits=layout.kv_bits,
             block_token_bytes=max(1, layout.block_token_bytes),
@@ -85,6 +95,8 @@ class BatchedExecutor(Executor):
         self._blocks = BlockStore(self.layout, self._block_size, self.batch_class.writes_in_place)
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
         self._sampler.reset()
+        if self._guesser is not None:
+            self._guesser.reset(self._slabs)
         self._line, self._late = DeviceLine(), LateResults()
         shows_all = any(layer.window is None for layer in self.layout.layers)
         self._unchecked = UncheckedSlots(shows_all)
@@ -111,6 +123,8 @@ class BatchedExecutor(Executor):
         self._sampler.free_slabs(plan.freed_slabs)
         self._sampler.free_slots(plan.freed_slots)
         self._unchecked.freed(plan)
+        if self._guesser is not None:
+            self._guesser.follow(plan)
         failed = self._prepare_slots(plan)
         step = BatchedStep(
             plan=plan,
@@ -308,10 +322,16 @@ class BatchedExecutor(Executor):
             if not step.ahead:
                 mx.eval(sampled.arrays, is_nan)
         step.decoded = DecodeOutput(sampled, is_nan, rows)
-        if drafted and self.layout.states:
+        wants = self._guesser is not None and any(d.guesses for d in step.plan.decodes)
+        if wants or (drafted and self.layout.states):
             with self._stopwatch.computing():
-                passes.send([logits, states, [s.contents for s in slabs.values()]])
-                passes.rewind(rows, inputs, step.decoded.runs(), kept)
+                passes.send([logits, sampled.tokens, states, [s.contents for s in slabs.values()]])
+                runs = step.decoded.runs()
+                if drafted and self.layout.states:
+                    passes.rewind(rows, inputs, runs, kept)
+                if wants and self._guesser is not None:
+                    guesses = self._guesser.guess(rows, runs, sampled.tokens, passes.send)
+                    step.decoded = step.decoded._replace(guesses=guesses)
                 states = []
         for number, slab in slabs.items():
             # Any token of a run will do: the plan after one names its input.

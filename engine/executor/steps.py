@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from engine.executor.base import PendingStep
 from engine.executor.decoding import DecodeRows
+from engine.executor.guessing import Guesses
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import ChunkPass, Prefill
 from engine.executor.stopwatch import StepClock, Stopwatch
@@ -23,6 +24,7 @@ class DecodeOutput(NamedTuple):
     sampled: SamplerOutput
     is_nan: mx.array  # (rows,): whether the logits are
     rows: DecodeRows
+    guesses: Guesses | None = None
 
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
         """Return tokens, lengths of runs and log-probabilities, as in `StepResult`."""
@@ -153,6 +155,7 @@ class BatchedStep(PendingStep):
             step=self.plan.step,
             tokens=tokens,
             runs=runs,
+            guesses=self._read_guesses(),
             logprobs=logprobs,
             prompt_logprobs=tuple(
                 PromptLogprobs(c.slot, c.start, s.pack()) for c, s in self.prefill.logprobs
@@ -165,6 +168,10 @@ class BatchedStep(PendingStep):
             build_s=self._spent_s[0],
             sample_s=self._spent_s[1],
         )
+
+    def _read_guesses(self) -> tuple[tuple[int, ...], ...]:
+        guesses = None if self.decoded is None else self.decoded.guesses
+        return () if guesses is None else guesses.read(len(self.plan.decodes))
 
     def _send_decodes(self) -> None:
         unsent, self.unsent = self.unsent, []

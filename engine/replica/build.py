@@ -22,6 +22,7 @@ from engine.proving.choose import choose_executor
 from engine.proving.remembered import ProofRecord, code_digest
 from engine.replica import memory
 from engine.replica.draft_model import open_draft_model
+from engine.replica.head import ServedHead, with_head
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.replica.speculation import make_speculator
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -58,9 +59,12 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
     record = None if proofs is None else _record(proofs, loaded, settings, layers)
     executor = _choose_executor(loaded, settings, record)
+    head = with_head(executor, loaded, settings, own.size_bytes)
     packed_bytes = 0
+    if head is not None:
+        executor, packed_bytes = head.executor, head.nbytes
     if layers is not None:
-        packed_bytes = layers.nbytes  # about as many where the whole pass has packed them anew
+        packed_bytes += layers.nbytes  # about as many where the whole pass has packed them anew
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
     draft_model, draft_bytes = None, 0
@@ -77,7 +81,7 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
     if device.uses_host():
         allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES))
     _log_sizes(executor.spec, loaded, settings, sizes)
-    config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes)
+    config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, head)
     return Replica(
         executor=executor,
         scheduler=Scheduler(
@@ -173,6 +177,7 @@ def _scheduler_config(
     settings: Settings,
     sizes: MemorySizes,
     draft_bytes: int,
+    head: ServedHead | None,
 ) -> SchedulerConfig:
     reuses_prefixes = spec.prefix_cache and (sizes.max_snapshots > 0 or not spec.state_bytes)
     return SchedulerConfig(
@@ -193,7 +198,7 @@ def _scheduler_config(
         completion_batch_size=sizes.num_slots,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_chunk_tokens=spec.max_chunk_tokens,
-        namespace=_block_namespace(loaded, settings),
+        namespace=_block_namespace(loaded, settings, head),
         prefix_cache=reuses_prefixes,
         store_enabled=bool(settings.kvstore_socket) and not settings.no_ssd,
         store_policy=settings.ssd_policy,
@@ -203,11 +208,12 @@ def _scheduler_config(
     )
 
 
-def _block_namespace(loaded: LoadedModel, settings: Settings) -> bytes:
+def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead | None) -> bytes:
     return namespace_root(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
         kv_bits=settings.kv_bits,
         kv_group_size=settings.kv_group_size,
         block_size=settings.block_size,
+        head="" if head is None else head.fingerprint,
     )

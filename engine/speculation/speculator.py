@@ -119,10 +119,17 @@ class Speculator:
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
         """Return how many tokens the executor should guess after the next decode of ``row``, which
-        may be followed by ``row.limit`` drafts then."""
+        may be followed by ``row.limit`` drafts then: as many as would be verified."""
         if row.drafts.guesses is None or not self.drafts_at(num_rows) or self._has_stopped(row):
             return 0
-        return max(0, min(row.limit, self.options.tokens))
+        most = max(0, min(row.limit, self.options.tokens))
+        if not most or not self.options.adapts:
+            return most
+        likely = Proposal((0,) * most, self._guesses)  # whatever they will be
+        worth = self._costs.best_lengths(num_rows, [self._chances(row.drafts, likely)])[0]
+        if not worth:
+            self._fade([(row, likely)])
+        return worth
 
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
         """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences."""

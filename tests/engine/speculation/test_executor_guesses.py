@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine.speculation.executor_guesses import ExecutorGuesses
+from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
 from tests.engine.guesses import guessing
 from tests.engine.scheduler.harness import Engine, config, request
 
@@ -45,3 +46,14 @@ def test_right_guesses_are_verified_in_the_next_step(look_ahead: bool) -> None:
         return len(engine.plans)
 
     assert num_steps(0.0) <= num_steps(None) / 2
+
+
+@pytest.mark.parametrize(("long_step_s", "guesses"), [(0.010, 5), (0.060, 0)])
+def test_as_many_are_guessed_as_are_worth_verifying(long_step_s: float, guesses: int) -> None:
+    speculator = Speculator(SpeculationOptions(tokens=5), [], "head")
+    drafts = speculator.begin(request("a", [1]), None)
+    assert drafts is not None
+    speculator.observe_step(1, 0, 1, 0.010)
+    speculator.observe_step(1, 5, 1, long_step_s)
+    assert speculator.guesses_after(DraftRow(drafts, [1], 9), 1) == guesses
+    assert speculator.guesses_after(DraftRow(drafts, [1], 3), 1) == min(guesses, 3)

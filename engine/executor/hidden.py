@@ -1,0 +1,86 @@
+"""The hidden states that a head for multi-token prediction goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from engine.batch.ragged import Row
+from engine.plan import Plan, Slot
+
+KEPT_TOKENS = 32
+"""Of longer passes, which are chunks and never go back, only the last state is kept."""
+
+
+class _Kept(NamedTuple):
+    states: mx.array  # (batch, positions, dim)
+    row: int  # of the batch
+    first: int  # position of the first state
+    end: int  # the positions of this row end before it
+
+
+class _Place(NamedTuple):
+    """The place of one state."""
+
+    states: mx.array
+    row: int
+    column: int
+
+
+class HiddenStates:
+    """The model's hidden states of each slot's sequence in its last pass, and the one before.
+
+    A sequence whose prefix was restored has none yet: blocks keep no hidden states. Zeros stand for
+    what is not known."""
+
+    def __init__(self, dim: int, dtype: mx.Dtype) -> None:
+        """``dim`` and ``dtype`` are those of a state."""
+        self._unknown = mx.zeros((1, 1, dim), dtype)
+        self._kept: dict[Slot, _Kept] = {}
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def follow(self, plan: Plan) -> None:
+        """Forget and move what ``plan`` does, before its passes are computed."""
+        for restore in plan.restores:
+            self._kept.pop(restore.slot, None)
+        for move in plan.moves:
+            self._kept.pop(move.target, None)
+            if move.source in self._kept:
+                self._kept[move.target] = self._kept.pop(move.source)
+        rows = dict.fromkeys(plan.freed_slabs, 0) | {r.slab_id: r.rows for r in plan.resized_slabs}
+        gone = [slot for slot in self._kept if slot.row >= rows.get(slot.slab_id, slot.row + 1)]
+        for slot in gone:
+            del self._kept[slot]
+
+    def before(self, rows: Sequence[Row]) -> mx.array:
+        """Return the state of the position before each of ``rows``: (batch, 1, dim)."""
+        parts: list[mx.array] = []
+        places = [self._place(row) for row in rows]
+        for _, group in groupby(places, key=lambda place: id(place.states)):
+            members = list(group)
+            numbers = mx.array([place.row for place in members])
+            parts.append(members[0].states[numbers, mx.array([place.column for place in members])])
+        found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return found[:, None]
+
+    def put(self, rows: Sequence[Row], states: mx.array) -> list[mx.array]:
+        """Keep ``states`` (batch, 1 + width, dim): of the position before each of ``rows``, and of
+        its own. Return the arrays to evaluate."""
+        firsts = [row.start - 1 for row in rows]
+        if states.shape[1] > KEPT_TOKENS:
+            last = mx.array([row.width for row in rows])
+            states, firsts = states[mx.arange(len(rows)), last][:, None], [r.end - 1 for r in rows]
+        for number, (row, first) in enumerate(zip(rows, firsts, strict=True)):
+            self._kept[row.slot] = _Kept(states, number, first, row.end)
+        return [states]
+
+    def _place(self, row: Row) -> _Place:
+        kept = self._kept.get(row.slot)
+        if kept is None or row.start == 0 or not kept.first < row.start <= kept.end:
+            return _Place(self._unknown, 0, 0)
+        return _Place(kept.states, kept.row, row.start - 1 - kept.first)

@@ -1,0 +1,79 @@
+"""The architectures whose checkpoints have a head for multi-token prediction, and how it is made.
+
+The computation is that of the DeepSeek-V3 report (section 2.2): the hidden state of a position,
+and the embedding of the token after it, are normalized, joined and projected; a decoder layer and
+a norm follow. Embedding and last layer are the model's own. The hidden state is the one after the
+model's final norm, and a head that is applied again gets its own after its final norm: so do vLLM
+and SGLang. They disagree on the first position, where vLLM leaves the embedding out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadKind:
+    """How the head of an architecture is stored and computed."""
+
+    prefix: str  # of its weights; ``{layers}`` stands for the number of the model's layers
+    block: str = ""  # prefix of those of the decoder layer, behind ``prefix``
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False  # whether the hidden state comes first where both are joined
+    shared: tuple[str, ...] = ()  # copies of the model's own weights, which are not read
+    one_layer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's arguments with which its only layer is the head's."""
+    norms_from_zero: bool = False
+    """Whether the published checkpoint stores norms as their difference from one."""
+    masks_are_arrays: bool = False  # whether the layer takes no other masks
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The names of the weights beside the decoder layer, by the field."""
+        names = ("embedding_norm", "hidden_norm", "projection", "final_norm")
+        return {name: getattr(self, name) for name in names}
+
+
+_DEEPSEEK: dict[str, Any] = {
+    "prefix": "model.layers.{layers}.",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "final_norm": "shared_head.norm",
+    "shared": ("embed_tokens.", "shared_head.head."),
+    "one_layer": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+}
+KINDS: dict[str, HeadKind] = {
+    "deepseek_v3": HeadKind(**_DEEPSEEK, masks_are_arrays=True),
+    "glm4_moe": HeadKind(**_DEEPSEEK),
+    "mimo": HeadKind(
+        prefix="model.mtp_layers.0.",
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        final_norm="final_layernorm",
+        hidden_first=True,
+        one_layer={"num_hidden_layers": 1},
+    ),
+    "qwen3_next": HeadKind(
+        prefix="mtp.",
+        block="layers.0.",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        final_norm="norm",
+        one_layer={
+            "num_hidden_layers": 1,
+            "full_attention_interval": 1,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        norms_from_zero=True,
+    ),
+}
+"""By mlx-lm's ``model_type``."""

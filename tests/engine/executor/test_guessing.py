@@ -1,0 +1,204 @@
+"""What an executor guesses with a model's head, compared with the head applied plainly."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from engine.backend.gpu_path import forced_gpu_path
+from engine.mtp.head import MTPHead, embed, last_layer
+from engine.mtp.weights import head_files, load_head
+from engine.plan import (
+    Chunk,
+    Decode,
+    Move,
+    Plan,
+    Restore,
+    RestoreState,
+    Save,
+    SaveState,
+    SlabSpec,
+    Slot,
+    StepResult,
+)
+from engine.sampling.sampler import sample_tokens
+from shared.wire import SamplingParams
+from tests.engine.whole import Whole
+from tests.mtp_checkpoints import HEAD_KINDS, add_head
+from tests.tiny_models import VOCAB_SIZE, Kind
+
+CAPACITY = 64
+GREEDY, SAMPLED = SamplingParams(seed=1), SamplingParams(seed=5, temperature=0.8, top_k=40)
+
+
+class Bench:
+    """An executor with a head, driven by plans, and what it should guess."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        whole = Whole(path, spec_decode="auto", no_ssd=True, num_blocks=200, **settings)
+        self.executor, self.model = whole.executor, whole.loaded.model
+        assert self.executor.spec.guesses == "mtp"
+        self._head: MTPHead = load_head(self.model, head_files(self.model, path))
+        self._step = 0
+        self.texts: dict[Slot, list[int]] = {}
+        """All tokens of each slot, the one that was sampled last included."""
+        self.run(new_slabs=(SlabSpec(0, 3, CAPACITY), SlabSpec(1, 1, CAPACITY)))
+
+    def run(self, **plan: Any) -> StepResult:
+        self._step += 1
+        step = self.executor.dispatch(Plan(step=self._step, **plan))
+        result = step.read()
+        step.finish()
+        assert not result.failed
+        return result
+
+    def prefill(self, slot: Slot, tokens: Sequence[int], *ends: int, start: int = 0) -> None:
+        """Compute all but the last of ``tokens`` from ``start`` on, in chunks to ``ends``."""
+        self.texts[slot] = list(tokens)
+        for end in (*ends, len(tokens) - 1):
+            if start < end:
+                chunk = Chunk(slot=slot, start=start, token_ids=tuple(tokens[start:end]))
+                self.run(chunks=(chunk,))
+            start = end
+
+    def decode(
+        self, *decodes: tuple[Slot, SamplingParams, Sequence[int], int]
+    ) -> list[tuple[int, ...]]:
+        """Decode slots with drafts, and return the guesses of each."""
+        made = [
+            Decode(
+                slot=slot,
+                position=len(self.texts[slot]) - 1,
+                token_id=self.texts[slot][-1],
+                output_index=len(self.texts[slot]),
+                sampling=sampling,
+                drafts=tuple(drafts),
+                guesses=guesses,
+            )
+            for slot, sampling, drafts, guesses in decodes
+        ]
+        result = self.run(decodes=tuple(made))
+        tokens = iter(result.tokens)
+        for (slot, *_), length in zip(decodes, result.run_lengths, strict=True):
+            self.texts[slot] += [next(tokens) for _ in range(length)]
+        return list(result.guesses)
+
+    def expected(
+        self, slot: Slot, sampling: SamplingParams, count: int, unknown: Collection[int] = ()
+    ) -> tuple[int, ...]:
+        """Return what the head guesses, without the hidden states before position 0 and before
+        ``unknown`` positions."""
+        tokens = self.texts[slot]
+        hidden = self.model.model(mx.array([tokens[:-1]]))
+        hidden = mx.concatenate([mx.zeros_like(hidden[:, :1]), hidden], axis=1)
+        for position in unknown:
+            hidden[:, position] = 0
+        cache = KVCache()
+        hidden = self._head(embed(self.model, mx.array([tokens])), hidden, cache)[:, -1:]
+        found: list[int] = []
+        for number in range(count):
+            decode = Decode(
+                slot=slot,
+                position=0,
+                token_id=0,
+                output_index=len(tokens) + number,
+                sampling=sampling,
+            )
+            logits = last_layer(self.model, hidden)[:, -1]
+            found += sample_tokens(logits, [decode]).tolist()
+            hidden = self._head(embed(self.model, mx.array([found[-1:]])), hidden, cache)
+        return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def with_head(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function for the directory of a tiny model with a head."""
+    root = tmp_path_factory.mktemp("heads")
+
+    def make(kind: Kind) -> Path:
+        path = root / kind
+        if not path.exists():
+            add_head(kind, shutil.copytree(tiny_model(kind), path))
+        return path
+
+    return make
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [3 + (seed * 37 + i * 53) % 300 for i in range(length)]
+
+
+@pytest.fixture(scope="module", params=[*HEAD_KINDS, "glm4_moe on a GPU", "qwen3_next on a GPU"])
+def bench(with_head: Callable[[Kind], Path], request: pytest.FixtureRequest) -> Any:
+    kind, _, on_gpu = request.param.partition(" on ")
+    with forced_gpu_path() if on_gpu else nullcontext():
+        yield Bench(with_head(kind))
+
+
+A, B, C = Slot(0, 0), Slot(0, 2), Slot(1, 0)
+
+
+def test_guesses_are_those_of_the_head_applied_again_and_again(bench: Bench) -> None:
+    """Of rows of several lengths, greedy and sampled, prefilled in chunks, some longer than what is
+    kept of hidden states, with drafts that are accepted and such that are not."""
+    bench.prefill(A, prompt(50, 2), 7, 8, 45)
+    bench.prefill(B, prompt(1, 3))
+    bench.prefill(C, prompt(12, 4), 5)
+    rows = {A: GREEDY, B: SAMPLED, C: GREEDY}
+    wanted = {A: 3, B: 2, C: 0}
+    guessed: dict[Slot, tuple[int, ...]] = {A: (), B: (), C: ()}
+    for turn in range(4):
+        lengths = {slot: len(bench.texts[slot]) for slot in rows}
+        answers = bench.decode(*((s, rows[s], guessed[s][:2], wanted[s]) for s in rows))
+        for slot, guesses in zip(rows, answers, strict=True):
+            assert guesses == bench.expected(slot, rows[slot], wanted[slot]), (slot, turn)
+            assert 1 <= len(bench.texts[slot]) - lengths[slot] <= 3
+        guessed = dict(zip(rows, answers, strict=True))
+        if turn == 1:  # a draft that is right, and one that is not
+            tokens = bench.texts[A]
+            right = int(mx.argmax(bench.model(mx.array([tokens]))[0, -1]).item())
+            guessed[A] = (right, (right + 1) % VOCAB_SIZE)
+
+
+def test_a_slot_without_room_for_them_gets_fewer_guesses(bench: Bench) -> None:
+    bench.prefill(A, prompt(CAPACITY - 3, 5))
+    (guesses,) = bench.decode((A, GREEDY, (), 5))
+    assert guesses == bench.expected(A, GREEDY, 3)
+    (fewer,) = bench.decode((A, GREEDY, guesses[:1], 5))
+    assert len(fewer) == CAPACITY + 1 - len(bench.texts[A]) < 3
+
+
+def test_a_sequence_that_moves_goes_on_with_its_hidden_state(bench: Bench) -> None:
+    tokens = prompt(20, 6)
+    bench.prefill(A, tokens)
+    bench.run(moves=(Move(source=A, target=C, length=len(tokens) - 1),))
+    bench.texts[C] = list(tokens)
+    (guesses,) = bench.decode((C, GREEDY, (), 3))
+    assert guesses == bench.expected(C, GREEDY, 3)
+
+
+def test_a_restored_prefix_lacks_one_hidden_state(bench: Bench) -> None:
+    """That of its last position, which no block keeps; that of the slot's last sequence is not
+    taken for it. The heads' keys and values are in the blocks."""
+    tokens, size = prompt(41, 7), 16
+    save: dict[str, Any] = {"saves": (Save(slot=A, start=0, block_ids=(1, 2)),)}
+    restore: dict[str, Any] = {"restores": (Restore(slot=B, start=0, block_ids=(1, 2)),)}
+    if bench.executor.spec.state_bytes:
+        save["state_saves"] = (SaveState(slot=A, position=2 * size, snapshot_id=3),)
+        restore["state_restores"] = (RestoreState(slot=B, position=2 * size, snapshot_id=3),)
+    bench.prefill(B, prompt(2 * size + 1, 8))  # its last state would fit
+    bench.run(
+        chunks=(Chunk(slot=A, start=0, token_ids=tuple(tokens[: 2 * size])),),
+        **save,
+    )
+    bench.run(**restore)
+    bench.prefill(B, tokens, start=2 * size)
+    (guesses,) = bench.decode((B, GREEDY, (), 3))
+    assert guesses == bench.expected(B, GREEDY, 3, unknown=[2 * size])

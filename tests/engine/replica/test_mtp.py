@@ -1,0 +1,152 @@
+"""Drafts from a model's own head on whole engines: the text is the one without them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from engine.backend.gpu_path import forced_gpu_path
+from engine.grammar.cache import GrammarCache
+from engine.replica.grammars import tokenizer_spec_of
+from engine.sampling.masks import GrammarMasker
+from engine.speculation.speculator import SpeculationOptions, Speculator
+from tests.engine.replica.test_drafts import REQUESTS, prompt
+from tests.engine.whole import Whole
+from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_likely_head
+from tests.tiny_models import VOCAB_SIZE, Kind
+
+NAMES = ("greedy", "sampled", "penalized", "scored", "bound")
+TOKENS = 20
+
+
+def start(whole: Whole, *names: str) -> None:
+    for name in names:
+        whole.submit(name, prompt(name), TOKENS, **REQUESTS[name])
+
+
+@pytest.fixture(scope="module")
+def path_of(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function for the directory of a tiny model with a head that is often right."""
+    root = tmp_path_factory.mktemp("heads")
+
+    def make(kind: Kind) -> Path:
+        path = root / kind
+        if not path.exists():
+            add_likely_head(kind, shutil.copytree(tiny_model(kind), path))
+        return path
+
+    return make
+
+
+class Headed:
+    """An engine that drafts with the head alone, and what one without drafts answers."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        given = {"block_size": 16, "no_ssd": True, "num_blocks": 400} | settings
+        self.plain = Whole(path, **given)
+        self.whole = Whole(path, spec_decode="auto", **given)
+        for each in (self.plain, self.whole):
+            grammars = GrammarCache(tokenizer_spec_of(each.loaded).load())
+            each.executor.use_grammars(GrammarMasker(grammars, VOCAB_SIZE))
+        start(self.plain, *NAMES)
+        self.plain.run()
+
+    def renew(self, look_ahead: bool = False, **config: Any) -> None:
+        options = SpeculationOptions(tokens=3, largest_batch=16, adapts=False)
+        speculator = Speculator(options, [], self.whole.executor.spec.guesses)
+        self.whole.renew(look_ahead, speculator, **config)
+
+    def check(self, *names: str) -> None:
+        """Run requests together, all if none are named, and compare with the other engine."""
+        start(self.whole, *(names or NAMES))
+        self.whole.run()
+        for name, tokens in self.whole.texts.items():
+            assert tokens == self.plain.texts[name], name
+            scores = zip(self.whole.logprobs[name], self.plain.logprobs[name], strict=True)
+            assert all(abs(ours.chosen - theirs.chosen) < 2e-4 for ours, theirs in scores)
+        stats = self.whole.scheduler.stats().drafts
+        assert stats is not None and set(stats.sources) == {"mtp"}
+        assert stats.sources["mtp"].drafted > stats.sources["mtp"].accepted > 10
+
+
+@pytest.fixture(scope="module")
+def headed(path_of: Callable[[Kind], Path]) -> Callable[..., Headed]:
+    """Return a function that makes an engine once of each kind."""
+    made: dict[str, Headed] = {}
+
+    def make(kind: Kind, **settings: Any) -> Headed:
+        key = f"{kind} {settings}"
+        if key not in made:
+            made[key] = Headed(path_of(kind), **settings)
+        return made[key]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_texts_are_those_without_a_head(headed: Callable[..., Headed], kind: Kind) -> None:
+    """Greedy, sampled, penalized, with scores and grammars, all in one batch; and some again, when
+    their prompts are in blocks. The KV cache of one has 8 bits."""
+    engine = headed(kind, **({"kv_bits": 8, "kv_group_size": 16} if kind == "mimo" else {}))
+    engine.renew()
+    engine.check()
+    engine.check("greedy", "sampled")
+
+
+def test_sequences_that_lose_their_slots_go_on_as_without_a_head(
+    headed: Callable[..., Headed],
+) -> None:
+    engine = headed("qwen3_next")
+    limit = engine.whole.replica.scheduler.config
+    engine.renew(limit_bytes=limit.slab_bytes(2, 96))
+    engine.check()
+    assert engine.whole.scheduler.stats().preemptions_total
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe"])
+def test_texts_on_the_path_of_a_gpu_are_those_without_a_head(
+    path_of: Callable[[Kind], Path], kind: Kind
+) -> None:
+    path = path_of(kind)
+    with forced_gpu_path():
+        engine = Headed(path)
+        engine.renew(look_ahead=True)
+        engine.check()
+
+
+def test_auto_drafts_with_the_head(headed: Callable[..., Headed]) -> None:
+    engine = headed("glm4_moe")
+    engine.whole.renew(look_ahead=False)
+    start(engine.whole, "greedy", "sampled")
+    engine.whole.run()
+    assert engine.whole.texts == {name: engine.plain.texts[name] for name in engine.whole.texts}
+    stats = engine.whole.scheduler.stats().drafts
+    assert stats is not None and stats.sources["mtp"].drafted > 0
+
+
+def test_blocks_of_engines_with_and_without_a_head_are_not_mixed_up(
+    headed: Callable[..., Headed],
+) -> None:
+    engine = headed("glm4_moe")
+    ours, theirs = engine.whole, engine.plain
+    assert ours.replica.namespace != theirs.replica.namespace
+    assert ours.executor.spec.block_token_bytes * 4 == theirs.executor.spec.block_token_bytes * 5
+
+
+def test_a_head_that_cannot_be_used_is_left_out_and_the_log_says_so(
+    path_of: Callable[[Kind], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shutil.copytree(path_of("mimo"), tmp_path / "model")
+    weights = dict(mx.load(str(path / HEAD_FILE)).items())
+    weights.pop("model.mtp_layers.0.mlp.up_proj.weight")
+    mx.save_safetensors(str(path / HEAD_FILE), weights)
+    whole = Whole(path, spec_decode="auto", no_ssd=True, num_blocks=50)
+    assert "head for multi-token prediction is not used: " in caplog.text
+    whole.submit("greedy", [5, 6, 7], 5)
+    whole.run()
+    assert len(whole.texts["greedy"]) == 5 and not whole.executor.spec.guesses

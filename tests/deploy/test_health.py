@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,7 +13,13 @@ from typing import Any
 
 import pytest
 
-HEALTH = Path(__file__).parents[2] / "deploy" / "health.py"
+_SPEC = importlib.util.spec_from_file_location(
+    "deployed_health", Path(__file__).parents[2] / "deploy" / "health.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+health = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(health)
+vars(health)["TIMEOUT_S"] = 60.0  # the machine of the tests may stand still for seconds
 HOST = socket.gethostname().partition(".")[0]
 
 
@@ -25,11 +30,6 @@ class HealthSite:
         self.url = f"http://127.0.0.1:{port}/health"
         self.status = 200
         self.engines: list[dict[str, Any]] = []
-
-    def check(self) -> tuple[int, str]:
-        command = [sys.executable, str(HEALTH), "engine", self.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stderr
 
 
 @pytest.fixture
@@ -59,20 +59,25 @@ def engine(name: str, trouble: str | None = None) -> dict[str, Any]:
     return {"name": name, "ready": trouble is None, "trouble": trouble}
 
 
-def test_an_engine_is_ready_when_a_router_says_so(site: HealthSite) -> None:
+def test_an_engine_is_ready_when_a_router_says_so(
+    site: HealthSite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check() -> tuple[int, str]:
+        return health.main("engine", site.url), capsys.readouterr().err
+
     other = engine(f"keys.{HOST}-other-0")
     site.engines = [other]
-    assert site.check() == (1, f"engine: no engine of {HOST} has joined\n")
+    assert check() == (1, f"engine: no engine of {HOST} has joined\n")
     site.engines = [other, engine(f"keys.{HOST}-0", "loading")]
-    assert site.check() == (1, f"engine: keys.{HOST}-0: loading\n")
+    assert check() == (1, f"engine: keys.{HOST}-0: loading\n")
     site.status = 503  # of another model
     site.engines = [engine("keys.elsewhere-0", "stalled"), engine(f"keys.{HOST}-0")]
-    assert site.check() == (0, "")
+    assert check() == (0, "")
 
 
-def test_a_router_that_is_gone_is_an_error_of_one_line(free_port: int) -> None:
-    url = f"http://127.0.0.1:{free_port}/health"
-    command = [sys.executable, str(HEALTH), "engine", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "refused" in done.stderr
+def test_a_router_that_is_gone_is_an_error_of_one_line(
+    free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert health.main("engine", f"http://127.0.0.1:{free_port}/health") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "refused" in error

@@ -37,6 +37,7 @@ from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
 BEAT_EVERY_S = 0.5
+TOLD_WITHIN_S = 10.0
 FLUSH_S = 5
 """How long the last events may take to reach the clients after a drain."""
 KEEP_ALIVE_S = 75
@@ -150,6 +151,8 @@ async def _serve(
                 "no API key is set: everybody who can reach this machine can use the models"
                 " (--api-key-file sets keys, --host 127.0.0.1 keeps others out)"
             )
+        if link is not None:
+            await _until_told(router)
         await server.serve(sockets=[listener])
     finally:
         end.cancel()
@@ -171,6 +174,13 @@ def _follow(
             loop.call_soon_threadsafe(router.on_supervisor_message, message)
 
     link.watch(lambda: _on_supervisor_gone(loop, stop_now), take)
+
+
+async def _until_told(router: Router) -> None:
+    """Wait for what the supervisor says of the models. Before that a request would be told that
+    there are none; connections wait in the socket."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(router.supervised.told.wait(), TOLD_WITHIN_S)
 
 
 def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -39,6 +40,8 @@ class Supervised:
 
     def __init__(self, channel: SupervisorChannel | None) -> None:
         self._channel = channel
+        self.told = asyncio.Event()
+        """Set once the supervisor has said which models there are."""
         self.models: dict[str, ConfiguredModel] = {}
         """By their own names, in the order of the configuration."""
         self.restarting = False
@@ -55,6 +58,7 @@ class Supervised:
         self.restarting = bool(message.get("restarting"))
         now = time.monotonic()
         self._used_at = {name: self._used_at.get(name, now) for name in self.models}
+        self.told.set()
 
     @property
     def engines(self) -> set[str]:

@@ -158,7 +158,7 @@ def test_an_engine_socket_in_use_is_reported_in_one_line(
     assert server.client.get("/livez").status_code == 200
 
 
-def test_a_router_serves_its_supervisors_socket_and_ends_when_the_link_closes(
+def test_a_router_serves_its_supervisors_socket_once_told_of_models_and_ends_with_the_link(
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()
@@ -180,8 +180,17 @@ def test_a_router_serves_its_supervisors_socket_and_ends_when_the_link_closes(
         first = json.loads(ours.makefile().readline())
         assert first["phase"] == "loading"
         with socket.create_connection(listener.getsockname(), timeout=30) as connection:
-            connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            body = b'{"prompt": "x"}'
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
+            time.sleep(1)  # nobody has joined, but that is no answer yet
+            broken = {"names": ["m"], "state": "broken", "reason": "as it is"}
+            ours.sendall(json.dumps({"models": {"m": broken}}).encode() + b"\n")
+            answer = connection.makefile("rb").read()
+            assert answer.startswith(b"HTTP/1.1 503") and b"as it is" in answer
         ours.shutdown(socket.SHUT_RDWR)
         ours.close()
         process.wait(60)

@@ -21,7 +21,7 @@ from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_likely_head
 from tests.tiny_models import VOCAB_SIZE, Kind
 
 NAMES = ("greedy", "sampled", "penalized", "scored", "bound")
-TOKENS = 20
+TOKENS = 12
 
 
 def start(whole: Whole, *names: str) -> None:

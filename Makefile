@@ -5,6 +5,7 @@ MODEL ?= demo
 ARGS  ?=
 WORKERS ?= 4
 SLOW_WORKERS ?= 2
+RANKS ?= 2
 # The backend of MLX: cpu (on a Mac this is Metal), or cuda.
 EXTRA ?= cpu
 # The first interpreter that is new enough and works (shims of version managers may not).
@@ -18,13 +19,14 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test lock platforms clean
+.PHONY: help setup serve test test-slow test-ranks clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
 	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
+	@echo "make test-ranks    run the end-to-end tests with engines of RANKS=$(RANKS) ranks"
 	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
 	@echo "make agents        install real coding agents, try each, write a table of docs/clients.md (10 minutes)"
 	@echo "make docs          write the generated parts of the documentation (except for zoo and clients)"
@@ -68,6 +70,12 @@ test: setup
 # Each of these tests keeps all cores busy, but not while its servers start and stop.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) --dist loadfile --timeout 600 $(ARGS)
+
+# Without those about the SSD tier, adapters, drafts, memory and machines that join.
+test-ranks: setup
+	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel \
+		$(addprefix tests/e2e/test_,ranks.py faults.py requests.py sampling.py stop_strings.py \
+		structured.py limits.py processes.py administration.py)
 
 clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import mlx.core as mx
 import msgspec
 
-from engine.executor.base import Executor, PendingStep, is_allocation_failure
+from engine.executor.base import Executor, is_allocation_failure
+from engine.executor.runner import StepRunner
 from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
 from engine.io.inbox import (
     BlocksFetched,
@@ -23,7 +23,7 @@ from engine.io.inbox import (
 from engine.io.status import EngineStatus
 from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
-from engine.plan import Plan, StepResult
+from engine.plan import StepResult
 from engine.scheduler import Scheduler
 from shared import wire
 
@@ -57,14 +57,13 @@ class EngineCore:
         grammar_queue: GrammarQueue,
         check_integrity: bool = False,
     ) -> None:
-        self._scheduler, self._executor = scheduler, executor
+        self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
         self._grammar_queue = grammar_queue
         self._refused: list[wire.Refused] = []
         self._check_integrity = check_integrity
         self._draining = False
-        self._pending: PendingStep | None = None
         self._reported_at = 0.0
         self._event_number = 0
         self._schedule_s = self._build_s = self._sample_s = self._emit_s = 0.0
@@ -73,7 +72,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until the engine was told to drain and has finished its requests."""
         worked = True
-        while not (self._draining and self._scheduler.idle and self._pending is None):
+        while not (self._draining and self._scheduler.idle and self._steps.pending is None):
             worked = self.run_once(0 if worked else IDLE_WAIT_S)
         until = time.monotonic() + FLUSH_S
         while self._is_storing() and time.monotonic() < until:
@@ -142,7 +141,7 @@ class EngineCore:
         started = time.perf_counter()
         plan = self._scheduler.schedule(self._store.room() if self._store is not None else None)
         self._schedule_s += time.perf_counter() - started
-        results = self._results(plan)
+        results = self._steps.results(plan)
         worked = plan is not None
         while True:
             failure: _Failure | None = None
@@ -160,24 +159,8 @@ class EngineCore:
             self._send_outputs()
             worked = True
 
-    def _results(self, plan: Plan | None) -> Iterator[StepResult]:
-        """Dispatch ``plan``, and yield the results that are known by then. The device is busy
-        with the decodes while those of the plan before it are sent, and chunks come after both:
-        tokens do not wait for them."""
-        step = None if plan is None else self._executor.dispatch(plan)
-        previous, self._pending = self._pending, None
-        if previous is not None:
-            yield previous.read(early=True)
-        if step is not None and step.may_wait:
-            self._pending = step
-        elif step is not None:
-            yield step.read(early=True)
-        if step is not None:
-            step.finish()
-
     def _recover(self, failure: _Failure) -> None:
-        self._pending = None
-        self._executor.reset()
+        self._steps.reset()
         if not self._scheduler.recover(failure.reason, out_of_memory=failure.out_of_memory):
             raise RuntimeError(f"a step failed that had no sequence in it: {failure.reason}")
 

@@ -9,8 +9,9 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
@@ -24,6 +25,8 @@ from engine.io.thread import IOThread
 from engine.io.traces import SequenceTraces
 from engine.model.errors import ModelUnavailable
 from engine.model.starting import StartTimes, lean_imports
+from engine.parallel.errors import RankFailed
+from services import ranks
 from shared import logs, settings, wire
 from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
@@ -33,8 +36,11 @@ from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.tracing import TracingUnavailable, open_tracing
 from shared.version import installed_version
+from shared.wire import TENSOR_PARALLEL
 
 if TYPE_CHECKING:  # these import mlx
+    import mlx.core as mx
+
     from engine.grammar.queue import GrammarQueue
     from engine.io.store_client import StoreClient
     from engine.model.load import LoadedModel
@@ -75,11 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor.watch(lambda: os._exit(EXIT_OK))
     status, inbox = EngineStatus(), Inbox()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    incarnation = uuid.uuid4().hex
+    names = {"engine": name, "incarnation": uuid.uuid4().hex}
     io_thread = IOThread(
         links=[RouterLink(context, address, keys[address]) for address in options.engine_socket],
-        engine=name,
-        incarnation=incarnation,
+        **names,
         inbox=inbox,
         status=status,
         supervisor=supervisor,
@@ -90,21 +95,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     io_thread.catch_signals()
     io_thread.start()
     try:
-        serve(options, context, io_thread, inbox, status, engine=name, incarnation=incarnation)
+        end_group = partial(_end_group, supervisor)
+        serve(options, context, io_thread, inbox, status, on_rank_failed=end_group, **names)
     except ModelUnavailable as error:
         logger.error("%s", error)
         if supervisor is not None:
             supervisor.beat("failed", reason=str(error))
         return EXIT_CONFIG
-    except Exception:
-        logger.exception("an error that cannot be recovered from")
+    except Exception as error:
+        logger.error("it cannot go on: %s", error, exc_info=not isinstance(error, RankFailed))
         return EXIT_FAILED
-    io_thread.send([wire.Bye(engine=name, incarnation=incarnation)])
+    io_thread.send([wire.Bye(**names)])
     io_thread.stop()
     if tracing is not None:
         tracing.close()
     logger.info("drained")
     return EXIT_OK
+
+
+def _end_group(supervisor: SupervisorLink | None, reason: str, code: int) -> None:
+    """End this rank, the others of which have ended, on a thread that nothing holds up."""
+    logger.error("%s: all ranks end", reason)
+    if supervisor is not None:
+        supervisor.beat("failed", reason=reason)
+    os._exit(code)
 
 
 def serve(
@@ -116,11 +130,16 @@ def serve(
     *,
     engine: str,
     incarnation: str,
+    on_rank_failed: Callable[[str, int], None],
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     times = StartTimes()
-    load_fast_blas()  # before anything imports mlx, which the imports below do
+    ranks.prepare_environment(options)
+    load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
     with lean_imports():
+        others = None
+        if options.ranks > 1:
+            options, others = _start_ranks(options, context, on_rank_failed)
         from engine.core import EngineCore
         from engine.model.demo import user_cache
         from engine.replica.build import build_replica
@@ -129,10 +148,11 @@ def serve(
 
         times.ended("imports")
         device.prepare()
-        loaded = _load_model(options)
+        leader = others.join() if others is not None else None
+        loaded = load_model(options, None if leader is None else leader.group.mlx)
     times.ended("weights and tokenizer")
     status.enter_phase("warming")
-    replica = build_replica(loaded, options, user_cache() / "proofs")
+    replica = build_replica(loaded, options, user_cache() / "proofs", leader)
     times.ended("layers and proof")
     store = _connect_store(options, context, replica, io_thread, inbox)
     grammar_queue = open_grammar_queue(
@@ -156,9 +176,25 @@ def serve(
         check_integrity=CHECK_VARIABLE in os.environ,
     ).run()
     grammar_queue.close()
+    if others is not None:
+        others.close()
 
 
-def _load_model(options: Settings) -> LoadedModel:
+def _start_ranks(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    on_failed: Callable[[str, int], None],
+) -> tuple[Settings, ranks.LocalRanks | None]:
+    """Start the other ranks. Return the settings with the number of all, and them."""
+    from engine.model import load as models
+
+    options = ranks.divided(options, models.resolve(options.model))
+    return options, ranks.LocalRanks(options, context, on_failed) if options.ranks > 1 else None
+
+
+def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:
+    """Load the model of ``options``, or the part of this rank of ``group``. Raises:
+    `ModelUnavailable`."""
     from engine.model import load as models
 
     return models.load(
@@ -169,6 +205,7 @@ def _load_model(options: Settings) -> LoadedModel:
             eos_token=options.eos_token, bos_token=options.bos_token, pad_token=options.pad_token
         ),
         trust_remote_code=options.trust_remote_code,
+        group=group,
     )
 
 
@@ -232,7 +269,11 @@ def _hello(
             name: hashlib.sha256(file.read_bytes()).hexdigest()
             for name, file in loaded.tokenizer_files.items()
         },
-        capabilities=[*replica.capabilities, *grammar_queue.capabilities],
+        capabilities=[
+            *replica.capabilities,
+            *grammar_queue.capabilities,
+            *([TENSOR_PARALLEL] if options.ranks > 1 else []),
+        ],
         kv_bits=replica.executor.spec.kv_bits,
         version=installed_version(),
         options=settings.serving_options(options),

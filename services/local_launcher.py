@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from services.launcher import ChildSpec, ProcessState
@@ -66,7 +67,10 @@ class LocalProcess:
         return self._link.fileno()
 
     def refresh(self, now: float) -> bool:
-        self.state.exit_code = self._process.poll()
+        if self.state.exit_code is None:
+            self.state.exit_code = self._process.poll()
+            if self.state.exit_code is not None:
+                self._end_group()
         try:
             while data := self._link.recv(self._reader.MAX_LINE_BYTES):
                 self.state.last_beat_at = now  # anything proves that the child is alive
@@ -97,6 +101,12 @@ class LocalProcess:
 
     def wait(self) -> None:
         self._process.wait()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        """End what the process has left of its group, such as a rank that is stopped."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._link.close()

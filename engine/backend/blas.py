@@ -25,9 +25,10 @@ BLAS_VARIABLE = "MLX_LM_SERVER_BLAS"
 _loaded: str | None = None
 
 
-def load_fast_blas() -> str | None:
+def load_fast_blas(processes: int = 1) -> str | None:
     """Load the best BLAS available, before anything imports ``mlx.core``. Return its path.
 
+    The cores are divided between as many ``processes`` that compute together.
     One log line names it, or warns that there is none (None). On macOS and with a CUDA build of
     MLX nothing is loaded or logged, since the system brings a BLAS or the device computes. A
     second call does nothing.
@@ -38,7 +39,7 @@ def load_fast_blas() -> str | None:
     if "mlx.core" in sys.modules:
         logger.warning("no fast BLAS: mlx was imported before it could be loaded")
         return None
-    threads = physical_cores()
+    threads = max(1, physical_cores() // processes)
     # Read once, when the library starts. A thread for each hyper-thread makes it slower.
     for variable in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))

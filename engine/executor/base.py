@@ -75,6 +75,10 @@ class Executor(ABC):
         """Accept plans with constrained decodes from now on."""
         self._sampler.masker = masker
 
+    def use_sampler(self, sampler: Sampler) -> None:
+        """Choose tokens with ``sampler`` from now on. Called before the first plan."""
+        self._sampler = sampler
+
     def make_deterministic(self) -> bool:
         """Give a sequence's logits the same bits whatever else is computed, from now on. Return
         whether that is possible."""

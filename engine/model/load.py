@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.model import adapter
+from engine.model import adapter, sharding
 from engine.model.context import config_int, context_length, served_context
 from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
@@ -16,6 +16,7 @@ from shared.paths import user_path
 from shared.wire import TOKENIZER_FILES
 
 if TYPE_CHECKING:  # not at run time: a fast BLAS has to be loaded before MLX
+    import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -79,9 +80,11 @@ def load(
     max_kv_size: int | None = None,
     tokenizer_options: TokenizerOptions | None = None,
     trust_remote_code: bool = False,
+    group: mx.distributed.Group | None = None,
 ) -> LoadedModel:
     """Load the model directory ``path`` (see `resolve`), with all weights in memory.
 
+    With a ``group`` of ranks only the part of this one (see `sharding.shard`).
     The adapter in ``adapter_path`` is put over it. ``max_kv_size`` as in `served_context`.
     Raises `ModelUnavailable` if mlx-lm cannot load it (files are missing, the architecture is
     unknown, or it brings code of its own without ``trust_remote_code``), and `AdapterUnusable`.
@@ -89,7 +92,11 @@ def load(
     if adapter_path is not None:
         adapter.check(adapter_path)
     options = tokenizer_options or TokenizerOptions()
-    model, tokenizer, config = _load_with_mlx_lm(path, options, trust_remote_code)
+    model, tokenizer, config = _load_with_mlx_lm(
+        path, options, trust_remote_code, lazy=group is not None
+    )
+    if group is not None:
+        sharding.shard(model, group, str(path))
     if adapter_path is not None:
         adapter.apply(model, adapter_path)
     if options.chat_template is not None:
@@ -116,7 +123,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _load_with_mlx_lm(
-    path: Path, options: TokenizerOptions, trust: bool
+    path: Path, options: TokenizerOptions, trust: bool, *, lazy: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     import mlx_lm
 
@@ -126,7 +133,11 @@ def _load_with_mlx_lm(
         given["trust_remote_code"] = True
     try:
         model, tokenizer, config = mlx_lm.load(
-            str(path), tokenizer_config=given, return_config=True, trust_remote_code=trust
+            str(path),
+            tokenizer_config=given,
+            lazy=lazy,
+            return_config=True,
+            trust_remote_code=trust,
         )
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -22,7 +22,7 @@ from engine.proving.proof import (
     rounding_of_activations,
     short_references,
 )
-from engine.proving.remembered import ProofRecord, ProvenBatches
+from engine.proving.remembered import ProvenBatches, Record
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def choose_executor(
     block_size: int,
     precision: Precision = UNQUANTIZED,
     longest_pass: int | None = None,
-    record: ProofRecord | None = None,
+    record: Record | None = None,
 ) -> ChosenExecutor:
     """Try the ways of batching from the fastest to the slowest, and return the first right one.
 
@@ -128,7 +128,7 @@ def _one_at_a_time(model: Any, precision: Precision, reason: str) -> ChosenExecu
     return ChosenExecutor(SerialExecutor(model, measured_token_bytes(model)), reason, unquantized)
 
 
-def _remembered(model: Any, block_size: int, record: ProofRecord) -> ChosenExecutor | None:
+def _remembered(model: Any, block_size: int, record: Record) -> ChosenExecutor | None:
     """Return the executor that ``record`` names; None if the model has another one now."""
     if (proven := record.read()) is None:
         return None

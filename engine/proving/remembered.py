@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import msgspec
@@ -70,6 +70,46 @@ class ProvenBatches(msgspec.Struct, frozen=True, kw_only=True):
         kept = self.precision, self.dequantized, self.longest_pass
         return Layout(self.layers, self.states, tree, *kept)
 
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> ProvenBatches:
+        """Raises: ValueError, msgspec.MsgspecError."""
+        return msgspec.json.decode(encoded, type=cls, dec_hook=_of_json)
+
+
+class Record(Protocol):
+    """Where a proof is remembered."""
+
+    def read(self) -> ProvenBatches | None:
+        """Return what was remembered."""
+
+    def write(self, proven: ProvenBatches) -> None:
+        """Remember ``proven``."""
+
+
+class AgreedRecord:
+    """What rank 0 remembers, for all ranks of a group: each proves the same, or nothing."""
+
+    def __init__(self, found: ProvenBatches | None, own: Record | None = None) -> None:
+        """``own`` is where rank 0 remembers a new proof."""
+        self._found, self._own = found, own
+
+    def read(self) -> ProvenBatches | None:
+        return self._found
+
+    def write(self, proven: ProvenBatches) -> None:
+        if self._own is not None:
+            self._own.write(proven)
+
+    def encode(self) -> bytes:
+        return b"" if self._found is None else self._found.encode()
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> AgreedRecord:
+        return cls(ProvenBatches.decode(encoded) if encoded else None)
+
 
 class ProofRecord:
     """The file in ``folder`` for one model with its settings, as it is computed by this process."""
@@ -85,7 +125,7 @@ class ProofRecord:
             digest, body = self._path.read_bytes().split(b"\n", 1)
             if digest.decode() != hashlib.sha256(body).hexdigest():
                 raise ValueError("its checksum is wrong")
-            return msgspec.json.decode(body, type=ProvenBatches, dec_hook=_of_json)
+            return ProvenBatches.decode(body)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -98,7 +138,7 @@ class ProofRecord:
 
     def write(self, proven: ProvenBatches) -> None:
         """Remember ``proven``. A folder that cannot be written only costs the next start time."""
-        body = msgspec.json.encode(proven, enc_hook=str)
+        body = proven.encode()
         scratch = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

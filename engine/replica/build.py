@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.batched import GPU_CHUNK_TOKENS
 from engine.executor.draft_model import DraftModel
 from engine.model.load import LoadedModel
+from engine.parallel.group import RankGroup, RankSampler
+from engine.parallel.leader import Leader
 from engine.proving.choose import choose_executor
-from engine.proving.remembered import ProofRecord, code_digest
+from engine.proving.remembered import AgreedRecord, ProofRecord, Record, code_digest
 from engine.replica import memory
 from engine.replica.draft_model import open_draft_model
 from engine.replica.head import ServedHead, with_head
@@ -50,15 +53,25 @@ class Replica:
     draft_model: DraftModel | None = None
 
 
-def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None = None) -> Replica:
+def build_replica(
+    loaded: LoadedModel,
+    settings: Settings,
+    proofs: Path | None = None,
+    leader: Leader | None = None,
+) -> Replica:
     """Choose the executor of ``loaded``, size the memory and configure the scheduler.
 
     A proof that passed is remembered in the folder ``proofs``, and not repeated unless
-    ``--prove always`` says so."""
+    ``--prove always`` says so. Of several ranks, this one is the ``leader``."""
     own = EngineMemory.of(settings)
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
-    record = None if proofs is None else _record(proofs, loaded, settings, layers)
-    executor = _choose_executor(loaded, settings, record)
+    record: Record | None = None if proofs is None else _record(proofs, loaded, settings, layers)
+    group = None
+    if leader is not None:
+        group = leader.group
+        record = agreed = AgreedRecord(None if record is None else record.read(), record)
+        leader.plans.start(agreed.encode())
+    executor = choose_executor_of(loaded, settings, record, group)
     head = with_head(executor, loaded, settings, own.size_bytes)
     packed_bytes = 0
     if head is not None:
@@ -81,6 +94,8 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
     if device.uses_host():
         allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES))
     _log_sizes(executor.spec, loaded, settings, sizes)
+    if leader is not None:
+        executor = leader.lead(executor)
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, head)
     return Replica(
         executor=executor,
@@ -95,6 +110,19 @@ def build_replica(loaded: LoadedModel, settings: Settings, proofs: Path | None =
     )
 
 
+def build_rank(
+    loaded: LoadedModel, settings: Settings, record: AgreedRecord, group: RankGroup
+) -> Executor:
+    """Return the executor of a rank other than 0, with the ``record`` that rank 0 sent."""
+    executor = choose_executor_of(loaded, settings, record, group)
+    memory.set_limits(EngineMemory.of(settings))
+    executor.release_weights()
+    gc.collect()
+    mx.clear_cache()
+    allocation.give_back()
+    return executor
+
+
 def _record(
     proofs: Path, loaded: LoadedModel, settings: Settings, layers: Layers | None
 ) -> ProofRecord:
@@ -105,24 +133,31 @@ def _record(
     model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
     kv = settings.block_size, settings.kv_bits, settings.kv_group_size, _longest_pass(settings)
     moved = None if layers is None else layers.names
-    record = ProofRecord(proofs, model, kv, moved)
+    record = ProofRecord(proofs, model, kv, moved, settings.ranks)
     if settings.prove == "always":
         record.forget()
     return record
 
 
-def _choose_executor(
-    loaded: LoadedModel, settings: Settings, record: ProofRecord | None
+def choose_executor_of(
+    loaded: LoadedModel, settings: Settings, record: Record | None, group: RankGroup | None
 ) -> Executor:
-    """Return the fastest executor that is proven right; log what ``loaded`` cannot have."""
-    executor, reason, unquantized = choose_executor(
-        loaded.model,
-        loaded.vocab_size,
-        settings.block_size,
-        Precision(settings.kv_bits, settings.kv_group_size),
-        _longest_pass(settings),
-        record,
-    )
+    """Return the fastest executor that is proven right; log what ``loaded`` cannot have.
+
+    All ranks of a ``group`` call this at once, and find the same."""
+    with nullcontext() if group is None else group.same_logits(loaded.model):
+        executor, reason, unquantized = choose_executor(
+            loaded.model,
+            loaded.vocab_size,
+            settings.block_size,
+            Precision(settings.kv_bits, settings.kv_group_size),
+            _longest_pass(settings),
+            record,
+        )
+    if group is not None:
+        executor.use_sampler(RankSampler(group))
+        if group.rank:
+            return executor  # rank 0 says the rest
     if reason:
         logger.warning(
             "requests are computed %s, %s prefix reuse, since this model allows no more: %s",
@@ -200,12 +235,20 @@ def _scheduler_config(
         max_chunk_tokens=spec.max_chunk_tokens,
         namespace=_block_namespace(loaded, settings, head),
         prefix_cache=reuses_prefixes,
-        store_enabled=bool(settings.kvstore_socket) and not settings.no_ssd,
+        store_enabled=_uses_store(settings),
         store_policy=settings.ssd_policy,
         look_ahead=spec.look_ahead,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
+
+
+def _uses_store(settings: Settings) -> bool:
+    if not settings.kvstore_socket or settings.no_ssd:
+        return False
+    if settings.ranks > 1:
+        logger.warning("the SSD tier is not used: each rank would need its own part of a block")
+    return settings.ranks == 1
 
 
 def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead | None) -> bytes:
@@ -216,4 +259,5 @@ def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead |
         kv_group_size=settings.kv_group_size,
         block_size=settings.block_size,
         head="" if head is None else head.fingerprint,
+        tensor_parallel=settings.ranks,
     )

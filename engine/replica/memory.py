@@ -87,7 +87,7 @@ def size_memory(
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory of one engine, weights included."""
+    """The memory of one engine, or of one of its ranks, weights included."""
 
     size_bytes: int
     is_budget: bool  # it is all the engine's; otherwise it shares the machine with others
@@ -95,11 +95,11 @@ class EngineMemory:
     @classmethod
     def of(cls, settings: Settings) -> EngineMemory:
         """Return ``--memory-gb``, or an equal part of the device's memory for each of
-        ``--engines``."""
+        ``--engines``; of either an equal part for each rank."""
         device = device_memory_bytes()
         if settings.memory_gb is None:
-            return cls(device // settings.engines, False)
-        return cls(min(device, int(settings.memory_gb * 1e9)), True)
+            return cls(device // settings.engines // settings.ranks, False)
+        return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks, True)
 
     def left_bytes(self, other_bytes: int) -> int:
         kept_bytes = BUFFER_CACHE_BYTES if mx.default_device() == mx.gpu else 0

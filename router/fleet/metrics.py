@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from router.fleet.engines import Engine, ModelReplicas
-from shared.wire import DraftStats, StoreState
+from shared.wire import TENSOR_PARALLEL, DraftStats, StoreState
 
 _PREFIX = "mlx_lm_server_"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -228,7 +228,11 @@ class EngineCollector(Collector):
         for model in self.models:
             queued.add_metric([model], self.num_waiting(model))
         yield queued
-        yield GaugeMetricFamily("dist_fatal", "1: a tensor parallel group has failed", value=0)
+        yield GaugeMetricFamily(
+            "dist_fatal",
+            "1: a tensor parallel group has failed and is not back",
+            value=float(any(_is_failed_group(engine) for _, engine in engines)),
+        )
         yield GaugeMetricFamily(
             "shutdown_clean",
             "0: the shutdown that is going on had to cut requests",
@@ -237,6 +241,11 @@ class EngineCollector(Collector):
 
 
 _LABELS = ("model", "engine")
+
+
+def _is_failed_group(engine: Engine) -> bool:
+    is_lost = engine.lost_reason is not None and not engine.left
+    return is_lost and TENSOR_PARALLEL in engine.hello.capabilities
 
 
 def _family(

@@ -29,6 +29,7 @@ def check(settings: Settings) -> None:
         raise FlagError("--spec-decode: draft needs --draft-model-path")
     if settings.draft_model_path is not None and settings.spec_decode not in ("draft", "auto"):
         raise FlagError("--draft-model-path: makes no sense without --spec-decode draft or auto")
+    _check_ranks(settings)
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise FlagError("--ssl-keyfile: makes no sense without --ssl-certfile")
     if settings.root_path and not _is_path(settings.root_path):
@@ -55,6 +56,19 @@ def check(settings: Settings) -> None:
             raise FlagError(f"--{name.replace('_', '-')}: the same address twice")
     if set(settings.engine_socket) & set(settings.kvstore_socket):
         raise FlagError("--kvstore-socket: the same as --engine-socket")
+
+
+def _check_ranks(settings: Settings) -> None:
+    if settings.distributed_mode == "off":
+        if settings.num_local_ranks is not None:
+            raise FlagError("--num-local-ranks: makes no sense without --distributed-mode ring")
+        return
+    if settings.num_local_ranks is None:
+        raise FlagError("--distributed-mode: needs --num-local-ranks, the ranks on this machine")
+    if settings.ranks > 1 and settings.adapter_path is not None:
+        raise FlagError("--adapter-path: adapters cannot be divided between several ranks")
+    if settings.ranks > 1 and settings.spec_decode != "none":
+        raise FlagError("--spec-decode: several ranks verify no drafts in this version")
 
 
 def _check_socket(name: str, address: str, has_keys: bool) -> None:

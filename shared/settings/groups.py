@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from shared.flags import flag
 
 _model_flag = partial(flag, None, shown_default="the model's")
-_dist_flag = partial(flag, later="distributed inference is")
+_remote_ranks_flag = partial(flag, later="ranks on other machines are")
 
 ToolParserName = Literal[
     "auto",
@@ -302,19 +302,32 @@ class SpeculationSettings:
 class DistributedSettings:
     GROUP: ClassVar = "distributed / tensor parallel"
 
-    distributed_mode: Literal["off", "ring", "jaccl"] = _dist_flag("off", "tensor parallel backend")
-    distributed_sharding: Literal["tensor"] = _dist_flag("tensor", "how the model is divided")
-    distributed_strict: bool = _dist_flag(True, "refuse what does not divide evenly")
-    distributed_hostfile: Path | None = _dist_flag(
+    distributed_mode: Literal["off", "ring"] = flag(
+        "off",
+        "how the ranks that compute a model together are connected",
+    )
+    distributed_sharding: Literal["tensor"] = flag(
+        "tensor",
+        "how the model is divided between ranks",
+    )
+    distributed_strict: bool = flag(
+        True, "refuse a model that does not divide evenly; otherwise fewer ranks are started"
+    )
+    distributed_hostfile: Path | None = _remote_ranks_flag(
         None, "hostfile of the ring backend", variables=("MLX_HOSTFILE",)
     )
-    distributed_ibv_devices: str | None = _dist_flag(
+    distributed_ibv_devices: str | None = _remote_ranks_flag(
         None, "IBV devices of the jaccl backend", variables=("MLX_IBV_DEVICES",)
     )
-    distributed_jaccl_coordinator: str | None = _dist_flag(
+    distributed_jaccl_coordinator: str | None = _remote_ranks_flag(
         None, "coordinator address of the jaccl backend", variables=("MLX_JACCL_COORDINATOR",)
     )
-    num_local_ranks: int | None = _dist_flag(None, "ranks on this machine", at_least=1)
+    num_local_ranks: int | None = flag(None, "ranks on this machine", at_least=1, at_most=64)
+
+    @property
+    def ranks(self) -> int:
+        """The processes that compute the model of one engine together."""
+        return 1 if self.distributed_mode == "off" else self.num_local_ranks or 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,9 @@ from shared.wire.parts import (
 
 RefusalReason = Literal["invalid", "too_large", "unsupported", "full", "draining"]
 
+TENSOR_PARALLEL = "tensor-parallel"
+"""The capability of an engine of several ranks."""
+
 TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 
 READY_TIMEOUT_S = 240.0
+RANKS_VARIABLE = "TEST_RANKS"
+"""Environment variable: the ranks of every engine, where a test does not say."""
 READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
 
 
@@ -123,6 +125,8 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
         command += ["--host", "127.0.0.1", "--port", "0"]
         if "--kv-bits" not in flags:  # texts are compared with mlx-lm, whose cache is not quantized
             command += ["--kv-bits", "16"]
+        if (ranks := os.environ.get(RANKS_VARIABLE)) and "--distributed-mode" not in flags:
+            command += ["--distributed-mode", "ring", "--num-local-ranks", ranks]
         if "--ssd-cache-dir" not in flags:
             command += ["--ssd-cache-dir", f"{private}/ssd"]
         command += ["--disk-reserve-gb", "0"]  # tests run on full disks too
@@ -207,3 +211,11 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs or is stopped; one that nobody has waited for does not."""
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+    return bool(state.strip()) and not state.startswith("Z")

@@ -20,6 +20,7 @@ from engine.io.status import EngineStatus
 from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
 from engine.model.load import load
+from engine.parallel.leader import LeadingExecutor
 from engine.plan import Payload, StateSearch, StoreRoom
 from engine.replica.build import build_replica
 from engine.replica.speculation import make_speculator
@@ -33,21 +34,24 @@ class Whole:
     """An engine whose outputs are collected in its attributes."""
 
     def __init__(self, path: Path, **settings: object) -> None:
-        """``settings`` are those of the server, and ``proofs`` of `build_replica`."""
+        """``settings`` are those of the server, and ``proofs`` and ``leader`` of
+        `build_replica`."""
         proofs: Any = settings.pop("proofs", None)
+        leader: Any = settings.pop("leader", None)
         device.prepare()
         gc.collect()
         self.before_bytes = mx.get_active_memory()
-        self.loaded = load(path)
+        self.loaded = load(path, group=leader and leader.group.mlx)
         self.settings = Settings(**{"kv_bits": 16} | settings)  # type: ignore[arg-type]
-        self.replica = build_replica(self.loaded, self.settings, proofs)
+        self.replica = build_replica(self.loaded, self.settings, proofs, leader)
         self.executor = self.replica.executor
         self.renew(self.executor.spec.look_ahead)
 
     def renew(self, look_ahead: bool, speculator: Speculator | None = None, **config: Any) -> None:
         """Put the engine in the state of a new one, with changes of the scheduler's ``config``, and
         perhaps with another ``speculator`` than that of its settings."""
-        self.executor.reset()
+        if not isinstance(self.executor, LeadingExecutor):  # which cannot begin again
+            self.executor.reset()
         self.executor.spec = replace(self.executor.spec, look_ahead=look_ahead)
         config = {"look_ahead": look_ahead, **config}
         changed = replace(self.replica.scheduler.config, **config)

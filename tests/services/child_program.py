@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,10 @@ def main(folder: str, name: str, behaviour: str) -> int:
         for number in range(60_000):
             sys.stderr.write(f"line {number} {'x' * 80}\n")
         _note(journal, "written", name)
+    if behaviour == "helped":  # by a process of its group, which is stopped
+        helper = subprocess.Popen(["sleep", "600"])
+        helper.send_signal(signal.SIGSTOP)
+        _note(journal, "helper", name, helper.pid)
     if behaviour == "mute":
         time.sleep(600)
     while not stopping:
@@ -52,9 +57,9 @@ def main(folder: str, name: str, behaviour: str) -> int:
     return EXIT_OK
 
 
-def _note(journal: Path, event: str, name: str) -> None:
+def _note(journal: Path, event: str, name: str, pid: int | None = None) -> None:
     with journal.open("a") as file:
-        file.write(f"{event} {name} {os.getpid()} {time.monotonic()}\n")
+        file.write(f"{event} {name} {pid or os.getpid()} {time.monotonic()}\n")
 
 
 def _lines(journal: Path, event: str) -> list[str]:

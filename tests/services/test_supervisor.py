@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from shared.exits import EXIT_CONFIG, EXIT_OK
-from tests.e2e.server import alive
+from tests.e2e.server import alive, is_running
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -116,6 +116,16 @@ def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -
     assert code == EXIT_OK
     assert rest == "", "ready was announced twice"
     assert "warning supervisor: a was ended by SIGKILL" in log
+
+
+def test_a_killed_child_leaves_no_stopped_process_of_its_group(start: Start) -> None:
+    server = start("engine:helped:0")
+    (child,) = server.wait_for_starts(1)
+    wait_until(lambda: len(server.journal("helper")) == 1)
+    (helper,) = server.journal("helper")
+    os.kill(child.pid, signal.SIGKILL)
+    server.wait_for_starts(2)
+    wait_until(lambda: not is_running(helper.pid))
 
 
 def test_pauses_before_restarts_grow_while_a_child_keeps_failing(start: Start) -> None:

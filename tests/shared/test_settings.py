@@ -69,12 +69,12 @@ REFERENCE = {
 }
 """The flags of the reference, and their defaults."""
 
+TWO_RANKS = ("--distributed-mode", "ring", "--num-local-ranks", "2")
+
 LATER = {
-    "--distributed-mode": "ring",
     "--distributed-hostfile": "x",
     "--distributed-ibv-devices": "x",
     "--distributed-jaccl-coordinator": "x",
-    "--num-local-ranks": "2",
 }
 
 
@@ -256,6 +256,15 @@ def test_a_variable_of_another_program_is_ignored_while_its_feature_is_missing()
         (["--kvstore-socket", "tcp://h"], "--kvstore-socket: 'tcp://h' is neither"),
         (["--kvstore-socket", "tcp://0.0.0.0:5555"], "--kvstore-socket: 0.0.0.0 is not this"),
         (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is not this machine"),
+        (["--num-local-ranks", "2"], "--num-local-ranks: makes no sense without --distributed"),
+        (["--distributed-mode", "ring"], "--distributed-mode: needs --num-local-ranks"),
+        (["--distributed-mode", "jaccl"], "--distributed-mode: 'jaccl' is none of off, ring"),
+        (
+            ["--distributed-sharding", "pipeline"],
+            "--distributed-sharding: 'pipeline' is none of tensor",
+        ),
+        ([*TWO_RANKS, "--adapter-path", "x"], "--adapter-path: adapters cannot be divided"),
+        ([*TWO_RANKS, "--spec-decode", "ngram"], "--spec-decode: several ranks verify no drafts"),
     ],
 )
 def test_an_invalid_value_is_one_line_that_names_the_flag(

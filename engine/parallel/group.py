@@ -1,0 +1,87 @@
+"""The ranks of one engine, connected by MLX.
+
+Collectives happen in the forward pass alone, so a group without work waits for nothing. The one
+of ours, `RankGroup.of_first`, is part of the pass too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from engine.parallel.errors import RankFailed
+from engine.plan import Decode
+from engine.sampling.masks import PendingMasks
+from engine.sampling.sampler import Sampler, SamplerOutput
+
+
+class RankGroup:
+    """This process as a rank of its group."""
+
+    def __init__(self, group: mx.distributed.Group) -> None:
+        self.mlx = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    @classmethod
+    def join(cls) -> RankGroup:
+        """Connect to the other ranks, as ``MLX_RANK`` and ``MLX_HOSTFILE`` say. Returns once all
+        are there. Raises: `RankFailed`."""
+        try:
+            return cls(mx.distributed.init(strict=True, backend="ring"))
+        except RuntimeError as error:
+            raise RankFailed(f"the ranks cannot connect: {error}") from error
+
+    def of_first(self, array: mx.array, after: mx.array) -> mx.array:
+        """Return what ``array`` is on rank 0, on every rank. The ranks exchange it once ``after``
+        is computed, which keeps all collectives of a pass in one order."""
+        own = array if self.rank == 0 else mx.zeros_like(array)
+        ordered = mx.depends([own], [after])[0]
+        return mx.distributed.all_sum(ordered, group=self.mlx)
+
+    @contextmanager
+    def same_logits(self, model: Any) -> Iterator[None]:
+        """Let every call of ``model`` give rank 0's logits on all ranks meanwhile.
+
+        So each rank decides alike what depends on them, as in a proof. Sums of more than two ranks
+        may differ in their last bit otherwise."""
+        original = type(model)
+
+        def call(self: Any, *args: Any, **named: Any) -> mx.array:
+            logits = original.__call__(self, *args, **named)
+            return group.of_first(logits, logits)
+
+        group = self
+        members = {"__call__": call, "__module__": original.__module__}
+        model.__class__ = type(original.__name__, (original,), members)
+        try:
+            yield
+        finally:
+            model.__class__ = original
+
+
+class RankSampler(Sampler):
+    """Samples on rank 0 alone. Its tokens reach the others in the graph."""
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def start_masks(self, decodes: Sequence[Decode], inputs: Sequence[int | None]) -> PendingMasks:
+        return super().start_masks(decodes, inputs) if self._group.rank == 0 else None
+
+    def sample(
+        self,
+        logits: mx.array,
+        decodes: Sequence[Decode],
+        inputs: mx.array,
+        masks: PendingMasks = None,
+    ) -> SamplerOutput:
+        if self._group.rank == 0:
+            found = super().sample(logits, decodes, inputs, masks)
+        else:
+            found = SamplerOutput(mx.zeros(len(decodes), mx.int32))
+        return found._replace(tokens=self._group.of_first(found.tokens, after=logits))

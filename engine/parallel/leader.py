@@ -1,0 +1,72 @@
+"""Rank 0: it decides for all ranks, and sends each plan before it runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NoReturn
+
+from engine.executor.base import Executor, PendingStep
+from engine.parallel.errors import RankFailed
+from engine.parallel.group import RankGroup
+from engine.parallel.plans import PlanSender, pack
+from engine.parallel.progress import StepProgress
+from engine.plan import Plan, StepResult
+from engine.sampling.masks import GrammarMasker
+
+
+@dataclass(frozen=True)
+class Leader:
+    """What rank 0 needs to lead its group."""
+
+    group: RankGroup
+    plans: PlanSender
+    progress: StepProgress
+
+    def lead(self, executor: Executor) -> LeadingExecutor:
+        """Return an executor whose plans all ranks run, this one with ``executor``."""
+        return LeadingExecutor(executor, self.plans, self.progress)
+
+
+class LeadingExecutor(Executor):
+    """Runs plans on all ranks.
+
+    A step that raises here may have left the others in the middle of a collective, so nothing
+    short of a new group helps: `reset` raises."""
+
+    def __init__(self, own: Executor, plans: PlanSender, progress: StepProgress) -> None:
+        self._own, self._plans, self._progress = own, plans, progress
+        self.spec = dataclasses.replace(own.spec, verifies_drafts=False, guesses="")
+
+    def use_grammars(self, masker: GrammarMasker) -> None:
+        self._own.use_grammars(masker)
+
+    def dispatch(self, plan: Plan) -> PendingStep:
+        packed = pack(plan)
+        self._progress.begin(packed)
+        self._plans.send(packed)
+        return _LedStep(plan, self._own.dispatch(plan), self._progress)
+
+    def reset(self) -> NoReturn:
+        raise RankFailed("a step failed on rank 0: the group ends")
+
+
+class _LedStep(PendingStep):
+    def __init__(self, plan: Plan, own: PendingStep, progress: StepProgress) -> None:
+        self._plan, self._own, self._progress = plan, own, progress
+        self.may_wait = own.may_wait
+
+    def read(self, *, early: bool = False) -> StepResult:
+        result = self._own.read(early=early)
+        self._progress.finish(result.tokens)
+        # A sequence without a mask, or without its prefix, fails alone: it is computed like others.
+        chunks = {chunk.slot for chunk in self._plan.chunks}
+        chunks -= {restore.slot for restore in self._plan.restores}
+        chunks -= {restore.slot for restore in self._plan.state_restores}
+        for slot, reason in result.failed:
+            if slot in chunks:
+                raise RankFailed(f"a chunk failed on rank 0: {reason}")
+        return result
+
+    def finish(self) -> None:
+        self._own.finish()

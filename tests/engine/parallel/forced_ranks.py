@@ -1,0 +1,92 @@
+"""Two ranks that compute as on a GPU: steps are dispatched ahead of their results.
+
+``python -m tests.engine.parallel.forced_ranks MODEL KV_BITS`` starts both, and writes the tokens of
+each request as JSON. Ranks of whole servers do not look ahead on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from engine.backend.blas import load_fast_blas
+from services.ranks import PLANS_VARIABLE, LocalRanks
+from shared.settings import Settings
+from shared.supervisor_link import SupervisorLink
+
+load_fast_blas(2)
+
+from engine.backend.gpu_path import forced_gpu_path  # noqa: E402  # BLAS first
+from engine.batch import device  # noqa: E402
+from engine.model.load import load  # noqa: E402
+from engine.parallel.follower import follow  # noqa: E402
+from engine.parallel.group import RankGroup  # noqa: E402
+from engine.parallel.plans import PlanReceiver  # noqa: E402
+from engine.parallel.progress import StepProgress  # noqa: E402
+from engine.proving.remembered import AgreedRecord  # noqa: E402
+from engine.replica.build import build_rank  # noqa: E402
+from tests.engine.whole import Whole  # noqa: E402
+
+MODULE = "tests.engine.parallel.forced_ranks"
+PROMPTS = [[5] * 7, [9, 8, 7] * 21, list(range(40, 140)), [30, 31]]
+MAX_TOKENS = 24
+
+
+def main(path: Path, kv_bits: int) -> None:
+    settings: dict[str, Any] = {
+        "kv_bits": kv_bits,
+        "num_blocks": 4096,
+        "distributed_mode": "ring",
+        "num_local_ranks": 2,
+        "prefill_chunk_tokens": 32,
+    }
+    with forced_gpu_path():
+        if PLANS_VARIABLE in os.environ:
+            follow_plans(path, Settings(**settings))
+        else:
+            lead(path, settings)
+
+
+def lead(path: Path, settings: dict[str, Any]) -> None:
+    def on_failed(reason: str, code: int) -> None:
+        sys.stderr.write(reason)
+        os._exit(code)
+
+    command = [sys.executable, "-m", MODULE, *sys.argv[1:]]
+    others = LocalRanks(Settings(**settings), zmq.Context(), on_failed, command)
+    whole = Whole(path, leader=others.join(), **settings)
+    assert whole.executor.spec.look_ahead
+    for number, prompt in enumerate(PROMPTS):
+        whole.submit(str(number), prompt, MAX_TOKENS)
+        whole.turn()  # they join one after the other
+    whole.run()
+    first = dict(whole.texts)
+    whole.submit("again", PROMPTS[2], MAX_TOKENS)
+    whole.run()
+    cached = whole.ends["again"].usage.cached_ram_tokens  # type: ignore[union-attr]
+    others.close()
+    found = {"texts": first, "again": whole.texts["again"], "cached": cached}
+    sys.stdout.write(json.dumps(found))
+
+
+def follow_plans(path: Path, settings: Settings) -> None:
+    link = SupervisorLink.from_environment()
+    assert link is not None
+    link.watch(lambda: os._exit(0))
+    device.prepare()
+    plans = PlanReceiver(zmq.Context(), os.environ[PLANS_VARIABLE], 1)
+    plans.wait_for_start()
+    group = RankGroup.join()
+    loaded = load(path, group=group.mlx)
+    record = AgreedRecord.decode(plans.wait_for_start())
+    follow(build_rank(loaded, settings, record, group), plans, StepProgress())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)

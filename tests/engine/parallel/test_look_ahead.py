@@ -1,0 +1,34 @@
+"""Two ranks that look ahead, as on GPUs: tokens of rank 0 reach the other one in the graph."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.engine.parallel.forced_ranks import MODULE, PROMPTS
+from tests.oracle import Oracle
+
+TIMEOUT_S = 300.0
+
+
+def test_ranks_that_look_ahead_give_mlx_lms_tokens(tiny_model: Callable[..., Path]) -> None:
+    """In batches, beside chunks of others, and after a prefix in RAM."""
+    path = tiny_model("llama")
+    run = subprocess.run(
+        [sys.executable, "-m", MODULE, str(path), "16"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    oracle = Oracle(path)
+    for number, prompt in enumerate(PROMPTS):
+        ours = found["texts"][str(number)]
+        oracle.check_same(prompt, ours, oracle.greedy(prompt, len(ours)))
+        assert len(ours) == 24
+    assert found["again"] == found["texts"]["2"]
+    assert found["cached"] >= 80

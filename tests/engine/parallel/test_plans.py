@@ -1,0 +1,124 @@
+"""Plans between ranks: what they contain, and what their sockets notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.parallel.errors import RankFailed
+from engine.parallel.plans import PlanReceiver, PlanSender, pack, unpack
+from engine.parallel.progress import StepProgress
+from engine.plan import Chunk, Decode, Insert, Move, Plan, Restore, Save, SlabSpec, Slot
+from shared.wire import Grammar, SamplingParams
+
+SLOT = Slot(3, 1)
+
+
+@pytest.fixture
+def address(socket_dir: Path) -> str:
+    return f"ipc://{socket_dir}/plans"
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    found: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield found
+    found.destroy(0)
+
+
+def test_a_plan_arrives_without_what_only_choosing_tokens_needs() -> None:
+    decode = Decode(
+        SLOT,
+        position=7,
+        token_id=5,
+        output_index=2,
+        sampling=SamplingParams(seed=4, temperature=1.0),
+        forbidden=(1,),
+        logprobs=3,
+        history=(1, 2, 3),
+        constrained=True,
+        grammar=Grammar(kind="regex", source="a+"),
+    )
+    plan = Plan(
+        step=9,
+        freed_slabs=(1, 2),
+        new_slabs=(SlabSpec(3, 2, 64),),
+        restores=(Restore(SLOT, 0, (4, 5)),),
+        moves=(Move(SLOT, Slot(4, 0), 16),),
+        decodes=(decode,),
+        chunks=(Chunk(SLOT, 8, (6, 7), (7,), 2),),
+        saves=(Save(SLOT, 0, (8,)),),
+    )
+    received = unpack(pack(plan))
+    (arrived,) = received.decodes
+    assert (arrived.slot, arrived.position, arrived.token_id) == (SLOT, 7, 5)
+    assert arrived.constrained and arrived.output_index == 2
+    assert (arrived.history, arrived.grammar, arrived.logprobs) == (None, None, None)
+    assert (received.step, received.chunks, received.saves) == (9, plan.chunks, plan.saves)
+    assert (received.restores, received.moves) == (plan.restores, plan.moves)
+    assert (received.freed_slabs, received.new_slabs) == (plan.freed_slabs, plan.new_slabs)
+
+
+def test_blocks_of_a_group_do_not_travel() -> None:
+    with pytest.raises(ValueError, match="blocks"):
+        pack(Plan(step=1, inserts=(Insert(1, (b"kv",)),)))
+
+
+def test_plans_arrive_in_order_after_the_start(
+    address: str, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    sender = PlanSender(context, address, size=3)
+    receivers = [PlanReceiver(context, address, rank) for rank in (1, 2)]
+    sender.wait_for_ranks(30.0)
+    sender.start(b"begin")
+    sender.send(b"one")
+    sender.send(b"two")
+    for receiver in receivers:
+        assert receiver.wait_for_start() == b"begin"
+        assert [receiver.receive(30.0), receiver.receive(30.0)] == [b"one", b"two"]
+        assert receiver.receive(0.0) is None
+
+
+def test_a_missing_rank_is_named(address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    sender = PlanSender(context, address, size=3)
+    _ = PlanReceiver(context, address, 1)
+    with pytest.raises(RankFailed, match=r"no sign of .*rank 2"):
+        sender.wait_for_ranks(2.0)
+
+
+def test_a_rank_that_missed_a_plan_does_not_go_on(
+    address: str, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(address)
+    receiver = PlanReceiver(context, address, 1)
+    name, _ = socket.recv_multipart()
+    socket.send_multipart([name, b"2", b"the second"])
+    with pytest.raises(RankFailed, match="plan 1 is missing"):
+        receiver.receive()
+
+
+def test_a_rank_that_never_came_takes_no_plan(
+    address: str, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    with pytest.raises(RankFailed, match="rank 1 takes no plan"):
+        PlanSender(context, address, size=2).send(b"plan")
+
+
+def test_digests_are_of_plans_and_tokens() -> None:
+    def after(*steps: tuple[bytes, list[int]]) -> StepProgress:
+        progress = StepProgress()
+        for plan, tokens in steps:
+            progress.begin(plan)
+            progress.finish(tokens)
+        return progress
+
+    own = after((b"a", [1]), (b"b", [2, 3]))
+    assert not own.differs(after((b"a", [1]), (b"b", [2, 3])).steps)
+    assert not own.differs(after((b"a", [1])).steps), "a rank may be behind"
+    assert own.differs(after((b"a", [2])).steps)
+    assert own.differs(after((b"c", [1])).steps)
+    assert not own.differs(StepProgress().steps)

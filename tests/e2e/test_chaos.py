@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.process import ROOT
 
-SECONDS = 120
+SECONDS = 80
 PATIENCE_S = 550
 
 

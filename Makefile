@@ -132,13 +132,15 @@ zoo: setup
 	$(BIN)/python -m engine.zoo --write docs/models.md $(ARGS)
 
 compose-test: setup
-	COMPOSE_TEST=1 $(BIN)/python -m pytest tests/deploy $(ARGS)
+	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/deploy/test_compose.py $(ARGS)
 
 # PIN="-P name" upgrades one package; without it, only pins change that have to.
 lock:
 	uv pip compile pyproject.toml --extra cpu $(PIN) --output-file requirements/serve.txt $(LOCKING)
 	uv pip compile pyproject.toml --extra cpu --extra dev $(PIN) \
 		--constraints requirements/serve.txt --output-file requirements/develop.txt $(LOCKING)
+	uv pip compile pyproject.toml --extra redis \
+		--constraints requirements/develop.txt --output-file requirements/router.txt $(LOCKING)
 
 # Wheels alone, of the oldest systems that MLX supports. Nothing is installed.
 platforms:

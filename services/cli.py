@@ -33,8 +33,8 @@ COMMANDS = {
 imported when it is needed."""
 
 
-_WITH_MLX = ("router",)
-"""These import MLX on a thread, which may crash while the interpreter shuts down."""
+_WITH_THREADS = ("router",)
+"""Their threads may be at work at the end, for requests that were cut: nobody waits for them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(PROG, f"unknown command {name!r}; {hint}", EXIT_USAGE)
     module, _, function = COMMANDS[name][0].partition(":")
     code: int = getattr(importlib.import_module(module), function or "main")(rest)
-    if name in _WITH_MLX:
+    if name in _WITH_THREADS:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

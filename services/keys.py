@@ -67,6 +67,15 @@ def _make_engine(directory: Path, options: argparse.Namespace) -> dict[str, Any]
     return {"engine key": own}
 
 
+def _make_all(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Make the keys of a server and of engines that read the same directory."""
+    server = create_pair(directory, "server").public
+    engine = create_pair(directory, "engine").public
+    allowed = parse_allowed_key(engine, ["name=native"])
+    write_allow_list(directory / ALLOW_LIST, [allowed])
+    return {"server key": server, "engine key": engine, "allowed": _describe(allowed)}
+
+
 def _allow(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     fields = [f"name={options.name}"] if options.name else []
     fields += [f"models={','.join(options.model)}"] if options.model else []
@@ -160,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         each.set_defaults(run=run)
         return each
 
+    command("init", _make_all, "make the keys of a server and of engines beside it, who may join")
     command("server", _make_server, "make the keys of this machine's router and kvstore")
     engine = command("engine", _make_engine, "make the keys of engines on this machine")
     engine.add_argument("--server", required=True, metavar="KEY", help="the server's public key")

@@ -24,6 +24,7 @@ from router.http.app import create_app
 from router.http.connections import Connection
 from router.http.health import can_answer
 from router.responses.archive import ArchiveError
+from router.tokens.without_mlx import leave_out_mlx
 from services.listener import BACKLOG, ListenError, base_url, inherited, listen
 from services.router_end import RouterEnd
 from services.terminal import Terminal
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or the end of the supervisor; return the exit code."""
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
     raise_descriptor_limit()
+    leave_out_mlx()
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
     if not settings.engine_socket:
@@ -207,6 +209,5 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip the shutdown of the interpreter: MLX, which the tokenizers import, may crash there if
-    # it was imported on another thread.
+    # Skip the shutdown of the interpreter, which waits for threads that still tokenize.
     os._exit(code)

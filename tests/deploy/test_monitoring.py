@@ -119,13 +119,18 @@ def test_what_compose_mounts_is_there() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for name in ("prometheus", "grafana"):
         service = services[name]
-        assert service["profiles"] == ["monitoring"]
+        assert service["profiles"] == ["monitoring", "mac"]
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
         files = [each.split(":")[0] for each in service["volumes"] if each.startswith("./")]
         assert files and all((ROOT / file).exists() for file in files)
     source = yaml.safe_load((MONITORING / "grafana/datasources/prometheus.yml").read_text())
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
-    assert all("profiles" not in services[name] for name in ("router", "engine", "kvstore"))
+    for name in ("router", "engine", "kvstore"):
+        assert services[name]["profiles"] == ["cpu", "monitoring"]
+    assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
+    other = services["router-for-native-engines"]
+    assert other["profiles"] == ["mac"]
+    assert other["networks"]["default"]["aliases"] == ["router"]  # as Prometheus knows it
 
 
 def test_every_alert_has_a_test_in_which_it_fires() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -262,6 +263,13 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
             assert [future.result().status_code for future in in_flight] == [200] * 24
         eventually(lambda: ready_replicas(client) == 1, "one is left")
         assert complete(1).status_code == 200
+        if sys.platform == "linux":
+            assert "libmlx" in loaded_by(both[1]) and "libmlx" not in loaded_by(router)
+
+
+def loaded_by(process: Process) -> str:
+    """Return the lines of all files that a process has mapped, its libraries among them."""
+    return Path(f"/proc/{process.popen.pid}/maps").read_text()
 
 
 def ready_replicas(client: httpx.Client) -> int:

@@ -71,6 +71,17 @@ def join(curve: CurveServer, model_dir: Path, says: Any) -> Iterator[Start]:
     eventually(lambda: not any(curve.engines().values()))
 
 
+def test_one_command_makes_the_keys_of_both_sides(tmp_path: Path) -> None:
+    command = ["init", f"--curve-dir={tmp_path}"]
+    assert keys.main(command) == 0
+    made = EngineKeys.load(tmp_path)
+    assert made.server == load_public(tmp_path, "server")
+    (allowed,) = read_allow_list(tmp_path / "allowed").values()
+    assert (allowed.key, allowed.name, allowed.models) == (made.own.public, "native", None)
+    assert keys.main(command) == 1  # those that there are stay
+    assert EngineKeys.load(tmp_path) == made
+
+
 def test_an_engine_with_a_known_key_joins_under_the_keys_name(
     curve: CurveServer, join: Start, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow test-ranks clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test lock platforms clean
+.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -27,6 +27,7 @@ help:
 	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
 	@echo "make test-ranks    run the end-to-end tests with engines of RANKS=$(RANKS) ranks"
+	@echo "make test-ray      install Ray, and run a cluster of three nodes on this machine"
 	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
 	@echo "make agents        install real coding agents, try each, write a table of docs/clients.md (10 minutes)"
 	@echo "make docs          write the generated parts of the documentation (except for zoo and clients)"
@@ -76,6 +77,11 @@ test-ranks: setup
 	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel \
 		$(addprefix tests/e2e/test_,ranks.py faults.py requests.py sampling.py stop_strings.py \
 		structured.py limits.py processes.py administration.py)
+
+# With Ray, which is not among what the other tests need.
+test-ray: setup
+	$(BIN)/python -m pip install --quiet 'ray>=2.50,<3'
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest -s tests/e2e/test_ray.py $(ARGS)
 
 clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)

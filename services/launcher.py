@@ -1,7 +1,7 @@
 """Where processes of the server run: one small interface, and a file for each kind of place.
 
-`services.local_launcher` is the first: processes of this machine. The supervisor starts, watches
-and stops all its children through this interface alone.
+`services.local_launcher` has processes of this machine, `services.ray.launcher` engines that Ray
+places. The supervisor starts, watches and stops all its children through this interface alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,15 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineNeeds:
+    """What a process needs of the machine that it is placed on."""
+
+    memory_bytes: int = 0  # 0: not known
+    processes: int = 1  # that share the memory, on one machine
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,8 @@ class ChildSpec:
     takes_hang_up: bool = False  # SIGHUP is passed on to it, once it has sent a beat
     essential: bool = True  # the server ends if this child cannot start
     work: str = ""  # children with the same one take over from each other
+    place: MachineNeeds | None = None  # None: this machine
+    joins_as: str = ""  # what routers call it, if not by its name
 
 
 @dataclass

@@ -7,19 +7,23 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from engine.backend import allocation
+from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
-from services.launcher import ChildSpec
+from services.launcher import ChildSpec, Launcher
 from services.listener import ListenError, base_url, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
+from services.ray.cluster import ClusterUnavailable, RayCluster
 from services.supervisor import Supervisor
 from services.supervisor_output import LogCollector
 from shared import logs, settings
+from shared.curve import CurveError
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_FAILED, fail
 from shared.flags import FlagError
@@ -43,9 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The socket is made here and not in the router, so that connections wait, and are not
         # refused, while the router is restarted.
         with listen(options.host, options.port) as http, RunDir.create() as run_dir:
-            return _supervise(argv, options, models, http, run_dir)
+            if options.cluster == "none":
+                return _supervise(argv, options, models, http, run_dir)
+            with closing(RayCluster(options, run_dir)) as cluster:
+                return _supervise(argv, options, models, http, run_dir, cluster)
     except (ListenError, RunDirError) as error:
         return fail(PROG, error, EXIT_FAILED)
+    except (ClusterUnavailable, CurveError) as error:
+        return fail(PROG, f"--cluster: {error}")
 
 
 class Children:
@@ -147,10 +156,16 @@ def _supervise(
     models: Sequence[ModelEntry],
     http: socket.socket,
     run_dir: RunDir,
+    cluster: RayCluster | None = None,
 ) -> int:
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
-    children = Children(options, run_dir)
+    children = Children(options if cluster is None else cluster.prepared(options), run_dir)
+    launcher: Launcher = LocalLauncher(output)
+    make_engine: SpecMaker = children.engine
+    if cluster is not None:
+        launcher = cluster.launcher(launcher, output)
+        make_engine = cluster.placed(make_engine, options)
     services = [*([] if options.no_ssd else [children.kvstore()]), children.router(http)]
 
     def turn() -> None:
@@ -173,7 +188,7 @@ def _supervise(
 
     supervisor = Supervisor(
         services,
-        LocalLauncher(output),
+        launcher,
         limits=Limits(drain_timeout_s=options.pre_stop_delay_s + options.drain_timeout_s + GRACE_S),
         on_ready=_make_announcement(options, models, http),
         # From now on only the router has the socket, so that it can refuse connections.
@@ -182,7 +197,7 @@ def _supervise(
         on_exit=lambda child: fleet.on_exit(child),
         on_hang_up=reload,
     )
-    fleet = EngineFleet(supervisor, children.engine, options, models)
+    fleet = EngineFleet(supervisor, make_engine, options, models)
     try:
         return supervisor.run()
     finally:

@@ -50,6 +50,11 @@ class ManagedChild:
         return self.spec.name
 
     @property
+    def joins_as(self) -> str:
+        """What routers call it."""
+        return self.spec.joins_as or self.spec.name
+
+    @property
     def waits_to_start(self) -> bool:
         return self.process is None and self.gave_up is None
 

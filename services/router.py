@@ -200,7 +200,7 @@ async def _beat(router: Router, link: SupervisorLink | None) -> None:
     while link is not None:
         was_ready = was_ready or can_answer(router)
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
-        link.beat(phase, models=router.demand())
+        link.beat(phase, models=router.demand(), load=router.load())
         await asyncio.sleep(BEAT_EVERY_S)
 
 

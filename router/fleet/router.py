@@ -267,6 +267,17 @@ class Router:
         }
         return self.supervised.demand(self.dispatcher.models_in_use, stranded)
 
+    def load(self) -> dict[str, tuple[int, float]]:
+        """Return, by model, the requests in its queue, and the part of its engines' places that is
+        taken: what the supervisor needs to know how many engines are enough."""
+        found = {}
+        for model in self.registry.models.values():
+            places = sum(engine.hello.max_sequences for engine in model.ready_engines)
+            taken = sum(len(engine.request_ids) for engine in model.ready_engines)
+            queued = self.dispatcher.num_waiting(model.id)
+            found[model.id] = (queued, round(taken / places, 3) if places else 0.0)
+        return found
+
     # -- RegistryListener ------------------------------------------------------
 
     def on_engine_joined(self, engine: Engine) -> None:

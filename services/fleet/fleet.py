@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from services.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
-from services.fleet.memory import budgets, total_bytes, weights_bytes
+from services.fleet.memory import budgets, placed_bytes, total_bytes, weights_bytes
 from services.fleet.model import FleetModel
 from services.fleet.rolling import RollingRestart
 from services.launcher import LaunchedProcess
@@ -56,6 +57,7 @@ class EngineFleet:
         self._pool.forget_ended()
         self._rolling.turn()
         self._unload_idle()
+        self._scale(now)
         for model in sorted(self._models, key=lambda model: model.waiting_since or now):
             self._load(model, now)
         self._tell_router()
@@ -65,7 +67,11 @@ class EngineFleet:
     def on_exit(self, child: ManagedChild) -> None:
         """Tell the router that a process has ended: it would have to wait for missing beats."""
         if self._router is not None and child.name != ROUTER:
-            self._router.tell({"ended": child.name, "planned": child.retired_until is not None})
+            self._tell_of_end(child, planned=child.retired_until is not None)
+
+    def _tell_of_end(self, child: ManagedChild, *, planned: bool) -> None:
+        if self._router is not None:
+            self._router.tell({"ended": child.joins_as, "planned": planned})
 
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
         """Serve ``entries`` from now on: load new models, unload others, restart changed ones."""
@@ -104,6 +110,11 @@ class EngineFleet:
         for model in self._models:
             waiting, idle_s = demand.get(model.id, (0, 0.0))
             model.note_demand(int(waiting), float(idle_s), now)
+            for child in model.engines:
+                for message in () if child.process is None else child.process.take_messages():
+                    if message.get("lost"):  # and started again, which is no exit
+                        self._tell_of_end(child, planned=False)
+            model.scaling.note_load(*self._router.state.facts.get("load", {}).get(model.id, ()))
         for message in self._router.take_messages():
             if message.get("do") == "restart":
                 self.restart(message.get("target"))
@@ -138,12 +149,17 @@ class EngineFleet:
                     model.waiting_since = model.waiting_since or time.monotonic()
                     self._load(model, time.monotonic(), asked=True)
             for child in model.engines:
-                if child.name == target:
+                if target in (child.name, child.joins_as):
                     self._rolling.add_engine(model, child)
 
     # -- memory ----------------------------------------------------------------
 
     def _size_budgets(self) -> None:
+        if self._settings.cluster != "none":  # Ray knows the memory of its machines
+            self._pool.total_bytes = sys.maxsize
+            for model in self._models:
+                model.budget_bytes = placed_bytes(model.entry, model.weights_bytes)
+            return
         self._pool.total_bytes = total_bytes(self._settings, self._device_bytes)
         entries = [model.entry for model in self._models]
         sizes = [model.weights_bytes for model in self._models]
@@ -163,7 +179,7 @@ class EngineFleet:
     def _lacks_engines(self, model: FleetModel) -> bool:
         return (
             model.trouble is None
-            and len(model.engines) + model.given_up < model.entry.settings.engines
+            and len(model.engines) + model.given_up < model.scaling.wanted
             and not self._rolling.concerns(model)
         )
 
@@ -177,6 +193,15 @@ class EngineFleet:
             self._pool.start(model)
         elif not model.engines:
             self._make_room(model, now)
+
+    def _scale(self, now: float) -> None:
+        """Follow the queues: `_load` starts what is wanted, this ends what is not."""
+        for model in self._models:
+            ready = sum(child.is_ready for child in model.engines)
+            if line := model.scaling.follow(model.entry.settings, ready, now):
+                logger.info("model %s: %s", model.id, line)
+            if len(model.engines) > model.scaling.wanted and not self._rolling.concerns(model):
+                self._pool.retire(model, model.engines[model.scaling.wanted :])
 
     def _measure(self, model: FleetModel) -> None:
         """Size an unknown model again: its first load has brought it to this machine."""

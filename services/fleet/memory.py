@@ -101,3 +101,13 @@ def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total:
             least = size + _LEAST_BESIDE_WEIGHTS
             found.append(min(total, max(int(size * _WEIGHTS_FACTOR), least)))
     return found
+
+
+def placed_bytes(entry: ModelEntry, weights: int | None) -> int:
+    """Return the bytes that a machine has to have for an engine of ``entry``: 0 if its model is not
+    on this machine, and ``--memory-gb`` does not say it."""
+    if entry.settings.memory_gb is not None:
+        return int(entry.settings.memory_gb * 1e9)
+    if weights is None:
+        return 0
+    return max(int(weights * _WEIGHTS_FACTOR), weights + _LEAST_BESIDE_WEIGHTS)

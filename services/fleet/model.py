@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any, Literal
 
+from services.fleet.scaling import Scaling
 from services.managed_child import ManagedChild
 from shared.settings import ModelEntry
 
@@ -17,6 +18,7 @@ class FleetModel:
 
     def __init__(self, entry: ModelEntry, weights_bytes: int | None) -> None:
         self.entry = entry
+        self.scaling = Scaling(entry.settings.engines)
         self.weights_bytes = weights_bytes
         self.budget_bytes = 0
         self.engines: list[ManagedChild] = []
@@ -59,7 +61,7 @@ class FleetModel:
             "state": self.state,
             "reason": self.trouble,
             "pinned": self.entry.pinned,
-            "engines": [child.name for child in self.engines],
+            "engines": [child.joins_as for child in self.engines],
             "load_s": self.load_s,
         }
 

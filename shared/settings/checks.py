@@ -30,6 +30,11 @@ def check(settings: Settings) -> None:
     if settings.draft_model_path is not None and settings.spec_decode not in ("draft", "auto"):
         raise FlagError("--draft-model-path: makes no sense without --spec-decode draft or auto")
     _check_ranks(settings)
+    if settings.max_engines is not None and settings.max_engines < settings.engines:
+        raise FlagError(f"--max-engines: less than --engines, which is {settings.engines}")
+    for label in settings.ray_label:
+        if not all(label.partition("=")):
+            raise FlagError(f"--ray-label: {label!r} is not NAME=VALUE")
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise FlagError("--ssl-keyfile: makes no sense without --ssl-certfile")
     if settings.root_path and not _is_path(settings.root_path):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared.flags import flag
+from shared.settings.machines import ClusterSettings, DistributedSettings
 
 _model_flag = partial(flag, None, shown_default="the model's")
-_remote_ranks_flag = partial(flag, later="ranks on other machines are")
 
 ToolParserName = Literal[
     "auto",
@@ -299,42 +299,10 @@ class SpeculationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedSettings:
-    GROUP: ClassVar = "distributed / tensor parallel"
-
-    distributed_mode: Literal["off", "ring"] = flag(
-        "off",
-        "how the ranks that compute a model together are connected",
-    )
-    distributed_sharding: Literal["tensor"] = flag(
-        "tensor",
-        "how the model is divided between ranks",
-    )
-    distributed_strict: bool = flag(
-        True, "refuse a model that does not divide evenly; otherwise fewer ranks are started"
-    )
-    distributed_hostfile: Path | None = _remote_ranks_flag(
-        None, "hostfile of the ring backend", variables=("MLX_HOSTFILE",)
-    )
-    distributed_ibv_devices: str | None = _remote_ranks_flag(
-        None, "IBV devices of the jaccl backend", variables=("MLX_IBV_DEVICES",)
-    )
-    distributed_jaccl_coordinator: str | None = _remote_ranks_flag(
-        None, "coordinator address of the jaccl backend", variables=("MLX_JACCL_COORDINATOR",)
-    )
-    num_local_ranks: int | None = flag(None, "ranks on this machine", at_least=1, at_most=64)
-
-    @property
-    def ranks(self) -> int:
-        """The processes that compute the model of one engine together."""
-        return 1 if self.distributed_mode == "off" else self.num_local_ranks or 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
     GROUP: ClassVar = "processes and logging"
 
-    engines: int = flag(1, "replicas of a model on this machine", at_least=1, at_most=64)
+    engines: int = flag(1, "replicas of a model", at_least=1, at_most=1024)
     fleet_memory_gb: float | None = flag(
         None,
         "memory of all engines of this machine in GB: models that do not fit are loaded on demand",
@@ -382,6 +350,7 @@ class Settings(
     AdmissionSettings,
     SpeculationSettings,
     DistributedSettings,
+    ClusterSettings,
     ProcessSettings,
 ):
     """The resolved settings; ``Settings()`` has the defaults."""

@@ -14,13 +14,13 @@ from shared.flags import FlagError, arguments, flags_of, from_table, values_of
 from shared.settings.checks import check
 from shared.settings.groups import (
     BatchingSettings,
-    DistributedSettings,
     GenerationSettings,
     KVCacheSettings,
     ModelSettings,
     Settings,
     SpeculationSettings,
 )
+from shared.settings.machines import DistributedSettings
 
 _GROUPS = (
     ModelSettings,
@@ -33,7 +33,10 @@ _GROUPS = (
 _NOT_BY_MODEL = ("model", "served_model_name")
 _FURTHER = (
     *("engines", "memory_pressure_threshold", "stall_timeout_s", "max_concurrent_requests"),
+    *("ray_label", "max_engines", "scale_up_queue", "scale_down_s"),
 )
+_OF_THE_FLEET = ("engines", "max_engines", "scale_up_queue", "scale_down_s")
+"""Of what decides how many engines there are: they need no restart."""
 FLAGS = flags_of(Settings)
 MODEL_FLAGS = [
     flag
@@ -153,7 +156,7 @@ def model_changes(before: ModelEntry, after: ModelEntry) -> set[str]:
     names = {flag.field for flag in MODEL_FLAGS} | {*_NOT_BY_MODEL}
     return {
         name
-        for name in names - {"engines", "idle_unload_s"}
+        for name in names - {"idle_unload_s", *_OF_THE_FLEET}
         if getattr(before.settings, name) != getattr(after.settings, name)
     }
 

@@ -1,0 +1,71 @@
+"""The groups of settings of where engines run: ranks, and clusters of machines."""
+
+# ruff: noqa: RUF009  (`flag` makes a dataclass field)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from shared.flags import flag
+
+_remote_ranks_flag = partial(flag, later="ranks on other machines are")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedSettings:
+    GROUP: ClassVar = "distributed / tensor parallel"
+
+    distributed_mode: Literal["off", "ring"] = flag(
+        "off",
+        "how the ranks that compute a model together are connected",
+    )
+    distributed_sharding: Literal["tensor"] = flag(
+        "tensor",
+        "how the model is divided between ranks",
+    )
+    distributed_strict: bool = flag(
+        True, "refuse a model that does not divide evenly; otherwise fewer ranks are started"
+    )
+    distributed_hostfile: Path | None = _remote_ranks_flag(
+        None, "hostfile of the ring backend", variables=("MLX_HOSTFILE",)
+    )
+    distributed_ibv_devices: str | None = _remote_ranks_flag(
+        None, "IBV devices of the jaccl backend", variables=("MLX_IBV_DEVICES",)
+    )
+    distributed_jaccl_coordinator: str | None = _remote_ranks_flag(
+        None, "coordinator address of the jaccl backend", variables=("MLX_JACCL_COORDINATOR",)
+    )
+    num_local_ranks: int | None = flag(None, "ranks on this machine", at_least=1, at_most=64)
+
+    @property
+    def ranks(self) -> int:
+        """The processes that compute the model of one engine together."""
+        return 1 if self.distributed_mode == "off" else self.num_local_ranks or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    GROUP: ClassVar = "cluster"
+
+    cluster: Literal["none", "ray"] = flag(
+        "none", "where engines run; none: on this machine; ray: where Ray places them"
+    )
+    ray_address: str = flag("auto", "address of the Ray cluster; auto: the one of this machine")
+    ray_label: tuple[str, ...] = flag(
+        (), "NAME=VALUE, a label of the machines on which Ray may place engines"
+    )
+    max_engines: int | None = flag(
+        None,
+        "replicas of a model at most, where requests wait; --engines are there always",
+        at_least=1,
+        at_most=1024,
+        shown_default="as many as --engines",
+    )
+    scale_up_queue: int = flag(
+        4, "requests of a model in the queue, by engine, with which one more is started", at_least=1
+    )
+    scale_down_s: float = flag(
+        300.0, "seconds for which an engine is not needed before it is ended", at_least=0
+    )

@@ -1,0 +1,198 @@
+"""`--cluster ray`: engines on a real Ray cluster of three nodes, which are all this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import unused_port
+from tests.e2e.server import Server, alive, descendants, serving, text_of
+
+pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
+from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PATIENCE_S = 120.0
+NODE_BYTES = 900_000_000  # room for one engine of 0.5 GB
+LONG = 500
+
+
+class RayNodes:
+    """A cluster, and which engines run on which of its nodes."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args=self._arguments({}))
+
+    @staticmethod
+    def _arguments(labels: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "num_cpus": 1,
+            "memory": NODE_BYTES,
+            "include_dashboard": False,
+            "labels": dict(labels),
+        }
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, **labels: str) -> Any:
+        return self.cluster.add_node(**self._arguments(labels))
+
+    def nodes(self) -> list[Any]:
+        found: list[Any] = self.cluster.list_all_nodes()
+        return found
+
+    def lose(self, node: Any) -> None:
+        """Kill a node with all that runs on it."""
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def engines(self, node: Any, word: str = "services.engine") -> list[int]:
+        """Return the engine processes on ``node``."""
+        (raylet,) = node.all_processes["raylet"]
+        return [pid for pid, command in descendants(raylet.process.pid) if word in command]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    found = RayNodes()
+    try:
+        for _ in range(2):
+            found.add(kind="worker")
+        yield found
+    finally:
+        found.cluster.shutdown()
+
+
+@contextmanager
+def serving_on(nodes: RayNodes, *flags: str, model: Path | None = None) -> Iterator[Server]:
+    address = f"tcp://127.0.0.1:{unused_port()}"
+    cluster = ("--cluster", "ray", "--ray-address", nodes.address, "--engine-socket", address)
+    with serving(model, *cluster, *flags) as server:
+        yield server
+    left = [pid for node in nodes.nodes() for pid in nodes.engines(node) if alive(pid)]
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(alive, left)):
+        assert time.monotonic() < deadline, f"engines left over: {left}"
+        time.sleep(0.1)
+
+
+def ready(server: Server) -> list[str]:
+    models = server.client.get("/health").json()["models"]
+    return sorted(e["name"] for model in models for e in model["engines"] if e["ready"])
+
+
+def wait_ready(server: Server, number: int) -> float:
+    """Wait for a number of ready engines; return the seconds that it took."""
+    began = time.monotonic()
+    server.wait_until(lambda: len(ready(server)) == number, PATIENCE_S, f"{number} engines")
+    return time.monotonic() - began
+
+
+@contextmanager
+def streams(server: Server, number: int) -> Iterator[Sequence[Future[str]]]:
+    """Ask for long texts; yield them as they will be."""
+
+    def text(question: int) -> str:
+        return text_of(list(server.stream(f"number {question}", LONG)))
+
+    with ThreadPoolExecutor(number) as pool:
+        yield [pool.submit(text, question) for question in range(number)]
+
+
+def test_engines_are_placed_on_all_nodes_and_again_when_one_is_lost(
+    nodes: RayNodes, tiny_model: Callable[..., Path]
+) -> None:
+    began = time.monotonic()
+    flags = ("--engines", "3", "--memory-gb", "0.5")
+    with serving_on(nodes, *flags, model=tiny_model("llama")) as server:
+        wait_ready(server, 3)
+        print(f"\nthree engines placed and ready in {time.monotonic() - began:.1f} s")  # noqa: T201
+        assert [len(nodes.engines(node)) for node in nodes.nodes()] == [1, 1, 1]
+        assert all(name.startswith("ray.engine-") for name in ready(server))
+        with streams(server, 6) as alone:
+            expected = [future.result() for future in alone]
+        lost = nodes.nodes()[-1]
+        resumed = server.metric("mlx_lm_server_resumed_requests_total")
+        with streams(server, 6) as texts:
+            server.wait_until(lambda: server.sequences_in_flight() == 6, PATIENCE_S, "six run")
+            nodes.lose(lost)
+            assert [future.result() for future in texts] == expected
+        assert server.metric("mlx_lm_server_resumed_requests_total") > resumed
+        wait_ready(server, 2)
+        began = time.monotonic()
+        new = nodes.add(kind="worker")
+        wait_ready(server, 3)
+        print(f"placed again in {time.monotonic() - began:.1f} s")  # noqa: T201
+        assert len(nodes.engines(new)) == 1
+
+        # An engine that dies is started again by Ray, and dies with its actor.
+        (engine,) = nodes.engines(new)
+        os.kill(engine, signal.SIGKILL)
+        server.wait_until(lambda: nodes.engines(new) not in ([], [engine]), PATIENCE_S, "another")
+        wait_ready(server, 3)
+        (engine,), (actor,) = nodes.engines(new), nodes.engines(new, "EngineHost")
+        os.kill(actor, signal.SIGKILL)
+        server.wait_until(lambda: not alive(engine), PATIENCE_S, "its engine ends")
+        wait_ready(server, 3)
+
+
+CONFIG = """
+[[model]]
+id = "scaled"
+path = "{scaled}"
+memory-gb = 0.5
+engines = 1
+max-engines = 2
+scale-up-queue = 1
+scale-down-s = 1
+max-batch-size = 1
+prefill-batch-size = 1
+completion-batch-size = 1
+
+[[model]]
+id = "divided"
+path = "{divided}"
+memory-gb = 0.6
+ray-label = ["kind=worker"]
+distributed-mode = "ring"
+num-local-ranks = 2
+"""
+
+
+def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
+    nodes: RayNodes, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "models.toml"
+    models = {"scaled": tiny_model("llama"), "divided": tiny_model("llama", 1)}
+    file.write_text(CONFIG.format(**models))
+    with serving_on(nodes, "--config", str(file)) as server:
+        wait_ready(server, 2)
+        assert len([pid for node in nodes.nodes() for pid in nodes.engines(node, "services.rank")])
+        head = nodes.nodes()[0]
+        assert not nodes.engines(head, "services.rank"), "its label says where it may run"
+        assert server.complete("a", model="divided")["usage"]["completion_tokens"] == 16
+        with ThreadPoolExecutor(8) as pool:
+            began = time.monotonic()
+            stop = began + PATIENCE_S
+
+            def ask() -> None:
+                while len(ready(server)) < 3 and time.monotonic() < stop:
+                    server.complete("a", 200, model="scaled", ignore_eos=True)
+
+            for future in [pool.submit(ask) for _ in range(8)]:
+                future.result()
+        assert len(ready(server)) == 3
+        print(f"\nanother engine for a queue in {time.monotonic() - began:.1f} s")  # noqa: T201
+        wait_ready(server, 2)
+        assert any("1 engines are enough" in line for line in server.log)
+        assert server.complete("a", model="scaled")["usage"]["completion_tokens"] == 16

@@ -12,6 +12,7 @@ import msgspec
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
 from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
+from engine.io.group_store import EngineStore
 from engine.io.inbox import (
     BlocksFetched,
     GrammarCompiled,
@@ -21,7 +22,6 @@ from engine.io.inbox import (
     StoresAnswered,
 )
 from engine.io.status import EngineStatus
-from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
 from engine.plan import StepResult
 from engine.scheduler import Scheduler
@@ -53,7 +53,7 @@ class EngineCore:
         inbox: Inbox,
         io_thread: IOThread,
         status: EngineStatus,
-        store: StoreClient | None,
+        store: EngineStore | None,
         grammar_queue: GrammarQueue,
         check_integrity: bool = False,
     ) -> None:

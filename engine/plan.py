@@ -99,6 +99,15 @@ class Insert(PlanOp, frozen=True):
     is_snapshot: bool = False
 
 
+class BlockName(PlanOp, frozen=True):
+    """What the kvstore calls a block or a snapshot that this plan inserts or exports. Other ranks
+    need it: each inserts and stores its own part."""
+
+    block_id: int  # of the block or the snapshot
+    hash: bytes
+    is_snapshot: bool = False
+
+
 class Restore(PlanOp, frozen=True):
     """Copy blocks into a slot."""
 
@@ -208,6 +217,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     saves: tuple[Save, ...] = ()
     state_saves: tuple[SaveState, ...] = ()
     exports: tuple[int, ...] = ()  # ids of blocks and snapshots
+    names: tuple[BlockName, ...] = ()  # of all that is inserted or exported
 
 
 class Exported(NamedTuple):

@@ -5,7 +5,10 @@
     <root>/nonce-<random>                                proof of a shared file system
     <root>/tmp/                                          half-written files; emptied at start
     <root>/quarantine/                                   the last few bad files, for inspection
-    <root>/<namespace>/rank_0/<ab>/<hash>.safetensors    a block; its mtime is its last use
+    <root>/<digits>/rank_<n>/<ab>/<hash>.safetensors     a block; its mtime is its last use
+
+A namespace is the digits, and for ranks other than 0 the folder of the rank too
+(`shared.hashing.rank_namespace`).
 
 Nothing here keeps state about blocks: the directory is the source of truth.
 """
@@ -26,16 +29,17 @@ from typing import NamedTuple
 
 from kvstore.disk import DISK_FULL, Disk
 from shared.blockfile import MAX_FILE_BYTES
-from shared.hashing import HASH_BYTES
+from shared.hashing import HASH_BYTES, rank_namespace, split_namespace
 from shared.locks import try_lock
 
-RANK = "rank_0"
 SUFFIX = ".safetensors"
 QUARANTINED_FILES = 8
 
 _OWN = ("lock", "clock", "tmp", "quarantine")
 _NONCE = "nonce-"
-_NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
+_DIGITS = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
+_NAMESPACE = re.compile(rf"{_DIGITS.pattern}(/rank_[1-9][0-9]{{0,2}})?")
+_RANK = re.compile("rank_(0|[1-9][0-9]{0,2})")
 logger = logging.getLogger(__name__)
 
 
@@ -305,21 +309,27 @@ def scan_blocks(root: Path, foreign: list[str]) -> Iterator[tuple[BlockKey, File
     for namespace in _entries(str(root), foreign):
         if namespace.name in _OWN or namespace.name.startswith(_NONCE):
             continue
-        if not _NAMESPACE.fullmatch(namespace.name):
+        if not _DIGITS.fullmatch(namespace.name):
             foreign.append(namespace.path)
             continue
-        for fan in _entries(f"{namespace.path}/{RANK}", foreign):
-            for entry in _entries(fan.path, foreign):
-                found = _identify(namespace.name, fan.name, entry)
-                if found is None:
-                    foreign.append(entry.path)
-                else:
-                    yield found
+        for rank in _entries(namespace.path, foreign):
+            if not _RANK.fullmatch(rank.name):
+                foreign.append(rank.path)
+                continue
+            name = rank_namespace(namespace.name, int(rank.name.removeprefix("rank_")))
+            for fan in _entries(rank.path, foreign):
+                for entry in _entries(fan.path, foreign):
+                    found = _identify(name, fan.name, entry)
+                    if found is None:
+                        foreign.append(entry.path)
+                    else:
+                        yield found
 
 
 def block_path(root: Path, key: BlockKey) -> Path:
     name = key.hash.hex()
-    return Path(f"{root}/{key.namespace}/{RANK}/{name[:2]}/{name}{SUFFIX}")
+    digits, rank = split_namespace(key.namespace)
+    return Path(f"{root}/{digits}/rank_{rank}/{name[:2]}/{name}{SUFFIX}")
 
 
 def _identify(

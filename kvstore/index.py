@@ -14,7 +14,7 @@ from struct import Struct
 
 from kvstore.directory import BlockKey, FileInfo
 from shared.blockfile import MAX_FILE_BYTES
-from shared.hashing import HASH_BYTES, model_of
+from shared.hashing import HASH_BYTES, model_of, rank_namespace, split_namespace
 
 _SIZE_BITS = (2 * MAX_FILE_BYTES - 1).bit_length()
 """With this many, an integer of size and time needs no third digit before the year 2038."""
@@ -51,7 +51,7 @@ class LruIndex:
         scanned, runs = iter(found), []
         while run := [
             _ENTRY.pack(max(0, int(1e6 * min(info.last_used, now))), info.size)
-            + bytes.fromhex(key.namespace)
+            + _pack_namespace(key.namespace)
             + key.hash
             for key, info in itertools.islice(scanned, _SORTED_RUN)
         ]:
@@ -60,7 +60,8 @@ class LruIndex:
         index = cls()
         for entry in heapq.merge(*map(_drain, runs)):
             at_us, size = _ENTRY.unpack_from(entry)
-            key = BlockKey(entry[_ENTRY.size : -HASH_BYTES].hex(), entry[-HASH_BYTES:])
+            namespace = _unpack_namespace(entry[_ENTRY.size : -HASH_BYTES])
+            key = BlockKey(namespace, entry[-HASH_BYTES:])
             index.record_use(key, size, at_us / 1e6)
         return index
 
@@ -165,6 +166,15 @@ class _Namespace:
 
 def _pack_info(size: int, at: float) -> int:
     return max(0, math.ceil(at)) << _SIZE_BITS | size
+
+
+def _pack_namespace(namespace: str) -> bytes:
+    digits, rank = split_namespace(namespace)
+    return bytes.fromhex(digits) + rank.to_bytes(2, "big")
+
+
+def _unpack_namespace(packed: bytes) -> str:
+    return rank_namespace(packed[:HASH_BYTES].hex(), int.from_bytes(packed[HASH_BYTES:], "big"))
 
 
 def _unpack_info(packed: int) -> FileInfo:

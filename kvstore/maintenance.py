@@ -157,7 +157,7 @@ def _name(key: BlockKey) -> str:
 
 def _key(name: str) -> BlockKey | None:
     """Return the block that `_name` has named; None for any other name."""
-    namespace, _, digits = name.partition("/")
+    namespace, _, digits = name.rpartition("/")
     try:
         key = BlockKey.checked(namespace, bytes.fromhex(digits))
     except ValueError:

@@ -10,7 +10,6 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ import zmq
 
 from engine.backend.blas import load_fast_blas
 from engine.batch import device
-from engine.io.inbox import BlocksFetched, GrammarCompiled, Inbox, StoresAnswered
+from engine.io.inbox import GrammarCompiled, Inbox
 from engine.io.router_link import RouterLink
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
@@ -27,11 +26,11 @@ from engine.model.errors import ModelUnavailable
 from engine.model.starting import StartTimes, lean_imports
 from engine.parallel.errors import RankFailed
 from services import ranks
+from services.stores import connect_store
 from shared import logs, settings, wire
 from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from shared.hashing import state_namespace
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.tracing import TracingUnavailable, open_tracing
@@ -42,7 +41,6 @@ if TYPE_CHECKING:  # these import mlx
     import mlx.core as mx
 
     from engine.grammar.queue import GrammarQueue
-    from engine.io.store_client import StoreClient
     from engine.model.load import LoadedModel
     from engine.replica.build import Replica
 
@@ -154,7 +152,7 @@ def serve(
     status.enter_phase("warming")
     replica = build_replica(loaded, options, user_cache() / "proofs", leader)
     times.ended("layers and proof")
-    store = _connect_store(options, context, replica, io_thread, inbox)
+    store = connect_store(options, context, replica, io_thread, inbox, leader)
     grammar_queue = open_grammar_queue(
         loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))
     )
@@ -207,37 +205,6 @@ def load_model(options: Settings, group: mx.distributed.Group | None = None) -> 
         trust_remote_code=options.trust_remote_code,
         group=group,
     )
-
-
-def _connect_store(
-    options: Settings,
-    context: zmq.Context[zmq.Socket[bytes]],
-    replica: Replica,
-    io_thread: IOThread,
-    inbox: Inbox,
-) -> StoreClient | None:
-    """Return the client of the kvstore; None without a kvstore, or a use for it."""
-    if not options.kvstore_socket or not replica.uses_store:
-        return None
-    endpoint = options.kvstore_socket[0]
-    from engine.io.block_fetch import FileKind
-    from engine.io.store_client import StoreClient
-
-    spec = replica.executor.spec
-    states = state_namespace(replica.namespace, spec.state_layout)
-    store = StoreClient(
-        context,
-        endpoint,
-        FileKind(replica.namespace.hex(), spec.block_buffers),
-        ThreadPoolExecutor(4, thread_name_prefix="files"),
-        on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
-        on_stores_answered=lambda not_stored: inbox.put(StoresAnswered(not_stored)),
-        wake=io_thread.wake,
-        states=FileKind(states.hex(), spec.state_buffers),
-        keys=engine_keys(options.curve_dir, endpoint),
-    )
-    io_thread.use_store(store)
-    return store
 
 
 def _hello(

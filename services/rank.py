@@ -18,7 +18,8 @@ from engine.parallel.errors import RankFailed
 from engine.parallel.health import LeaderWatch
 from engine.parallel.progress import StepProgress
 from services.engine import load_model
-from services.ranks import PLANS_VARIABLE, RANK_VARIABLE, ignore_signals, prepare_environment
+from services.ranks import RANK_VARIABLE, GroupSockets, ignore_signals, prepare_environment
+from services.stores import connect_rank_store
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE
@@ -41,15 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.setup(f"{name}/rank-{rank}", options.log_level, options.log_format)
     raise_descriptor_limit()
     link = SupervisorLink.from_environment()
-    address = os.environ.get(PLANS_VARIABLE)
-    if link is None or address is None or not 0 < rank < options.ranks:
+    sockets = GroupSockets.from_environment()
+    if link is None or sockets is None or not 0 < rank < options.ranks:
         logger.error("this is started by rank 0 of an engine with --num-local-ranks")
         return EXIT_USAGE
     progress = StepProgress()
     watch = LeaderWatch(link, os.getppid(), progress)
     watch.start()
     try:
-        serve(options, address, rank, watch, progress)
+        serve(options, sockets, rank, watch, progress)
     except ModelUnavailable as error:
         watch.beat(reason=str(error))
         return EXIT_CONFIG
@@ -61,13 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(
-    options: Settings, address: str, rank: int, watch: LeaderWatch, progress: StepProgress
+    options: Settings,
+    sockets: GroupSockets,
+    rank: int,
+    watch: LeaderWatch,
+    progress: StepProgress,
 ) -> None:
     """Load this rank's part of the model and run plans. Raises: `ModelUnavailable`, `RankFailed`,
     and what steps raise."""
     prepare_environment(options)
     load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
     with lean_imports():
+        from engine.io.rank_store import connect_channel
         from engine.parallel.follower import follow
         from engine.parallel.group import RankGroup
         from engine.parallel.plans import PlanReceiver
@@ -76,15 +82,20 @@ def serve(
 
         device.prepare()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        plans = PlanReceiver(context, address, rank)
+        plans = PlanReceiver(context, sockets.plans, rank)
         plans.wait_for_start()
         group = RankGroup.join()
         loaded = load_model(options, group.mlx)
     record = AgreedRecord.decode(plans.wait_for_start())
-    executor = build_rank(loaded, options, record, group)
+    executor, namespace = build_rank(loaded, options, record, group)
+    blocks = None
+    if options.kvstore_socket and executor.spec.prefix_cache and not options.no_ssd:
+        channel = connect_channel(context, sockets.stores, rank)
+        blocks = connect_rank_store(options, context, channel, rank, namespace, executor.spec)
+        blocks.start()
     gc.freeze()
     watch.phase = "ready"
-    follow(executor, plans, progress)
+    follow(executor, plans, progress, blocks)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from engine.batch.device import HOST_VARIABLE
@@ -40,8 +41,7 @@ if TYPE_CHECKING:  # these import mlx
 logger = logging.getLogger(__name__)
 
 MODULE = "services.rank"
-PLANS_VARIABLE = "_MLX_LM_SERVER_PLANS"
-"""The address at which rank 0 sends plans."""
+SOCKETS_VARIABLE = "_MLX_LM_SERVER_RANK_SOCKETS"
 RANK_VARIABLE, HOSTFILE_VARIABLE = "MLX_RANK", "MLX_HOSTFILE"
 JOIN_TIMEOUT_S = 120.0
 
@@ -68,6 +68,22 @@ def divided(options: Settings, path: Path) -> Settings:
     logger.warning("%d ranks and not %d, since %s", most, options.ranks, reason)
     given = options.given | {"num_local_ranks"}
     return dataclasses.replace(options, num_local_ranks=most, given=given)
+
+
+class GroupSockets(msgspec.Struct, frozen=True, kw_only=True):
+    """The addresses at which rank 0 waits for the others."""
+
+    plans: str
+    stores: str
+
+    @classmethod
+    def from_environment(cls) -> GroupSockets | None:
+        """Return those that rank 0 gave this process."""
+        given = os.environ.get(SOCKETS_VARIABLE)
+        return None if given is None else msgspec.json.decode(given, type=cls)
+
+    def to_environment(self) -> dict[str, str]:
+        return {SOCKETS_VARIABLE: msgspec.json.encode(self).decode()}
 
 
 class LocalRank:
@@ -107,20 +123,25 @@ class LocalRanks:
         command: Sequence[str] = (),
     ) -> None:
         """Start them, with ``command`` if it is given. ``on_failed`` as in `GroupWatch`."""
+        from engine.io.group_store import open_channel
         from engine.parallel.plans import PlanSender
 
         self.progress = StepProgress()
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=os.environ.get(RUN_DIR_VARIABLE))
-        address = f"ipc://{self._folder}/plans"
-        self.plans: PlanSender = PlanSender(context, address, options.ranks)
+        folder = f"ipc://{self._folder}"
+        sockets = GroupSockets(plans=f"{folder}/plans", stores=f"{folder}/stores")
+        self.plans: PlanSender = PlanSender(context, sockets.plans, options.ranks)
+        self._stores = open_channel(context, sockets.stores)
         hosts = Path(self._folder, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(options.ranks)]))
         os.environ |= {RANK_VARIABLE: "0", HOSTFILE_VARIABLE: str(hosts)}
-        words = command or [sys.executable, "-P", "-m", MODULE, *settings.command_line(options)]
+        stores = [f"--kvstore-socket={address}" for address in options.kvstore_socket[:1]]
+        own_command = [sys.executable, "-P", "-m", MODULE, *settings.command_line(options), *stores]
+        words = command or own_command
         self._ranks: list[RankProcess] = []
         try:
             for rank in range(1, options.ranks):
-                environment = {**os.environ, RANK_VARIABLE: str(rank), PLANS_VARIABLE: address}
+                environment = {**os.environ, RANK_VARIABLE: str(rank), **sockets.to_environment()}
                 environment.pop(RUN_DIR_VARIABLE, None)  # it is rank 0's to remove
                 self._ranks.append(LocalRank(rank, words, environment))
         except OSError:
@@ -144,7 +165,7 @@ class LocalRanks:
         self.plans.start(b"join")
         group = RankGroup.join()
         logger.info("%d ranks are connected", group.size)
-        return Leader(group, self.plans, self.progress)
+        return Leader(group, self.plans, self._stores, self.progress)
 
     def close(self) -> None:
         """End them: this rank has finished its work."""

@@ -60,6 +60,18 @@ def state_namespace(root: bytes, layout: Sequence[str]) -> bytes:
     return root[: HASH_BYTES // 2] + digest.digest()
 
 
+def rank_namespace(digits: str, rank: int) -> str:
+    """Return the namespace in the kvstore of a rank's blocks, or its states. ``digits`` is that of
+    rank 0, and of an engine of one process."""
+    return digits if rank == 0 else f"{digits}/rank_{rank}"
+
+
+def split_namespace(namespace: str) -> tuple[str, int]:
+    """Return what `rank_namespace` was given."""
+    digits, _, rank = namespace.partition("/rank_")
+    return digits, int(rank or 0)
+
+
 def model_of(namespace: str) -> str:
     """Return what the namespaces of a model's blocks and states, as hex digits, have in common."""
     return namespace[:HASH_BYTES]

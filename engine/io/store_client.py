@@ -83,6 +83,7 @@ class StoreClient:
         self._puts = BlockPuts(pool, self._counters, self._post, self._send_put)
         self._warnings = RateLimitedLogger(logger)
         self.socket = context.socket(zmq.DEALER)
+        self.sockets = (self.socket,)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a kvstore that is away
         self.socket.set(zmq.IPV6, int("[" in endpoint))

@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from engine.io.group_store import EngineStore
 from engine.io.inbox import Inbox, NewRouter
 from engine.io.ownership import Ownership
 from engine.io.router_link import HIGH_WATER_MARK, RouterLink
 from engine.io.status import EngineStatus, StallWatch
-from engine.io.store_client import StoreClient
 from engine.io.traces import SequenceTraces
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
@@ -81,7 +81,7 @@ class IOThread(threading.Thread):
             sender.setblocking(False)
             self._poller.register(receiver.fileno(), zmq.POLLIN)
         self._calls: deque[Callable[[], None]] = deque()
-        self._store: StoreClient | None = None
+        self._store: EngineStore | None = None
         self._hello: wire.Hello | None = None  # until the model is loaded
         self._tokenizer_files: dict[str, Path] = {}
         self._stall = StallWatch()
@@ -112,10 +112,11 @@ class IOThread(threading.Thread):
 
         self._run_on_thread(call)
 
-    def use_store(self, store: StoreClient) -> None:
+    def use_store(self, store: EngineStore) -> None:
         def call() -> None:
             self._store = store
-            self._poller.register(store.socket, zmq.POLLIN)
+            for each in store.sockets:
+                self._poller.register(each, zmq.POLLIN)
 
         self._run_on_thread(call)
 
@@ -189,7 +190,7 @@ class IOThread(threading.Thread):
             if link.socket in events:
                 self._receive(link)
         if self._store is not None:
-            if self._store.socket in events:
+            if any(each in events for each in self._store.sockets):
                 self._store.on_readable()
             self._store.tick(time.monotonic())
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import NoReturn
+
+import zmq
 
 from engine.executor.base import Executor, PendingStep
 from engine.parallel.errors import RankFailed
 from engine.parallel.group import RankGroup
-from engine.parallel.plans import PlanSender, pack
+from engine.parallel.plans import PlanSender, StoredName, pack
 from engine.parallel.progress import StepProgress
 from engine.plan import Plan, StepResult
 from engine.sampling.masks import GrammarMasker
@@ -21,11 +24,17 @@ class Leader:
 
     group: RankGroup
     plans: PlanSender
+    stores: zmq.Socket[bytes]
+    """Where the other ranks answer what rank 0 asks of their blocks (`engine.io.group_store`)."""
     progress: StepProgress
+
+    released: deque[StoredName] = field(default_factory=deque)
+    """What the other ranks have fetched and rank 0 has dropped since the last plan. Any thread
+    may append."""
 
     def lead(self, executor: Executor) -> LeadingExecutor:
         """Return an executor whose plans all ranks run, this one with ``executor``."""
-        return LeadingExecutor(executor, self.plans, self.progress)
+        return LeadingExecutor(executor, self)
 
 
 class LeadingExecutor(Executor):
@@ -34,15 +43,16 @@ class LeadingExecutor(Executor):
     A step that raises here may have left the others in the middle of a collective, so nothing
     short of a new group helps: `reset` raises."""
 
-    def __init__(self, own: Executor, plans: PlanSender, progress: StepProgress) -> None:
-        self._own, self._plans, self._progress = own, plans, progress
+    def __init__(self, own: Executor, leader: Leader) -> None:
+        self._own, self._progress = own, leader.progress
+        self._plans, self._released = leader.plans, leader.released
         self.spec = dataclasses.replace(own.spec, verifies_drafts=False, guesses="")
 
     def use_grammars(self, masker: GrammarMasker) -> None:
         self._own.use_grammars(masker)
 
     def dispatch(self, plan: Plan) -> PendingStep:
-        packed = pack(plan)
+        packed = pack(plan, [self._released.popleft() for _ in range(len(self._released))])
         self._progress.begin(packed)
         self._plans.send(packed)
         return _LedStep(plan, self._own.dispatch(plan), self._progress)

@@ -2,23 +2,71 @@
 
 One ZeroMQ socket of rank 0, to which each rank connects: ``ipc`` in a private directory. Frames are
 a number and a content. Number 0 begins the start; plans count from 1.
+
+Blocks that come from the kvstore are named in plans. Each rank has fetched its own part of them
+before (`engine.io.group_store`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import zmq
 
 from engine.parallel.errors import RankFailed
-from engine.plan import Decode, Plan
+from engine.plan import BlockName, Decode, Insert, Payload, Plan
 from shared.wire import SamplingParams
 
-PAYLOADS = ("inserts", "exports")
-"""What plans of a group have not: blocks of KV leave no rank."""
 OF_SAMPLING = ("sampling", "forbidden", "logprobs", "history", "grammar")
 """What only choosing tokens needs."""
+
+
+class StoredName(NamedTuple):
+    """What the kvstore calls a block or a recurrent state."""
+
+    hash: bytes
+    is_state: bool
+
+
+class RankBlocks(Protocol):
+    """This rank's parts of blocks and states: those that were fetched, and those to be stored. All
+    methods may be called from any thread."""
+
+    def fetched(self, name: StoredName) -> Payload:
+        """Return what was fetched for rank 0. Raises: `RankFailed` if it was not."""
+
+    def release(self, names: Sequence[StoredName]) -> None:
+        """Forget what was fetched, each as often as it is named: rank 0 has done so."""
+
+    def store(self, name: StoredName, payload: Payload) -> None:
+        """Send to the kvstore."""
+
+
+class ReceivedPlan(NamedTuple):
+    plan: Plan
+    """Its inserts have no payload."""
+    released: Sequence[StoredName]
+    """What was fetched, and is not inserted by a later plan."""
+
+    def with_payloads(self, blocks: RankBlocks | None) -> Plan:
+        """Return the plan with this rank's payloads. Raises: `RankFailed`."""
+        plan = self.plan
+        if not plan.inserts:
+            return plan
+        if blocks is None:
+            raise RankFailed("a plan inserts blocks, and there is no kvstore")
+        names = {name.block_id: stored_name(name) for name in plan.names}
+        inserts = tuple(
+            Insert(insert.block_id, blocks.fetched(names[insert.block_id]), insert.is_snapshot)
+            for insert in plan.inserts
+        )
+        return msgspec.structs.replace(plan, inserts=inserts)
+
+
+def stored_name(name: BlockName) -> StoredName:
+    return StoredName(name.hash, name.is_snapshot)
 
 
 def _fields_of(kind: Any, without: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -26,34 +74,47 @@ def _fields_of(kind: Any, without: tuple[str, ...]) -> list[tuple[str, Any]]:
     return [(field.name, field.type) for field in fields if field.name not in without]
 
 
-_DECODE, _PLAN = _fields_of(Decode, OF_SAMPLING), _fields_of(Plan, (*PAYLOADS, "decodes"))
+_DECODE, _INSERT = _fields_of(Decode, OF_SAMPLING), _fields_of(Insert, ("payload",))
+_PLAN = _fields_of(Plan, ("decodes", "inserts"))
 _SentDecode = msgspec.defstruct("_SentDecode", _DECODE, array_like=True, frozen=True)
+_SentInsert = msgspec.defstruct("_SentInsert", _INSERT, array_like=True, frozen=True)
 _many: Any = tuple  # mypy takes no type that is made at run time
 _SentPlan = msgspec.defstruct(
-    "_SentPlan", [*_PLAN, ("decodes", _many[_SentDecode, ...])], array_like=True, frozen=True
+    "_SentPlan",
+    [
+        *_PLAN,
+        ("decodes", _many[_SentDecode, ...]),
+        ("inserts", _many[_SentInsert, ...]),
+        ("released", _many[StoredName, ...]),
+    ],
+    array_like=True,
+    frozen=True,
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_SentPlan)
 _ANY_SAMPLING = SamplingParams(seed=0)
 
 
-def pack(plan: Plan) -> bytes:
-    """Return ``plan`` as the other ranks get it. Raises: ValueError if it moves blocks between
-    memory and the kvstore."""
-    if plan.inserts or plan.exports:
-        raise ValueError("blocks of a group cannot leave its ranks")
+def pack(plan: Plan, released: Sequence[StoredName] = ()) -> bytes:
+    """Return ``plan`` as the other ranks get it, without any KV. ``released`` as in
+    `ReceivedPlan`."""
+    inserts = tuple(_SentInsert(each.block_id, each.is_snapshot) for each in plan.inserts)
     decodes = tuple(_SentDecode(*[getattr(d, name) for name, _ in _DECODE]) for d in plan.decodes)
-    return _encoder.encode(_SentPlan(*[getattr(plan, name) for name, _ in _PLAN], decodes))
+    fields = [getattr(plan, name) for name, _ in _PLAN]
+    return _encoder.encode(_SentPlan(*fields, decodes, inserts, tuple(released)))
 
 
-def unpack(packed: bytes) -> Plan:
+def unpack(packed: bytes) -> ReceivedPlan:
     """Return the plan in ``packed``. Raises: msgspec.MsgspecError."""
     sent = _decoder.decode(packed)
     decodes = tuple(
         Decode(sampling=_ANY_SAMPLING, **{name: getattr(each, name) for name, _ in _DECODE})
         for each in sent.decodes
     )
-    return Plan(decodes=decodes, **{name: getattr(sent, name) for name, _ in _PLAN})
+    inserts = tuple(Insert(each.block_id, (), each.is_snapshot) for each in sent.inserts)
+    others = {name: getattr(sent, name) for name, _ in _PLAN}
+    plan = Plan(decodes=decodes, inserts=inserts, **others)
+    return ReceivedPlan(plan, sent.released)
 
 
 class PlanSender:
@@ -61,7 +122,7 @@ class PlanSender:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, size: int) -> None:
         """``size`` is the number of ranks."""
-        self._ranks = [_name(rank) for rank in range(1, size)]
+        self._ranks = [rank_name(rank) for rank in range(1, size)]
         self._number = 0
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -102,7 +163,7 @@ class PlanReceiver:
         self._number = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.ROUTING_ID, _name(rank))
+        self._socket.set(zmq.ROUTING_ID, rank_name(rank))
         self._socket.connect(address)
         self._socket.send(b"here")
 
@@ -127,5 +188,6 @@ class PlanReceiver:
         return content
 
 
-def _name(rank: int) -> bytes:
+def rank_name(rank: int) -> bytes:
+    """Return the ZeroMQ identity of a rank."""
     return b"rank %d" % rank

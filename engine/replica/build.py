@@ -72,7 +72,9 @@ def build_replica(
         record = agreed = AgreedRecord(None if record is None else record.read(), record)
         leader.plans.start(agreed.encode())
     executor = choose_executor_of(loaded, settings, record, group)
-    head = with_head(executor, loaded, settings, own.size_bytes)
+    head = None
+    if leader is None:  # the other ranks have none
+        head = with_head(executor, loaded, settings, own.size_bytes)
     packed_bytes = 0
     if head is not None:
         executor, packed_bytes = head.executor, head.nbytes
@@ -112,15 +114,16 @@ def build_replica(
 
 def build_rank(
     loaded: LoadedModel, settings: Settings, record: AgreedRecord, group: RankGroup
-) -> Executor:
-    """Return the executor of a rank other than 0, with the ``record`` that rank 0 sent."""
+) -> tuple[Executor, bytes]:
+    """Return the executor of a rank other than 0, with the ``record`` that rank 0 sent, and the
+    root of the block hashes."""
     executor = choose_executor_of(loaded, settings, record, group)
     memory.set_limits(EngineMemory.of(settings))
     executor.release_weights()
     gc.collect()
     mx.clear_cache()
     allocation.give_back()
-    return executor
+    return executor, _block_namespace(loaded, settings, None)
 
 
 def _record(
@@ -244,11 +247,7 @@ def _scheduler_config(
 
 
 def _uses_store(settings: Settings) -> bool:
-    if not settings.kvstore_socket or settings.no_ssd:
-        return False
-    if settings.ranks > 1:
-        logger.warning("the SSD tier is not used: each rank would need its own part of a block")
-    return settings.ranks == 1
+    return bool(settings.kvstore_socket) and not settings.no_ssd
 
 
 def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead | None) -> bytes:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from engine.plan import BlockName
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -19,6 +21,10 @@ class Block:
     last_used: int = 0  # time of its last use, by the clock of the pools
     is_snapshot: bool = False
     """It holds no KV, but the recurrent state at the end of the prefix with that hash."""
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.id, self.hash, self.is_snapshot)
 
 
 class BlockPool:

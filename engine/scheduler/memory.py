@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count, starmap
 
-from engine.plan import Evict, ResizeSlab, SlabSpec, Slot
+from engine.plan import BlockName, Evict, ResizeSlab, SlabSpec, Slot
 from engine.scheduler.block_pool import Block, BlockPool
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.sequence import Sequence
@@ -60,6 +60,7 @@ class Memory:
         counts as so many blocks as take its bytes."""
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
         self.evictions: list[Evict] = []
+        self.exported_names: list[BlockName] = []  # of those evictions that export
         self.backlog = StoreBacklog(config)
         self.freed_slabs: list[int] = []
         self.new_slabs: list[SlabSpec] = []
@@ -185,6 +186,7 @@ class Memory:
         export = waited or (self._evicting_exports and not block.stored and named)
         if export:
             self.backlog.exporting([block])
+            self.exported_names.append(block.name)
         self.evictions.append(Evict(block.id, export))
         self.ledger.release(self.bytes_of(block))
 
@@ -264,6 +266,7 @@ class Memory:
     def forget_changes(self) -> None:
         """Forget evictions and slabs: the plan that carries them has been made."""
         self.evictions.clear()
+        self.exported_names.clear()
         self.freed_slabs.clear()
         self.new_slabs.clear()
         self._resized.clear()

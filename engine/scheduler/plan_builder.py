@@ -59,6 +59,7 @@ class PlanBuilder:
         self.saves: list[plan.Save] = []
         self.state_saves: list[plan.SaveState] = []
         self.exports: list[int] = []
+        self.names: list[plan.BlockName] = []
         self.preempted: list[Sequence] = []
         self.changed = False
         """Whether anything changed, even if nothing was planned: then another try may plan more."""
@@ -106,6 +107,12 @@ class PlanBuilder:
     def export(self, blocks: list[Block]) -> None:
         """Have the bytes of blocks or snapshots come back."""
         self.exports.extend(block.id for block in blocks)
+        self.names.extend(block.name for block in blocks)
+
+    def insert(self, block: Block, payload: plan.Payload) -> None:
+        """Create ``block``, a block or a snapshot, from bytes."""
+        self.inserts.append(plan.Insert(block.id, payload, block.is_snapshot))
+        self.names.append(block.name)
 
     def save_state(self, seq: Sequence, snapshot: Block) -> None:
         """Copy the slot's state into ``snapshot``."""
@@ -122,6 +129,7 @@ class PlanBuilder:
                 memory.unpin(block)
         makers = {name: memory if name in _OF_MEMORY else self for name in _OPERATIONS}
         operations = {name: tuple(getattr(maker, name)) for name, maker in makers.items()}
+        operations["names"] += tuple(memory.exported_names)
         memory.forget_changes()
         if not any(operations.values()):
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.plan import Insert
 from engine.scheduler.block_pool import Block
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
@@ -110,7 +109,7 @@ class PrefixCache:
         seq.fetch.state = None
         if snapshot is None:
             return 0
-        builder.inserts.append(Insert(snapshot.id, payload, is_snapshot=True))
+        builder.insert(snapshot, payload)
         builder.keep_pinned(seq, [snapshot])
         return number
 
@@ -137,7 +136,7 @@ class PrefixCache:
                 block = self._memory.add_fetched_block(seq.block_hashes[number], seq)
                 if block is None:
                     break
-                builder.inserts.append(Insert(block.id, seq.fetch.payloads[number]))
+                builder.insert(block, seq.fetch.payloads[number])
             else:
                 break
             blocks.append(block)

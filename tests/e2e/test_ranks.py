@@ -156,3 +156,32 @@ def test_what_cannot_be_divided_ends_the_start_with_one_clear_line(
     assert run.returncode == code, run.stderr
     assert line in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def restarted(model: Path, directory: Path, prompt: str) -> tuple[str, int]:
+    """Return the answer of a new server with the files in ``directory``, and how many tokens of
+    the prompt it found."""
+    flags = ("--ssd-cache-dir", str(directory), "--ssd-policy", "write_through")
+    with serving(model, *RANKS, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+        answer = server.complete(prompt, 20)
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], cached
+
+
+@at_length
+def test_prefixes_come_back_from_the_files_that_every_rank_has(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """After a restart; and a block whose file is bad on one rank is computed again on both."""
+    model, prompt = tiny_model("llama"), f"{LONG} {LONG} {LONG}"
+    text, cached = restarted(model, tmp_path, prompt)
+    assert cached == 0
+    found = {rank: sorted(tmp_path.glob(f"*/rank_{rank}/*/*.safetensors")) for rank in (0, 1)}
+    assert [path.name for path in found[0]] == [path.name for path in found[1]]
+    again, cached = restarted(model, tmp_path, prompt)
+    assert again == text and cached >= 16 * (len(found[0]) - 2) > 0
+    for path in found[1]:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert restarted(model, tmp_path, prompt) == (text, 0)

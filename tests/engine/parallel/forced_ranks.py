@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from engine.backend.blas import load_fast_blas
-from services.ranks import PLANS_VARIABLE, LocalRanks
+from services.ranks import GroupSockets, LocalRanks
 from shared.settings import Settings
 from shared.supervisor_link import SupervisorLink
 
@@ -45,8 +45,8 @@ def main(path: Path, kv_bits: int) -> None:
         "prefill_chunk_tokens": 32,
     }
     with forced_gpu_path():
-        if PLANS_VARIABLE in os.environ:
-            follow_plans(path, Settings(**settings))
+        if (sockets := GroupSockets.from_environment()) is not None:
+            follow_plans(path, Settings(**settings), sockets)
         else:
             lead(path, settings)
 
@@ -73,17 +73,18 @@ def lead(path: Path, settings: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(found))
 
 
-def follow_plans(path: Path, settings: Settings) -> None:
+def follow_plans(path: Path, settings: Settings, sockets: GroupSockets) -> None:
     link = SupervisorLink.from_environment()
     assert link is not None
     link.watch(lambda: os._exit(0))
     device.prepare()
-    plans = PlanReceiver(zmq.Context(), os.environ[PLANS_VARIABLE], 1)
+    plans = PlanReceiver(zmq.Context(), sockets.plans, 1)
     plans.wait_for_start()
     group = RankGroup.join()
     loaded = load(path, group=group.mlx)
     record = AgreedRecord.decode(plans.wait_for_start())
-    follow(build_rank(loaded, settings, record, group), plans, StepProgress())
+    executor, _ = build_rank(loaded, settings, record, group)
+    follow(executor, plans, StepProgress(), None)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 
 from engine.parallel.errors import RankFailed
-from engine.parallel.plans import PlanReceiver, PlanSender, pack, unpack
+from engine.parallel.plans import PlanReceiver, PlanSender, StoredName, pack, unpack
 from engine.parallel.progress import StepProgress
-from engine.plan import Chunk, Decode, Insert, Move, Plan, Restore, Save, SlabSpec, Slot
+from engine.plan import (
+    BlockName,
+    Chunk,
+    Decode,
+    Insert,
+    Move,
+    Payload,
+    Plan,
+    Restore,
+    Save,
+    SlabSpec,
+    Slot,
+)
 from shared.wire import Grammar, SamplingParams
 
 SLOT = Slot(3, 1)
@@ -52,7 +64,7 @@ def test_a_plan_arrives_without_what_only_choosing_tokens_needs() -> None:
         chunks=(Chunk(SLOT, 8, (6, 7), (7,), 2),),
         saves=(Save(SLOT, 0, (8,)),),
     )
-    received = unpack(pack(plan))
+    received = unpack(pack(plan)).plan
     (arrived,) = received.decodes
     assert (arrived.slot, arrived.position, arrived.token_id) == (SLOT, 7, 5)
     assert arrived.constrained and arrived.output_index == 2
@@ -62,9 +74,45 @@ def test_a_plan_arrives_without_what_only_choosing_tokens_needs() -> None:
     assert (received.freed_slabs, received.new_slabs) == (plan.freed_slabs, plan.new_slabs)
 
 
-def test_blocks_of_a_group_do_not_travel() -> None:
-    with pytest.raises(ValueError, match="blocks"):
-        pack(Plan(step=1, inserts=(Insert(1, (b"kv",)),)))
+class FetchedBlocks:
+    """A `RankBlocks` that has fetched ``contents``."""
+
+    def __init__(self, contents: dict[StoredName, Payload]) -> None:
+        self._contents = contents
+
+    def fetched(self, name: StoredName) -> Payload:
+        return self._contents[name]
+
+    def release(self, names: Sequence[StoredName]) -> None:
+        raise AssertionError
+
+    def store(self, name: StoredName, payload: Payload) -> None:
+        raise AssertionError
+
+
+def test_blocks_travel_by_name() -> None:
+    """Each rank inserts its own part of a block."""
+    secret = b"keys and values of rank 0"
+    plan = Plan(
+        step=1,
+        inserts=(Insert(5, (secret,)), Insert(6, (secret,), is_snapshot=True)),
+        names=(BlockName(5, b"five"), BlockName(6, b"five", is_snapshot=True), BlockName(7, b"x")),
+        exports=(7,),
+    )
+    released = [StoredName(b"old", is_state=False)]
+    packed = pack(plan, released)
+    assert secret not in packed
+    received = unpack(packed)
+    assert received.released == tuple(released)
+    own: dict[StoredName, Payload] = {
+        StoredName(b"five", is_state=False): (b"a block",),
+        StoredName(b"five", is_state=True): (b"a state",),
+    }
+    completed = received.with_payloads(FetchedBlocks(own))
+    assert [insert.payload for insert in completed.inserts] == [(b"a block",), (b"a state",)]
+    assert completed.exports == (7,) and completed.names == plan.names
+    with pytest.raises(RankFailed):
+        received.with_payloads(None)
 
 
 def test_plans_arrive_in_order_after_the_start(

@@ -1,0 +1,105 @@
+"""Connections of an engine's processes to the kvstore."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import zmq
+
+from engine.io.block_fetch import FileKind
+from engine.io.inbox import BlocksFetched, Inbox, StoresAnswered
+from shared.curve import engine_keys
+from shared.hashing import rank_namespace, state_namespace
+from shared.settings import Settings
+
+if TYPE_CHECKING:  # these import mlx
+    from engine.executor.base import ExecutorSpec
+    from engine.io.group_store import EngineStore
+    from engine.io.rank_store import RankStore
+    from engine.io.store_client import StoreClient
+    from engine.io.thread import IOThread
+    from engine.parallel.leader import Leader
+    from engine.replica.build import Replica
+
+READERS = 4
+
+
+def connect_store(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    replica: Replica,
+    io_thread: IOThread,
+    inbox: Inbox,
+    leader: Leader | None,
+) -> EngineStore | None:
+    """Return the client of the kvstore; None without a kvstore, or a use for it."""
+    if not options.kvstore_socket or not replica.uses_store:
+        return None
+    from engine.io.group_store import GroupStore
+    from engine.io.store_client import StoreClient
+
+    blocks, states = _kinds(replica.namespace, replica.executor.spec, 0)
+    client = StoreClient(
+        context,
+        options.kvstore_socket[0],
+        blocks,
+        ThreadPoolExecutor(READERS, thread_name_prefix="files"),
+        states=states,
+        on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
+        on_stores_answered=lambda not_stored: inbox.put(StoresAnswered(not_stored)),
+        wake=io_thread.wake,
+        keys=engine_keys(options.curve_dir, options.kvstore_socket[0]),
+    )
+    store: EngineStore = client
+    if leader is not None:
+        store = GroupStore(
+            client,
+            leader.stores,
+            leader.group.size,
+            leader.released.append,
+            on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
+            on_stores_answered=lambda not_stored: inbox.put(StoresAnswered(not_stored)),
+            wake=io_thread.wake,
+        )
+    io_thread.use_store(store)
+    return store
+
+
+def connect_rank_store(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    channel: zmq.Socket[bytes],
+    rank: int,
+    namespace: bytes,
+    spec: ExecutorSpec,
+) -> RankStore:
+    """Connect a rank other than 0 to the kvstore. ``channel`` leads to rank 0's `GroupStore`."""
+    from engine.io.rank_store import RankStore
+    from engine.io.store_client import StoreClient
+
+    blocks, states = _kinds(namespace, spec, rank)
+
+    def connect(store: RankStore) -> StoreClient:
+        return StoreClient(
+            context,
+            options.kvstore_socket[0],
+            blocks,
+            ThreadPoolExecutor(READERS, thread_name_prefix="files"),
+            states=states,
+            on_fetched=lambda *fetched: None,  # rank 0 asks for the parts of a fetch
+            on_stores_answered=store.not_stored,
+            wake=store.wake,
+            keys=engine_keys(options.curve_dir, options.kvstore_socket[0]),
+        )
+
+    return RankStore(channel, connect)
+
+
+def _kinds(namespace: bytes, spec: ExecutorSpec, rank: int) -> tuple[FileKind, FileKind]:
+    """Return the kinds of files of a rank's blocks and of its states."""
+    states = state_namespace(namespace, spec.state_layout)
+    return (
+        FileKind(rank_namespace(namespace.hex(), rank), spec.block_buffers),
+        FileKind(rank_namespace(states.hex(), rank), spec.state_buffers),
+    )

@@ -26,6 +26,7 @@ from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.large import large  # noqa: E402
 from bench.llama_cpp import llama_cpp  # noqa: E402
+from bench.localai import localai  # noqa: E402
 from bench.metal import metal  # noqa: E402
 from bench.precision import precision  # noqa: E402
 from bench.restart import restart  # noqa: E402
@@ -38,8 +39,9 @@ from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
-SPECIAL = ("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation")
-"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, or many minutes."""
+SPECIAL = ("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation", "localai")
+"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, or an
+extra."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -198,6 +200,7 @@ def stack(ports: Ports, runs: int) -> None:
 
 ALONE: dict[str, Callable[[str, int], None]] = {
     "cpu": cpu,
+    "localai": localai,
     "ragged": ragged,
     "scheduling": scheduling,
     "kv-bits": kv_bits,

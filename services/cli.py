@@ -26,6 +26,7 @@ COMMANDS = {
     "restart": ("services.control:restart", "restart an engine, or all one at a time"),
     "cache": ("services.cache", "list, check, clear, export and import the blocks on SSD"),
     "service": ("services.service", "keep a server running with launchd or systemd"),
+    "localai": ("services.localai", "serve as a backend of LocalAI, over gRPC"),
     "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
     "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }

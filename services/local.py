@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from engine.backend import allocation
 from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
 from services.launcher import ChildSpec, Launcher
-from services.listener import ListenError, base_url, listen
+from services.listener import ListenError, base_url, inherited, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
 from services.ray.cluster import ClusterUnavailable, RayCluster
@@ -29,7 +30,12 @@ from shared.exits import EXIT_FAILED, fail
 from shared.flags import FlagError
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
-from shared.supervisor_link import ENGINE_NAME_VARIABLE, HTTP_VARIABLE, SERVER_ENDS
+from shared.supervisor_link import (
+    ENGINE_NAME_VARIABLE,
+    HTTP_VARIABLE,
+    SERVER_ENDS,
+    SupervisorLink,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options, models = settings.parse_models(argv, os.environ, PROG)
     raise_descriptor_limit()
+    starter = SupervisorLink.from_environment()
     try:
         # The socket is made here and not in the router, so that connections wait, and are not
         # refused, while the router is restarted.
-        with listen(options.host, options.port) as http, RunDir.create() as run_dir:
+        http_socket = inherited() or listen(options.host, options.port)
+        with http_socket as http, RunDir.create() as run_dir:
+            if starter is not None:  # a server of another program ends with it
+                starter.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
             if options.cluster == "none":
                 return _supervise(argv, options, models, http, run_dir)
             with closing(RayCluster(options, run_dir)) as cluster:

@@ -1,0 +1,51 @@
+"""Errors that the caller of a method is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+
+class CallFailed(Exception):
+    """The call ends with ``code``; the message says why."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InvalidCall(CallFailed):
+    """A field of the call cannot be served; the message names it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+def of_answer(status: int, message: str) -> CallFailed:
+    """Return the error for an answer of HTTP with ``status``."""
+    return CallFailed(_CODES.get(status, grpc.StatusCode.INTERNAL), message)
+
+
+def of_event(error: Mapping[str, Any]) -> CallFailed:
+    """Return the error for one that ends a stream, which has no status of HTTP."""
+    status = {"invalid_request_error": 400, "rate_limit_error": 429}.get(error["type"], 500)
+    status = {"service_unavailable": 503, "engine_lost": 503, "timeout": 504}.get(
+        error["code"] or "", status
+    )
+    return of_answer(status, error["message"])

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from services.localai_backend.messages import Message, ModelOptions, PredictOptions
+from tests.e2e.localai_client import PATIENCE_S, LocalAi, localai
 from tests.e2e.server import Server, alive, serving
-from tests.localai_client import PATIENCE_S, LocalAi, localai
 
 TOOL = {
     "type": "function",

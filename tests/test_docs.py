@@ -28,7 +28,17 @@ _CODE = re.compile(r"^```[\s\S]*?^```$|^    .*$|`[^`\n]*`", re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 
-OF_COMMANDS = {"--env", "--follow", "--help", "--json", "--name", "--undo", "--url", "--wait"}
+OF_COMMANDS = {
+    "--addr",
+    "--env",
+    "--follow",
+    "--help",
+    "--json",
+    "--name",
+    "--undo",
+    "--url",
+    "--wait",
+}
 """Flags of commands that are no settings of the server."""
 
 

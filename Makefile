@@ -19,7 +19,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test lock platforms clean
+.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -42,6 +42,8 @@ help:
 	@echo "make test-store    100,000 random operations on the SSD tier, with faults of the disk and kills"
 	@echo "make zoo           try every architecture of mlx-lm, write docs/models.md (5 minutes)"
 	@echo "make compose-test  build, start and test the three containers (needs a Docker daemon)"
+	@echo "make dist          build wheel and source distribution, and try both in clean environments"
+	@echo "make release       the same for VERSION=1.2.3, with a commit and a tag"
 	@echo "make lock          update the pinned versions to match pyproject.toml (needs uv)"
 	@echo "make platforms     check that wheels of all dependencies exist for arm64, x86-64 and macOS (needs uv)"
 	@echo "make clean         remove .venv and caches"
@@ -139,6 +141,19 @@ zoo: setup
 
 compose-test: setup
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/deploy/test_compose.py $(ARGS)
+
+# The wheel and the source of this version in dist/, each installed into a clean environment and tried.
+dist: setup
+	$(BIN)/python deploy/release.py $(if $(URL),--url $(URL))
+
+# The same after a change to VERSION; then a commit and a tag, which are yours to push.
+release: setup
+	@test -n "$(VERSION)" || { echo "make release VERSION=1.2.3" >&2; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "there are changes without a commit" >&2; exit 1; }
+	$(BIN)/python deploy/release.py --version $(VERSION) $(if $(URL),--url $(URL))
+	git commit --quiet --all --message "Version $(VERSION)"
+	git tag --annotate v$(VERSION) --message "Version $(VERSION)"
+	@echo "git push origin HEAD v$(VERSION)   publishes it (.github/workflows/release.yml)"
 
 # PIN="-P name" upgrades one package; without it, only pins change that have to.
 lock:

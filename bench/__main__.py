@@ -22,6 +22,7 @@ from bench.agents import agents  # noqa: E402
 from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.decode import decode  # noqa: E402
+from bench.fleet import fleet  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.large import large  # noqa: E402
@@ -208,6 +209,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "precision": precision,
     "metal": metal,
     "router": router,
+    "fleet": fleet,
     "llama-cpp": llama_cpp,
     "decode": decode,
     "agents": agents,

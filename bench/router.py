@@ -81,7 +81,7 @@ def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Meas
     raise_descriptor_limit()
     found: list[tuple[Measured, Measured]] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as private, ExitStack() as stack:
-        port, pid = stack.enter_context(_router(Path(private), directory, load))
+        port, pid = stack.enter_context(running_router(Path(private), directory, load))
         events = Path(private) / "events.json"
         events.write_text(json.dumps(_some_events(port, load)))
         command = [sys.executable, "-m", "bench.router_bare", str(events), f"--rate={load.rate}"]
@@ -90,7 +90,7 @@ def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Meas
             pair = {}
             for name in ("router", "bare Starlette")[:: 1 if run % 2 == 0 else -1]:
                 server = (port, pid) if name == "router" else (bare_port, bare_pid)
-                pair[name] = _measure(*server, load)
+                pair[name] = measured(*server, load)
                 print(pair[name].line(name), flush=True)
             found.append((pair["router"], pair["bare Starlette"]))
         stalls = _metric(port, "event_loop_lag_max_seconds")
@@ -102,7 +102,7 @@ def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Meas
 
 
 @contextmanager
-def _router(private: Path, directory: Path, load: Load) -> Iterator[tuple[int, int]]:
+def running_router(private: Path, directory: Path, load: Load) -> Iterator[tuple[int, int]]:
     """Run a router with its engines until every model can be asked; yield its port and its pid."""
     address = f"ipc://{private}/engines"
     command = [sys.executable, "-m", "services.router", "--host=127.0.0.1", "--log-level=error"]
@@ -131,14 +131,14 @@ def _wait_until_ready(port: int, load: Load) -> None:
     raise RuntimeError(f"not all engines were ready within {START_TIMEOUT_S:g} s")
 
 
-def _measure(port: int, pid: int, load: Load) -> Measured:
+def measured(port: int, pid: int, load: Load) -> Measured:
     streams = Streams(port, load.models)
     try:
         streams.open(load.streams)
         streams.read(load.settle_s)
-        cpu_s, tokens = _cpu_s(pid), _generated(port)
+        cpu_s, tokens = cpu_s_of(pid), _generated(port)
         events = streams.read(load.seconds)
-        cpu_s, tokens = _cpu_s(pid) - cpu_s, _generated(port) - tokens
+        cpu_s, tokens = cpu_s_of(pid) - cpu_s, _generated(port) - tokens
         memory_mb, gaps_s = _memory_mb(pid), list(streams.gaps_s)
         return Measured(tokens or events, events, cpu_s, load.seconds, memory_mb, gaps_s)
     finally:
@@ -156,7 +156,7 @@ def _some_events(port: int, load: Load) -> list[str]:
         streams.close()
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
     """Return the CPU time of a process so far, of all its threads."""
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():

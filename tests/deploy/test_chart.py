@@ -179,6 +179,15 @@ def test_pods_are_probed_and_may_do_little(rendered: dict[str, Objects], name: s
         assert "readinessProbe" in container_of(workload)
 
 
+def test_a_router_waits_for_the_gates_of_a_load_balancer(rendered: dict[str, Objects]) -> None:
+    def gates(name: str) -> Any:
+        router = named(rendered[name], "StatefulSet", "llm-mlx-lm-server-router")
+        return router["spec"]["template"]["spec"].get("readinessGates")
+
+    assert gates("secured") == [{"conditionType": "example.com/registered"}]
+    assert gates("minimal") is None
+
+
 def test_an_engine_gets_no_secret_of_the_server(rendered: dict[str, Objects]) -> None:
     for workload in workloads(rendered["node-store"]):
         (volume,) = [

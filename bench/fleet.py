@@ -1,0 +1,139 @@
+"""Many engines behind several routers, on paper: what each part costs, and which is full first.
+
+The costs are measured: a router's CPU time for a token and for the beats of engines, and the time
+to choose an engine for a prompt. The rest is arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.router import Load, cpu_s_of, measured, running_router
+from engine.model.load import resolve
+from router.fleet.engines import Engine
+from router.fleet.placement import choose_engine, prompt_blocks
+from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.tenants import Tenant
+from shared import wire
+from shared.descriptors import raise_descriptor_limit
+from shared.hashing import block_hashes
+
+ENGINES, ROUTERS = 100, 10
+PROMPT_TOKENS, ANSWER_TOKENS = 8_000, 250
+BATCHES = ((8, 20.0), (64, 40.0))
+"""Of an engine: sequences at once, and tokens a second of each."""
+IDLE_S = 10.0
+CHOICES = 200
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one core of a router."""
+
+    token_s: float
+    beats_s: float
+    """For a second of all engines' beats."""
+    choice_s: float
+    """To choose among all engines, on the event loop."""
+    hashes_s: float
+    """To hash a prompt, on a thread."""
+
+
+def fleet(model: str, runs: int) -> None:
+    """What 100 engines and 10 routers cost, and where that ends."""
+    raise_descriptor_limit()
+    directory = resolve(model)
+    idle, busy = Load(streams=0, engines=ENGINES, models=1), Load(streams=500, engines=ENGINES)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as private,
+        running_router(Path(private), directory, idle) as (_, pid),
+    ):
+        before = cpu_s_of(pid)
+        time.sleep(IDLE_S)
+        beats_s = (cpu_s_of(pid) - before) / IDLE_S
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as private,
+        running_router(Path(private), directory, busy) as (port, pid),
+    ):
+        tokens = [measured(port, pid, busy) for _ in range(runs)]
+    for each in tokens:
+        print(each.line("router"))
+    token_s = statistics.median(each.us_per_token for each in tokens) / 1e6
+    # The beats were there too.
+    token_s -= beats_s / statistics.median(each.tokens / each.seconds for each in tokens)
+    costs = Costs(token_s, beats_s, *placement())
+    print(f"a token {1e6 * costs.token_s:.1f} us, beats {costs.beats_s:.1%} of a core,", end=" ")
+    print(f"a choice {1e6 * costs.choice_s:.0f} us, hashes {1e3 * costs.hashes_s:.2f} ms")
+    for sequences, rate in BATCHES:
+        print(table_row(costs, sequences, rate))
+
+
+def placement() -> tuple[float, float]:
+    """Return the seconds of a choice among engines that know half of the prompt each, and of the
+    prompt's hashes."""
+    namespace = os.urandom(16)
+    tokens = list(range(PROMPT_TOKENS))
+    blocks = block_hashes(namespace, tokens, 16)
+    engines = []
+    for number in range(ENGINES):
+        engine = Engine(b"", _hello(f"engine-{number}", namespace), f"engine-{number}", 1.0)
+        engine.prefix_index.update(wire.CacheEvents(1, blocks[: len(blocks) // 2], [], True))
+        engines.append(engine)
+    began = time.perf_counter()
+    known = prompt_blocks(engines, tokens, "")
+    hashes_s = time.perf_counter() - began
+    submit = wire.Submit(
+        request_id="1",
+        attempt=0,
+        token_ids=tokens,
+        sampling=wire.SamplingParams(seed=0),
+        max_tokens=1,
+        stop_token_ids=[],
+    )
+    sequence = RemoteSequence(submit, Tenant(), lambda: None, known)
+    began = time.perf_counter()
+    for _ in range(CHOICES):
+        choose_engine(engines, sequence)
+    return (time.perf_counter() - began) / CHOICES, hashes_s
+
+
+def table_row(costs: Costs, sequences: int, rate: float) -> str:
+    """Say how much of a router's core engines take with so many sequences of this rate."""
+    tokens = sequences * rate
+    requests = tokens / ANSWER_TOKENS
+    by_engine = tokens * costs.token_s / ROUTERS + costs.beats_s / ENGINES
+    # A choice looks at each engine, so that its cost grows with their number too.
+    by_pair = requests / ROUTERS * costs.choice_s / ENGINES
+    used = ENGINES * by_engine + ENGINES**2 * by_pair
+    most = (((by_engine**2 + 4 * by_pair) ** 0.5) - by_engine) / (2 * by_pair)
+    return (
+        f"engines of {sequences} sequences at {rate:g} tokens/s: {ENGINES * tokens:,.0f} tokens/s,"
+        f" {ENGINES * requests:,.0f} requests/s; each router uses {used:.0%} of a core, of which"
+        f" tokens {ENGINES * tokens * costs.token_s / ROUTERS:.0%}, beats {costs.beats_s:.0%},"
+        f" choices {ENGINES**2 * by_pair:.0%}; {ROUTERS} routers are full at {most:.0f} engines"
+    )
+
+
+def _hello(name: str, namespace: bytes) -> wire.Hello:
+    return wire.Hello(
+        protocol=wire.PROTOCOL_VERSION,
+        engine=name,
+        incarnation="0",
+        model="model",
+        aliases=[],
+        fingerprint="",
+        context_length=100_000,
+        vocab_size=50_000,
+        block_size=16,
+        total_blocks=100_000,
+        max_sequences=64,
+        max_batch_size=64,
+        namespace=namespace,
+        eos_token_ids=[],
+        files={},
+    )

@@ -1,0 +1,77 @@
+"""`make release`: what it changes, and what it refuses. `make dist` builds and tries packages."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = Path("deploy/helm/mlx-lm-server/Chart.yaml")
+FILES = (Path("pyproject.toml"), Path("CHANGELOG.md"), CHART)
+
+
+@pytest.fixture(scope="module")
+def release() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "deploy" / "release.py"))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a copy of the files that name a version."""
+    for file in FILES:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    return tmp_path
+
+
+def test_a_new_version_is_written_wherever_one_is_named(
+    release: dict[str, Any], tree: Path
+) -> None:
+    before = (tree / "CHANGELOG.md").read_text()
+    release["change_version"](tree, "7.8.9rc2")
+    assert release["version_of"](tree) == "7.8.9rc2"
+    chart = yaml.safe_load((tree / CHART).read_text())
+    assert (chart["version"], chart["appVersion"]) == ("7.8.9-rc.2", "7.8.9rc2")
+    changelog = (tree / "CHANGELOG.md").read_text()
+    heading = r"## \[Unreleased\]\n\n## \[7\.8\.9rc2\] - \d{4}-\d\d-\d\d\n"
+    assert re.sub(heading, "## [Unreleased]\n", changelog) == before
+    with pytest.raises(release["ReleaseError"], match="nothing below"):
+        release["change_version"](tree, "7.8.9")
+
+
+@pytest.mark.parametrize("version", ["1.2", "v1.2.3", "1.2.3-rc.1", ""])
+def test_what_is_no_version_is_refused(release: dict[str, Any], tree: Path, version: str) -> None:
+    with pytest.raises(release["ReleaseError"], match="is not a version"):
+        release["change_version"](tree, version)
+
+
+def test_a_wheel_that_lacks_a_module_is_refused(release: dict[str, Any], tmp_path: Path) -> None:
+    wheel = tmp_path / "a.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("router/__init__.py", "")
+    with pytest.raises(release["ReleaseError"], match="the wheel lacks"):
+        release["check_contents"](wheel, wheel)
+
+
+def test_the_chart_has_the_version_of_the_package(release: dict[str, Any]) -> None:
+    chart = yaml.safe_load((ROOT / CHART).read_text())
+    assert chart["appVersion"] == release["version_of"](ROOT)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=str)
+def test_workflows_use_targets_that_exist(path: Path) -> None:
+    text = path.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"run: make ([\w-]+)", text):
+        assert re.search(rf"(?m)^{target}:", makefile), target
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    for target in re.findall(r"{ target: ([\w-]+)", text):
+        assert f" AS {target}\n" in dockerfile
+    assert all(job["timeout-minutes"] for job in yaml.safe_load(text)["jobs"].values())

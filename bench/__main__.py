@@ -40,7 +40,10 @@ from engine.model.load import resolve  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
-SPECIAL = ("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation", "localai")
+SPECIAL = (
+    *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
+    *("localai", "fleet"),
+)
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, or an
 extra."""
 STACK_PAIRS = 3

@@ -33,12 +33,13 @@ def choose_engine(engines: Sequence[Engine], sequence: RemoteSequence) -> Engine
     least = min(len(engine.request_ids) for engine in engines)
     # Even a cached prefix is not worth an engine that is clearly busier.
     ranked = [engine for engine in engines if len(engine.request_ids) <= 2 * least + 4]
-
-    def score(engine: Engine) -> tuple[int, int]:
+    best, most = ranked[0], 0
+    for engine in ranked:
         blocks = sequence.prompt_blocks.get(_root(engine), ())
-        return engine.prefix_index.num_cached_blocks(blocks), -len(engine.request_ids)
-
-    best = max(ranked, key=score)
+        found = engine.prefix_index.num_cached_blocks(blocks, max(most, 1))
+        is_freer = len(engine.request_ids) < len(best.request_ids)
+        if found > most or (found == most and is_freer):
+            best, most = engine, found
     best.prefix_index.assume(sequence.prompt_blocks.get(_root(best), ()))
     return best
 

@@ -25,7 +25,7 @@ from tests.deploy.test_monitoring import DASHBOARD, MONITORING
 from tests.e2e.server import Server, serving
 
 PROMETHEUS = shutil.which("prometheus")
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 KEYS = "alice-key name=alice\nbob-key name=bob rpm=1\n"
 
 pytestmark = pytest.mark.skipif(

@@ -179,6 +179,8 @@ def test_a_gap_in_cache_events_resets_the_index() -> None:
     assert [index.num_cached_blocks([block]) for block in (b"a", b"d")] == [0, 1]
     # Of recurrent state only the end is reported.
     assert index.num_cached_blocks([b"x", b"d", b"y"]) == 2
+    enough = [index.num_cached_blocks([b"x", b"d", b"y"], at_least=most) for most in (2, 3, 4)]
+    assert enough == [2, 0, 0]
 
 
 def test_assumed_blocks_are_bounded() -> None:

@@ -101,7 +101,7 @@ def _decimal(value: float) -> float:
 def _schema(grammar: str) -> Any:
     try:
         schema = json.loads(grammar)
-    except ValueError:
+    except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):
         raise InvalidCall(
@@ -119,7 +119,7 @@ def _tools(call: Any) -> dict[str, Any]:
         return {"tools": tools}
     try:
         choice = json.loads(call.ToolChoice)
-    except ValueError:
+    except (ValueError, RecursionError):
         choice = call.ToolChoice  # a word like auto, as it is
     return {"tools": tools, "tool_choice": choice}
 

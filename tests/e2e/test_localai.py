@@ -183,6 +183,7 @@ def test_prompts_that_localai_made_itself_are_completed_as_they_are(
         (PredictOptions(), "INVALID_ARGUMENT", "no Prompt"),
         (chat("x", Temperature=9), "INVALID_ARGUMENT", "temperature"),
         (chat("x", Grammar="root ::= [a-z]"), "INVALID_ARGUMENT", "GBNF"),
+        (chat("x", Grammar="[" * 100_000), "INVALID_ARGUMENT", "GBNF"),
         (chat("x", Images=["aGk="]), "INVALID_ARGUMENT", "Images"),
         (chat("x", Tools="{"), "INVALID_ARGUMENT", "Tools"),
         (chat("x", LogitBias="[1]"), "INVALID_ARGUMENT", "LogitBias"),

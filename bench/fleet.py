@@ -48,7 +48,7 @@ def fleet(model: str, runs: int) -> None:
     """What 100 engines and 10 routers cost, and where that ends."""
     raise_descriptor_limit()
     directory = resolve(model)
-    idle, busy = Load(streams=0, engines=ENGINES, models=1), Load(streams=500, engines=ENGINES)
+    idle, busy = Load(streams=1, engines=ENGINES, models=1), Load(streams=500, engines=ENGINES)
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as private,
         running_router(Path(private), directory, idle) as (_, pid),

@@ -29,6 +29,7 @@ from bench.large import large  # noqa: E402
 from bench.llama_cpp import llama_cpp  # noqa: E402
 from bench.localai import localai  # noqa: E402
 from bench.metal import metal  # noqa: E402
+from bench.page import page  # noqa: E402
 from bench.precision import precision  # noqa: E402
 from bench.restart import restart  # noqa: E402
 from bench.router import router  # noqa: E402
@@ -42,7 +43,7 @@ Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
-    *("localai", "fleet"),
+    *("localai", "fleet", "page"),
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, or an
 extra."""
@@ -213,6 +214,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "metal": metal,
     "router": router,
     "fleet": fleet,
+    "page": page,
     "llama-cpp": llama_cpp,
     "decode": decode,
     "agents": agents,

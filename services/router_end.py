@@ -62,6 +62,7 @@ class RouterEnd:
         else:
             logger.info("ending; new connections wait for the next router")
             self._is_handing_over = True
+            self._router.ending.set()
             self._task = asyncio.create_task(self._hand_over())
 
     async def _drain(self) -> None:

@@ -200,7 +200,7 @@ def _key(path: str, operation: dict[str, Any]) -> str:
         return ""
     if path.startswith("/admin/"):
         return "`--admin-key`"
-    return "`--metrics-key`" if path == "/metrics" else "`--api-key`"
+    return "`--metrics-key`" if path in ("/metrics", "/page/feed") else "`--api-key`"
 
 
 def _sampling_fields(document: dict[str, Any]) -> str:

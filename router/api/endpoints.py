@@ -129,7 +129,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         size += self.stored_bytes(body)
         request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
         if (unloaded := router.unloaded_model(request.model, tenant)) is not None:
-            async with _cancel_on_disconnect(receive):
+            async with cancel_on_disconnect(receive):
                 await router.wait_until_loaded(unloaded, tenant)
         model = router.model_for(request.model, tenant)
         writer = self.writer(body, model)
@@ -311,7 +311,7 @@ async def _abort_on_disconnect(receive: Receive, generation: Generation) -> Asyn
 
 
 @asynccontextmanager
-async def _cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Raise `ClientDisconnected` in what runs here as soon as the client closes the connection."""
     waiting = asyncio.current_task()
     gone = False

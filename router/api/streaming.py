@@ -125,6 +125,7 @@ class EventStream:
             await self._write_error(InternalError())
 
     async def _write_error(self, error: ApiError) -> None:
+        self._generation.stream_error = error
         write, event = partial(self._writer.error, error), b""
         with suppress(ApiError):  # no thread has time for it: the stream ends without an event
             event = await self._generation.run_large(write, self._repeated_bytes)

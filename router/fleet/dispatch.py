@@ -288,7 +288,9 @@ class Dispatcher:
             if previous:
                 self._metrics.inter_token.labels(model_id).observe(now - previous)
             else:
-                self._metrics.first_token.labels(model_id).observe(now - sequence.arrived_at)
+                first_token_s = now - sequence.arrived_at
+                self._metrics.first_token.labels(model_id).observe(first_token_s)
+                self._metrics.recent.on_first_token(model_id, now, first_token_s)
         if delta.finish is not None:
             if sequence.usage is not None:
                 self._metrics.prefill_time.labels(model_id).observe(sequence.usage.prefill_s)

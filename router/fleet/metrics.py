@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from router.fleet.engines import Engine, ModelReplicas
+from router.fleet.recent import Recent
 from shared.wire import TENSOR_PARALLEL, DraftStats, StoreState
 
 _PREFIX = "mlx_lm_server_"
@@ -119,7 +120,7 @@ class Metrics:
     """The router's counters. An `EngineCollector` in ``registry`` adds those of its engines."""
 
     def __init__(self, version: str) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry, self.recent = CollectorRegistry(auto_describe=False), Recent()
 
         def counter(name: str, help_: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(_PREFIX + name, help_, list(labels), registry=self.registry)

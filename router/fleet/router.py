@@ -99,6 +99,8 @@ class Router:
         self.leaving = False
         """Whether load balancers are to go elsewhere: it will drain soon."""
         self.draining = False
+        self.ending = asyncio.Event()
+        """Set when answers that have no end of their own are to end."""
         self.shutdown_clean = True
         """False after a shutdown has cut requests."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,6 +125,11 @@ class Router:
             lambda: self.shutdown_clean,
         )
         self.metrics.registry.register(engines)
+
+    @property
+    def loop_lag_s(self) -> float:
+        """The longest that the event loop stood still in the last minute."""
+        return self._loop_lag.worst_s()
 
     async def start(self) -> None:
         self.engine_sockets.start()
@@ -153,6 +160,7 @@ class Router:
         Before that, serve for ``delay_s`` more and tell load balancers to go elsewhere.
         """
         self.leaving = True
+        self.ending.set()
         await asyncio.sleep(delay_s)
         self.draining = True
         waited_s = 0.0
@@ -164,6 +172,7 @@ class Router:
     def abort_all(self, message: str) -> None:
         """Refuse new requests and end those in flight with the error ``message``."""
         self.draining = True
+        self.ending.set()
         count = self.dispatcher.fail_all(lambda: Unavailable(message, code="shutting_down"))
         if count:
             self.shutdown_clean = False
@@ -282,15 +291,19 @@ class Router:
 
     def on_engine_joined(self, engine: Engine) -> None:
         self.metrics.engines_joined.labels(engine.hello.model).inc()
+        self.metrics.recent.note(engine.name, "joined", is_error=False)
 
     def on_engine_refused(self, reason: str) -> None:
         self.metrics.engines_refused.labels(reason).inc()
+        self.metrics.recent.note("an engine", f"was refused: {reason}")
 
     def on_engine_lost(self, engine: Engine, reason: str) -> None:
         planned = engine.phase == "draining" or engine.left
         self.metrics.engines_left.labels("left" if planned else "lost").inc()
         if not planned:
             self.metrics.restarts.labels(engine.name).inc()
+            self.metrics.recent.losses[engine.name] += 1
+        self.metrics.recent.note(engine.name, reason, is_error=not planned)
         self.dispatcher.on_engine_lost(engine, reason, planned=planned)
 
     def on_model_replaced(self, model: ModelReplicas) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from router.errors import ClientDisconnected, InvalidRequest
+from router.errors import ApiError, ClientDisconnected, InvalidRequest
 from router.fleet.engines import Model
 from router.fleet.placement import PromptBlocks, prompt_blocks
 from router.fleet.remote_sequence import RemoteSequence
@@ -79,6 +79,8 @@ class Generation:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._prompt_logprobs: dict[RemoteSequence, bytes] = {}
         self._started_at = time.monotonic()
+        self.stream_error: ApiError | None = None
+        """What ended a stream, as its last event says."""
 
     async def run(self, work: Callable[[], _Result], size: int) -> _Result:
         """Return the result of ``work``, done on a thread; ``size`` as for a `WorkPool`.

@@ -49,6 +49,13 @@ class RequestRecord:
         """The status; 499 if the client went away before there was one."""
         return self.status or 499
 
+    @property
+    def is_trouble(self) -> bool:
+        """Whether an operator wants to know of it: a refusal for want of room, an error of the
+        server, or a stream that an error has cut."""
+        was_cut = self.status == 200 and self.error_code not in (None, "client_disconnected")
+        return self.status == 429 or self.status >= 500 or was_cut
+
     def write(self, scope: Scope, level: int) -> None:
         """Write the line. What is not known is left out."""
         if not logger.isEnabledFor(level):

@@ -10,9 +10,9 @@ from starlette.middleware.cors import CORSMiddleware
 import router.anthropic.endpoints as anthropic
 import router.openai.endpoints as openai
 import router.responses.endpoints as responses
-from router.api.operations import Operation, routes
+from router.api.operations import Access, Operation, routes
 from router.fleet.router import Router
-from router.http import admin, docs, health, models, openapi, speculation, tokenize
+from router.http import admin, docs, health, models, openapi, page, speculation, tokenize
 from router.http.api_keys import ApiKeys
 from router.http.error_responses import http_exception_handler
 from router.http.middleware import RequestMiddleware
@@ -31,6 +31,7 @@ def operations(router: Router) -> list[Operation]:
         *health.OPERATIONS,
         *speculation.OPERATIONS,
         *(admin.OPERATIONS if router.settings.admin_key is not None else ()),
+        *([] if router.settings.no_page else page.operations(router)),
         *docs.OPERATIONS,
     ]
 
@@ -56,7 +57,8 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
             settings=settings,
             keys=keys,
             metric_paths=frozenset(operation.path for operation in table),
-            public_paths=frozenset(each.path for each in table if each.access == "open"),
+            public_paths=_paths(table, "open") | page.PATHS,
+            metrics_key_paths=_paths(table, "metrics key"),
             metrics=router.metrics,
             tracing=tracing,
         )
@@ -77,3 +79,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
         metrics_key_needed=settings.metrics_key is not None,
     )
     return app
+
+
+def _paths(table: list[Operation], access: Access) -> frozenset[str]:
+    return frozenset(each.path for each in table if each.access == access)

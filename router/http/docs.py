@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 from router.api.operations import Operation
 
@@ -15,10 +15,6 @@ _POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
     " style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
-
-async def show_start(request: Request) -> Response:
-    return PlainTextResponse("mlx-lm-server: the API is under /v1, its description at /docs.\n")
 
 
 async def show_openapi(request: Request) -> Response:
@@ -31,7 +27,6 @@ async def show_docs(request: Request) -> Response:
 
 _operation = partial(Operation, tag="Server", access="open")
 OPERATIONS = (
-    _operation("/", show_start, "Where to go; clients ask for its head", media_type="text/plain"),
     _operation("/openapi.json", show_openapi, "This description of the API", response_type=dict),
     _operation(
         "/docs",

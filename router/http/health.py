@@ -78,7 +78,7 @@ class Health(Struct, frozen=True, kw_only=True):
 
 
 async def show_health(http: Request) -> Response:
-    status, body = _health(http.app.state.router)
+    status, body = health_of(http.app.state.router)
     return json_response(body, status)
 
 
@@ -135,7 +135,7 @@ def _unready_reasons(router: Router) -> list[str]:
     return [*found, *registry.unregistered_engines] if found else []
 
 
-def _health(router: Router) -> tuple[int, Health]:
+def health_of(router: Router) -> tuple[int, Health]:
     """Return the HTTP status and the body.
 
     The server's status is that of its worst model. A model that cannot answer makes the server

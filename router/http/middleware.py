@@ -37,10 +37,12 @@ class RequestMiddleware:
         keys: ApiKeys,
         metric_paths: frozenset[str],
         public_paths: frozenset[str],
+        metrics_key_paths: frozenset[str],
         metrics: Metrics,
         tracing: Tracing | None,
     ) -> None:
-        """``public_paths`` never need a key. ``metrics`` counts ``metric_paths`` by name."""
+        """``public_paths`` never need a key, ``metrics_key_paths`` that of ``--metrics-key`` alone.
+        ``metrics`` counts ``metric_paths`` by name."""
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys
@@ -49,6 +51,7 @@ class RequestMiddleware:
         self._admin_key = AdminKey(settings.admin_key, keys)
         self._metric_paths = metric_paths
         self._public_paths = public_paths
+        self._metrics_key_paths = metrics_key_paths
         self._metrics = metrics
         self._tracing = tracing
 
@@ -106,8 +109,13 @@ class RequestMiddleware:
         """Count and log a request that has been answered."""
         state, status = scope["state"], str(record.final_status)
         known = path if path in self._metric_paths else state.get("template", "other")
-        self._metrics.requests.labels(known, status).inc()
+        if (generation := state.get("generation")) is not None and generation.stream_error:
+            record.error_code = generation.stream_error.code or generation.stream_error.type
         is_probe = path in self._public_paths or path == "/metrics"
+        if record.is_trouble and not is_probe:
+            what = f"{status} {record.error_code or ''}".strip()
+            self._metrics.recent.note(known, what, request_id=record.request_id)
+        self._metrics.requests.labels(known, status).inc()
         if not is_probe:
             self._metrics.key_requests.labels(state["tenant"].name, status).inc()
         if record.status == 429:
@@ -119,7 +127,7 @@ class RequestMiddleware:
     def _authorize(self, path: str, headers: Headers) -> Tenant:
         if path in self._public_paths:
             return EVERYBODY
-        if path == "/metrics":
+        if path in self._metrics_key_paths:
             self._metrics_key.check(headers)
             return EVERYBODY
         if self._admin_key.guards(path):
@@ -134,7 +142,9 @@ class RequestMiddleware:
     def _strip_root_path(self, scope: Scope) -> str:
         """Return the path without ``--root-path``, which some proxies pass on and others strip."""
         path: str = scope["path"]
-        if self._root_path and path.startswith(self._root_path + "/"):
+        if self._root_path and (path + "/").startswith(self._root_path + "/"):
             scope["root_path"] = self._root_path
-            return path[len(self._root_path) :]
+            if path == self._root_path:
+                scope["path"] = path + "/"
+            return path[len(self._root_path) :] or "/"
         return path

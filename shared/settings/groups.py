@@ -82,6 +82,7 @@ class ServerSettings:
     )
     cors_origin: tuple[str, ...] = flag((), "web origin that may call the API, or *")
     root_path: str = flag("", "path under which a proxy serves this")
+    no_page: bool = flag(False, "serve no status and chat page at /")
     ssl_certfile: Path | None = flag(None, "TLS certificate", existing_file=True)
     ssl_keyfile: Path | None = flag(None, "TLS key", existing_file=True)
 

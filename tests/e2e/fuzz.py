@@ -38,6 +38,7 @@ def fuzz(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
         *(str(Path(sys.executable).with_name("st")), "--no-color", "run"),
         f"http://127.0.0.1:{server.port}/openapi.json",
         *("--header", f"Authorization: Bearer {KEY}"),
+        *("--exclude-path", "/page/feed"),  # which has no end
         *("--exclude-checks", ",".join(EXCLUDED_CHECKS), "--suppress-health-check", "all"),
         *("--output-sanitize", "false", "--continue-on-failure", "--warnings", "off"),
         *options,

@@ -43,11 +43,13 @@ def test_every_operation_answers_as_described(
             content = operation.get("requestBody", {}).get("content", {}).get("application/json")
             earlier = server.client.post("/v1/responses", json={"input": "hello"}).json()["id"]
             path = template.replace("{model}", "tiny").replace("{response_id}", earlier)
-            answer = server.client.request(
-                method, path, json=content["example"] if content else None
-            )
-            assert answer.status_code in (200, 400), (path, answer.text)
-            check(document, operation, answer)
+            path = path.replace("{file}", "main.js")
+            body = content["example"] if content else None
+            with server.client.stream(method, path, json=body) as answer:
+                if path != "/page/feed":  # which has no end
+                    answer.read()
+                assert answer.status_code in (200, 400), path
+                check(document, operation, answer)
 
 
 def check(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response) -> None:

@@ -1,0 +1,210 @@
+"""Makes the samples that the status page shows (`router.http.status`)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from router.fleet.engines import Engine
+from router.fleet.router import Router
+from router.http.health import BlockCounts, ModelHealth, health_of
+from router.http.status import (
+    DraftTotals,
+    EngineFigures,
+    ModelFigures,
+    Point,
+    PromptTokens,
+    Rates,
+    ServerStatus,
+)
+from shared.wire import DraftStats, EngineStats
+
+_SHARES_S = 60.0
+_STALE_S = 3.0
+"""Rates are over no longer times: an earlier sample is of when somebody watched before."""
+
+
+@dataclass
+class _Beats:
+    """The figures of one engine, by the times of the beats that brought them: of each sample one,
+    those of the last minute."""
+
+    sampled: deque[tuple[float, EngineStats]] = field(default_factory=deque)
+
+    def add(self, engine: Engine) -> None:
+        if not self.sampled or self.sampled[-1][0] < engine.last_beat:
+            self.sampled.append((engine.last_beat, engine.stats))
+        while self.sampled[0][0] < engine.last_beat - _SHARES_S:
+            self.sampled.popleft()
+
+    def rates(self) -> Rates | None:
+        if len(self.sampled) < 2:
+            return None
+        (before, earlier), (at, latest) = self.sampled[-2], self.sampled[-1]
+        seconds = at - before
+        if seconds > _STALE_S or time.monotonic() - at > _STALE_S:
+            return None
+        generated = latest.generated_tokens_total - earlier.generated_tokens_total
+        prompt = latest.prompt_tokens_total - earlier.prompt_tokens_total
+        steps = latest.steps_total - earlier.steps_total
+        rows = latest.batch_rows_total - earlier.batch_rows_total
+        step_s = latest.step_seconds_total - earlier.step_seconds_total
+        return Rates(
+            generated=round(generated / seconds, 1),
+            prompt=round(prompt / seconds, 1),
+            steps=round(steps / seconds, 1),
+            batch=round(rows / steps, 2) if steps > 0 else None,
+            step_s=round(step_s / steps, 5) if steps > 0 else None,
+        )
+
+    def prompts(self) -> PromptTokens:
+        """Return where the tokens of the last minute's prompts came from."""
+        return _prompts(self.sampled[-1][1], self.sampled[0][1])
+
+
+class StatusSampler:
+    """Makes samples. Rates are between a sample and the one before."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._beats: dict[Engine, _Beats] = {}
+        self._gaps: dict[str, tuple[float, int]] = {}
+        """By model: the sum and the number of times between tokens, at the last sample."""
+
+    def sample(self, viewers: int) -> ServerStatus:
+        router = self._router
+        engines = [engine for version in router.registry.versions for engine in version.engines]
+        self._beats = {engine: self._beats.get(engine, _Beats()) for engine in engines}
+        for engine, beats in self._beats.items():
+            beats.add(engine)
+        _, health = health_of(router)
+        models = [self._model(model) for model in health.models]
+        shown = [engine for model in models for engine in model.engines]
+        rates = [engine.rates for engine in shown if engine.rates]
+        first_token = router.metrics.recent.first_token()
+        return ServerStatus(
+            started=router.started,
+            version=router.version,
+            status=health.status,
+            reasons=health.reasons,
+            now=Point(
+                at=round(time.time(), 3),
+                generated=round(sum(each.generated for each in rates), 1),
+                prompt=round(sum(each.prompt for each in rates), 1),
+                running=sum(engine.sequences for engine in shown),
+                queued=sum(model.queued for model in models),
+                batch=_mean_batch(rates),
+                first_token=None if first_token is None else first_token.p50,
+                hit_rate=_hit_rate(engine.recent_prompts for engine in shown),
+                memory_pressure=max((engine.memory_pressure for engine in shown), default=0.0),
+            ),
+            first_token=first_token,
+            loop_lag_s=round(router.loop_lag_s, 4),
+            viewers=viewers,
+            models=models,
+            incidents=router.metrics.recent.incidents,
+        )
+
+    def _model(self, model: ModelHealth) -> ModelFigures:
+        router = self._router
+        replicas = router.registry.models.get(model.id)
+        configured = router.supervised.models.get(model.id)
+        hello = None if replicas is None else replicas.hello
+        renderer = None if replicas is None else replicas.renderer
+        names = replicas.names if replicas else configured.names if configured else [model.id]
+        engines = [
+            self._engine(engine)
+            for version in router.registry.versions
+            if version.id == model.id
+            for engine in version.engines
+        ]
+        rates = [engine.rates for engine in engines if engine.rates]
+        return ModelFigures(
+            id=model.id,
+            aliases=names[1:],
+            status=model.status,
+            state=model.state,
+            reason=model.reason,
+            context_length=None if hello is None else hello.context_length,
+            kv_bits=None if hello is None else hello.kv_bits,
+            capabilities=[*(renderer.capabilities if renderer else ())],
+            queued=model.queued,
+            generated=round(sum(each.generated for each in rates), 1),
+            first_token=router.metrics.recent.first_token(model.id),
+            between_tokens_s=self._between_tokens_s(model.id),
+            engines=engines,
+        )
+
+    def _between_tokens_s(self, model: str) -> float | None:
+        """Return the mean time between two deltas since the last sample."""
+        series = self._router.metrics.inter_token.labels(model)
+        total_s, count = series.sum, sum(series.counts)
+        total_before_s, count_before = self._gaps.get(model, (total_s, count))
+        self._gaps[model] = (total_s, count)
+        if count <= count_before:
+            return None
+        return round((total_s - total_before_s) / (count - count_before), 5)
+
+    def _engine(self, engine: Engine) -> EngineFigures:
+        stats, beats = engine.stats, self._beats[engine]
+        return EngineFigures(
+            name=engine.name,
+            phase=engine.phase,
+            ready=engine.trouble is None,
+            trouble=engine.trouble,
+            is_lost=engine.lost_reason is not None,
+            silence_s=round(engine.silence_s, 1),
+            sequences=len(engine.request_ids),
+            max_sequences=engine.hello.max_sequences,
+            running=stats.running,
+            waiting=stats.waiting,
+            rates=beats.rates(),
+            memory_pressure=round(engine.memory_pressure, 4),
+            memory_limit_bytes=stats.limit_bytes,
+            active_memory_bytes=stats.active_memory_bytes,
+            blocks=BlockCounts(
+                total=stats.total_blocks, used=stats.used_blocks, free=stats.free_blocks
+            ),
+            recent_prompts=beats.prompts(),
+            prompts=_prompts(stats, EngineStats()),
+            ssd=engine.store,
+            drafts=None if stats.drafts is None else _drafts(stats.drafts),
+            preemptions=stats.preemptions_total,
+            losses=self._router.metrics.recent.losses[engine.name],
+            version=engine.hello.version,
+        )
+
+
+def _prompts(latest: EngineStats, earlier: EngineStats) -> PromptTokens:
+    return PromptTokens(
+        ram=latest.cached_ram_tokens_total - earlier.cached_ram_tokens_total,
+        ssd=latest.cached_ssd_tokens_total - earlier.cached_ssd_tokens_total,
+        computed=latest.prefill_tokens_total - earlier.prefill_tokens_total,
+    )
+
+
+def _drafts(stats: DraftStats) -> DraftTotals:
+    sources = stats.sources.values()
+    return DraftTotals(
+        drafted=sum(each.drafted for each in sources),
+        accepted=sum(each.accepted for each in sources),
+        saved_s=round(stats.saved_s, 1),
+    )
+
+
+def _mean_batch(rates: list[Rates]) -> float | None:
+    """Return the mean number of rows of a step, over the steps of all engines."""
+    steps = sum(each.steps for each in rates)
+    rows = sum(each.steps * (each.batch or 0.0) for each in rates)
+    return round(rows / steps, 2) if steps else None
+
+
+def _hit_rate(prompts: Iterable[PromptTokens]) -> float | None:
+    """Return which part of the tokens of prompts was found in a cache; None without any."""
+    found = computed = 0
+    for each in prompts:
+        found += each.ram + each.ssd
+        computed += each.computed
+    return round(found / (found + computed), 4) if found + computed else None

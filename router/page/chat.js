@@ -1,0 +1,113 @@
+// The view to chat in: panes of conversations, and what is sent to all of them.
+
+import { ApiError, request } from "./api.js";
+import { byId } from "./dom.js";
+import { apiHeaders, askForKeys, onKeys } from "./keys.js";
+import { Pane } from "./pane.js";
+import { requestFields, startSettings } from "./settings.js";
+
+const MOST_PANES = 4;
+
+let models = [];
+let panes = [];
+let turn = 0;
+
+export function startChat() {
+  startSettings();
+  const message = byId("message");
+  byId("composer").addEventListener("submit", event => {
+    event.preventDefault();
+    send();
+  });
+  message.addEventListener("keydown", event => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    }
+  });
+  message.addEventListener("input", fit);
+  byId("stop").addEventListener("click", stopAll);
+  byId("chat").addEventListener("keydown", event => {
+    if (event.key === "Escape") stopAll();
+  });
+  byId("clear").addEventListener("click", () => {
+    panes.forEach(pane => pane.clear());
+    message.focus();
+  });
+  byId("add-pane").addEventListener("click", addPane);
+  onKeys(loadModels);
+  addPane();
+}
+
+/** Called when the view is shown. */
+export function showChat() {
+  loadModels();
+  if (matchMedia("(pointer: fine)").matches) byId("message").focus();
+}
+
+async function loadModels() {
+  try {
+    const response = await request("v1/models", { headers: apiHeaders() });
+    models = (await response.json()).data;
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 401 && !byId("chat").hidden) askForKeys(error.message);
+    return;
+  }
+  panes.forEach(pane => pane.setModels(models));
+}
+
+function addPane() {
+  const taken = panes.map(pane => pane.select.value);
+  const model = models.find(each => !taken.includes(each.id))?.id ?? models[0]?.id;
+  panes.push(new Pane({ models, model, onChange: showRunning, onEdit: edit, onClose: removePane }));
+  byId("panes").append(panes.at(-1).element);
+  showPanes();
+}
+
+function removePane(pane) {
+  pane.stop();
+  pane.element.remove();
+  panes = panes.filter(each => each !== pane);
+  showPanes();
+}
+
+function showPanes() {
+  for (const pane of panes) pane.close.hidden = panes.length === 1;
+  byId("add-pane").disabled = panes.length >= MOST_PANES;
+  showRunning();
+}
+
+function send() {
+  const message = byId("message");
+  const text = message.value.trim();
+  if (!text || panes.some(pane => pane.isRunning) || !requestFields()) return;
+  message.value = "";
+  fit();
+  turn += 1;
+  for (const pane of panes) pane.ask(turn, text);
+}
+
+/** Go back to before a question, which can then be changed. */
+function edit(from, text) {
+  for (const pane of panes) pane.cutFrom(entry => entry.turn >= from);
+  byId("message").value = text;
+  fit();
+  byId("message").focus();
+}
+
+function stopAll() {
+  panes.forEach(pane => pane.stop());
+}
+
+function showRunning() {
+  const isRunning = panes.some(pane => pane.isRunning);
+  byId("stop").hidden = !isRunning;
+  byId("send").disabled = isRunning;
+}
+
+/** Make the field as high as its text. */
+function fit() {
+  const message = byId("message");
+  message.style.height = "auto";
+  message.style.height = `${message.scrollHeight + 2}px`;
+}

@@ -1,0 +1,123 @@
+// The view of the server's state.
+
+import { ApiError } from "./api.js";
+import { byId, el, keyed, setText } from "./dom.js";
+import { clock, count, duration, percent, rate, seconds } from "./format.js";
+import { askForKeys } from "./keys.js";
+import { createModel, updateModel } from "./models.js";
+import { Plot } from "./plot.js";
+
+const KEPT_S = 300;
+
+const TILES = [
+  {
+    label: "Tokens a second", fields: ["generated"], format: rate, least: 10,
+    value: ({ now }) => rate(now.generated),
+    detail: ({ now }) => `${rate(now.prompt)} of prompts`,
+  },
+  {
+    label: "Requests", fields: ["running", "queued"], format: count, least: 4,
+    value: ({ now }) => count(now.running),
+    detail: ({ now }) => `${count(now.queued)} queued`,
+  },
+  {
+    label: "First token", fields: ["first_token"], format: seconds, least: 0.1,
+    value: ({ first_token: times }) => seconds(times?.p50),
+    detail: ({ first_token: times }) => (times ? `95 % within ${seconds(times.p95)}` : "none in a minute"),
+  },
+  {
+    label: "Batch", fields: ["batch"], format: rate, least: 4,
+    value: ({ now }) => rate(now.batch),
+    detail: ({ now }) => (now.batch == null ? "no steps" : "rows a step"),
+  },
+  {
+    label: "Found in cache", fields: ["hit_rate"], format: percent, least: 1,
+    value: ({ now }) => percent(now.hit_rate),
+    detail: () => "of prompts, last minute",
+  },
+  {
+    label: "KV memory", fields: ["memory_pressure"], format: percent, least: 1,
+    value: ({ now }) => percent(now.memory_pressure),
+    detail: () => "held by requests",
+  },
+];
+
+/** Shows what the `Feed` brings. */
+export class StatusView {
+  constructor() {
+    this.points = [];
+    this.tiles = TILES.map(tile => {
+      const plot = new Plot(tile);
+      const value = el("span", { class: "figure" }, "–");
+      const detail = el("span", { class: `detail muted lines-${tile.fields.length}` });
+      const head = el("p", { class: "tile-head" }, value, detail);
+      byId("tiles").append(el("div", { class: "tile" }, el("h2", {}, tile.label), head, plot.element));
+      return { ...tile, plot, valueElement: value, detailElement: detail };
+    });
+  }
+
+  history(points) {
+    this.points = points;
+  }
+
+  status(status) {
+    const { now } = status;
+    if (this.points.at(-1)?.at !== now.at) this.points.push(now);
+    this.points = this.points.filter(point => point.at > now.at - KEPT_S);
+    byId("status-note").hidden = status.reasons.length === 0;
+    setText(byId("status-note"), status.reasons.join(" · "));
+    this.health(status.status, { ok: "good", degraded: "warn" }[status.status] ?? "bad");
+    setText(byId("version"), status.version);
+    for (const tile of this.tiles) {
+      setText(tile.valueElement, tile.value(status));
+      setText(tile.detailElement, tile.detail(status));
+      tile.plot.draw(this.points, now.at);
+    }
+    keyed(byId("models"), status.models, model => model.id, createModel, updateModel);
+    showIncidents(status.incidents);
+    setText(byId("facts"), [
+      `up ${duration(now.at - status.started)}`,
+      `event loop ${seconds(status.loop_lag_s)} late at most in the last minute`,
+      `${status.viewers} ${status.viewers === 1 ? "viewer" : "viewers"}`,
+    ].join(" · "));
+    byId("status").classList.remove("stale");
+  }
+
+  lost(error) {
+    byId("status").classList.add("stale");
+    const note = byId("status-note");
+    note.hidden = false;
+    if (error instanceof ApiError && [401, 403].includes(error.status)) {
+      this.health("needs a key", "warn");
+      const enter = el("button", { type: "button", onclick: () => askForKeys() }, "Enter a key");
+      note.replaceChildren(`The status is not shown without a key: ${error.message} `, enter);
+      return;
+    }
+    const isOurs = error instanceof ApiError;
+    this.health(isOurs ? "not shown" : "not reached", "bad");
+    setText(note, isOurs ? error.message : "The server is not reached. Trying again.");
+  }
+
+  health(text, kind) {
+    setText(byId("health"), text.replace("_", " "));
+    byId("health").className = `state ${kind}`;
+  }
+}
+
+function showIncidents(incidents) {
+  const keyOf = incident => `${incident.subject} ${incident.what}`;
+  const create = () => el(
+    "li", {}, el("time", { class: "muted" }), el("span", { class: "subject" }),
+    el("span", { class: "what" }), el("span", { class: "times" }), el("code", { class: "muted" }),
+  );
+  keyed(byId("incident-list"), incidents, keyOf, create, (row, incident) => {
+    const [time, subject, what, times, id] = row.children;
+    row.className = incident.is_error ? "bad" : "";
+    setText(time, clock(incident.at));
+    setText(subject, incident.subject);
+    setText(what, incident.what);
+    setText(times, incident.count > 1 ? `${count(incident.count)} times` : "");
+    setText(id, incident.request_id ?? "");
+  });
+  byId("incidents").classList.toggle("empty", incidents.length === 0);
+}

@@ -1,0 +1,334 @@
+"""The status and chat page: its files, and the feed of the server's state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import ASGIApp, Message
+
+from router.errors import ClientDisconnected, Unavailable
+from router.fleet.router import Router
+from router.http.api_keys import ApiKeys
+from router.http.app import create_app
+from router.http.page import PATHS
+from router.http.status_feed import MAX_VIEWERS, StatusFeed
+from shared.settings import Settings
+from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+LINK = re.compile(r"""(?:src|href|from) ?=?["' ]+([\w./-]+\.(?:js|css|svg))""")
+KEYS = {"api_key": ("sesame",), "metrics_key": "scrape"}
+
+
+@pytest.fixture
+def router_of(socket_dir: Path) -> Iterator[Callable[..., Router]]:
+    """Return a function that makes a router, with settings, in this process."""
+    routers: list[Router] = []
+
+    def make(**settings: Any) -> Router:
+        address = f"ipc://{socket_dir}/engines-{len(routers)}"
+        routers.append(Router(Settings(**settings), [address], "test"))
+        return routers[-1]
+
+    yield make
+    for router in routers:
+        router.engine_sockets.close()
+
+
+@pytest.fixture
+def app_of(router_of: Callable[..., Router]) -> Callable[..., ASGIApp]:
+    """Return a function that makes the application of such a router."""
+
+    def make(**settings: Any) -> ASGIApp:
+        router = router_of(**settings)
+        return create_app(router, ApiKeys(router.settings))
+
+    return make
+
+
+def get(app: ASGIApp, path: str, method: str = "GET", **headers: str) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+class Viewer:
+    """Reads the feed of an application until it has ``count`` pieces, and then goes away."""
+
+    def __init__(self, count: int, *, stuck: bool = False, key: str | None = None) -> None:
+        self.count, self.stuck = count, stuck
+        self.headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        self.status = 0
+        self.pieces: list[bytes] = []
+        self.gone = asyncio.Event()
+
+    async def read(self, app: ASGIApp) -> None:
+        scope = {"type": "http", "method": "GET", "path": "/page/feed", "query_string": b""}
+        headers = [(b"host", b"localhost"), *self.headers]
+        try:
+            await app({**scope, "headers": headers}, self._receive, self._send)
+        except ClientDisconnected:
+            assert self.gone.is_set()
+
+    async def _receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        self.pieces.append(message["body"])
+        if len(self.pieces) >= self.count:
+            self.gone.set()
+        if self.stuck:
+            await self.gone.wait()
+
+
+def events_of(data: bytes) -> list[tuple[str, Any]]:
+    found = re.findall(rb"event: (\w+)\ndata: (.*)\n\n", data)
+    return [(name.decode(), json.loads(text)) for name, text in found]
+
+
+# -- files ---------------------------------------------------------------------
+
+
+def test_the_page_loads_its_own_files_and_nothing_else(app_of: Callable[..., ASGIApp]) -> None:
+    app = app_of(**KEYS)  # none of it needs a key
+    start = get(app, "/")
+    assert start.headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|style=", start.text)
+    linked = {f"/{path}" for path in LINK.findall(start.text)}
+    for path in sorted(PATHS):
+        answer = get(app, path)
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert not re.search(r"https?://(?!www\.w3\.org/)\w|innerHTML|eval\(", answer.text), path
+        linked |= {f"/page/{name.removeprefix('./')}" for name in LINK.findall(answer.text)}
+    assert linked == PATHS
+    assert get(app, "/page/nothing.js").status_code == 401  # as any path that there is not
+    assert get(app, "/page/..%2fapp.py", authorization="Bearer sesame").status_code == 404
+
+
+def test_clients_keep_files_and_ask_whether_they_have_changed(
+    app_of: Callable[..., ASGIApp],
+) -> None:
+    app = app_of()
+    for path in ("/", "/page/main.js"):
+        etag = get(app, path).headers["etag"]
+        again = get(app, path, **{"if-none-match": f'"other", W/{etag}'})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == etag and again.headers["cache-control"] == "no-cache"
+        assert get(app, path, **{"if-none-match": '"other"'}).status_code == 200
+        assert get(app, path, "HEAD").status_code == 200
+
+
+def test_below_a_path_addresses_begin_with_it(app_of: Callable[..., ASGIApp]) -> None:
+    app = app_of(root_path="/llm/")
+    for path in ("/", "/llm", "/llm/"):
+        assert '<base href="/llm/">' in get(app, path).text
+    assert get(app, "/llm/page/main.js").status_code == 200
+    assert "<base" not in get(app_of(), "/").text
+    assert get(app, "/llmother").status_code == 404
+
+
+def test_without_the_page_there_is_nothing(app_of: Callable[..., ASGIApp]) -> None:
+    app = app_of(no_page=True)
+    for path in ("/", "/page/main.js", "/page/feed"):
+        assert get(app, path).status_code == 404
+    assert "/page" not in get(app, "/openapi.json").text
+    assert get(app, "/livez").status_code == 200
+
+
+# -- the feed ------------------------------------------------------------------
+
+
+def test_the_feed_needs_the_metrics_key_or_else_an_api_key(app_of: Callable[..., ASGIApp]) -> None:
+    def status(app: ASGIApp, key: str | None) -> int:
+        viewer = Viewer(1, key=key)
+        asyncio.run(viewer.read(app))
+        return viewer.status
+
+    both, api_key = app_of(**KEYS), app_of(api_key=("sesame",))
+    assert [status(both, key) for key in (None, "sesame", "scrape")] == [401, 401, 200]
+    assert [status(api_key, key) for key in (None, "scrape", "sesame")] == [401, 401, 200]
+    assert status(app_of(), None) == 200
+    elsewhere = get(app_of(), "/page/feed", host="attacker.example")
+    assert elsewhere.status_code == 403
+
+
+def test_viewers_share_samples_and_a_slow_one_hurts_nobody(
+    router_of: Callable[..., Router],
+) -> None:
+    async def run() -> None:
+        feed = StatusFeed(router_of())
+        quick, other, slow = Viewer(3), Viewer(3), Viewer(9, stuck=True)
+        slow_task = asyncio.create_task(slow.read(feed))
+        await asyncio.wait_for(asyncio.gather(quick.read(feed), other.read(feed)), 60)
+        assert quick.pieces == other.pieces
+        assert [name for name, _ in events_of(quick.pieces[0])] == ["history", "status"]
+        times = [events_of(piece)[-1][1]["now"]["at"] for piece in quick.pieces]
+        assert all(later - earlier > 0.9 for earlier, later in pairwise(times))
+        assert len(slow.pieces) == 1  # and nothing is kept for it
+        late = Viewer(1)
+        await asyncio.wait_for(late.read(feed), 60)
+        (_, points), (_, status) = events_of(late.pieces[0])
+        assert [point["at"] for point in points][: len(times)] == times
+        assert points[-1] == status["now"]
+        slow.gone.set()
+        await asyncio.wait_for(slow_task, 60)
+        while len(asyncio.all_tasks()) > 1:  # nobody looks: the sampler ends
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_viewers_are_bounded(app_of: Callable[..., ASGIApp]) -> None:
+    async def run() -> None:
+        app = app_of()
+        viewers = [Viewer(10**6) for _ in range(MAX_VIEWERS)]
+        tasks = [asyncio.create_task(viewer.read(app)) for viewer in viewers]
+        while not all(viewer.pieces for viewer in viewers):
+            await asyncio.sleep(0.01)
+        refused = Viewer(1)
+        await refused.read(app)
+        assert refused.status == 429 and b"too_many_viewers" in refused.pieces[0]
+        viewers[0].gone.set()
+        await tasks[0]
+        welcome = Viewer(1)
+        await asyncio.wait_for(welcome.read(app), 60)
+        assert welcome.status == 200
+        for viewer in viewers:
+            viewer.gone.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
+def test_the_feed_ends_when_the_server_does(router_of: Callable[..., Router]) -> None:
+    """However it ends: by a drain, at once, or in favour of another router."""
+
+    async def run(end: Callable[[Router], Awaitable[None] | None]) -> None:
+        router, viewer = router_of(), Viewer(10**6)
+        feed = StatusFeed(router)
+        task = asyncio.create_task(viewer.read(feed))
+        while not viewer.pieces:
+            await asyncio.sleep(0.01)
+        if (waiting := end(router)) is not None:
+            await waiting
+        await asyncio.wait_for(task, 60)
+        assert viewer.pieces[-1] == b""  # the end of the answer
+        refused = Viewer(1)
+        with pytest.raises(Unavailable, match="shutting down"):
+            await refused.read(feed)
+
+    for end in (
+        lambda router: router.drain(0),
+        lambda router: router.abort_all("now"),
+        lambda router: router.ending.set(),
+    ):
+        asyncio.run(run(end))
+
+
+class FeedReader:
+    """Reads the feed of a server on a thread, and keeps the last status."""
+
+    def __init__(self, server: Server) -> None:
+        self.status: dict[str, Any] = {}
+        self.ended = threading.Event()
+        self._server = server
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        eventually(lambda: bool(self.status))
+
+    def _read(self) -> None:
+        with httpx.stream("GET", f"{self._server.url}/page/feed", timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith('data: {"started"'):
+                    self.status = json.loads(line[6:])
+        self.ended.set()
+
+
+def test_the_feed_shows_what_engines_say_and_what_went_wrong(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[[str], Any],
+) -> None:
+    server = start_server()
+    reader = FeedReader(server)
+    assert reader.status["reasons"] == ["no engine has joined yet"]
+    for _ in range(2):
+        assert server.chat("x").status_code == 503
+    engine = start_engine(server, script=says("hello world"), name="first")
+    server.wait_ready()
+    assert server.chat("x").status_code == 200
+
+    def engine_shown() -> dict[str, Any]:
+        models: list[Any] = reader.status["models"]
+        return {} if not models else models[0]["engines"][0]
+
+    engine.behaviour.store = StoreStats(blocks=7, bytes=2**20, limit_bytes=2**30, state="full")
+    engine.behaviour.stats = EngineStats(total_blocks=64, used_blocks=16)
+    eventually(lambda: engine_shown().get("blocks", {}).get("used") == 16)
+    steps, tokens, status = 0, 0, reader.status
+
+    def busy() -> bool:
+        """Generate, a little more each time, and see whether that is shown as a rate."""
+        nonlocal steps, tokens, status
+        steps, tokens, status = steps + 1, tokens + 4, reader.status
+        engine.behaviour.stats = EngineStats(
+            steps_total=steps,
+            step_seconds_total=0.02 * steps,
+            batch_rows_total=4 * steps,
+            generated_tokens_total=tokens,
+            prompt_tokens_total=100,
+            cached_ram_tokens_total=60,
+            cached_ssd_tokens_total=20,
+            prefill_tokens_total=20,
+            limit_bytes=100,
+            unevictable_bytes=25,
+            drafts=DraftStats(sources={"ngram": DraftCounts(1, 8, 6)}, saved_s=1.5),
+        )
+        rates = status["models"][0]["engines"][0]["rates"]
+        return bool(rates and rates["generated"] > 0 and rates["batch"] == 4.0)
+
+    eventually(busy)
+    shown, now = status["models"][0]["engines"][0], status["now"]
+    assert shown["rates"]["step_s"] == pytest.approx(0.02, rel=0.01)
+    assert now["generated"] > 0 and now["batch"] == 4.0
+    assert (now["hit_rate"], now["memory_pressure"]) == (0.8, 0.25)
+    assert shown["recent_prompts"] == {"ram": 60, "ssd": 20, "computed": 20}
+    assert (shown["drafts"]["drafted"], shown["drafts"]["accepted"]) == (8, 6)
+    assert shown["ssd"]["state"] == "full"
+    assert reader.status["first_token"]["count"] == 1
+    assert reader.status["models"][0]["first_token"]["p50"] > 0
+    engine.kill()
+    eventually(lambda: engine_shown()["silence_s"] > 1.6)  # one that speaks keeps its name
+    start_engine(server, script=says("hello world"), name="first")
+    eventually(lambda: engine_shown()["ready"] and engine_shown()["losses"] == 1)
+    joined, lost, refused = reader.status["incidents"]
+    assert (joined["subject"], joined["what"], joined["is_error"]) == ("first", "joined", False)
+    assert (joined["count"], lost["is_error"]) == (2, True)
+    assert lost["subject"] == "first"
+    assert refused["subject"] == "/v1/chat/completions" and refused["count"] == 2
+    assert refused["what"] == "503 no_engine_ready"
+    assert refused["request_id"].startswith("req_") and refused["is_error"]
+    server.process.send_signal(signal.SIGTERM)
+    eventually(reader.ended.is_set)
+    assert server.process.wait(60) == 0

@@ -17,7 +17,8 @@ from bench import prompts
 from bench.client import StreamedAnswer, complete
 from bench.servers import running
 
-BEFORE_S, TOKENS = 3.0, 250
+SPARE_S, BEFORE_S, TOKENS = 20.0, 3.0, 250
+"""The server idles first, until it has a spare process (--spare-engine-after-s)."""
 READY = re.compile(r"ready: \S+, after (.*)")
 
 
@@ -41,6 +42,7 @@ def restart(model: str, runs: int) -> None:
 
 
 async def _killed(port: int, server: int, run: int) -> StreamedAnswer:
+    await asyncio.sleep(SPARE_S)
     stream = asyncio.create_task(complete(port, prompts.text(run, 128), TOKENS, ignore_eos=True))
     await asyncio.sleep(BEFORE_S)
     found = subprocess.run(

@@ -247,8 +247,12 @@ def _hello(
     )
 
 
-if __name__ == "__main__":
-    code = main()
+def leave(code: int) -> None:
+    """End this process. MLX's threads may crash while the interpreter shuts down."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # MLX's threads may crash while the interpreter shuts down
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from services.fleet.memory import budgets, total_bytes, weights_bytes
@@ -93,14 +94,21 @@ def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -
         sys.stdout.write(f"{PROG} ready, for {', '.join(options.engine_socket)}\n")
         sys.stdout.flush()
 
+    launcher = LocalLauncher(output, options.spare_engine_after_s)
+
+    def turn() -> None:
+        run_dir.keep_fresh()
+        launcher.keep_spare(time.monotonic())
+
     supervisor = Supervisor(
         specs,
-        LocalLauncher(output),
+        launcher,
         limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
         on_ready=announce,
-        on_turn=run_dir.keep_fresh,
+        on_turn=turn,
     )
     try:
         return supervisor.run()
     finally:
+        launcher.close()
         output.close()

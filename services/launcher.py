@@ -40,6 +40,9 @@ class ChildSpec:
     work: str = ""  # children with the same one take over from each other
     place: MachineNeeds | None = None  # None: this machine
     joins_as: str = ""  # what routers call it, if not by its name
+    spare: tuple[str, ...] = ()
+    """The command of a process that becomes this child once it is told the arguments: as many words
+    as ``command`` has before them. Empty if there is none."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -122,6 +123,8 @@ class Children:
             essential=entry.alone,
             # Routers elsewhere learn of a loss from the first beat of the successor.
             work=entry.id if self._is_server else "",
+            # Ranks have another environment, and it has to be there before MLX is imported.
+            spare=_command("services.engine_spare") if entry.settings.ranks == 1 else (),
         )
 
     def _spec(
@@ -134,11 +137,15 @@ class Children:
     ) -> ChildSpec:
         return ChildSpec(
             name=name,
-            command=(sys.executable, "-P", "-m", module, *self._private, *flags),
+            command=(*_command(module), *self._private, *flags),
             environment={**self._environment, **environment},
             hidden_variables=settings.secret_variables() | {settings.CONFIG_VARIABLE},
             **fields,
         )
+
+
+def _command(module: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", module)
 
 
 def _environment(run_dir: RunDir) -> dict[str, str]:
@@ -171,7 +178,8 @@ def _supervise(
     output = LogCollector(options.log_format)
     logs.setup("supervisor", options.log_level, options.log_format, output)
     children = Children(options if cluster is None else cluster.prepared(options), run_dir)
-    launcher: Launcher = LocalLauncher(output)
+    local = LocalLauncher(output, options.spare_engine_after_s)
+    launcher: Launcher = local
     make_engine: SpecMaker = children.engine
     if cluster is not None:
         launcher = cluster.launcher(launcher, output)
@@ -181,6 +189,7 @@ def _supervise(
     def turn() -> None:
         run_dir.keep_fresh()
         fleet.turn()
+        local.keep_spare(time.monotonic())
 
     def reload() -> None:
         try:
@@ -211,6 +220,7 @@ def _supervise(
     try:
         return supervisor.run()
     finally:
+        local.close()
         output.close()
 
 

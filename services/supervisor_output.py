@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import IO
 
 from shared import logs
@@ -38,11 +39,12 @@ class LogCollector:
         self._writer = threading.Thread(target=self._write_all, name="output", daemon=True)
         self._writer.start()
 
-    def follow(self, pipe: IO[bytes], process: str) -> None:
-        """Read what ``process`` writes into ``pipe``, and close it at the end of file."""
+    def follow(self, pipe: IO[bytes], name: Callable[[], str]) -> None:
+        """Read what the process of this ``name`` writes into ``pipe``, and close it at the end of
+        file."""
         self._readers = [reader for reader in self._readers if reader.is_alive()]
         reader = threading.Thread(
-            target=self._read_all, args=(pipe, process), name=f"output-{process}", daemon=True
+            target=self._read_all, args=(pipe, name), name=f"output-{name()}", daemon=True
         )
         reader.start()
         self._readers.append(reader)
@@ -67,21 +69,21 @@ class LogCollector:
             return
         self._writer.join(max(0.01, deadline - time.monotonic()))
 
-    def _read_all(self, pipe: IO[bytes], process: str) -> None:
+    def _read_all(self, pipe: IO[bytes], name: Callable[[], str]) -> None:
         rest, shown = b"", 0.0
         with pipe:
             while data := os.read(pipe.fileno(), _MAX_LINE_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._emit(process, line)
+                    self._emit(name(), line)
                 # A progress bar returns to the start of its line and never ends it.
                 if b"\r" in rest and time.monotonic() - shown > _PROGRESS_EVERY_S:
                     shown = time.monotonic()
-                    self._emit(process, rest)
+                    self._emit(name(), rest)
                 if len(rest) > _MAX_LINE_BYTES:
-                    self._emit(process, rest)
+                    self._emit(name(), rest)
                     rest = b""
-            self._emit(process, rest)
+            self._emit(name(), rest)
 
     def _emit(self, process: str, raw: bytes) -> None:
         parts = [part for part in _END_OF_LINE.split(raw) if part.strip()]

@@ -87,8 +87,7 @@ class QuantizedWeight:
             graph.integers(2),
             keepdims=0,
         )
-        small = graph.node("MatMul", sums, graph.constant(np.ascontiguousarray(rest.T)))
-        return graph.node("Add", total, small)
+        return graph.node("Gemm", sums, graph.constant(rest), total, transB=1)
 
     def gather(self, ids: NDArray[np.integer[Any]]) -> Array:
         """Return rows (ids, in)."""

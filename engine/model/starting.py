@@ -35,11 +35,12 @@ class StartTimes:
     """The CPU seconds of each part of a start, on all threads."""
 
     def __init__(self) -> None:
-        self._began, self._cpu_s = time.monotonic(), 0.0
+        self._began, self._cpu_s = time.monotonic(), time.process_time()
+        self._cpu_began_s = self._cpu_s  # a process may have been a spare one before
         self._parts: list[str] = []
 
     def ended(self, part: str) -> None:
-        """Note that ``part`` has ended. It began with the process, or where the last one ended."""
+        """Note that ``part`` has ended. It began where the last one ended."""
         now_s = time.process_time()
         self._parts.append(f"{part} {now_s - self._cpu_s:.1f}")
         self._cpu_s = now_s
@@ -47,4 +48,5 @@ class StartTimes:
     def __str__(self) -> str:
         elapsed_s = time.monotonic() - self._began
         parts = ", ".join(self._parts)
-        return f"{elapsed_s:.1f} s, {self._cpu_s:.1f} s of CPU time: {parts}"
+        cpu_s = self._cpu_s - self._cpu_began_s
+        return f"{elapsed_s:.1f} s, {cpu_s:.1f} s of CPU time: {parts}"

@@ -71,7 +71,7 @@ class RayProcess:
         self._exit_code: int | None = None
         self._is_placed, self._ends = False, False
         readable, self._log = os.pipe()
-        output.follow(os.fdopen(readable, "rb"), spec.name)
+        output.follow(os.fdopen(readable, "rb"), lambda: spec.name)
         self._follower = threading.Thread(target=self._follow, name=spec.name, daemon=True)
         self._follower.start()
 

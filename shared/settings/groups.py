@@ -304,6 +304,12 @@ class ProcessSettings:
     GROUP: ClassVar = "processes and logging"
 
     engines: int = flag(1, "replicas of a model", at_least=1, at_most=1024)
+    spare_engine_after_s: float = flag(
+        15.0,
+        "seconds from the start of an engine to that of a spare process, with which the next engine"
+        " starts sooner (0: none)",
+        at_least=0,
+    )
     fleet_memory_gb: float | None = flag(
         None,
         "memory of all engines of this machine in GB: models that do not fit are loaded on demand",

@@ -23,6 +23,9 @@ RANKS_VARIABLE = "TEST_RANKS"
 """Environment variable: the ranks of every engine, where a test does not say."""
 READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
 
+# Engines are told apart by their command lines, which one that was a spare process lacks.
+os.environ.setdefault("MLX_LM_SERVER_SPARE_ENGINE_AFTER_S", "0")
+
 
 class Server:
     """A running server. ``log`` holds the lines that it has printed so far."""

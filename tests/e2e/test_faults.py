@@ -159,17 +159,39 @@ def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
     wait_recovered(server, old)
 
 
-def test_a_killed_supervisor_leaves_nothing_behind(tiny_model: Callable[..., Path]) -> None:
-    with serving(tiny_model("llama")) as server:
-        private = Path(next(iter(environment(server.process.pid, "XDG_RUNTIME_DIR"))))
-        children = server.pids()
-        assert len(children) == 3
-        server.process.kill()
-        server.process.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while any(map(alive, children)) or left_sockets(private):
-            assert time.monotonic() < deadline, (children, left_sockets(private))
-            time.sleep(0.1)
+@pytest.fixture(scope="module")
+def spared(tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    """A server with a spare process. The last test kills it."""
+    with serving(tiny_model("llama"), "--spare-engine-after-s", "0.1") as running:
+        yield running
+
+
+def spares(server: Server) -> list[int]:
+    return server.pids("services.engine_spare")
+
+
+def test_a_spare_process_takes_the_place_of_a_killed_engine(spared: Server) -> None:
+    spared.wait_until(lambda: bool(spares(spared)), PATIENCE_S, "a spare process")
+    (spare,) = spares(spared)
+    (engine,) = set(spared.pids("services.engine")) - {spare}
+    expected = spared.complete("abc", 300, ignore_eos=True)["choices"][0]["text"]
+    events = spared.stream("abc", 300)
+    first = [next(events) for _ in range(3)]
+    os.kill(engine, signal.SIGKILL)
+    assert text_of(first + list(events)) == expected
+    assert spare in spared.pids() and engine not in spared.pids()
+
+
+def test_a_killed_supervisor_leaves_nothing_behind(spared: Server) -> None:
+    private = Path(next(iter(environment(spared.process.pid, "XDG_RUNTIME_DIR"))))
+    spared.wait_until(lambda: len(spared.pids()) == 4, PATIENCE_S, "a spare process")
+    children = spared.pids()
+    spared.process.kill()
+    spared.process.wait()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(alive, children)) or left_sockets(private):
+        assert time.monotonic() < deadline, (children, left_sockets(private))
+        time.sleep(0.1)
 
 
 def environment(pid: int, name: str) -> Iterator[str]:

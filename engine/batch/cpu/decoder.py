@@ -146,11 +146,10 @@ class Decoder:
         )
         return found.reshape(padded, -1)
 
-    def _tables(self, positions: np.ndarray[Any, Any]) -> dict[Rotary, list[Any]]:
+    def _tables(self, positions: np.ndarray[Any, Any]) -> dict[Rotary, Sequence[Array]]:
         """Return the arguments of each kind of positions."""
-        numbers = np.arange(len(positions))[None]
         return {
-            rotary: [*rotary.tables(positions), numbers] if rotary.turned else []
+            rotary: rotary.tables(positions) if rotary.turned else ()
             for rotary in set(self._rotaries)
         }
 

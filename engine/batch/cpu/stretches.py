@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from engine.backend.graphs import CONTRIB, Graph, Session
 from engine.backend.weights import Weight
 from engine.batch.cpu.blocks import Norm, TransformerBlock, add_residual
@@ -109,14 +107,14 @@ def _rotation(graph: Graph, dim: int, rotary: Rotary) -> Callable[[str, int], st
         return lambda x, heads: x
     half = rotary.turned // 2
     cosines, sines = (graph.input(name, ROWS, half) for name in ("cosines", "sines"))
-    numbers = graph.input("numbers", 1, ROWS, dtype=np.int64)
+    first = graph.integers(0)  # row i of the tables is that of token i
 
     def turn(x: str, heads: int) -> str:
         together = graph.node("Reshape", x, graph.integers(1, -1, heads * dim))
         turned = graph.node(
             "RotaryEmbedding",
             together,
-            numbers,
+            first,
             cosines,
             sines,
             domain=CONTRIB,

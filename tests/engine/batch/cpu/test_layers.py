@@ -24,6 +24,7 @@ OTHERS = (
     "apertus cohere2 ernie4_5 exaone4 gemma3_text glm4 granite jamba lfm2 mixtral nemotron_h olmo2 "
     "qwen3_next smollm3"
 ).split()
+NAMES = [*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 PROMPT, REST = (5, 6, 7, 8, 9, 3, 4), (4, 9)
 
 
@@ -54,9 +55,7 @@ def distance(found: Any, expected: Any) -> float:
     return float(np.abs(found - expected)[finite].max() / expected[finite].std())
 
 
-@pytest.mark.parametrize(
-    "name", [*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_exact_logits_are_those_of_mlx(name: str) -> None:
     expected = logits(quantized(name))
     model = quantized(name)
@@ -80,15 +79,18 @@ def test_every_width_is_exact(name: str, bits: int, mode: str) -> None:
     assert distance(logits(model), expected) < 3e-5
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mamba2", "gpt_oss"])
+@pytest.mark.parametrize("name", NAMES)
 def test_eight_bits_of_activations_round_by_as_much_as_they_may(name: str) -> None:
     """A product is off by up to 1/254 of the largest activation of a group, and by 0.3 of that as
     a root mean square. Products of random models add up as independent errors: of the spread of
-    logits, 4 standard deviations of 1/254 for each of seven products in four layers."""
+    logits, 4 standard deviations of 1/254 for each of seven products in four layers. Where two
+    experts have nearly the same score, rounding may choose the other one, and norms of heads make
+    small vectors large: two thirds of the positions have to be so near."""
     expected = logits(quantized(name))
     model = quantized(name)
     Layers(model, "fast", dense=False)
-    found = distance(logits(model), expected)
+    off = [distance(*each) for each in zip(logits(model), expected, strict=True)]
+    found = np.quantile(off, 2 / 3)
     assert 1e-3 < found < 4 * 3 / 254 * np.sqrt(7 * 4)
 
 

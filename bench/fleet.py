@@ -48,7 +48,10 @@ def fleet(model: str, runs: int) -> None:
     """What 100 engines and 10 routers cost, and where that ends."""
     raise_descriptor_limit()
     directory = resolve(model)
-    idle, busy = Load(streams=1, engines=ENGINES, models=1), Load(streams=500, engines=ENGINES)
+    idle, busy = (
+        Load(streams=1, engines=ENGINES, models=1),
+        Load(streams=200, engines=20, models=5, rate=10),
+    )
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as private,
         running_router(Path(private), directory, idle) as (_, pid),
@@ -65,7 +68,12 @@ def fleet(model: str, runs: int) -> None:
         print(each.line("router"))
     token_s = statistics.median(each.us_per_token for each in tokens) / 1e6
     # The beats were there too.
-    token_s -= beats_s / statistics.median(each.tokens / each.seconds for each in tokens)
+    token_s -= (
+        beats_s
+        * busy.engines
+        / ENGINES
+        / statistics.median(each.tokens / each.seconds for each in tokens)
+    )
     costs = Costs(token_s, beats_s, *placement())
     print(f"a token {1e6 * costs.token_s:.1f} us, beats {costs.beats_s:.1%} of a core,", end=" ")
     print(f"a choice {1e6 * costs.choice_s:.0f} us, hashes {1e3 * costs.hashes_s:.2f} ms")

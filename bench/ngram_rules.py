@@ -122,7 +122,7 @@ class OurRule(Rule):
         options = SpeculationOptions(tokens=most, adapts=token_cost is not None)
         made = Speculator(options, [lambda request, grammar: _source(request)])
         for drafts in range(most + 1):
-            made.observe_step(1, drafts, 1, 1 + (token_cost or 0) * drafts)
+            made.observe_step(1, drafts, 1 + (token_cost or 0) * drafts)
         return made
 
     def propose(self, tokens: Sequence[int]) -> Sequence[int]:

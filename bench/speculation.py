@@ -1,8 +1,10 @@
 """`python -m bench speculation`: the same engine with drafts and without, in turn.
 
-Each run computes the same requests twice, in the order a, b and then b, a. Tokens are counted from
-the step in which all requests have begun. Drafts are those of ``--spec-decode auto``, what was
-learned in earlier runs included, as at a server; "misses" has a source that is always wrong.
+Each run computes the same requests twice, in the order a, b and then b, a. Tokens are counted while
+all requests decode: from the step in which the last has begun to that in which the first ends.
+Drafts are those of ``--spec-decode auto``, what was learned in earlier runs included, as at a
+server; "misses" has a source that is always wrong. Ratios are of tokens a second, and a second one
+of tokens a second of the processor, which other programs on the machine change less.
 Then the rules of other servers are replayed on the texts (`bench.ngram_rules`).
 `python -m bench.speculation --help` has more to choose from.
 """
@@ -34,7 +36,7 @@ MISSES = "misses"
 class TimedRun(NamedTuple):
     texts: dict[int, list[int]]
     rate: float  # tokens per second, of all requests
-    steps: int
+    cpu_rate: float  # tokens per second of the processor
 
 
 class AlwaysWrong(DraftSource):
@@ -93,27 +95,34 @@ class Comparison:
     ) -> TimedRun:
         engine = self.engine
         engine.renew(drafts)
-        names = {
-            engine.submit(
-                engine.encode(workload.text(number), is_chat=workload.is_chat),
-                self._tokens,
-                **workload.fields(number),
-            ): number
+        prompts = {
+            number: engine.encode(workload.text(number), is_chat=workload.is_chat)
             for number in numbers
         }
+        engine.texts(list(prompts.values()), 1)  # so that all begin at nearly the same time
+        names = {
+            engine.submit(prompt, self._tokens, **workload.fields(number)): number
+            for number, prompt in prompts.items()
+        }
         texts: dict[int, list[int]] = {number: [] for number in numbers}
-        steps = before = 0
-        began = time.perf_counter()
+        before = done = 0
+        began = ended = _clocks()
         while not engine.replica.scheduler.idle:
-            for delta in engine.step():
+            deltas = engine.step()
+            for delta in deltas:
                 if delta.finish == "error":
                     raise RuntimeError(f"a request failed: {delta}")
                 texts[names[delta.request_id]] += delta.token_ids
-            steps += 1
             if not before and all(texts.values()):
-                before, steps, began = sum(map(len, texts.values())), 0, time.perf_counter()
-        done = sum(map(len, texts.values())) - before
-        return TimedRun(texts, done / (time.perf_counter() - began), steps)
+                before, began = sum(map(len, texts.values())), _clocks()
+            if not done and any(delta.finish for delta in deltas):
+                done, ended = sum(map(len, texts.values())) - before, _clocks()
+        seconds, cpu_seconds = (end - begin for begin, end in zip(began, ended, strict=True))
+        return TimedRun(texts, done / seconds, done / cpu_seconds)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def speculation(model: str, runs: int) -> None:
@@ -128,12 +137,15 @@ def compare(
     for name in names:  # the first requests of a server: costs are learned
         both.pair(name, 1, speculators[name], 0)
     transcripts: dict[str, list[Transcript]] = {name: [] for name in WORKLOADS if name in names}
-    print("workload   requests   without      with   ratio  (each)            accepted  texts")
+    print(
+        "workload   requests   without      with   ratio   CPU  (each)            accepted  texts"
+    )
     for name in names:
         for batch in batches:
             before = speculators[name].stats()
             pairs = [both.pair(name, batch, speculators[name], run) for run in range(runs)]
             ratios = [drafted.rate / plain.rate for plain, drafted in pairs]
+            of_cpu = [drafted.cpu_rate / plain.cpu_rate for plain, drafted in pairs]
             same = sum(
                 plain.texts[n] == drafted.texts[n] for plain, drafted in pairs for n in plain.texts
             )
@@ -141,7 +153,7 @@ def compare(
                 f"{name:10} {batch:8}"
                 f" {statistics.median(plain.rate for plain, _ in pairs):8.1f}"
                 f" {statistics.median(drafted.rate for _, drafted in pairs):9.1f} tok/s"
-                f" {statistics.median(ratios):5.2f}"
+                f" {statistics.median(ratios):5.2f} {statistics.median(of_cpu):5.2f}"
                 f"  {' '.join(f'{ratio:.2f}' for ratio in ratios):16}"
                 f" {_accepted(before, speculators[name].stats()):>9}"
                 f"  {same}/{batch * runs}",

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from services.fleet.memory import budgets, total_bytes, weights_bytes
+from services.fleet.memory import budgets, entry_bytes, total_bytes
 from services.launcher import ChildSpec
 from services.local import GRACE_S, Children
 from services.local_launcher import LocalLauncher
@@ -65,7 +65,7 @@ def joining_children(
     """
     children = Children(options, run_dir, joins=options.engine_socket)
     total = total_bytes(options, None)
-    sizes = budgets(models, [weights_bytes(entry.settings.model) for entry in models], total)
+    sizes = budgets(models, [entry_bytes(entry) for entry in models], total)
     needed = sum(size * each.settings.engines for each, size in zip(models, sizes, strict=True))
     if not models[0].alone and needed > total:
         raise TooManyModels(

@@ -67,9 +67,9 @@ class Drafting:
             row = DraftRow(seq.drafts, seq.token_ids, 0)
             self._speculator.verified(row, proposal, accepted)
 
-    def observe_step(self, rows: int, drafted: int, outputs: int, elapsed_s: float) -> None:
+    def observe_step(self, rows: int, drafted: int, elapsed_s: float | None) -> None:
         if self._speculator is not None:
-            self._speculator.observe_step(rows, drafted, outputs, elapsed_s)
+            self._speculator.observe_step(rows, drafted, elapsed_s)
 
     def stats(self) -> wire.DraftStats | None:
         return None if self._speculator is None else self._speculator.stats()

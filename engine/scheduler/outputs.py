@@ -55,11 +55,11 @@ class Outputs:
         prompt, and with the reason if it ended.
 
         The first one with outputs and the last one have the usage: a router that cuts a text
-        short never sees the last. So has each after drafts.
+        short never sees the last. So has each after drafts of a prediction.
         """
         num_known = len(seq.request.generated) + len(token_ids)
         first = bool(token_ids) and seq.num_output_tokens == num_known
-        drafted = seq.drafts is not None and seq.drafts.drafted > 0
+        predicted = seq.drafts is not None and bool(seq.drafts.accepted or seq.drafts.rejected)
         self.deltas.append(
             wire.Delta(
                 request_id=seq.request.request_id,
@@ -71,7 +71,7 @@ class Outputs:
                 finish=finish,
                 stop_token=seq.token_ids[-1] if finish == "stop" else None,
                 error=error,
-                usage=seq.usage(now_s) if finish or first or drafted else None,
+                usage=seq.usage(now_s) if finish or first or predicted else None,
             )
         )
 

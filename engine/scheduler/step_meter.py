@@ -33,8 +33,9 @@ class StepMeter:
             self._unmeasured[step.number] = [] if result.prompt_logprobs else chunks
         elif not result.prompt_logprobs:  # chunks with these take longer than others
             observe(decode_rows=rows, chunks=chunks, elapsed_s=result.elapsed_s)
-        if rows and (result.chunks_apart or not chunks):
-            self._drafting.observe_step(rows, drafted, len(result.tokens), result.elapsed_s)
+        if rows:
+            is_alone = result.chunks_apart or not chunks
+            self._drafting.observe_step(rows, drafted, result.elapsed_s if is_alone else None)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, []):
                 observe(decode_rows=0, chunks=seen, elapsed_s=elapsed_s)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+from engine.speculation.accounts import DraftAccounts
 from engine.speculation.costs import WORTH_IT, StepCosts
 from engine.speculation.source import BatchSource, DraftRequest, Proposal
 
@@ -28,12 +29,12 @@ class BatchDrafting:
     """Asks a source, and learns how long it takes: it computes token by token, so that its time
     grows with the length of drafts and little with the number of sequences."""
 
-    def __init__(self, source: BatchSource, adapts: bool) -> None:
+    def __init__(self, source: BatchSource, adapts: bool, accounts: DraftAccounts) -> None:
         """``adapts``: whether times and chances decide; otherwise it is asked for all it may."""
         self._source = source
+        self._accounts = accounts
         self._adapts = adapts
         self._token_s = StepCosts()  # seconds for a token of each sequence, by their number
-        self._spent_s = 0.0
         self.pays = True
         """Whether its drafts were worth while when that was considered last."""
         self._calls_without = 0
@@ -71,18 +72,13 @@ class BatchDrafting:
         began = perf_counter()
         drafts = self._source.propose(requests)
         elapsed_s = perf_counter() - began
-        self._spent_s += elapsed_s
+        self._accounts.spent(self.name, elapsed_s)
         if longest := max(map(len, drafts)):
             self._token_s.observe(len(requests), elapsed_s / longest)
         for number, tokens in zip(chosen, drafts, strict=True):
             if tokens:
                 found[number] = Proposal(tokens, self.name, likely=(LIKELY,))
         return found
-
-    def take_spent_s(self) -> float:
-        """Return the seconds since the last call."""
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
 
     def _prefers(self, row: BatchRow, length: int | None) -> bool:
         """Return whether ``length`` drafts of ``row`` are better than those of another source.

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
+from engine.speculation.accounts import DraftAccounts
 from engine.speculation.batched import BatchDrafting, BatchRow
 from engine.speculation.costs import StepCosts
 from engine.speculation.executor_guesses import ExecutorGuesses
+from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
-from shared.wire import DraftCounts, DraftStats, Submit
+from shared.wire import DraftStats, Submit
 
 MOST_TOKENS = 16
 """The most drafts of a sequence in a step, whatever the settings."""
@@ -49,8 +52,10 @@ class SequenceDrafts:
     rates: dict[tuple[str, int], AcceptanceRate] = field(default_factory=dict)
     next_probe: int = 0
     """The number of tokens, prompt included, from which it drafts again after it stopped."""
-    drafted: int = 0
-    accepted: int = 0
+    predicted: tuple[int, ...] = ()
+    """What the request's `prediction` has for the next tokens."""
+    accepted: int = 0  # drafts that the prediction has too, whatever source proposed them
+    rejected: int = 0
     guesses: ExecutorGuesses | None = None
     """The one of ``sources`` that proposes what the executor guesses, if there is one."""
 
@@ -77,11 +82,12 @@ class Speculator:
         self.options = options
         self._sources = sources
         self._guesses = guesses
-        self._batch = None if batch_source is None else BatchDrafting(batch_source, options.adapts)
+        self._accounts = DraftAccounts()
+        self._batch: BatchDrafting | None = None
+        if batch_source is not None:
+            self._batch = BatchDrafting(batch_source, options.adapts, self._accounts)
         self._rates: dict[tuple[str, int], AcceptanceRate] = {}
-        self._counts: dict[str, list[int]] = {}  # steps, drafted, accepted by source
         self._costs = StepCosts()
-        self._saved_s = 0.0
 
     def begin(self, request: Submit, grammar: object) -> SequenceDrafts | None:
         """Return what is kept of a new sequence, None if nothing can be proposed for it."""
@@ -112,9 +118,11 @@ class Speculator:
         limit = min(row.limit, self.options.tokens)
         if limit < 1 or self._has_stopped(row):
             return None
-        found = [source.propose(row.tokens, limit) for source in row.drafts.sources]
+        found = [self._ask(source, row.tokens, limit) for source in row.drafts.sources]
         cut = [_cut(each, row.drafts.sources) for each in found if each is not None]
         proposals = [each for each in cut if each.tokens]
+        of_prediction = (p.tokens for p in proposals if p.source == PredictionSource.NAME)
+        row.drafts.predicted = next(of_prediction, ())
         return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
@@ -156,11 +164,10 @@ class Speculator:
         """Note that the first ``accepted`` tokens of a ``proposal`` were; ``row.tokens`` include
         them."""
         drafted, drafts = len(proposal.tokens), row.drafts
-        drafts.drafted += drafted
-        drafts.accepted += accepted
-        counts = self._counts.setdefault(proposal.source, [0, 0, 0])
-        for number, more in enumerate((1, drafted, accepted)):
-            counts[number] += more
+        self._accounts.verified(proposal.source, drafted, accepted)
+        predicted = _num_common(proposal.tokens, drafts.predicted)
+        drafts.accepted += min(predicted, accepted)
+        drafts.rejected += max(0, predicted - accepted)
         tried = min(drafted, accepted + 1)
         drafts.rate.observe(tried, accepted)
         by_kind = Counter(proposal.kind(index) for index in range(tried))
@@ -171,22 +178,28 @@ class Speculator:
         if drafts.rate.rate() < self.options.least_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
 
-    def observe_step(self, rows: int, drafted: int, outputs: int, elapsed_s: float) -> None:
-        """Note the time of a step of ``rows`` sequences, with ``drafted`` tokens, without chunks,
-        that gave ``outputs``."""
+    def observe_step(self, rows: int, drafted: int, elapsed_s: float | None) -> None:
+        """Note the time of a step of ``rows`` sequences, with ``drafted`` tokens, before what of
+        them was `verified`; None if chunks have their part in it."""
+        if elapsed_s is None:
+            self._accounts.skip_step()
+            return
         self._costs.observe(rows + drafted, elapsed_s)
-        if drafted:
-            self._saved_s += outputs / rows * self._costs.predict_s(rows) - elapsed_s
-        if self._batch is not None:
-            self._saved_s -= self._batch.take_spent_s()
+        self._accounts.begin_step(rows, drafted, self._costs.predict_s(rows), elapsed_s)
 
     def stats(self) -> DraftStats:
         return DraftStats(
-            sources={name: DraftCounts(*counts) for name, counts in self._counts.items()},
-            saved_s=self._saved_s,
+            sources=self._accounts.counts(),
             rates={f"{source}/{kind}": rate.rate() for (source, kind), rate in self._rates.items()},
             step_s={str(tokens): seconds for tokens, seconds in self._costs.seconds().items()},
         )
+
+    def _ask(self, source: DraftSource, tokens: Sequence[int], limit: int) -> Proposal | None:
+        began = perf_counter()
+        proposal = source.propose(tokens, limit)
+        if proposal is not None:
+            self._accounts.spent(proposal.source, perf_counter() - began)
+        return proposal
 
     def _ask_batch_source(
         self,
@@ -270,3 +283,9 @@ def _cut(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
     if possible == length:
         return proposal
     return proposal._replace(tokens=proposal.tokens[:possible])
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return with how many equal tokens both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -279,13 +279,16 @@ def _store_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
 
 
 def _draft_metrics(engines: Iterable[tuple[str, Engine]]) -> Iterator[Metric]:
-    """Yield the counters of speculation, by source of drafts."""
-    for name, field, help_ in (
-        ("draft_proposals", "proposals", "Runs of drafts that were verified"),
-        ("draft_tokens", "drafted", "Tokens that were drafted"),
-        ("accepted_draft_tokens", "accepted", "Tokens that were drafted and accepted"),
+    """Yield the figures of speculation, by source of drafts."""
+    counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    for kind, name, field, help_ in (
+        (counter, "draft_proposals", "proposals", "Runs of drafts that were verified"),
+        (counter, "draft_tokens", "drafted", "Tokens that were drafted"),
+        (counter, "accepted_draft_tokens", "accepted", "Tokens that were drafted and accepted"),
+        (counter, "draft_seconds", "spent_s", "Seconds until drafts were there"),
+        (gauge, "draft_saved_seconds", "saved_s", "Seconds that drafts saved since the start"),
     ):
-        family = CounterMetricFamily(_PREFIX + name, help_, labels=(*_LABELS, "source"))
+        family = kind(_PREFIX + name, help_, labels=(*_LABELS, "source"))
         for model, engine in engines:
             for source, counts in (engine.stats.drafts or DraftStats()).sources.items():
                 family.add_metric([model, engine.name, source], getattr(counts, field))

@@ -104,10 +104,13 @@ class RemoteSequence:
         return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
 
     @property
-    def drafts(self) -> tuple[int, int]:
-        """The drafts that were accepted and rejected, as far as the last engine has told."""
+    def predicted(self) -> tuple[int, int]:
+        """The tokens of the request's `prediction` that were drafted, and accepted or rejected, as
+        far as the last engine has told."""
         usage = self.usage
-        return (usage.accepted_draft_tokens, usage.rejected_draft_tokens) if usage else (0, 0)
+        if usage is None:
+            return 0, 0
+        return usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
 
     def submit_message(self, priority: int) -> Submit:
         """Return the message of the current attempt."""

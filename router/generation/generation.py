@@ -306,8 +306,8 @@ class Generation:
             prompt_tokens_details=PromptTokensDetails(cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
                 reasoning_tokens,
-                accepted_prediction_tokens=sum(one.sequence.drafts[0] for one in self.choices),
-                rejected_prediction_tokens=sum(one.sequence.drafts[1] for one in self.choices),
+                accepted_prediction_tokens=sum(one.sequence.predicted[0] for one in self.choices),
+                rejected_prediction_tokens=sum(one.sequence.predicted[1] for one in self.choices),
             ),
         )
 

@@ -23,6 +23,16 @@ class DraftFigures(Struct, frozen=True, kw_only=True):
     proposals: Annotated[int, Meta(description="Runs of drafts that were verified.")]
     drafted_tokens: int
     accepted_tokens: int
+    saved_s: Annotated[
+        float,
+        Meta(
+            description="Seconds of steps that drafts saved, by the time that steps without them "
+            "are known to take; below zero if they cost more than they saved."
+        ),
+    ]
+    spent_s: Annotated[
+        float, Meta(description="Seconds until drafts were there; `saved_s` is without them.")
+    ]
     acceptance_rate: Annotated[
         float | None, Meta(description="Accepted tokens of those drafted; null without any.")
     ]
@@ -34,13 +44,7 @@ class DraftFigures(Struct, frozen=True, kw_only=True):
 class EngineSpeculation(Struct, frozen=True, kw_only=True):
     name: str
     sources: Annotated[dict[str, DraftFigures], Meta(description="By where drafts came from.")]
-    saved_s: Annotated[
-        float,
-        Meta(
-            description="Seconds of steps that drafts saved, by the time that steps without them "
-            "are known to take; below zero if they cost more than they saved."
-        ),
-    ]
+    total: DraftFigures
     acceptance: Annotated[
         dict[str, float],
         Meta(description="How likely a draft is accepted now, by source and kind of guess."),
@@ -93,7 +97,7 @@ def _engine(name: str, stats: DraftStats) -> EngineSpeculation:
     return EngineSpeculation(
         name=name,
         sources={source: _figures([counts]) for source, counts in stats.sources.items()},
-        saved_s=round(stats.saved_s, 3),
+        total=_sum([stats]),
         acceptance={kind: round(rate, 3) for kind, rate in stats.rates.items()},
         step_s={tokens: round(seconds, 5) for tokens, seconds in stats.step_s.items()},
     )
@@ -111,6 +115,8 @@ def _figures(counts: list[DraftCounts]) -> DraftFigures:
         proposals=proposals,
         drafted_tokens=drafted,
         accepted_tokens=accepted,
+        saved_s=round(sum(each.saved_s for each in counts), 3),
+        spent_s=round(sum(each.spent_s for each in counts), 3),
         acceptance_rate=round(accepted / drafted, 4) if drafted else None,
         accepted_per_proposal=round(accepted / proposals, 4) if proposals else None,
     )

@@ -16,10 +16,14 @@ class PromptTokensDetails(Struct, frozen=True):
 class CompletionTokensDetails(Struct, frozen=True):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: Annotated[
-        int, Meta(description="Tokens of the answer that were drafted before, see --spec-decode.")
+        int, Meta(description="Tokens of `prediction` that were drafted and are in the answer.")
     ] = 0
     rejected_prediction_tokens: Annotated[
-        int, Meta(description="Tokens that were drafted in vain; they are not in other counts.")
+        int,
+        Meta(
+            description="Tokens of `prediction` that were drafted in vain; they are in no other "
+            "count."
+        ),
     ] = 0
 
 

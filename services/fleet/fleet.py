@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
-from services.fleet.memory import budgets, placed_bytes, total_bytes, weights_bytes
+from services.fleet.memory import budgets, entry_bytes, placed_bytes, total_bytes
 from services.fleet.model import FleetModel
 from services.fleet.rolling import RollingRestart
 from services.launcher import LaunchedProcess
@@ -41,7 +41,7 @@ class EngineFleet:
         self._device_bytes: int | None = None
         self._pool = EnginePool(supervisor, make_spec)
         self._rolling = RollingRestart(self._pool)
-        self._models = [FleetModel(entry, weights_bytes(entry.settings.model)) for entry in entries]
+        self._models = [FleetModel(entry, entry_bytes(entry)) for entry in entries]
         self._router: LaunchedProcess | None = None
         self._told: dict[str, Any] | None = None
         self._size_budgets()
@@ -80,13 +80,13 @@ class EngineFleet:
         for entry in entries:
             model = known.pop(entry.id, None)
             if model is None:
-                model = FleetModel(entry, weights_bytes(entry.settings.model))
+                model = FleetModel(entry, entry_bytes(entry))
                 logger.info("model %s was added", model.id)
             elif changes := model_changes(model.entry, entry):
                 logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
                 model.entry = entry
                 model.mend()
-                model.weights_bytes = weights_bytes(entry.settings.model)
+                model.weights_bytes = entry_bytes(entry)
                 self._rolling.add(model)
             model.entry = entry
             self._models.append(model)
@@ -206,7 +206,7 @@ class EngineFleet:
     def _measure(self, model: FleetModel) -> None:
         """Size an unknown model again: its first load has brought it to this machine."""
         if model.weights_bytes is None:
-            model.weights_bytes = weights_bytes(model.entry.settings.model)
+            model.weights_bytes = entry_bytes(model.entry)
 
     def _make_room(self, model: FleetModel, now: float) -> None:
         """Unload the models that were not used for longest, so that ``model`` will fit."""

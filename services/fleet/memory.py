@@ -38,6 +38,17 @@ def weights_bytes(model: str) -> int | None:
         return None
 
 
+def entry_bytes(entry: ModelEntry) -> int | None:
+    """Return the size of the weights that an engine of ``entry`` loads: of its model, and of its
+    draft model if it has one. None if one of them is not known."""
+    settings = entry.settings
+    found = [weights_bytes(settings.model)]
+    if settings.draft_model_path is not None and settings.spec_decode in ("draft", "auto"):
+        found.append(weights_bytes(settings.draft_model_path))
+    known = [size for size in found if size is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
 def _tensor_bytes(path: Path) -> int:
     """Return the bytes of the tensors in a safetensors file, which its header lists."""
     with path.open("rb") as file:

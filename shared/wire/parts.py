@@ -83,8 +83,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_ram_tokens: int = 0
     cached_ssd_tokens: int = 0
-    accepted_draft_tokens: int = 0  # drafts that became outputs
-    rejected_draft_tokens: int = 0
+    # Tokens of the request's `prediction` that were drafted: those that became outputs, and others.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -176,13 +177,14 @@ class DraftCounts(msgspec.Struct, frozen=True):
     proposals: int = 0  # runs of drafts that were verified
     drafted: int = 0  # tokens
     accepted: int = 0  # tokens
+    saved_s: float = 0.0  # of steps, as far as it is known how long they take without drafts
+    spent_s: float = 0.0  # until its drafts were there; taken off the former
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine's speculation did since its start, and what it knows."""
 
     sources: dict[str, DraftCounts] = {}
-    saved_s: float = 0.0  # of steps, as far as it is known how long they take without drafts
     # How often a draft is accepted now, by source and kind of proposals.
     rates: dict[str, float] = {}
     step_s: dict[str, float] = {}  # seconds of a decode step, by the tokens that it computes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import Server, serving, text_of
+from tests.mtp_checkpoints import add_likely_head
 from tests.oracle import Oracle
 
-TOKENS = 300
+TOKENS = 200
 SAMPLED = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.1}
 ASKED: list[tuple[str, dict[str, Any]]] = [("abc", {}), ("of the of the", SAMPLED), ("to be", {})]
 
@@ -35,37 +37,55 @@ def drafting(tiny_model: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def guessing(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server whose model has a head for later tokens, with memory for two of three sequences."""
+    path = shutil.copytree(tiny_model("mimo"), tmp_path_factory.mktemp("head") / "model")
+    add_likely_head("mimo", path)
+    flags = "--spec-decode auto --num-blocks 40 --no-ssd".split()
+    with serving(path, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+        yield running
+
+
 def stream(server: Server, prompt: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return server.stream(prompt, TOKENS, stream_options={"include_usage": True}, **fields)
+
+
+def sources(server: Server) -> Any:
+    (model,) = server.client.get("/v1/spec_decode/metrics").json()["models"]
+    return model["engines"][0]["sources"]
 
 
 def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:
     oracle = Oracle(tiny_model("llama"))
-    details = []
     for prompt, fields in ASKED:
         events = list(stream(server, prompt, fields))
         if not fields:
             oracle.check(oracle.tokenizer.encode(prompt), TOKENS, text_of(events))
         usage = events[-2]["usage"]
         assert usage["completion_tokens"] == TOKENS
-        details.append(usage["completion_tokens_details"])
-    accepted = sum(each["accepted_prediction_tokens"] for each in details)
-    rejected = sum(each["rejected_prediction_tokens"] for each in details)
-    assert accepted > 0 and rejected > 0
-    counted = "mlx_lm_server_accepted_draft_tokens_total"
-    server.wait_until(lambda: server.metric(counted) == accepted, 30, counted)
-    assert server.metric("mlx_lm_server_draft_tokens_total") == accepted + rejected
-    shown = server.client.get("/v1/spec_decode/metrics").json()
-    assert shown["total"]["accepted_tokens"] == accepted
-    (engine,) = shown["models"][0]["engines"]
-    assert engine["sources"]["ngram"]["drafted_tokens"] == accepted + rejected
-    assert shown["total"] == shown["models"][0]["total"] == engine["sources"]["ngram"]
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == 0  # there was no prediction
+    question: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}]}
+    question |= {"max_tokens": 40, "temperature": 0}
+    answer = server.post("/v1/chat/completions", **question).json()
+    text = answer["choices"][0]["message"]["content"]
+    prediction = {"type": "content", "content": text}
+    again = server.post("/v1/chat/completions", **question, prediction=prediction).json()
+    assert again["choices"][0]["message"]["content"] == text
+    assert again["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    server.wait_until(lambda: set(sources(server)) == {"ngram", "prediction"}, 30, "beats")
+    assert all(each["accepted_tokens"] and each["spent_s"] for each in sources(server).values())
+    assert server.metric("mlx_lm_server_accepted_draft_tokens_total") > 0
+    (engine,) = server.client.get("/v1/spec_decode/metrics").json()["models"][0]["engines"]
     assert engine["step_s"] and engine["acceptance"]
 
 
-@pytest.mark.parametrize("source", ["server", "drafting"])
+@pytest.mark.parametrize("source", ["server", "drafting", "guessing"])
 def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     source: str, request: pytest.FixtureRequest
 ) -> None:
@@ -81,3 +101,13 @@ def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     assert server.metric("mlx_lm_server_resumed_requests_total") > resumed
     for before, first, later in zip(whole, begun, rest, strict=True):
         assert text_of(first + later) == text_of(before)
+
+
+def test_a_head_drafts_while_sequences_lose_their_slots(guessing: Server) -> None:
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        together = list(pool.map(lambda asked: list(stream(guessing, *asked)), ASKED))
+    guessing.wait_metric("mlx_lm_server_preemptions_total")
+    for asked, events in zip(ASKED, together, strict=True):
+        assert text_of(list(stream(guessing, *asked))) == text_of(events)
+    guessing.wait_until(lambda: "mtp" in sources(guessing), 30, "beats")
+    assert sources(guessing)["mtp"]["drafted_tokens"] > 0

@@ -296,4 +296,5 @@ def test_a_prediction_is_accepted_where_it_is_right(tiny_model: Callable[..., Pa
     assert stats is not None
     counts = stats.sources["prediction"]
     assert counts.accepted > 60
-    assert whole.ends["greedy"].usage and whole.ends["greedy"].usage.accepted_draft_tokens > 40
+    usage = whole.ends["greedy"].usage
+    assert usage is not None and usage.accepted_prediction_tokens > 40

@@ -67,7 +67,7 @@ def begin(spec: Speculator, limit: int = 100) -> DraftRow:
 
 def with_costs(spec: Speculator, base_s: float, token_s: float) -> None:
     for tokens in range(1, 17):
-        spec.observe_step(1, tokens - 1, 1, base_s + token_s * tokens)
+        spec.observe_step(1, tokens - 1, base_s + token_s * tokens)
 
 
 def test_without_control_it_is_asked_where_there_is_no_other_draft() -> None:
@@ -116,8 +116,9 @@ def test_its_time_counts_against_what_drafts_save(model: Model) -> None:
     model.token_s = 0.01
     spec = speculator(model, adapts=False)
     spec.choose(1, [begin(spec)])
-    spec.observe_step(1, 0, 1, 0.001)
-    assert spec.stats().saved_s == pytest.approx(-0.05)
+    spec.observe_step(1, 0, 0.001)
+    spent = spec.stats().sources["draft"]
+    assert (spent.spent_s, spent.saved_s) == (pytest.approx(0.05), pytest.approx(-0.05))
 
 
 def test_sequences_wait_for_its_drafts_only_while_they_are_worth_while(model: Model) -> None:

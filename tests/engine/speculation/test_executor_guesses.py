@@ -53,7 +53,8 @@ def test_as_many_are_guessed_as_are_worth_verifying(long_step_s: float, guesses:
     speculator = Speculator(SpeculationOptions(tokens=5), [], "head")
     drafts = speculator.begin(request("a", [1]), None)
     assert drafts is not None
-    speculator.observe_step(1, 0, 1, 0.010)
-    speculator.observe_step(1, 5, 1, long_step_s)
+    for _ in range(20):
+        speculator.observe_step(1, 0, 0.010)
+        speculator.observe_step(1, 5, long_step_s)
     assert speculator.guesses_after(DraftRow(drafts, [1], 9), 1) == guesses
     assert speculator.guesses_after(DraftRow(drafts, [1], 3), 1) == min(guesses, 3)

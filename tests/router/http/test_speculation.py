@@ -17,8 +17,8 @@ def test_figures_are_sums_over_sources_and_engines(
     assert nothing["models"][0]["engines"] == []
     assert nothing["total"]["acceptance_rate"] is None
     other = start_engine(server, name="engine-1")
-    ngram = DraftStats(sources={"ngram": DraftCounts(4, 20, 10)}, saved_s=-0.25)
-    both = {"ngram": DraftCounts(1, 5, 0), "grammar": DraftCounts(5, 15, 10)}
+    ngram = DraftStats(sources={"ngram": DraftCounts(4, 20, 10, -0.25, 0.5)})
+    both = {"ngram": DraftCounts(1, 5, 0), "grammar": DraftCounts(5, 15, 10, 2.0)}
     engine.behaviour.stats = EngineStats(drafts=ngram)
     other.behaviour.stats = EngineStats(
         drafts=DraftStats(sources=both, rates={"grammar/0": 0.9}, step_s={"1": 0.02})
@@ -29,12 +29,14 @@ def test_figures_are_sums_over_sources_and_engines(
         "proposals": 10,
         "drafted_tokens": 40,
         "accepted_tokens": 20,
+        "saved_s": 1.75,
+        "spent_s": 0.5,
         "acceptance_rate": 0.5,
         "accepted_per_proposal": 2.0,
     }
     (model,) = shown["models"]
     first, second = sorted(model["engines"], key=lambda each: each["name"])
-    assert (first["saved_s"], second["acceptance"]) == (-0.25, {"grammar/0": 0.9})
+    assert (first["total"]["saved_s"], second["acceptance"]) == (-0.25, {"grammar/0": 0.9})
     assert second["step_s"] == {"1": 0.02}
     assert second["sources"]["ngram"]["acceptance_rate"] == 0.0
     text = server.client.get("/metrics").text
@@ -42,3 +44,6 @@ def test_figures_are_sums_over_sources_and_engines(
     assert f"mlx_lm_server_accepted_draft_tokens_total{label} 10.0" in text
     assert f"mlx_lm_server_draft_tokens_total{label} 15.0" in text
     assert f"mlx_lm_server_draft_proposals_total{label} 5.0" in text
+    assert f"mlx_lm_server_draft_saved_seconds{label} 2.0" in text
+    label = '{engine="engine-0",model="tiny",source="ngram"}'
+    assert f"mlx_lm_server_draft_seconds_total{label} 0.5" in text

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.fleet.memory import budgets, weights_bytes
+from services.fleet.memory import budgets, entry_bytes, weights_bytes
 from shared.exits import EXIT_CONFIG
+from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
 
 GB = 10**9
@@ -221,6 +223,23 @@ def test_the_size_of_weights_is_read_from_the_headers_of_files(tmp_path: Path) -
         assert weights_bytes(str(tmp_path)) is None
     for nowhere in ("no/such-model-at-all", "~no-such-user/model", 5000 * "a"):
         assert weights_bytes(nowhere) is None
+
+
+def test_a_draft_model_is_part_of_what_an_engine_loads(tmp_path: Path) -> None:
+    for name, size in (("model", 300), ("draft", 40)):
+        (tmp_path / name).mkdir()
+        header = json.dumps({"w": {"data_offsets": [0, size]}}).encode()
+        file = tmp_path / name / "model.safetensors"
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+
+    def loaded(spec_decode: Any, draft: str) -> int | None:
+        model, draft_model = str(tmp_path / "model"), str(tmp_path / draft)
+        settings = Settings(model=model, spec_decode=spec_decode, draft_model_path=draft_model)
+        return entry_bytes(ModelEntry(settings=settings))
+
+    assert loaded("draft", "draft") == loaded("auto", "draft") == 340
+    assert loaded("none", "draft") == 300
+    assert loaded("draft", "missing") is None
 
 
 def test_budgets_divide_the_memory_where_all_fit_and_stay_near_the_weights_otherwise() -> None:

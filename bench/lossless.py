@@ -3,19 +3,25 @@
 Answers to 200 prompts without drafts are compared, token by token, with those of every source of
 drafts in batches of 1 to 8, for each feature in turn and for all of them together. With
 ``--deterministic`` a row has the same bits whatever is computed with it, so no tie is excused.
-Exits with 1 if an answer differs.
+Exits with 1 if an answer differs. ``--record FILE`` keeps what was compared, a piece of 36 prompts
+(batches of 1 to 8) at a time: the next call goes on behind it, and ``--seconds`` ends one.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import cycle, product
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine.backend.blas import load_fast_blas
 
@@ -27,7 +33,7 @@ from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
 
-PROMPTS, TOKENS, MOST_AT_ONCE = 200, 32, 8
+PROMPTS, TOKENS, MOST_AT_ONCE, PIECE = 200, 32, 8, 36
 SOURCES: dict[str, dict[str, Any]] = {
     "ngram": {"spec_decode": "ngram", "spec_decode_dynamic": False, "num_speculative_tokens": 16},
     "auto": {"spec_decode": "auto"},
@@ -71,14 +77,30 @@ CASES = {
 }
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one piece of the prompts in one case, with drafts of one source."""
+
+    case: str
+    source: str
+    first: int  # number of the first prompt
+    prompts: int
+    tokens: int  # of each answer
+    wrong: int  # answers that differ
+    drafted: dict[str, tuple[int, int]]  # accepted and drafted tokens
+    preempted: int
+
+    @property
+    def piece(self) -> tuple[str, str, int, int, int]:
+        return self.case, self.source, self.first, self.prompts, self.tokens
+
+
 class Checker:
     """Answers of one engine."""
 
-    def __init__(self, model: str, kv_bits: Any, prompts: int, tokens: int) -> None:
+    def __init__(self, model: str, kv_bits: Any, tokens: int) -> None:
         self._engine = InProcessEngine(model, kv_bits, deterministic=True)
         self._engine.use_grammars()
         self._tokens = tokens
-        self._prompts = [self._prompt(number) for number in range(prompts)]
 
     def _prompt(self, number: int) -> list[int]:
         workloads = list(WORKLOADS.values())
@@ -86,37 +108,46 @@ class Checker:
         text = f"{number}. {workload.text(number // len(workloads))}"
         return self._engine.encode(text, is_chat=workload.is_chat)
 
-    def check(self, case: Case, source: str, expected: list[list[int]]) -> tuple[int, str]:
-        """Return how many answers differ from those ``expected``, and what was drafted."""
-        settings = replace(self._engine.settings, **SOURCES[source])
-        speculator = make_speculator(settings, self._engine.replica.executor.spec)
-        assert speculator is not None
-        found = self.answers(case, speculator, expected, predicts=source == "auto")
-        stats = speculator.stats()
-        drafted = ", ".join(
-            f"{name} {counts.accepted}/{counts.drafted}" for name, counts in stats.sources.items()
-        )
-        wrong = sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
-        preempted = self._engine.replica.scheduler.stats().preemptions_total
-        return wrong, drafted + (f"; {preempted} preempted" if preempted else "")
+    def check(self, name: str, numbers: range, sources: Sequence[str]) -> Iterator[Outcome]:
+        """Compare the answers to prompts ``numbers`` in case ``name`` with those of each of
+        ``sources``."""
+        case = CASES[name]
+        expected = self.answers(case, numbers)
+        for source in sources:
+            settings = replace(self._engine.settings, **SOURCES[source])
+            speculator = make_speculator(settings, self._engine.replica.executor.spec)
+            assert speculator is not None
+            found = self.answers(case, numbers, speculator, expected, predicts=source == "auto")
+            stats = speculator.stats().sources
+            yield Outcome(
+                case=name,
+                source=source,
+                first=numbers.start,
+                prompts=len(numbers),
+                tokens=self._tokens,
+                wrong=sum(found[number] != expected[number] for number in numbers),
+                drafted={name: (each.accepted, each.drafted) for name, each in stats.items()},
+                preempted=self._engine.replica.scheduler.stats().preemptions_total,
+            )
 
     def answers(
         self,
         case: Case,
+        numbers: range,
         speculator: Speculator | None = None,
-        known: list[list[int]] | None = None,
+        known: Mapping[int, list[int]] | None = None,
         predicts: bool = False,
-    ) -> list[list[int]]:
-        """Return the tokens of all answers. With those ``known`` they come in batches of 1 to 8 and
-        may be resumed or preempted."""
+    ) -> dict[int, list[int]]:
+        """Return the tokens of the answers to prompts ``numbers``. With those ``known`` they come
+        in batches of 1 to 8 and may be resumed or preempted."""
         engine = self._engine
         config = dict(case.config) if known else {}
         if known and case.slots:
             one = engine.replica.scheduler.config.slab_bytes(1, 1024)
             config["limit_bytes"] = case.slots * one
         engine.renew(speculator, **config)
-        answers: list[list[int]] = []
-        for batch in _batches(len(self._prompts), varied=known is not None):
+        answers: dict[int, list[int]] = {}
+        for batch in _batches(numbers, varied=known is not None):
             names: dict[str, list[int]] = {}
             for number in batch:
                 fields: dict[str, Any] = dict(case.fields)
@@ -124,27 +155,26 @@ class Checker:
                 if predicts and known:
                     fields["prediction"] = _nearly(known[number], number)
                 name = engine.submit(
-                    self._prompts[number],
+                    self._prompt(number),
                     self._tokens,
                     generated=begun,
                     sampling=SamplingParams(seed=number, **case.sampling),
                     **fields,
                 )
-                names[name] = list(begun)
+                names[name] = answers[number] = list(begun)
             while not engine.replica.scheduler.idle:
                 for delta in engine.step():
                     if delta.finish == "error":
                         raise RuntimeError(f"a request failed: {delta}")
                     names[delta.request_id] += delta.token_ids
-            answers += names.values()
         return answers
 
 
-def _batches(count: int, varied: bool) -> Iterator[range]:
+def _batches(numbers: range, varied: bool) -> Iterator[range]:
     sizes = cycle(range(1, MOST_AT_ONCE + 1)) if varied else cycle([MOST_AT_ONCE])
-    first = 0
-    while first < count:
-        batch = range(first, min(count, first + next(sizes)))
+    first = numbers.start
+    while first < numbers.stop:
+        batch = range(first, min(numbers.stop, first + next(sizes)))
         yield batch
         first = batch.stop
 
@@ -157,24 +187,59 @@ def _nearly(tokens: Sequence[int], seed: int) -> list[int]:
     return [token for part in nested for token in part]
 
 
-def check(model: str, names: Sequence[str], prompts: int, tokens: int) -> int:
-    """Print the outcome of each case. Return how many answers differ."""
+def check(
+    model: str,
+    names: Sequence[str],
+    prompts: int,
+    tokens: int,
+    record: Path | None = None,
+    seconds: float = math.inf,
+) -> int:
+    """Compare what ``record`` lacks, for ``seconds`` at most. Print the outcome of each case, and
+    return how many answers differ."""
+    known = {} if record is None else {each.piece: each for each in _read(record)}
     checkers: dict[int, Checker] = {}
-    wrong = 0
-    for name in names:
-        case = CASES[name]
-        if case.kv_bits not in checkers:
+    ends = time.monotonic() + seconds
+    for name, first in product(names, range(0, prompts, PIECE)):
+        numbers = range(first, min(prompts, first + PIECE))
+        keys = {source: (name, source, first, len(numbers), tokens) for source in SOURCES}
+        missing = [source for source, key in keys.items() if key not in known]
+        if not missing or time.monotonic() > ends:
+            continue
+        bits = CASES[name].kv_bits
+        if bits not in checkers:
             checkers.clear()  # one engine at a time
-            checkers[case.kv_bits] = Checker(model, case.kv_bits, prompts, tokens)
-        checker = checkers[case.kv_bits]
-        began = time.perf_counter()
-        expected = checker.answers(case)
-        for source in SOURCES:
-            differ, drafted = checker.check(case, source, expected)
-            print(f"{name:14} {source:6} {prompts - differ}/{prompts} the same  ({drafted})")
-            wrong += differ
-        print(f"{'':14} {time.perf_counter() - began:.0f} s", flush=True)
-    return wrong
+            checkers[bits] = Checker(model, bits, tokens)
+        for outcome in checkers[bits].check(name, numbers, missing):
+            known[outcome.piece] = outcome
+            if record is not None:
+                with record.open("ab") as file:
+                    file.write(msgspec.json.encode(outcome) + b"\n")
+    found = [each for each in known.values() if each.tokens == tokens]
+    for name, source in product(names, SOURCES):
+        _show(name, source, [each for each in found if (each.case, each.source) == (name, source)])
+    return sum(each.wrong for each in found)
+
+
+def _read(record: Path) -> list[Outcome]:
+    if not record.exists():
+        return []
+    return [msgspec.json.decode(line, type=Outcome) for line in record.read_bytes().splitlines()]
+
+
+def _show(name: str, source: str, outcomes: Sequence[Outcome]) -> None:
+    drafted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for outcome in outcomes:
+        for kind, counts in outcome.drafted.items():
+            drafted[kind] = [old + new for old, new in zip(drafted[kind], counts, strict=True)]
+    of_all = sum(each.prompts for each in outcomes)
+    preempted = sum(each.preempted for each in outcomes)
+    print(
+        f"{name:14} {source:6} {of_all - sum(each.wrong for each in outcomes)}/{of_all} the same  ("
+        + ", ".join(f"{kind} {accepted}/{all_}" for kind, (accepted, all_) in drafted.items())
+        + (f"; {preempted} preempted)" if preempted else ")"),
+        flush=True,
+    )
 
 
 def main() -> int:
@@ -183,8 +248,18 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--record", type=Path, help="JSON lines of what was compared")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
-    return int(check(options.model, options.cases, options.prompts, options.tokens) > 0)
+    wrong = check(
+        options.model,
+        options.cases,
+        options.prompts,
+        options.tokens,
+        options.record,
+        options.seconds,
+    )
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

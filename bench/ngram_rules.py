@@ -116,11 +116,13 @@ class OurRule(Rule):
         self._proposal: Proposal | None = None
 
     @staticmethod
-    def speculator(most: int, token_cost: float | None = None) -> Speculator:
+    def speculator(
+        most: int, token_cost: float | None = None, sizes: tuple[int, int] = (1, 4)
+    ) -> Speculator:
         """Return what drafts where each further token makes a step longer by ``token_cost`` of
-        its time; without it always ``most`` tokens."""
+        its time; without it always ``most`` tokens. ``sizes``: of the n-grams."""
         options = SpeculationOptions(tokens=most, adapts=token_cost is not None)
-        made = Speculator(options, [lambda request, grammar: _source(request)])
+        made = Speculator(options, [lambda request, grammar: _source(request, *sizes)])
         for drafts in range(most + 1):
             made.observe_step(1, drafts, 1 + (token_cost or 0) * drafts)
         return made
@@ -135,9 +137,9 @@ class OurRule(Rule):
         self._speculator.verified(self._row._replace(tokens=tokens), self._proposal, accepted)
 
 
-def _source(request: Submit) -> NgramSource:
+def _source(request: Submit, smallest: int, largest: int) -> NgramSource:
     expected = len(request.token_ids) + request.max_tokens
-    return NgramSource(1, 4, first=0, expected_tokens=expected)
+    return NgramSource(smallest, largest, first=0, expected_tokens=expected)
 
 
 def _request(prompt: list[int], max_tokens: int) -> Submit:
@@ -174,6 +176,8 @@ def rules(transcripts: Iterable[Transcript]) -> dict[str, list[tuple[int, int, i
     ours = {f"ours, {most}": OurRule.speculator(most) for most in (5, MOST)}
     for cost in TOKEN_COSTS:
         ours[f"ours, auto, cost {cost}"] = OurRule.speculator(MOST, cost)
+    long = LlamaSimpleRule.SIZE
+    ours[f"ours, {long}-{long}, cost 0.4"] = OurRule.speculator(MOST, 0.4, sizes=(long, long))
     found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for prompt, answer in transcripts:
         each: dict[str, Rule] = {
@@ -214,13 +218,15 @@ def index_cost() -> None:
 
 
 def compare_rules(transcripts: Mapping[str, Sequence[Transcript]]) -> None:
-    """Print for each kind of text tokens per step, and accepted drafts per verified one."""
+    """Print for each kind of text tokens per step, accepted drafts per verified one, and tokens in
+    the time of a step of one token, where each further one adds `TOKEN_COSTS`'s first to it."""
     results = {name: rules(each) for name, each in transcripts.items()}
-    print(f"\n{'tokens a step, accepted':23}" + "".join(f"{name:>16}" for name in results))
+    print(f"\n{'a step, accepted, speed':23}" + "".join(f"{name:>22}" for name in results))
     for rule in next(iter(results.values())):
         cells = []
         for found in results.values():
             steps, drafted, accepted = (sum(column) for column in zip(*found[rule], strict=True))
             part = f"{accepted / drafted:.3f}" if drafted else "-"
-            cells.append(f"{(steps + accepted) / steps:8.2f} {part:>7}")
+            speed = (steps + accepted) / (steps + TOKEN_COSTS[0] * drafted)
+            cells.append(f"{(steps + accepted) / steps:8.2f} {part:>7} {speed:5.2f}")
         print(f"{rule:23}" + "".join(cells), flush=True)

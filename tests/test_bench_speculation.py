@@ -15,11 +15,14 @@ LIST = list(range(30, 60))
 
 
 def test_answers_with_drafts_are_compared_for_each_feature(
-    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    cases = ["greedy", "penalties", "together"]
-    assert check(str(tiny_model("llama")), cases, prompts=9, tokens=12) == 0
+    cases, model, record = ["greedy", "penalties", "together"], str(tiny_model("llama")), tmp_path
+    assert check(model, cases[:1], 9, 12, record / "lines", seconds=0) == 0
+    assert capsys.readouterr().out.count("0/0 the same") == 2
+    assert check(model, cases, 9, 12, record / "lines") == 0
     assert capsys.readouterr().out.count("9/9 the same") == 2 * len(cases)
+    assert check("no such model", cases, 9, 12, record / "lines") == 0  # it is all there
 
 
 @pytest.mark.slow

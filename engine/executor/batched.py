@@ -330,7 +330,9 @@ class BatchedExecutor(Executor):
                 if drafted and self.layout.states:
                     passes.rewind(rows, inputs, runs, kept)
                 if wants and self._guesser is not None:
-                    guesses = self._guesser.guess(rows, runs, sampled.tokens, passes.send)
+                    guesses = self._guesser.guess(
+                        rows, runs, sampled.tokens, self._sampler, passes.send
+                    )
                     step.decoded = step.decoded._replace(guesses=guesses)
                 states = []
         for number, slab in slabs.items():

@@ -11,12 +11,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from engine.executor.base import Executor, PendingStep
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
 from engine.speculation.source import BatchSource, DraftRequest
-from shared.wire import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,6 @@ class _Held:
     then drafts."""
 
     slot: Slot
-    sampling: SamplingParams
     start: int = 0
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
@@ -56,11 +52,17 @@ class _Held:
         if is_far_behind or last + count - self.start > capacity:
             self.start, self.computed = max(0, len(tokens) - context), 0
 
+    def history(self, request: DraftRequest) -> tuple[int, ...] | None:
+        """Return the tokens of the slot before the last one, if sampling looks back."""
+        if not request.sampling.needs_history:
+            return None
+        return tuple(request.tokens[self.start : -1])
+
 
 class DraftModel(BatchSource):
     """Samples drafts as the target would: with the temperature and filters of the request, and the
-    noise of its seed and position, so that both choose the same token more often. Penalties and
-    grammars are left to the target."""
+    noise of its seed and position, so that both choose the same token more often. Penalties see
+    the tokens that its slot has. Grammars are left to the target."""
 
     NAME = "draft"
 
@@ -139,8 +141,7 @@ class DraftModel(BatchSource):
             mine = self._held.pop(request.key, None)
             if mine is None:
                 slot = self._free.pop() if self._free else self._least_recent(asked)
-                mine = _Held(slot, _without_penalties(request.sampling))
-                mine.start = max(0, len(request.tokens) - self._context)
+                mine = _Held(slot, start=max(0, len(request.tokens) - self._context))
             self._held[request.key] = mine
             mine.follow(request.tokens, request.limit, self._context, self._capacity)
             found.append(mine)
@@ -179,7 +180,8 @@ class DraftModel(BatchSource):
                     position=mine.computed + number,
                     token_id=None if number else request.tokens[-1],
                     output_index=len(request.tokens) - request.num_prompt_tokens + number,
-                    sampling=mine.sampling,
+                    sampling=request.sampling,
+                    history=None if number else mine.history(request),
                 )
                 for request, mine in ready
                 if request.limit > number
@@ -189,9 +191,3 @@ class DraftModel(BatchSource):
     def _dispatch(self, plan: Plan) -> PendingStep:
         self._steps += 1
         return self.executor.dispatch(plan)
-
-
-def _without_penalties(sampling: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(
-        sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
-    )

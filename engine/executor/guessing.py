@@ -24,7 +24,7 @@ from engine.executor.decoding import DecodeRows
 from engine.executor.hidden import HiddenStates
 from engine.mtp.head import MTPHead, embed, last_layer
 from engine.plan import Decode, Plan
-from engine.sampling.sampler import sample_tokens
+from engine.sampling.sampler import Sampler
 
 Send: TypeAlias = Callable[[list[Any]], None]
 
@@ -113,13 +113,18 @@ class Guesser:
         self._states.follow(plan)
 
     def guess(
-        self, rows: DecodeRows, runs: Sequence[range], sampled: mx.array, send: Send
+        self,
+        rows: DecodeRows,
+        runs: Sequence[range],
+        sampled: mx.array,
+        sampler: Sampler,
+        send: Send,
     ) -> Guesses | None:
         """Guess what follows the ``runs`` of those decodes that want it, given the ``sampled``
         tokens (rows,). None if no decode does.
 
-        Each pass is dispatched with ``send``. Guesses have the noise that the samples in their
-        place will have, and the filters, but no penalties and no grammar."""
+        Each pass is dispatched with ``send``. ``sampler`` gives guesses the noise that the samples
+        in their place will have, the filters and the penalties, but no grammar."""
         wanted = [one for run in runs if (one := self._wanted(rows, run)).guesses > 0]
         if not wanted:
             return None
@@ -135,7 +140,7 @@ class Guesser:
                     kept = mx.array([members.index(i) for i in left])
                     tokens, hidden, members = tokens[kept], hidden[kept], left
                 decodes = [_later(wanted[i].decode, number) for i in members]
-                tokens, hidden = self._step(decodes, tokens, hidden, send)
+                tokens, hidden = self._step(decodes, tokens, hidden, sampler, send)
                 found.add(members, tokens)
         return found
 
@@ -145,14 +150,19 @@ class Guesser:
         return Wanted(run[-1], decode, min(decode.guesses, room))
 
     def _step(
-        self, decodes: list[Decode], tokens: mx.array, hidden: mx.array, send: Send
+        self,
+        decodes: list[Decode],
+        tokens: mx.array,
+        hidden: mx.array,
+        sampler: Sampler,
+        send: Send,
     ) -> tuple[mx.array, mx.array]:
         """Apply the head once to ``tokens`` (rows,) and the ``hidden`` states (rows, 1, dim) before
         them. Return guesses and the head's hidden states."""
         rows = [_row(decode) for decode in decodes]
         batch = self._batch_class(self._layout, self._slabs, rows)
         step = _HeadStep(self._plain, self._head, hidden)
-        found = sample_tokens(batch.logits(step, tokens[:, None])[:, -1], decodes)
+        found = sampler.guess(batch.logits(step, tokens[:, None])[:, -1], decodes, tokens)
         slabs = [self._slabs[number].contents for number in {row.slot.slab_id for row in rows}]
         send([found, step.hidden, slabs])
         return found, step.hidden

@@ -41,7 +41,9 @@ class TokenHistory:
     def recent(self, decodes: Sequence[Decode], counts: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Return the last ``counts`` tokens of each decode, (rows, most), and which are real.
 
-        The last token is the decode's input. Shorter rows are padded with it."""
+        The last token is the decode's input. Shorter rows are padded with it. A slot may begin in
+        the middle of its sequence: then there are fewer."""
+        counts = [min(c, d.position + 1) for c, d in zip(counts, decodes, strict=True)]
         rows = mx.array([self._rows[decode.slot] for decode in decodes])[:, None]
         last = mx.array([decode.position for decode in decodes])[:, None]
         positions = last - mx.array(counts)[:, None] + 1 + mx.arange(max(counts))

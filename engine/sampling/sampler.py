@@ -94,6 +94,12 @@ class Sampler:
         logprobs = gather_logprobs(logits, chosen, counts)
         return SamplerOutput(tokens, logprobs, logprob_rows, failed, unverified)
 
+    def guess(self, logits: mx.array, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
+        """Sample tokens (rows,) as `sample` does, but without grammars. ``inputs`` may be guesses
+        too: the decodes that come at their positions bring the right ones."""
+        self._history.record(decodes, inputs)
+        return sample_tokens(process_logits(logits, decodes, self._history), decodes)
+
     def reset(self) -> None:
         """Drop all slots."""
         self._history = TokenHistory()

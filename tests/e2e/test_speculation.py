@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import Server, serving, text_of
-from tests.mtp_checkpoints import add_likely_head
 from tests.oracle import Oracle
 
 TOKENS = 200
@@ -34,18 +32,6 @@ def drafting(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     path = tiny_model("llama")
     flags = f"--spec-decode draft --draft-model-path {path} --no-spec-decode-dynamic".split()
     with serving(path, "--deterministic", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def guessing(
-    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server whose model has a head for later tokens, with memory for two of three sequences."""
-    path = shutil.copytree(tiny_model("mimo"), tmp_path_factory.mktemp("head") / "model")
-    add_likely_head("mimo", path)
-    flags = "--spec-decode auto --num-blocks 40 --no-ssd".split()
-    with serving(path, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 
 
@@ -85,7 +71,7 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
     assert engine["step_s"] and engine["acceptance"]
 
 
-@pytest.mark.parametrize("source", ["server", "drafting", "guessing"])
+@pytest.mark.parametrize("source", ["server", "drafting"])
 def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     source: str, request: pytest.FixtureRequest
 ) -> None:
@@ -101,13 +87,3 @@ def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     assert server.metric("mlx_lm_server_resumed_requests_total") > resumed
     for before, first, later in zip(whole, begun, rest, strict=True):
         assert text_of(first + later) == text_of(before)
-
-
-def test_a_head_drafts_while_sequences_lose_their_slots(guessing: Server) -> None:
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        together = list(pool.map(lambda asked: list(stream(guessing, *asked)), ASKED))
-    guessing.wait_metric("mlx_lm_server_preemptions_total")
-    for asked, events in zip(ASKED, together, strict=True):
-        assert text_of(list(stream(guessing, *asked))) == text_of(events)
-    guessing.wait_until(lambda: "mtp" in sources(guessing), 30, "beats")
-    assert sources(guessing)["mtp"]["drafted_tokens"] > 0

@@ -34,7 +34,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "stop_token_ids": [EOS],
     },
 }
-UNCHANGED = "greedy", "sampled", "hot"
+UNCHANGED = "greedy", "sampled", "hot", "penalized"
 """Those whose drafts are chosen exactly as their tokens are."""
 TOKENS = 40
 
@@ -130,9 +130,9 @@ def test_texts_of_a_hybrid_are_those_without_a_draft_model(
 
 
 def test_a_model_accepts_nearly_all_of_its_own_drafts(own: Drafted) -> None:
-    """Greedy and sampled, since the noise is the same. There are fewer slots than sequences."""
+    """Greedy, sampled and with penalties, since noise and history are the same."""
     own.whole.renew(False)
-    for group in (UNCHANGED[:2], UNCHANGED[1:], UNCHANGED[:1]):
+    for group in (UNCHANGED[:2], UNCHANGED[2:], UNCHANGED[:1]):
         own.start(group)
         own.whole.run()
         own.check(group)

@@ -143,3 +143,40 @@ def test_xtc_excludes_tokens_with_its_probability() -> None:
     expected = [0.7 * p + 0.3 * q for p, q in zip(chances, without, strict=True)]
     rows = [decode(0, i, temperature=1.0, seed=8, xtc_probability=0.3) for i in range(4000)]
     assert chi_square(rows, TEN, expected) < LIMIT[9]
+
+
+def test_guesses_are_the_samples_that_come_if_they_are_right() -> None:
+    """With noise, penalties and biases; what wrong ones leave in the history is replaced."""
+    sampling = SamplingParams(
+        seed=4, temperature=0.8, presence_penalty=1.5, repetition_penalty=1.4, logit_bias=[(3, 1.0)]
+    )
+    history = (5, 6, 7)
+    steps = [
+        Decode(Slot(0, 0), 3 + n, None, 1 + n, sampling, history=None if n else history)
+        for n in range(6)
+    ]
+    logits = mx.random.normal((6, 20), key=mx.random.key(1)) * 2
+
+    def run(sampler: Sampler, token: int, guesses: bool) -> list[int]:
+        found = [token]
+        for number, step in enumerate(steps):
+            row, inputs = logits[number : number + 1], mx.array([found[-1]])
+            if guesses:
+                found.append(sampler.guess(row, [step], inputs).item())
+            else:
+                found.append(sampler.sample(row, [step], inputs).tokens.item())
+        return found
+
+    sampler, plain = Sampler(), Sampler()
+    assert run(sampler, 2, guesses=True) == run(plain, 2, guesses=False)
+    run(sampler, 8, guesses=True)
+    assert run(sampler, 2, guesses=False) == run(plain, 2, guesses=False)
+
+
+def test_a_slot_that_begins_in_mid_sequence_looks_back_to_its_beginning() -> None:
+    """Of 50 outputs it has three: what lies beyond is not taken from elsewhere."""
+    sampling = SamplingParams(seed=1, presence_penalty=100.0)
+    decode = Decode(Slot(0, 0), 3, None, 50, sampling, history=(5, 6, 7))
+    logits = mx.zeros((1, 8)) + mx.array([0.1, 0, 0, 0, 0, 9, 9, 9])
+    found = Sampler().guess(logits, [decode], mx.array([4]))
+    assert found.item() == 0

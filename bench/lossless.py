@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-class PieceCompared(msgspec.Struct, frozen=True):
+class ComparedPiece(msgspec.Struct, frozen=True):
     """What came of one piece of the prompts in one case, with drafts of one source."""
 
     case: str
@@ -108,7 +108,7 @@ class Checker:
         text = f"{number}. {workload.text(number // len(workloads))}"
         return self._engine.encode(text, is_chat=workload.is_chat)
 
-    def check(self, name: str, numbers: range, sources: Sequence[str]) -> Iterator[PieceCompared]:
+    def check(self, name: str, numbers: range, sources: Sequence[str]) -> Iterator[ComparedPiece]:
         """Compare the answers to prompts ``numbers`` in case ``name`` with those of each of
         ``sources``."""
         case = CASES[name]
@@ -119,7 +119,7 @@ class Checker:
             assert speculator is not None
             found = self.answers(case, numbers, speculator, expected, predicts=source == "auto")
             stats = speculator.stats().sources
-            yield PieceCompared(
+            yield ComparedPiece(
                 case=name,
                 source=source,
                 first=numbers.start,
@@ -221,13 +221,14 @@ def check(
     return sum(each.wrong for each in found)
 
 
-def _read(record: Path) -> list[PieceCompared]:
+def _read(record: Path) -> list[ComparedPiece]:
     if not record.exists():
         return []
-    return [msgspec.json.decode(line, type=PieceCompared) for line in record.read_bytes().splitlines()]
+    lines = record.read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=ComparedPiece) for line in lines]
 
 
-def _show(name: str, source: str, outcomes: Sequence[PieceCompared]) -> None:
+def _show(name: str, source: str, outcomes: Sequence[ComparedPiece]) -> None:
     drafted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for outcome in outcomes:
         for kind, counts in outcome.drafted.items():

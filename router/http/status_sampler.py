@@ -190,7 +190,7 @@ def _drafts(stats: DraftStats) -> DraftTotals:
     return DraftTotals(
         drafted=sum(each.drafted for each in sources),
         accepted=sum(each.accepted for each in sources),
-        saved_s=round(stats.saved_s, 1),
+        saved_s=round(sum(each.saved_s for each in sources), 1),
     )
 
 

@@ -303,7 +303,7 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
             prefill_tokens_total=20,
             limit_bytes=100,
             unevictable_bytes=25,
-            drafts=DraftStats(sources={"ngram": DraftCounts(1, 8, 6)}, saved_s=1.5),
+            drafts=DraftStats(sources={"ngram": DraftCounts(1, 8, 6, 1.5)}),
         )
         rates = status["models"][0]["engines"][0]["rates"]
         return bool(rates and rates["generated"] > 0 and rates["batch"] == 4.0)
@@ -314,7 +314,7 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
     assert now["generated"] > 0 and now["batch"] == 4.0
     assert (now["hit_rate"], now["memory_pressure"]) == (0.8, 0.25)
     assert shown["recent_prompts"] == {"ram": 60, "ssd": 20, "computed": 20}
-    assert (shown["drafts"]["drafted"], shown["drafts"]["accepted"]) == (8, 6)
+    assert shown["drafts"] == {"drafted": 8, "accepted": 6, "saved_s": 1.5}
     assert shown["ssd"]["state"] == "full"
     assert reader.status["first_token"]["count"] == 1
     assert reader.status["models"][0]["first_token"]["p50"] > 0

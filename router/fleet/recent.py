@@ -8,7 +8,8 @@ from collections import Counter, deque
 from msgspec import Struct
 
 WINDOW_S = 60.0
-_MAX_TIMES = 1000
+_MAX_TIMES = 256
+"""Of each model: the feed sorts them once a second."""
 _MAX_INCIDENTS = 50
 
 

@@ -31,7 +31,7 @@ const FIELDS = [
   number("top_k", "Top k", { min: 0, step: 1 }),
   number("min_p", "Min p", { min: 0, max: 1, step: 0.01 }),
   number("max_tokens", "Most tokens", { min: 1, step: 1 }),
-  number("seed", "Seed", { min: 0, step: 1 }),
+  number("seed", "Seed", { min: 0, step: 1, placeholder: "drawn" }),
   number("repetition_penalty", "Repetition penalty", { min: 0, step: 0.05 }),
   { name: "thinking", label: "Reasoning", kind: "choice", choices: { "": "the model's", on: "on", off: "off" } },
   { name: "stop", label: "Stop at, one a line", kind: "text", rows: 1 },

@@ -6,8 +6,9 @@ of ours, `RankGroup.of_first`, is part of the pass too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from engine.parallel.errors import RankFailed
 from engine.plan import Decode
 from engine.sampling.masks import PendingMasks
 from engine.sampling.sampler import Sampler, SamplerOutput
+
+UNVERIFIED = -1
 
 
 class RankGroup:
@@ -64,7 +67,8 @@ class RankGroup:
 
 
 class RankSampler(Sampler):
-    """Samples on rank 0 alone. Its tokens reach the others in the graph."""
+    """Samples on rank 0 alone. Its tokens reach the others in the graph, and -1 in the place of
+    those that no grammar has verified."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__()
@@ -82,6 +86,32 @@ class RankSampler(Sampler):
     ) -> SamplerOutput:
         if self._group.rank == 0:
             found = super().sample(logits, decodes, inputs, masks)
+            if found.unverified:
+                rows = mx.array(sorted(found.unverified))
+                found.tokens[rows] = mx.full(rows.shape, UNVERIFIED, found.tokens.dtype)
         else:
             found = SamplerOutput(mx.zeros(len(decodes), mx.int32))
-        return found._replace(tokens=self._group.of_first(found.tokens, after=logits))
+        tokens = self._group.of_first(found.tokens, after=logits)
+        unverified = found.unverified if self._group.rank == 0 else _UnverifiedRows(tokens)
+        return found._replace(tokens=tokens, unverified=unverified)
+
+
+class _UnverifiedRows(Collection[int]):
+    """Rows that rank 0 has marked. They are read when they are asked for."""
+
+    def __init__(self, tokens: mx.array) -> None:
+        self._tokens = tokens
+
+    @cached_property
+    def _rows(self) -> frozenset[int]:
+        tokens: list[int] = self._tokens.tolist()
+        return frozenset(row for row, token in enumerate(tokens) if token == UNVERIFIED)
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)

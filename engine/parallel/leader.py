@@ -46,7 +46,7 @@ class LeadingExecutor(Executor):
     def __init__(self, own: Executor, leader: Leader) -> None:
         self._own, self._progress = own, leader.progress
         self._plans, self._released = leader.plans, leader.released
-        self.spec = dataclasses.replace(own.spec, verifies_drafts=False, guesses="")
+        self.spec = dataclasses.replace(own.spec, guesses="")
 
     def use_grammars(self, masker: GrammarMasker) -> None:
         self._own.use_grammars(masker)

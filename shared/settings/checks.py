@@ -72,8 +72,8 @@ def _check_ranks(settings: Settings) -> None:
         raise FlagError("--distributed-mode: needs --num-local-ranks, the ranks on this machine")
     if settings.ranks > 1 and settings.adapter_path is not None:
         raise FlagError("--adapter-path: adapters cannot be divided between several ranks")
-    if settings.ranks > 1 and settings.spec_decode != "none":
-        raise FlagError("--spec-decode: several ranks verify no drafts in this version")
+    if settings.ranks > 1 and settings.draft_model_path is not None:
+        raise FlagError("--draft-model-path: several ranks take no draft model")
 
 
 def _check_socket(name: str, address: str, has_keys: bool) -> None:

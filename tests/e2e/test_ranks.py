@@ -114,6 +114,22 @@ def test_a_stream_goes_on_after_a_rank_is_lost(server: Server, rank: str, number
 
 
 @at_length
+def test_drafts_are_verified_on_all_ranks(tiny_model: Callable[..., Path]) -> None:
+    """Also those after which a grammar has no mask: the ranks would part there."""
+    bound = "(abab|cdcd){30}"
+    with serving(tiny_model("llama"), *RANKS) as plain:
+        expected = plain.complete(LONG, 120, ignore_eos=True)["choices"][0]["text"]
+        forced = plain.complete("abab", 100, guided_regex=bound)["choices"][0]["text"]
+    for source in ("ngram", "auto"):
+        with serving(tiny_model("llama"), *RANKS, "--spec-decode", source) as server:
+            answer = server.complete(LONG, 120, ignore_eos=True)
+            assert answer["choices"][0]["text"] == expected
+            assert server.complete("abab", 100, guided_regex=bound)["choices"][0]["text"] == forced
+            server.wait_metric("mlx_lm_server_accepted_draft_tokens_total")
+            assert server.metric(RESUMED) == 0
+
+
+@at_length
 def test_the_demo_model_runs_on_three_ranks(demo_model: Path) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     with serving("demo-fp32", *RANKS[:-1], "3") as server:
@@ -139,7 +155,11 @@ def test_other_architectures_run_on_two_ranks(kind: str, tiny_model: Callable[..
     ("flags", "line", "code"),
     [
         (("--num-local-ranks", "3"), "4 attention heads do not divide by 3", EXIT_CONFIG),
-        (("--num-local-ranks", "2", "--spec-decode", "ngram"), "--spec-decode: ", EXIT_USAGE),
+        (
+            (*RANKS[2:], "--spec-decode", "draft", "--draft-model-path", "demo"),
+            "--draft-model-path: ",
+            EXIT_USAGE,
+        ),
     ],
 )
 def test_what_cannot_be_divided_ends_the_start_with_one_clear_line(

@@ -82,7 +82,7 @@ def serve(
 
         device.prepare()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        plans = PlanReceiver(context, sockets.plans, rank)
+        plans = PlanReceiver(context, sockets.plans, rank, sockets.keys())
         plans.wait_for_start()
         group = RankGroup.join()
         loaded = load_model(options, group.mlx)

@@ -1,4 +1,4 @@
-"""The other ranks of an engine on this machine: rank 0 starts them, as its own children.
+"""The other ranks of an engine: rank 0 starts them, as its own children or through ssh.
 
 To the supervisor an engine of several ranks is one process group. Rank 0 ends with any of them, so
 it is restarted as one. MLX finds the ranks by the variables that ``mlx.launch`` would set; that
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
@@ -29,10 +29,21 @@ from engine.model import sharding
 from engine.model.errors import ModelUnavailable
 from engine.parallel.health import GroupWatch, RankProcess
 from engine.parallel.progress import StepProgress
+from services.remote_rank import (
+    RankJob,
+    RemoteRank,
+    connection_environment,
+    connection_files,
+    model_digest,
+    remote_hosts,
+    versions,
+)
 from shared import settings
+from shared.curve import EngineKeys, KeyPair
+from shared.hostfile import RankHost
 from shared.rundir import RUN_DIR_VARIABLE
 from shared.settings import Settings
-from shared.supervisor_link import LINK_VARIABLE
+from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
 
 if TYPE_CHECKING:  # these import mlx
     from engine.parallel.leader import Leader
@@ -63,7 +74,7 @@ def divided(options: Settings, path: Path) -> Settings:
     if options.distributed_strict:
         raise ModelUnavailable(
             f"{options.model} cannot be divided between {options.ranks} ranks: {reason}. "
-            f"--num-local-ranks {most} would do, or --no-distributed-strict"
+            f"{most} would do, or --no-distributed-strict"
         )
     logger.warning("%d ranks and not %d, since %s", most, options.ranks, reason)
     given = options.given | {"num_local_ranks"}
@@ -75,6 +86,12 @@ class GroupSockets(msgspec.Struct, frozen=True, kw_only=True):
 
     plans: str
     stores: str
+    server_key: str | None = None
+    """Rank 0's public key, for tcp. Only ranks that it starts get to know it."""
+
+    def keys(self) -> EngineKeys | None:
+        """Return keys to connect with, None where none are needed."""
+        return None if self.server_key is None else EngineKeys(KeyPair.fresh(), self.server_key)
 
     @classmethod
     def from_environment(cls) -> GroupSockets | None:
@@ -107,6 +124,9 @@ class LocalRank:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
+    def ended(self, code: int) -> str:
+        return f"has ended ({signal.Signals(-code).name if code < 0 else f'code {code}'})"
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -126,25 +146,27 @@ class LocalRanks:
         from engine.io.group_store import open_channel
         from engine.parallel.plans import PlanSender
 
-        self.progress = StepProgress()
+        self.progress, self._backend = StepProgress(), _backend(options)
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=os.environ.get(RUN_DIR_VARIABLE))
-        folder = f"ipc://{self._folder}"
-        sockets = GroupSockets(plans=f"{folder}/plans", stores=f"{folder}/stores")
-        self.plans: PlanSender = PlanSender(context, sockets.plans, options.ranks)
-        self._stores = open_channel(context, sockets.stores)
-        hosts = Path(self._folder, "hosts.json")
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(options.ranks)]))
-        os.environ |= {RANK_VARIABLE: "0", HOSTFILE_VARIABLE: str(hosts)}
-        stores = [f"--kvstore-socket={address}" for address in options.kvstore_socket[:1]]
-        own_command = [sys.executable, "-P", "-m", MODULE, *settings.command_line(options), *stores]
-        words = command or own_command
+        hosts = remote_hosts(options)[: options.ranks]
+        keys = KeyPair.fresh() if hosts else None
+        # Others may not reach the name of this machine, but its address in the hostfile.
+        where = f"tcp://{hosts[0].ips[0]}:*" if hosts else f"ipc://{self._folder}/"
+        names = ("", "") if hosts else ("plans", "stores")
+        self.plans: PlanSender = PlanSender(context, where + names[0], options.ranks, keys)
+        self._stores = open_channel(context, where + names[1])
+        sockets = GroupSockets(
+            plans=self.plans.address,
+            stores=f"{where}{names[1]}",
+            server_key=None if keys is None else keys.public,
+        )
         self._ranks: list[RankProcess] = []
         try:
-            for rank in range(1, options.ranks):
-                environment = {**os.environ, RANK_VARIABLE: str(rank), **sockets.to_environment()}
-                environment.pop(RUN_DIR_VARIABLE, None)  # it is rank 0's to remove
-                self._ranks.append(LocalRank(rank, words, environment))
-        except OSError:
+            if hosts:
+                self._start_remote(options, hosts, sockets)
+            else:
+                self._start_here(options, sockets, command)
+        except BaseException:
             for started in self._ranks:
                 started.kill()
             raise
@@ -156,6 +178,41 @@ class LocalRanks:
         self._watch = GroupWatch(self._ranks, self.progress, failed)
         self._watch.start()
 
+    def _start_here(self, options: Settings, sockets: GroupSockets, command: Sequence[str]) -> None:
+        ports = _free_ports(options.ranks)
+        hosts = Path(self._folder, "hosts.json")
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+        os.environ |= {RANK_VARIABLE: "0", HOSTFILE_VARIABLE: str(hosts)}
+        stores = [f"--kvstore-socket={address}" for address in options.kvstore_socket[:1]]
+        own_command = [sys.executable, "-P", "-m", MODULE, *settings.command_line(options), *stores]
+        for rank in range(1, options.ranks):
+            environment = {**os.environ, RANK_VARIABLE: str(rank), **sockets.to_environment()}
+            environment.pop(RUN_DIR_VARIABLE, None)  # it is rank 0's to remove
+            self._ranks.append(LocalRank(rank, command or own_command, environment))
+
+    def _start_remote(
+        self, options: Settings, hosts: Sequence[RankHost], sockets: GroupSockets
+    ) -> None:
+        files = connection_files(options, hosts)
+        for variable, content in files.items():
+            path = Path(self._folder, variable.lower())
+            path.write_text(content)
+            os.environ[variable] = str(path)
+        os.environ |= connection_environment(options, hosts, 0)
+        fingerprint = model_digest(options.model)
+        name = os.environ.get(ENGINE_NAME_VARIABLE, "engine")
+        for rank, host in enumerate(hosts[1:], 1):
+            own = connection_environment(options, hosts, rank)
+            job = RankJob(
+                model=options.model,
+                fingerprint=fingerprint,
+                versions=versions(),
+                arguments=rank_arguments(options, len(hosts)),
+                environment={**own, **sockets.to_environment(), ENGINE_NAME_VARIABLE: name},
+                files=files,
+            )
+            self._ranks.append(RemoteRank(rank, host, job))
+
     def join(self) -> Leader:
         """Wait for all ranks and connect them. Raises: `RankFailed`."""
         from engine.parallel.group import RankGroup
@@ -163,7 +220,7 @@ class LocalRanks:
 
         self.plans.wait_for_ranks(JOIN_TIMEOUT_S)
         self.plans.start(b"join")
-        group = RankGroup.join()
+        group = RankGroup.join(self._backend)
         logger.info("%d ranks are connected", group.size)
         return Leader(group, self.plans, self._stores, self.progress)
 
@@ -174,6 +231,20 @@ class LocalRanks:
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def rank_arguments(options: Settings, size: int) -> list[str]:
+    """Return the command line of one of ``size`` ranks on another machine, which knows no
+    hostfile and no kvstore."""
+    left_out = {"distributed_hostfile", "distributed_ibv_devices", "distributed_jaccl_coordinator"}
+    left_out |= {"distributed_mode", "num_local_ranks"}
+    given = options.given - left_out
+    words = settings.command_line(dataclasses.replace(options, given=given))
+    return [*words, "--distributed-mode=ring", f"--num-local-ranks={size}", "--no-ssd"]
+
+
+def _backend(options: Settings) -> Literal["ring", "jaccl"]:
+    return "jaccl" if options.distributed_mode == "jaccl" else "ring"
 
 
 def _free_ports(count: int) -> list[int]:

@@ -50,6 +50,17 @@ class KeyPair:
     public: str
     secret: str
 
+    @classmethod
+    def fresh(cls) -> KeyPair:
+        """Return new keys, which are in no file."""
+        return cls(*(z85.decode(key).hex() for key in zmq.curve_keypair()))
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that will be bound use these keys. Whoever knows the public one may
+        connect, unless a `Gatekeeper` says otherwise."""
+        socket.curve_server = True
+        socket.curve_secretkey = _z85(self.secret)
+
 
 @dataclass(frozen=True)
 class EngineKeys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -30,11 +30,11 @@ class RankGroup:
         self.size = group.size()
 
     @classmethod
-    def join(cls) -> RankGroup:
-        """Connect to the other ranks, as ``MLX_RANK`` and ``MLX_HOSTFILE`` say. Returns once all
-        are there. Raises: `RankFailed`."""
+    def join(cls, backend: Literal["ring", "jaccl"] = "ring") -> RankGroup:
+        """Connect to the other ranks, as the variables of MLX say. Returns once all are there.
+        Raises: `RankFailed`."""
         try:
-            return cls(mx.distributed.init(strict=True, backend="ring"))
+            return cls(mx.distributed.init(strict=True, backend=backend))
         except RuntimeError as error:
             raise RankFailed(f"the ranks cannot connect: {error}") from error
 

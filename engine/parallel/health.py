@@ -46,6 +46,9 @@ class RankProcess(Protocol):
     def exit_code(self) -> int | None:
         """Return the exit code, None while it runs."""
 
+    def ended(self, code: int) -> str:
+        """Describe an exit code."""
+
     def kill(self) -> None:
         """End the process at once, also if it is stopped, and wait until it has."""
 
@@ -161,7 +164,7 @@ class _WatchedRank:
         if code is not None or self._hung_up:
             if code == EXIT_CONFIG and self._reason:
                 return self._reason, EXIT_CONFIG
-            how = "has hung up" if code is None else f"has ended ({_described(code)})"
+            how = "has hung up" if code is None else self.process.ended(code)
             return f"{name} {how}", EXIT_FAILED
         limit_s = self._silence_s if self._phase == "ready" else LOADING_SILENCE_S
         if now - self._heard_at > limit_s:
@@ -209,7 +212,3 @@ class LeaderWatch(threading.Thread):
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         self._heard_at = time.monotonic()
-
-
-def _described(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -17,6 +17,7 @@ import zmq
 
 from engine.parallel.errors import RankFailed
 from engine.plan import BlockName, Decode, Insert, Payload, Plan
+from shared.curve import EngineKeys, KeyPair
 from shared.wire import SamplingParams
 
 OF_SAMPLING = ("sampling", "forbidden", "logprobs", "history", "grammar")
@@ -120,14 +121,23 @@ def unpack(packed: bytes) -> ReceivedPlan:
 class PlanSender:
     """Rank 0's end."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, size: int) -> None:
-        """``size`` is the number of ranks."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        size: int,
+        keys: KeyPair | None = None,
+    ) -> None:
+        """``size`` is the number of ranks. ``keys`` are for tcp."""
         self._ranks = [rank_name(rank) for rank in range(1, size)]
         self._number = 0
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None:
+            keys.guard(self._socket)
         self._socket.bind(address)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def wait_for_ranks(self, timeout_s: float) -> None:
         """Wait until every rank has connected. Raises: `RankFailed`."""
@@ -159,11 +169,19 @@ class PlanSender:
 class PlanReceiver:
     """The end of a rank other than 0."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        rank: int,
+        keys: EngineKeys | None = None,
+    ) -> None:
         self._number = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTING_ID, rank_name(rank))
+        if keys is not None:
+            keys.protect(self._socket)
         self._socket.connect(address)
         self._socket.send(b"here")
 

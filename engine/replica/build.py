@@ -247,7 +247,12 @@ def _scheduler_config(
 
 
 def _uses_store(settings: Settings) -> bool:
-    return bool(settings.kvstore_socket) and not settings.no_ssd
+    if not settings.kvstore_socket or settings.no_ssd:
+        return False
+    if settings.ranks_here < settings.ranks:
+        logger.warning("the SSD tier is not used: ranks on other machines reach no kvstore")
+        return False
+    return True
 
 
 def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead | None) -> bytes:

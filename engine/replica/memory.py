@@ -95,11 +95,11 @@ class EngineMemory:
     @classmethod
     def of(cls, settings: Settings) -> EngineMemory:
         """Return ``--memory-gb``, or an equal part of the device's memory for each of
-        ``--engines``; of either an equal part for each rank."""
+        ``--engines``; of either an equal part for each rank on this machine."""
         device = device_memory_bytes()
         if settings.memory_gb is None:
-            return cls(device // settings.engines // settings.ranks, False)
-        return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks, True)
+            return cls(device // settings.engines // settings.ranks_here, False)
+        return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks_here, True)
 
     def left_bytes(self, other_bytes: int) -> int:
         kept_bytes = BUFFER_CACHE_BYTES if mx.default_device() == mx.gpu else 0

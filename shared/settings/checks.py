@@ -7,6 +7,7 @@ import re
 from urllib.parse import urlsplit
 
 from shared.flags import FlagError
+from shared.hostfile import HostfileError, rdma_matrix, read_hostfile
 from shared.rundir import MAX_SOCKET_PATH_BYTES
 from shared.settings.groups import Settings
 
@@ -68,12 +69,29 @@ def _check_ranks(settings: Settings) -> None:
         if settings.num_local_ranks is not None:
             raise FlagError("--num-local-ranks: makes no sense without --distributed-mode ring")
         return
+    if settings.distributed_mode == "jaccl" and settings.num_local_ranks is not None:
+        raise FlagError("--num-local-ranks: jaccl is for ranks on several machines")
     if settings.num_local_ranks is None:
-        raise FlagError("--distributed-mode: needs --num-local-ranks, the ranks on this machine")
+        _check_hosts(settings)
     if settings.ranks > 1 and settings.adapter_path is not None:
         raise FlagError("--adapter-path: adapters cannot be divided between several ranks")
     if settings.ranks > 1 and settings.draft_model_path is not None:
         raise FlagError("--draft-model-path: several ranks take no draft model")
+
+
+def _check_hosts(settings: Settings) -> None:
+    if settings.distributed_hostfile is None:
+        raise FlagError("--distributed-mode: needs --num-local-ranks or --distributed-hostfile")
+    try:
+        hosts = read_hostfile(settings.distributed_hostfile)
+        if settings.distributed_mode == "jaccl":
+            rdma_matrix(hosts, settings.distributed_ibv_devices)
+    except HostfileError as error:
+        raise FlagError(f"--distributed-hostfile: {error}") from None
+    coordinator = settings.distributed_jaccl_coordinator
+    host, _, port = (coordinator or "host:1").rpartition(":")
+    if not host or not port.isdigit():
+        raise FlagError(f"--distributed-jaccl-coordinator: {coordinator!r} is not HOST:PORT")
 
 
 def _check_socket(name: str, address: str, has_keys: bool) -> None:

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from shared.flags import flag
-
-_remote_ranks_flag = partial(flag, later="ranks on other machines are")
+from shared.hostfile import read_hostfile
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
     GROUP: ClassVar = "distributed / tensor parallel"
 
-    distributed_mode: Literal["off", "ring"] = flag(
+    distributed_mode: Literal["off", "ring", "jaccl"] = flag(
         "off",
         "how the ranks that compute a model together are connected",
     )
@@ -28,21 +26,38 @@ class DistributedSettings:
     distributed_strict: bool = flag(
         True, "refuse a model that does not divide evenly; otherwise fewer ranks are started"
     )
-    distributed_hostfile: Path | None = _remote_ranks_flag(
-        None, "hostfile of the ring backend", variables=("MLX_HOSTFILE",)
+    distributed_hostfile: Path | None = flag(
+        None,
+        "machines of the ranks, this one first, as a hostfile of mlx.launch",
+        variables=("MLX_HOSTFILE",),
     )
-    distributed_ibv_devices: str | None = _remote_ranks_flag(
-        None, "IBV devices of the jaccl backend", variables=("MLX_IBV_DEVICES",)
+    distributed_ibv_devices: str | None = flag(
+        None,
+        "file with the RDMA devices between all ranks, or of two ranks the device; for jaccl",
+        shown_default="the hostfile's",
+        variables=("MLX_IBV_DEVICES",),
     )
-    distributed_jaccl_coordinator: str | None = _remote_ranks_flag(
-        None, "coordinator address of the jaccl backend", variables=("MLX_JACCL_COORDINATOR",)
+    distributed_jaccl_coordinator: str | None = flag(
+        None,
+        "HOST:PORT at which rank 0 waits for the others; for jaccl",
+        shown_default="the hostfile's first address",
+        variables=("MLX_JACCL_COORDINATOR",),
     )
-    num_local_ranks: int | None = flag(None, "ranks on this machine", at_least=1, at_most=64)
+    num_local_ranks: int | None = flag(None, "ranks, all on this machine", at_least=1, at_most=64)
 
     @property
     def ranks(self) -> int:
         """The processes that compute the model of one engine together."""
-        return 1 if self.distributed_mode == "off" else self.num_local_ranks or 1
+        if self.distributed_mode == "off":
+            return 1
+        if self.num_local_ranks is None and self.distributed_hostfile is not None:
+            return len(read_hostfile(self.distributed_hostfile))
+        return self.num_local_ranks or 1
+
+    @property
+    def ranks_here(self) -> int:
+        """Those of one engine that share the memory of this machine."""
+        return 1 if self.num_local_ranks is None else self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,12 +71,6 @@ REFERENCE = {
 
 TWO_RANKS = ("--distributed-mode", "ring", "--num-local-ranks", "2")
 
-LATER = {
-    "--distributed-hostfile": "x",
-    "--distributed-ibv-devices": "x",
-    "--distributed-jaccl-coordinator": "x",
-}
-
 
 def refusal(
     capsys: pytest.CaptureFixture[str], *argv: str, environ: dict[str, str] | None = None
@@ -171,15 +165,6 @@ def test_auto_stands_for_what_the_device_decides() -> None:
     assert (settings.num_blocks, settings.prefill_chunk_tokens) == (None, 64)
 
 
-@pytest.mark.parametrize(("name", "value"), LATER.items())
-def test_a_flag_whose_feature_is_missing_is_refused_by_name(
-    name: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refusal(capsys, f"{name}={value}")
-    assert line.startswith(f"prog: {name}: ")
-    assert "not available in this version" in line
-
-
 @pytest.mark.parametrize("source", ["draft", "auto"])
 def test_a_draft_model_is_taken_with_its_flags(source: str) -> None:
     argv = f"--spec-decode {source} --draft-model-path x --draft-context-len 64"
@@ -215,10 +200,6 @@ def test_a_source_of_drafts_is_taken_with_all_its_flags(source: str) -> None:
 
 def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
     assert parse(["--spec-decode", "none"], {}, "prog") == Settings()
-
-
-def test_a_variable_of_another_program_is_ignored_while_its_feature_is_missing() -> None:
-    assert parse([], {"MLX_HOSTFILE": "/hosts.json"}, "prog").distributed_hostfile is None
 
 
 @pytest.mark.parametrize(
@@ -257,14 +238,27 @@ def test_a_variable_of_another_program_is_ignored_while_its_feature_is_missing()
         (["--kvstore-socket", "tcp://0.0.0.0:5555"], "--kvstore-socket: 0.0.0.0 is not this"),
         (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is not this machine"),
         (["--num-local-ranks", "2"], "--num-local-ranks: makes no sense without --distributed"),
-        (["--distributed-mode", "ring"], "--distributed-mode: needs --num-local-ranks"),
-        (["--distributed-mode", "jaccl"], "--distributed-mode: 'jaccl' is none of off, ring"),
+        (
+            ["--distributed-mode", "ring"],
+            "--distributed-mode: needs --num-local-ranks or",
+        ),
+        (
+            [*"--distributed-mode jaccl --distributed-hostfile /none".split()],
+            "--distributed-hostfile: /none cannot be read",
+        ),
+        (
+            [*"--distributed-mode jaccl --num-local-ranks 2".split()],
+            "--num-local-ranks: jaccl is for ranks on several machines",
+        ),
         (
             ["--distributed-sharding", "pipeline"],
             "--distributed-sharding: 'pipeline' is none of tensor",
         ),
         ([*TWO_RANKS, "--adapter-path", "x"], "--adapter-path: adapters cannot be divided"),
-        ([*TWO_RANKS, "--spec-decode", "ngram"], "--spec-decode: several ranks verify no drafts"),
+        (
+            [*TWO_RANKS, "--spec-decode", "draft", "--draft-model-path", "x"],
+            "--draft-model-path: several",
+        ),
     ],
 )
 def test_an_invalid_value_is_one_line_that_names_the_flag(

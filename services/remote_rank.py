@@ -1,0 +1,139 @@
+"""A rank on another machine: its job, and the ssh that runs it there.
+
+The job goes through standard input, so that no secret is on a command line; then the beats of
+rank 0 do, and those of the rank come back on standard output. At the other end is
+`services.rank_keeper`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from engine.model.errors import ModelUnavailable
+from shared.hostfile import HostfileError, RankHost, rdma_matrix, read_hostfile
+from shared.settings import Settings
+from shared.version import installed_version
+
+logger = logging.getLogger(__name__)
+
+KEEPER = "services.rank_keeper"
+SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+SSH_FAILED = 255
+"""What ssh ends with if it reached nobody."""
+CLOSING_S = 3.0
+PORTS = range(20_000, 30_000)
+"""Where the ranks listen for each other; a group that finds a port taken begins again."""
+COORDINATOR_PORT = 32_323
+
+
+class RankJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs on another machine."""
+
+    model: str
+    fingerprint: str
+    """Of config and weights; other ones are refused."""
+    versions: dict[str, str]
+    arguments: list[str]
+    environment: dict[str, str]
+    files: dict[str, str]
+    """Contents of files by the environment variables that name them."""
+
+
+def remote_hosts(options: Settings) -> tuple[RankHost, ...]:
+    """Return the machines of all ranks; none if all are on this one. Raises: `ModelUnavailable`."""
+    if options.num_local_ranks is not None or options.distributed_hostfile is None:
+        return ()
+    try:
+        return read_hostfile(options.distributed_hostfile)
+    except HostfileError as error:
+        raise ModelUnavailable(f"--distributed-hostfile: {error}") from error
+
+
+def versions() -> dict[str, str]:
+    """Return what has to be the same on all machines."""
+    from importlib.metadata import version
+
+    names = ("mlx", "mlx-lm")
+    found = {"mlx-lm-server": installed_version(), **{name: version(name) for name in names}}
+    return found | {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+
+
+def connection_files(options: Settings, hosts: Sequence[RankHost]) -> dict[str, str]:
+    """Return the files that MLX needs on each machine, by their variables. Raises:
+    `ModelUnavailable`."""
+    if options.distributed_mode == "jaccl":
+        try:
+            matrix = rdma_matrix(tuple(hosts), options.distributed_ibv_devices)
+        except HostfileError as error:
+            raise ModelUnavailable(str(error)) from error
+        return {"MLX_IBV_DEVICES": json.dumps(matrix)}
+    port = random.SystemRandom().choice(PORTS)
+    ring = [[f"{ip}:{port + rank}" for ip in host.ips[:1]] for rank, host in enumerate(hosts)]
+    return {"MLX_HOSTFILE": json.dumps(ring)}
+
+
+def connection_environment(
+    options: Settings, hosts: Sequence[RankHost], rank: int
+) -> dict[str, str]:
+    """Return the variables of MLX for ``rank``, as ``mlx.launch`` would set them."""
+    found = {"MLX_RANK": str(rank)}
+    if options.distributed_mode == "jaccl":
+        coordinator = options.distributed_jaccl_coordinator
+        found["MLX_JACCL_COORDINATOR"] = coordinator or f"{hosts[0].ips[0]}:{COORDINATOR_PORT}"
+    return found
+
+
+class RemoteRank:
+    """A `RankProcess` on another machine."""
+
+    def __init__(self, rank: int, host: RankHost, job: RankJob) -> None:
+        self.rank, self._host = rank, host
+        self.link, far_end = socket.socketpair()
+        python = shlex.quote(host.python or sys.executable)
+        with far_end:
+            command = [*SSH, host.ssh, f"exec {python} -P -m {KEEPER}"]
+            end = far_end.fileno()
+            # Signals to the engine's process group are rank 0's alone.
+            self._process = subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: `exit_code` says so
+            self.link.sendall(msgspec.json.encode(job) + b"\n")
+
+    @property
+    def pid(self) -> int:
+        """The process of ssh."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def ended(self, code: int) -> str:
+        if code == SSH_FAILED:
+            return f"on {self._host.ssh} cannot be started, or the connection is lost (ssh)"
+        return f"on {self._host.ssh} has ended (code {code})"
+
+    def kill(self) -> None:
+        """Close the keeper's input, on which it kills the rank. Then ssh ends by itself."""
+        self.link.close()
+        try:
+            self._process.wait(CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def model_digest(model: str) -> str:
+    """Return the fingerprint of a model on this machine. Raises: `ModelUnavailable`."""
+    from engine.model import load
+
+    return load.fingerprint(Path(load.resolve(model)))

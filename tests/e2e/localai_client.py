@@ -78,6 +78,7 @@ def localai(*flags: str, token: str = "", **environment: str) -> Iterator[LocalA
                 "XDG_RUNTIME_DIR": private,
                 "MLX_LM_SERVER_SSD_CACHE_DIR": f"{private}/ssd",
                 "MLX_LM_SERVER_DISK_RESERVE_GB": "0",
+                "MLX_LM_SERVER_SPARE_ENGINE_AFTER_S": "0",
                 "LOCALAI_GRPC_AUTH_TOKEN": token,
                 **environment,
             },

@@ -77,7 +77,7 @@ test-slow: setup
 # Without those about the SSD tier, adapters, drafts, memory and machines that join.
 test-ranks: setup
 	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel \
-		$(addprefix tests/e2e/test_,ranks.py faults.py requests.py sampling.py stop_strings.py \
+		$(addprefix tests/e2e/test_,ranks.py remote_ranks.py faults.py requests.py sampling.py stop_strings.py \
 		structured.py limits.py processes.py administration.py)
 
 # With Ray, which is not among what the other tests need.

@@ -100,6 +100,7 @@ class Site:
         self.joined = Process(
             "mlx_lm_server",
             *("engine", "--config", str(self.directory / "joining.toml")),
+            *("--spare-engine-after-s", "0"),  # as in `serving`
             *("--engine-socket", f"tcp://127.0.0.1:{self.links[0].port}"),
             *("--kvstore-socket", f"tcp://127.0.0.1:{self.links[1].port}"),
             XDG_RUNTIME_DIR=str(runtime),

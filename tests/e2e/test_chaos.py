@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.process import ROOT
 
-SECONDS = 80
+SECONDS = 60
 PATIENCE_S = 550
 
 

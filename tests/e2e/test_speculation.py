@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import Server, serving, text_of
+from tests.mtp_checkpoints import add_likely_head
 from tests.oracle import Oracle
 
 TOKENS = 200
@@ -32,6 +34,18 @@ def drafting(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     path = tiny_model("llama")
     flags = f"--spec-decode draft --draft-model-path {path} --no-spec-decode-dynamic".split()
     with serving(path, "--deterministic", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guessing(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server whose model has a head for later tokens."""
+    path = shutil.copytree(tiny_model("mimo"), tmp_path_factory.mktemp("head") / "model")
+    add_likely_head("mimo", path)
+    flags = "--spec-decode auto --no-spec-decode-dynamic --no-ssd".split()
+    with serving(path, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 
 
@@ -71,7 +85,7 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
     assert engine["step_s"] and engine["acceptance"]
 
 
-@pytest.mark.parametrize("source", ["server", "drafting"])
+@pytest.mark.parametrize("source", ["server", "drafting", "guessing"])
 def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     source: str, request: pytest.FixtureRequest
 ) -> None:
@@ -87,3 +101,6 @@ def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     assert server.metric("mlx_lm_server_resumed_requests_total") > resumed
     for before, first, later in zip(whole, begun, rest, strict=True):
         assert text_of(first + later) == text_of(before)
+    if source == "guessing":
+        server.wait_until(lambda: "mtp" in sources(server), 30, "beats")
+        assert sources(server)["mtp"]["drafted_tokens"] > 0

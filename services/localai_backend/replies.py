@@ -17,6 +17,7 @@ class ReplyMaker:
     def __init__(self) -> None:
         self._begun = time.perf_counter()
         self._first: float | None = None
+        self._ended = self._begun
         self._logprobs: list[Mapping[str, Any]] = []
         self.prompt_tokens = self.tokens = 0
 
@@ -37,7 +38,7 @@ class ReplyMaker:
 
     def last(self) -> Any:
         """Return the reply that ends a stream: counts, times, and all log-probabilities."""
-        now = time.perf_counter()
+        now = self._ended = time.perf_counter()
         first = self._first or now
         logprobs = {"content": self._logprobs}
         return Reply(
@@ -50,8 +51,8 @@ class ReplyMaker:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate since the first token of the answer."""
-        seconds = time.perf_counter() - (self._first or time.perf_counter())
+        """The rate from the first token of the answer to its end."""
+        seconds = self._ended - (self._first or self._ended)
         return self.tokens / seconds if seconds else 0.0
 
 

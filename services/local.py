@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from engine.backend import allocation
 from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
-from services.launcher import ChildSpec, Launcher
+from services.launcher import ChildSpec, Launcher, python_path
 from services.listener import ListenError, base_url, inherited, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
@@ -150,12 +149,9 @@ def _command(module: str) -> tuple[str, ...]:
 
 def _environment(run_dir: RunDir) -> dict[str, str]:
     """Return the variables that all children get."""
-    root = str(Path(__file__).resolve().parent.parent)
     return {
         RUN_DIR_VARIABLE: str(run_dir.path),
-        # Our packages have plain names. With -P and this path, a folder of the same name in
-        # the working directory is not imported in place of one of them.
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }

@@ -10,15 +10,13 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 
 import httpx
 
+from services.launcher import python_path
 from services.listener import listen
 from shared.supervisor_link import HTTP_VARIABLE, LINK_VARIABLE
 
-ROOT = str(Path(__file__).resolve().parents[2])
-"""Where our packages are; with -P nothing in the working directory is taken for one of them."""
 _POLL_S = 0.1
 _STOP_WITHIN_S = 30.0
 """Then a server that was told to stop is killed."""
@@ -88,7 +86,6 @@ class OwnServer(ModelServer):
     @classmethod
     async def start(cls, model: str, flags: Sequence[str]) -> OwnServer:
         key = secrets.token_urlsafe(32)
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         link, child_end = socket.socketpair()
         with listen("127.0.0.1", 0) as http, child_end:
             descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: child_end.fileno()}
@@ -96,7 +93,7 @@ class OwnServer(ModelServer):
                 *(sys.executable, "-P", "-m", "services.local", "--host=127.0.0.1", *flags),
                 env={
                     **os.environ,
-                    "PYTHONPATH": path,
+                    "PYTHONPATH": python_path(),
                     _KEY_VARIABLE: key,
                     **{name: str(number) for name, number in descriptors.items()},
                 },

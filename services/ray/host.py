@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.backend import allocation
+from services.launcher import python_path
 from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
 
@@ -38,7 +39,6 @@ class EngineHost:
             (Path(self._directory.name) / file).write_text(text)
             (Path(self._directory.name) / file).chmod(0o600)
         self._link, child_end = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[2])
         with child_end:
             self._process = subprocess.Popen(
                 [
@@ -50,9 +50,7 @@ class EngineHost:
                     **allocation.environment(os.environ),
                     ENGINE_NAME_VARIABLE: name,
                     LINK_VARIABLE: str(child_end.fileno()),
-                    "PYTHONPATH": os.pathsep.join(
-                        filter(None, [root, os.environ.get("PYTHONPATH")])
-                    ),
+                    "PYTHONPATH": python_path(),
                     "PYTHONUNBUFFERED": "1",
                 },
                 stdin=subprocess.DEVNULL,

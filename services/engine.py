@@ -18,7 +18,7 @@ import zmq
 from engine.backend.blas import load_fast_blas
 from engine.batch import device
 from engine.io.inbox import GrammarCompiled, Inbox
-from engine.io.router_link import RouterLink
+from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.io.traces import SequenceTraces
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     names = {"engine": name, "incarnation": uuid.uuid4().hex}
     io_thread = IOThread(
-        links=[RouterLink(context, address, keys[address]) for address in options.engine_socket],
+        links=RouterLinks(context, {each: keys[each] for each in options.engine_socket}),
         **names,
         inbox=inbox,
         status=status,

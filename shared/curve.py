@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shared.allow_list import AllowedKey, AllowList, AllowListError
 from shared.logs import RateLimitedLogger
+from shared.named_address import is_named
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class EngineKeys:
 
 def engine_keys(directory: Path | None, endpoint: str) -> EngineKeys | None:
     """Return the keys for a connection to ``endpoint``, unless it is plain. Raises `CurveError`."""
-    return EngineKeys.load(directory) if directory and endpoint.startswith("tcp:") else None
+    over_tcp = endpoint.startswith("tcp:") or is_named(endpoint)
+    return EngineKeys.load(directory) if directory and over_tcp else None
 
 
 def create_pair(directory: Path, role: Role) -> KeyPair:

@@ -83,6 +83,11 @@ class RouterLink:
         """Whether the router has refused this engine, which will ask again."""
         return self._retry_at is not None
 
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no router, and none that may come back to its requests."""
+        return not self.is_connected and self.gone_since is None
+
     def clear(self) -> None:
         self._outbox.clear()
 

@@ -24,6 +24,7 @@ from engine.io.group_store import EngineStore
 from engine.io.inbox import Inbox, NewRouter
 from engine.io.ownership import Ownership
 from engine.io.router_link import HIGH_WATER_MARK, RouterLink
+from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus, StallWatch
 from engine.io.traces import SequenceTraces
 from shared import wire
@@ -52,7 +53,7 @@ class IOThread(threading.Thread):
     def __init__(
         self,
         *,
-        links: Sequence[RouterLink],
+        links: RouterLinks,
         engine: str,
         incarnation: str,
         inbox: Inbox,
@@ -72,8 +73,7 @@ class IOThread(threading.Thread):
         self._requests: Ownership[RouterLink] = Ownership()
         self._poller = zmq.Poller()
         for link in self._links:
-            self._poller.register(link.socket, zmq.POLLIN)
-            self._poller.register(link.monitor, zmq.POLLIN)
+            self._watch(link)
         self._wake_receiver, self._wake_sender = wake = socket.socketpair()
         self._signal_receiver, self._signal_sender = signals = socket.socketpair()
         for receiver, sender in (wake, signals):
@@ -152,6 +152,7 @@ class IOThread(threading.Thread):
     # -- the thread ------------------------------------------------------------
 
     def run(self) -> None:
+        self._links.start()
         try:
             while not (self._stopping.is_set() and not self._calls and self._sent_all):
                 now = time.monotonic()
@@ -168,8 +169,7 @@ class IOThread(threading.Thread):
         except BaseException:
             logger.exception("the IO thread failed")
             os._exit(EXIT_STUCK)
-        for link in self._links:
-            link.close()
+        self._links.close()
 
     @property
     def _sent_all(self) -> bool:
@@ -263,7 +263,19 @@ class IOThread(threading.Thread):
             blocked = not link.flush()
             self._poller.modify(link.socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
 
+    def _watch(self, link: RouterLink) -> None:
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+
     def _check_links(self, now: float) -> None:
+        new, gone = self._links.follow_names()
+        for link in new:
+            self._watch(link)
+        for link in gone:
+            self._drop_requests(link)
+            self._poller.unregister(link.socket)
+            self._poller.unregister(link.monitor)
+            link.close()
         for link in self._links:
             link.tick(now)
             if link.gone_since is not None and now - link.gone_since > ROUTER_GONE_S:

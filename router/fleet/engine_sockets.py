@@ -11,6 +11,7 @@ import zmq
 from router.fleet.engine_socket import EngineSocket, EngineSocketError
 from shared.allow_list import AllowedKey
 from shared.curve import CurveError, Gatekeeper
+from shared.named_address import is_named
 from shared.wire import Beat, Hello, Message, ToRouter
 
 
@@ -41,6 +42,8 @@ class EngineSockets:
             if curve_dir is not None and any(_is_tcp(address) for address in addresses):
                 self._gatekeeper = Gatekeeper(self._context, curve_dir, on_refused=on_refused)
             for address in addresses:
+                if is_named(address):
+                    raise EngineSocketError(f"{address} is for engines; a router has tcp://")
                 self._sockets.append(self._bind(address, on_undecodable))
         except CurveError as error:
             self.close()

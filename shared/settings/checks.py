@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from shared.flags import FlagError
 from shared.hostfile import HostfileError, rdma_matrix, read_hostfile
+from shared.named_address import is_named
 from shared.rundir import MAX_SOCKET_PATH_BYTES
 from shared.settings.groups import Settings
 
@@ -57,7 +58,8 @@ def check(settings: Settings) -> None:
     for name in ("engine_socket", "kvstore_socket"):
         addresses = getattr(settings, name)
         for address in addresses:
-            _check_socket(f"--{name.replace('_', '-')}", address, settings.curve_dir is not None)
+            flag = f"--{name.replace('_', '-')}"
+            _check_socket(flag, address, settings.curve_dir is not None, name == "engine_socket")
         if len(set(addresses)) < len(addresses):
             raise FlagError(f"--{name.replace('_', '-')}: the same address twice")
     if set(settings.engine_socket) & set(settings.kvstore_socket):
@@ -94,7 +96,7 @@ def _check_hosts(settings: Settings) -> None:
         raise FlagError(f"--distributed-jaccl-coordinator: {coordinator!r} is not HOST:PORT")
 
 
-def _check_socket(name: str, address: str, has_keys: bool) -> None:
+def _check_socket(name: str, address: str, has_keys: bool, may_be_named: bool) -> None:
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         if not rest.startswith("/"):
@@ -103,7 +105,8 @@ def _check_socket(name: str, address: str, has_keys: bool) -> None:
             raise FlagError(f"{name}: the path is over {MAX_SOCKET_PATH_BYTES} bytes long")
         return
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    is_tcp = scheme == "tcp" or (may_be_named and is_named(address))
+    if not is_tcp or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
     if not has_keys and not is_loopback(host.strip("[]")):
         raise FlagError(f"{name}: {host} is not this machine, which needs --curve-dir")

@@ -320,7 +320,8 @@ class ProcessSettings:
     engine_socket: tuple[str, ...] = flag(
         (),
         "address where router and engines meet: ipc://PATH or tcp://HOST:PORT; of several, a"
-        " router serves all, and an engine joins the routers of all",
+        " router serves all, and an engine joins the routers of all; dns+tcp://NAME:PORT, for"
+        " engines: the routers at all addresses that a name has, now and later",
         shown_default="a private one",
     )
     kvstore_socket: tuple[str, ...] = flag(

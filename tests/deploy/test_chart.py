@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "mlx-lm-server"
 SETS = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
 VERSIONS = ("1.29", "1.34")
+WORKLOADS = ("StatefulSet", "DaemonSet", "Deployment")
 Objects = list[dict[str, Any]]
 
 
@@ -54,7 +55,7 @@ def named(objects: Objects, kind: str, name: str) -> dict[str, Any]:
 
 
 def workloads(objects: Objects) -> Objects:
-    return pick(objects, "StatefulSet") + pick(objects, "DaemonSet")
+    return [one for kind in WORKLOADS for one in pick(objects, kind)]
 
 
 def container_of(workload: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def test_five_value_sets_are_tried() -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_kubernetes_takes_all_objects(rendered: dict[str, Objects], name: str) -> None:
     kinds = {one["kind"] for one in rendered[name]}
-    wanted = {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    wanted = {"StatefulSet", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     assert wanted <= kinds
     names = [(one["kind"], one["metadata"]["name"]) for one in rendered[name]]
     assert len(names) == len(set(names))
@@ -123,20 +124,17 @@ def test_the_server_takes_all_flags(
 @pytest.mark.parametrize("name", SETS)
 def test_engines_join_every_router(rendered: dict[str, Objects], name: str) -> None:
     objects = rendered[name]
-    router = named(objects, "StatefulSet", "llm-mlx-lm-server-router")
-    service = router["spec"]["serviceName"]
-    assert named(objects, "Service", service)["spec"]["publishNotReadyAddresses"] is True
-    addresses = tuple(
-        f"tcp://llm-mlx-lm-server-router-{number}.{service}:5555"
-        for number in range(router["spec"]["replicas"])
-    )
+    router = named(objects, "Deployment", "llm-mlx-lm-server-router")
+    service = named(objects, "Service", "llm-mlx-lm-server-router-engines")["spec"]
+    assert service["publishNotReadyAddresses"] is True and service["clusterIP"] == "None"
+    assert service["selector"].items() <= router["spec"]["template"]["metadata"]["labels"].items()
     assert settings_of(router).engine_socket == ("tcp://0.0.0.0:5555",)
     engines = engines_of(objects)
     models = values_of(name).get("models", [{"name": "demo", "model": "demo"}])
     assert len(engines) == len(models)
     for engine, model in zip(engines, models, strict=True):
         settings = settings_of(engine)
-        assert settings.engine_socket == addresses
+        assert settings.engine_socket == ("dns+tcp://llm-mlx-lm-server-router-engines:5555",)
         assert settings.model == model["model"]
         assert settings.served_model_name[0] == model["name"]
 
@@ -181,7 +179,7 @@ def test_pods_are_probed_and_may_do_little(rendered: dict[str, Objects], name: s
 
 def test_a_router_waits_for_the_gates_of_a_load_balancer(rendered: dict[str, Objects]) -> None:
     def gates(name: str) -> Any:
-        router = named(rendered[name], "StatefulSet", "llm-mlx-lm-server-router")
+        router = named(rendered[name], "Deployment", "llm-mlx-lm-server-router")
         return router["spec"]["template"]["spec"].get("readinessGates")
 
     assert gates("secured") == [{"conditionType": "example.com/registered"}]
@@ -230,16 +228,25 @@ def test_the_number_of_engines_follows_the_queue(rendered: dict[str, Objects]) -
     assert settings_of(scaled).served_model_name[0] == model
 
 
+def test_routers_are_as_many_as_their_processors_need(rendered: dict[str, Objects]) -> None:
+    (scaler,) = pick(rendered["secured"], "HorizontalPodAutoscaler")
+    target = scaler["spec"]["scaleTargetRef"]
+    router = named(rendered["secured"], target["kind"], target["name"])
+    assert "replicas" not in router["spec"]  # an update of the chart would set it back
+    assert container_of(router)["resources"]["requests"]["cpu"]
+    assert named(rendered["minimal"], target["kind"], target["name"])["spec"]["replicas"] == 2
+
+
 def test_secrets_are_made_and_used(rendered: dict[str, Objects]) -> None:
     objects = rendered["secured"]
     made = {one["metadata"]["name"]: set(one["stringData"]) for one in pick(objects, "Secret")}
-    text = yaml.safe_dump_all(pick(objects, "StatefulSet") + pick(objects, "ServiceMonitor"))
+    text = yaml.safe_dump_all(workloads(objects) + pick(objects, "ServiceMonitor"))
     for name, keys in made.items():
         assert name in text
         assert name.endswith("-curve") or all(key in text for key in keys)
     for secret in ("sk-alice", "redis://", "02020202"):
         assert secret not in text
-    router = named(objects, "StatefulSet", "llm-mlx-lm-server-router")
+    router = named(objects, "Deployment", "llm-mlx-lm-server-router")
     assert "--api-key-file=/api-keys/keys" in container_of(router)["args"]
     mounts = {each["name"]: each["mountPath"] for each in container_of(router)["volumeMounts"]}
     assert mounts["api-keys"] == "/api-keys"

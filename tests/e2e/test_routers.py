@@ -81,7 +81,8 @@ class RouterProcess:
 def routers(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[RouterProcess, RouterProcess]]:
-    """Two routers, one at IPv6 with CURVE and one at a private socket, over one engine."""
+    """Two routers, one at IPv6 with CURVE and one at a private socket, over one engine. It finds
+    the first as it finds those that have a name."""
     server, engine = (tmp_path_factory.mktemp(name) for name in ("server", "engine"))
     keys.main(["server", f"--curve-dir={server}"])
     public = (server / "server.key").read_text().strip()
@@ -104,7 +105,8 @@ def routers(
         stack.enter_context(
             running_process(
                 "mlx_lm_server",
-                *("engine", model, first, second, store, f"--curve-dir={engine}", "--kv-bits=16"),
+                *("engine", model, first.replace("tcp:", "dns+tcp:"), second, store),
+                *(f"--curve-dir={engine}", "--kv-bits=16"),
             )
         )
         for router in both:

@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from engine.io.inbox import Inbox, InboxMessage, NewRouter
-from engine.io.router_link import RouterLink
+from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
@@ -44,7 +44,7 @@ def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status, inbox = EngineStatus(), Inbox()
     io_thread = IOThread(
-        links=[RouterLink(context, endpoint, None) for endpoint in endpoints.split(",")],
+        links=RouterLinks(context, dict.fromkeys(endpoints.split(","))),
         engine=ENGINE,
         incarnation=INCARNATION,
         inbox=inbox,

@@ -1,0 +1,42 @@
+"""Names that stand for the addresses of several routers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from shared.named_address import NameWatch, look_up
+from shared.settings import parse
+
+
+def test_a_name_is_all_of_its_addresses() -> None:
+    assert look_up("dns+tcp://localhost:5555") == {"tcp://127.0.0.1:5555"}
+    assert look_up("dns+tcp://[::1]:5555") == {"tcp://[::1]:5555"}
+
+
+def test_a_name_that_is_not_found_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tries = 0
+
+    def count(address: str) -> frozenset[str]:
+        nonlocal tries
+        tries += 1
+        if tries % 2:
+            return look_up("dns+tcp://localhost:1")
+        return look_up("dns+tcp://" + "too-long" * 20 + ":1")
+
+    watch = NameWatch("dns+tcp://routers:1", count, interval_s=0.001)
+    watch.start()
+    while tries < 6:
+        time.sleep(0.01)
+    watch.stop()
+    watch.join()
+    assert watch.found == {"tcp://127.0.0.1:1"}
+    assert "dns+tcp://routers:1 is not found" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--engine-socket=dns+tcp://:5", "--kvstore-socket=dns+tcp://a:5"])
+def test_only_engines_find_routers_by_a_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([flag, "--curve-dir=/keys"], {}, "test")
+    assert "neither ipc://PATH nor tcp://HOST:PORT" in capsys.readouterr().err

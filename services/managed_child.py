@@ -19,7 +19,7 @@ class Limits:
     backoff_s: float = 0.1  # pause before a restart, doubled with each failure in a row
     max_backoff_s: float = 30.0
     beside_others_s: float = 2.0  # pause at least, where another child takes over the work
-    stable_after_s: float = 60.0  # a run of this length forgives earlier failures
+    forgiving_s: float = 1.0  # of being ready, for which one earlier failure is forgiven
     max_start_failures: int = 5  # of a child that was never ready; then the server ends
     drain_timeout_s: float = 35.0  # of one stage of the stop
 
@@ -37,6 +37,8 @@ class ManagedChild:
         self.start_at = 0.0
         self.failures = 0
         self.was_ready = False
+        self.ready_at: float | None = None
+        """When this process became ready."""
         self.excused_at = 0.0  # silence counts from here on
         self.retired_until: float | None = None
         """Once it was told to end for good: when it is killed."""
@@ -61,6 +63,14 @@ class ManagedChild:
     @property
     def is_ready(self) -> bool:
         return self.process is not None and self.process.state.phase == "ready"
+
+    def forgive(self, limits: Limits, now: float) -> None:
+        """Forget failures before a run that was of use. What fails as soon as it is ready waits
+        longer each time; what is lost after a while does not."""
+        if self.ready_at is not None:
+            forgiven = int((now - self.ready_at) / limits.forgiving_s)
+            self.failures = max(0, self.failures - forgiven)
+            self.ready_at = None
 
     def silent_too_long_s(self, limits: Limits, now: float) -> float | None:
         """Return the silence that is allowed, if the process has been silent for longer."""

@@ -179,8 +179,8 @@ class Supervisor:
     def _check(self, child: ManagedChild, process: LaunchedProcess, now: float) -> int | None:
         """Kill a silent child, reap a dead one. An exit code means that the server ends."""
         process.refresh(now)
-        if process.state.phase == "ready" and not child.was_ready:
-            child.was_ready = True
+        if process.state.phase == "ready" and child.ready_at is None:
+            child.was_ready, child.ready_at = True, now
             logger.debug("%s is ready", child.name)
         code = process.state.exit_code
         if code is None:
@@ -193,8 +193,7 @@ class Supervisor:
         if not child.was_ready and code in PERMANENT:
             reason = process.state.reason or describe_exit(code)
             return self._give_up(child, "cannot start", reason, code)
-        if now - process.state.started_at > self._limits.stable_after_s:
-            child.failures = 0
+        child.forgive(self._limits, now)
         if code == EXIT_OK and process.state.phase in ("ready", "draining"):  # it was told to
             logger.info("%s has ended; starting it again", child.name)
             child.start_at = now

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from services.launcher import ChildSpec
+from services.managed_child import Limits, ManagedChild
 from shared.exits import EXIT_CONFIG, EXIT_OK
 from tests.e2e.server import alive, is_running
 
@@ -134,6 +136,20 @@ def test_pauses_before_restarts_grow_while_a_child_keeps_failing(start: Start) -
     gaps = [late - early for early, late in itertools.pairwise(times)]
     for number, gap in enumerate(gaps):
         assert gap >= 0.2 * 2**number
+
+
+def test_time_that_a_child_was_ready_forgives_earlier_failures() -> None:
+    child = ManagedChild(ChildSpec(name="a", command=()))
+    limits = Limits(forgiving_s=2.0)
+    child.failures = 5
+    child.forgive(limits, 1000.0)  # it was never ready
+    assert child.failures == 5
+    child.ready_at = 1000.0
+    child.forgive(limits, 1005.0)
+    assert child.failures == 3 and child.ready_at is None
+    child.ready_at = 2000.0
+    child.forgive(limits, 2600.0)
+    assert child.failures == 0
 
 
 def test_a_child_whose_work_another_takes_over_leaves_it_the_processor_for_a_while(

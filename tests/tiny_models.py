@@ -30,13 +30,18 @@ Kind = Literal[
     "qwen3_next",
     "nemotron_h",
     "deepseek_v2",
+    "qwen3_5",
     "deepseek_v3",
     "glm4_moe",
     "mimo",
 ]
 OF_HEADS = ("deepseek_v3", "glm4_moe", "mimo")
 """Those that are here for their heads for multi-token prediction alone."""
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in OF_HEADS)
+OF_RANKS = ("qwen3_5",)
+"""Those that are here since mlx-lm can divide them, other than their like."""
+KINDS: tuple[Kind, ...] = tuple(
+    kind for kind in get_args(Kind) if kind not in (*OF_HEADS, *OF_RANKS)
+)
 
 VOCAB_SIZE = 320
 SLIDING_WINDOW = 32
@@ -64,7 +69,7 @@ _ATTENTION = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": CONTEXT,
 }
-_OF_ZOO = ("jamba", "qwen3_next", "nemotron_h", "deepseek_v2", *OF_HEADS)
+_OF_ZOO = ("jamba", "qwen3_next", "nemotron_h", "deepseek_v2", *OF_RANKS, *OF_HEADS)
 """Kinds with recurrent layers, attention and experts in turn, some with latents, and `OF_HEADS`:
 their configs are the zoo's."""
 

@@ -5,45 +5,62 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.zoo.build import architectures
 from engine.zoo.examine import ArchitectureReport
-from engine.zoo.farm import GPU_PATH, TIME_LIMIT_S, examine_all
-from engine.zoo.table import page, summary
+from engine.zoo.farm import GPU_PATH, TIME_LIMIT_S, Way, examine_all
+from engine.zoo.results import Results
+from engine.zoo.table import RANKS, page, summary
 
 
 def main() -> int:
     """Return 0 if all architectures that load are served right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m engine.zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures (default: all)")
-    parser.add_argument("--write", type=Path, help="try both ways, write the table to this file")
+    parser.add_argument("--write", type=Path, help="try all ways, write the table to this file")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds for one")
     parser.add_argument(
         GPU_PATH, action="store_true", help="compute as on a GPU: its batches and slabs, look-ahead"
     )
-    arguments = parser.parse_args()
-    names = arguments.names or architectures()
-    ways = (False, True) if arguments.write else (arguments.gpu_path,)
-    by_way = {way: _examine(names, arguments.time_limit, gpu_path=way) for way in ways}
-    if arguments.write:
-        arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(page(list(by_way[False].values()), by_way[True]))
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="divide models between as many processes"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="keep reports in this file; go on with those that it lacks"
+    )
+    options = parser.parse_args()
+    names = options.names or architectures()
+    ways = [Way(options.gpu_path, options.ranks)]
+    if options.write:
+        ways = [Way(gpu, ranks) for ranks in (1, RANKS) for gpu in (False, True)]
+    results = Results(options.results)
+    by_way = {way: _examine(names, options.time_limit, way, results) for way in ways}
+    if options.write:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(page(by_way))
     reports = [report for each in by_way.values() for report in each.values()]
     return int(any(report.loads and not report.right for report in reports))
 
 
 def _examine(
-    names: Iterable[str], time_limit_s: float, *, gpu_path: bool
+    names: Sequence[str], time_limit_s: float, way: Way, results: Results
 ) -> dict[str, ArchitectureReport]:
-    """Examine ``names`` one way, print the results, and return them by name."""
+    """Examine those of ``names`` that ``results`` lack, print what is found, and return the reports
+    of all by name."""
     started = time.perf_counter()
-    reports: dict[str, ArchitectureReport] = {}
-    print("as on a GPU" if gpu_path else "as on a CPU")  # noqa: T201
-    for report in examine_all(names, time_limit_s, gpu_path=gpu_path):
-        reports[report.name] = report
+    print(way.words)  # noqa: T201
+    missing = results.missing(way, names)
+    done = set()
+    for report in examine_all(missing, time_limit_s, way):
+        results.add(way, report.name, report)
+        done.add(report.name)
         print(_line(report), flush=True)  # noqa: T201
+    for name in missing:
+        if name not in done:
+            results.add(way, name, None)
+    reports = results.reports(way, names)
     print(f"{summary(list(reports.values()))}; {time.perf_counter() - started:.0f} s")  # noqa: T201
     return reports
 

@@ -14,8 +14,9 @@ from engine.batch import device
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
+from engine.parallel.group import RankGroup, RankSampler
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
-from engine.proving.choose import choose_executor
+from engine.proving.choose import ChosenExecutor, choose_executor
 from engine.proving.oracle import make_reference
 from engine.proving.replay import Replay
 from engine.proving.trial import BLOCK_SIZE, CAPACITY, GREEDY, Trial
@@ -57,21 +58,31 @@ class ArchitectureReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.loads and not self.error
 
 
-def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureReport | None:
-    """Build architecture ``name`` and try it; return None if mlx-lm's module has no model."""
+def examine(
+    name: str, built: Callable[[str], Any] = build, group: RankGroup | None = None
+) -> ArchitectureReport | None:
+    """Build architecture ``name`` and try it; return None if mlx-lm's module has no model.
+
+    All ranks of a ``group`` call this at once. Then the model is divided between them, and
+    compared with the whole one."""
     started = time.perf_counter()
     device.prepare()
     try:
         model = built(name)
         if model is None:
             return None
+        if group is not None and not hasattr(model, "shard"):
+            return ArchitectureReport(name=name)
         vocab_size = config(name).get("vocab_size", VOCAB_SIZE)
         references = [
             make_reference(model, n, STEPS, VOCAB_SIZE, seed) for seed, n in enumerate(LENGTHS)
         ]
+        if group is not None:
+            model.shard(group.mlx)
+            mx.eval(model.parameters())
     except (Exception, SystemExit) as raised:
         return ArchitectureReport(name=name, error=_line(raised))
-    executor, reason, _ = choose_executor(model, vocab_size, BLOCK_SIZE, longest_pass=LONGEST_PASS)
+    executor, reason, _ = _chosen(group, model, vocab_size, longest_pass=LONGEST_PASS)
     trial = Trial(executor)
     alone = executor.spec.max_sequences == 1
     error = ""
@@ -83,7 +94,7 @@ def examine(name: str, built: Callable[[str], Any] = build) -> ArchitectureRepor
             error = "other tokens than mlx-lm's"
     except Exception as raised:
         error = _line(raised)
-    quantized = examine_quantized(model, vocab_size)
+    quantized = examine_quantized(model, vocab_size, group)
     return ArchitectureReport(
         name=name,
         loads=True,
@@ -108,10 +119,22 @@ class QuantizedReport(NamedTuple):
     error: str = ""
 
 
-def examine_quantized(model: Any, vocab_size: int) -> QuantizedReport:
+def _chosen(group: RankGroup | None, model: Any, vocab_size: int, **options: Any) -> ChosenExecutor:
+    """Return `choose_executor`'s choice, the same on all ranks of ``group``."""
+    if group is None:
+        return choose_executor(model, vocab_size, BLOCK_SIZE, **options)
+    with group.same_logits(model):
+        chosen = choose_executor(model, vocab_size, BLOCK_SIZE, **options)
+    chosen.executor.use_sampler(RankSampler(group))
+    return chosen
+
+
+def examine_quantized(
+    model: Any, vocab_size: int, group: RankGroup | None = None
+) -> QuantizedReport:
     """Try ``model`` with keys and values in 8 bits (`engine.proving.replay`)."""
     try:
-        executor, _, unquantized = choose_executor(model, vocab_size, BLOCK_SIZE, INT8)
+        executor, _, unquantized = _chosen(group, model, vocab_size, precision=INT8)
         if not isinstance(executor, BatchedExecutor) or executor.spec.kv_bits == 16:
             why = _one_line(unquantized) or "it keeps no keys and values"
             return QuantizedReport(unquantized=why)

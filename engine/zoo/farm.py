@@ -2,72 +2,124 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from subprocess import PIPE, Popen
+from typing import NamedTuple
 
 import msgspec
 
 from engine.backend.gpu_path import forced_gpu_path
+from engine.batch.device import HOST_VARIABLE
+from engine.parallel.group import RankGroup
 from engine.zoo.examine import ArchitectureReport, examine
 
 TIME_LIMIT_S = 180.0
 GPU_PATH = "--gpu-path"
+RANKS_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE")
+
+
+class Way(NamedTuple):
+    """How architectures are computed."""
+
+    gpu_path: bool = False
+    """As on a GPU."""
+    ranks: int = 1
+    """The processes that compute one together."""
+
+    @property
+    def words(self) -> str:
+        between = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"as on a {'GPU' if self.gpu_path else 'CPU'}{between}"
 
 
 def examine_all(
-    names: Iterable[str], time_limit_s: float = TIME_LIMIT_S, *, gpu_path: bool = False
+    names: Iterable[str], time_limit_s: float = TIME_LIMIT_S, way: Way | None = None
 ) -> Iterator[ArchitectureReport]:
     """Yield the report of `examine` for each of ``names`` that is a model.
 
-    One child examines them one after the other, with ``gpu_path`` as on a GPU. If it dies, or
-    takes longer than ``time_limit_s`` for one, a new child continues with the next.
+    One child, or one for each rank, examines them one after the other. If it dies, or takes longer
+    than ``time_limit_s`` for one, a new one continues with the next.
     """
-    child: _Child | None = None
+    children: _Children | None = None
     try:
         for name in names:
-            child = child or _Child(gpu_path)
-            report, alive = child.examine(name, time_limit_s)
+            children = children or _Children(way or Way())
+            report, alive = children.examine(name, time_limit_s)
             if report is not None:
                 yield report
             if not alive:
-                child.end()
-                child = None
+                children.end()
+                children = None
     finally:
-        if child is not None:
-            child.end()
+        if children is not None:
+            children.end()
 
 
-class _Child:
-    def __init__(self, gpu_path: bool) -> None:
-        command = [sys.executable, "-P", "-m", "engine.zoo.farm", *[GPU_PATH] * gpu_path]
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=_environment())
+class _Children:
+    """The processes of all ranks, or the only one."""
+
+    def __init__(self, way: Way) -> None:
+        command = [sys.executable, "-P", "-m", "engine.zoo.farm", *[GPU_PATH] * way.gpu_path]
+        self._folder = tempfile.TemporaryDirectory()
+        hosts = Path(self._folder.name, "hosts.json")
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(way.ranks)]))
+        self._processes = []
+        for rank in range(way.ranks):
+            environment = _environment()
+            if way.ranks > 1:  # a divided model stays in MLX's graph
+                values = (str(rank), str(hosts))
+                environment |= dict(zip(RANKS_VARIABLES, values, strict=True))
+                environment[HOST_VARIABLE] = "0"
+            self._processes.append(Popen(command, stdin=PIPE, stdout=PIPE, env=environment))
 
     def examine(self, name: str, time_limit_s: float) -> tuple[ArchitectureReport | None, bool]:
-        """Return the report, and whether the child can be used again."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(name.encode() + b"\n")
-        process.stdin.flush()
-        timer = threading.Timer(time_limit_s, process.kill)
+        """Return the report of the first rank, or of one that found an error; and whether the
+        processes can be used again."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(name.encode() + b"\n")
+            process.stdin.flush()
+        timer = threading.Timer(time_limit_s, self._kill)
         timer.start()
-        line = process.stdout.readline()
+        lines = [process.stdout.readline() for process in self._processes if process.stdout]
         timed_out = not timer.is_alive()
         timer.cancel()
-        if line.endswith(b"\n"):
-            return msgspec.json.decode(line, type=ArchitectureReport | None), True
-        status = process.wait()
-        how = f"no answer in {time_limit_s:.0f} s" if timed_out else f"ended with {status}"
+        if all(line.endswith(b"\n") for line in lines):
+            reports = [msgspec.json.decode(line, type=ArchitectureReport | None) for line in lines]
+            wrong = [report for report in reports if report is not None and report.error]
+            # A rank that raised has left the others in another place.
+            return (wrong or reports)[0], not wrong or len(reports) == 1
+        self._kill()
+        codes = " and ".join(str(process.wait()) for process in self._processes)
+        how = f"no answer in {time_limit_s:.0f} s" if timed_out else f"ended with {codes}"
         error = f"the process that examined it: {how}"
         return ArchitectureReport(name=name, loads=True, error=error), False
 
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._kill()
+        for process in self._processes:
+            process.communicate()
+        self._folder.cleanup()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def _environment() -> dict[str, str]:
@@ -80,8 +132,9 @@ def _environment() -> dict[str, str]:
 def _work() -> None:
     """Read names and write reports, a line each. What models print goes to stderr."""
     answers, sys.stdout = sys.stdout, sys.stderr
+    group = RankGroup.join() if all(name in os.environ for name in RANKS_VARIABLES) else None
     for line in sys.stdin:
-        answers.write(msgspec.json.encode(examine(line.strip())).decode() + "\n")
+        answers.write(msgspec.json.encode(examine(line.strip(), group=group)).decode() + "\n")
         answers.flush()
 
 

@@ -21,7 +21,7 @@ from engine.zoo import examine as examining
 from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
-from engine.zoo.farm import examine_all
+from engine.zoo.farm import Way, examine_all
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,13 @@ def test_models_are_batched_correctly_as_on_a_gpu(
         monkeypatch.setattr(Slabs, "resize", lossy)
         monkeypatch.setattr(examining, "examine_quantized", lambda *_: QuantizedReport())
         assert "looking ahead: logits differ" in found(name).error
+
+
+def test_a_hybrid_is_divided_between_two_ranks_as_on_a_gpu() -> None:
+    """And a model that mlx-lm cannot divide is not counted as wrong."""
+    whole, divided = examine_all(["mamba", "qwen3_5"], way=Way(gpu_path=True, ranks=2))
+    assert not whole.loads and not whole.error
+    assert divided.right and divided.int8 and divided.batching == "ragged", divided
 
 
 def test_a_module_without_a_model_is_not_counted() -> None:

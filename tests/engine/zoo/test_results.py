@@ -1,0 +1,37 @@
+"""A run of the zoo that goes on, and its page."""
+
+from pathlib import Path
+
+from engine.zoo.examine import ArchitectureReport
+from engine.zoo.farm import Way
+from engine.zoo.results import Results
+from engine.zoo.table import RANKS, page
+
+ON_RANKS = Way(ranks=RANKS)
+RIGHT = ArchitectureReport(name="llama", loads=True, batched=True, batching="ragged")
+
+
+def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    first = Results(tmp_path / "zoo")
+    first.add(ON_RANKS, "llama", RIGHT)
+    first.add(ON_RANKS, "rope_utils", None)  # no model
+    again = Results(tmp_path / "zoo")
+    names = ["llama", "mamba", "rope_utils"]
+    assert again.missing(ON_RANKS, names) == ["mamba"]
+    assert again.missing(Way(), names) == names
+    assert again.reports(ON_RANKS, names) == {"llama": RIGHT}
+
+
+def test_the_page_says_how_models_are_divided() -> None:
+    whole = {name: ArchitectureReport(name=name, loads=True) for name in ("llama", "mamba")}
+    undivided = ArchitectureReport(name="mamba")
+    divided = {"llama": RIGHT, "mamba": undivided}
+    wrong = ArchitectureReport(name="llama", loads=True, error="logits differ")
+    by_way = {Way(): whole, Way(True): whole, ON_RANKS: divided, Way(True, RANKS): divided}
+    text = page(by_way)
+    assert "* On 2 ranks: 1 can be divided, 1 right on both paths." in text
+    assert "| llama | right | no |  |  | ragged | no |" in text
+    assert "| mamba | right | no |  |  |  | no |" in text
+    by_way[Way(True, RANKS)] = divided | {"llama": wrong}
+    assert "| WRONG: logits differ |" in page(by_way)
+    assert "1 can be divided, 0 right on both paths" in page(by_way)

@@ -132,7 +132,6 @@ def serve(
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     times = StartTimes()
-    ranks.prepare_environment(options)
     load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
     with lean_imports():
         others = None
@@ -186,8 +185,13 @@ def _start_ranks(
     """Start the other ranks. Return the settings with the number of all, and them."""
     from engine.model import load as models
 
-    options = ranks.divided(options, models.resolve(options.model))
-    return options, ranks.LocalRanks(options, context, on_failed) if options.ranks > 1 else None
+    path = models.resolve(options.model)
+    options = ranks.divided(options, path)
+    if options.ranks == 1:
+        return options, None
+    ranks.check(options, path)
+    ranks.prepare_environment()
+    return options, ranks.LocalRanks(options, context, on_failed)
 
 
 def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:

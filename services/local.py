@@ -16,17 +16,19 @@ from typing import Any
 from engine.backend import allocation
 from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
+from services.launched import end_with_parent, keep_rank, launched_hosts
 from services.launcher import ChildSpec, Launcher, python_path
 from services.listener import ListenError, base_url, inherited, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
 from services.ray.cluster import ClusterUnavailable, RayCluster
+from services.remote_rank import RANK_VARIABLE
 from services.supervisor import Supervisor
 from services.supervisor_output import LogCollector
 from shared import logs, settings
 from shared.curve import CurveError
 from shared.descriptors import raise_descriptor_limit
-from shared.exits import EXIT_FAILED, fail
+from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
 from shared.flags import FlagError
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
@@ -49,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options, models = settings.parse_models(argv, os.environ, PROG)
     raise_descriptor_limit()
+    if hosts := launched_hosts(options):
+        if not models[0].alone:
+            return fail(PROG, "--config: mlx.launch has started the ranks of one model", EXIT_USAGE)
+        if rank := int(os.environ[RANK_VARIABLE]):
+            return keep_rank(options, hosts, rank)
+        end_with_parent()
     starter = SupervisorLink.from_environment()
     try:
         # The socket is made here and not in the router, so that connections wait, and are not

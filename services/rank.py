@@ -18,7 +18,8 @@ from engine.parallel.errors import RankFailed
 from engine.parallel.health import LeaderWatch
 from engine.parallel.progress import StepProgress
 from services.engine import load_model
-from services.ranks import RANK_VARIABLE, GroupSockets, ignore_signals, prepare_environment
+from services.ranks import GroupSockets, backend, ignore_signals, prepare_environment
+from services.remote_rank import RANK_VARIABLE
 from services.stores import connect_rank_store
 from shared import logs, settings
 from shared.descriptors import raise_descriptor_limit
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("this is started by rank 0 of an engine with --num-local-ranks")
         return EXIT_USAGE
     progress = StepProgress()
-    watch = LeaderWatch(link, os.getppid(), progress)
+    watch = LeaderWatch(link, os.getppid() if sockets.server_key is None else None, progress)
     watch.start()
     try:
         serve(options, sockets, rank, watch, progress)
@@ -70,7 +71,7 @@ def serve(
 ) -> None:
     """Load this rank's part of the model and run plans. Raises: `ModelUnavailable`, `RankFailed`,
     and what steps raise."""
-    prepare_environment(options)
+    prepare_environment()
     load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
     with lean_imports():
         from engine.io.rank_store import connect_channel
@@ -79,18 +80,20 @@ def serve(
         from engine.parallel.plans import PlanReceiver
         from engine.proving.remembered import AgreedRecord
         from engine.replica.build import build_rank
+        from engine.replica.memory import EngineMemory
 
         device.prepare()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        plans = PlanReceiver(context, sockets.plans, rank, sockets.keys())
+        own_bytes = EngineMemory.of(options).size_bytes
+        plans = PlanReceiver(context, sockets.plans, rank, own_bytes, sockets.keys())
         plans.wait_for_start()
-        group = RankGroup.join()
+        group = RankGroup.join(backend(options))
         loaded = load_model(options, group.mlx)
     record = AgreedRecord.decode(plans.wait_for_start())
     executor, namespace = build_rank(loaded, options, record, group)
     blocks = None
     if options.kvstore_socket and executor.spec.prefix_cache and not options.no_ssd:
-        channel = connect_channel(context, sockets.stores, rank)
+        channel = connect_channel(context, sockets.stores, rank, sockets.keys())
         blocks = connect_rank_store(options, context, channel, rank, namespace, executor.spec)
         blocks.start()
     gc.freeze()

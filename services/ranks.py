@@ -30,17 +30,22 @@ from engine.model.errors import ModelUnavailable
 from engine.parallel.health import GroupWatch, RankProcess
 from engine.parallel.progress import StepProgress
 from services.remote_rank import (
+    HOSTFILE_VARIABLE,
+    RANK_VARIABLE,
+    LaunchedRank,
     RankJob,
     RemoteRank,
     connection_environment,
     connection_files,
+    device_matrix,
+    launched_links,
     model_digest,
     remote_hosts,
     versions,
 )
 from shared import settings
 from shared.curve import EngineKeys, KeyPair
-from shared.hostfile import RankHost
+from shared.hostfile import RankHost, hostfile_text, read_whole
 from shared.rundir import RUN_DIR_VARIABLE
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
@@ -53,14 +58,23 @@ logger = logging.getLogger(__name__)
 
 MODULE = "services.rank"
 SOCKETS_VARIABLE = "_MLX_LM_SERVER_RANK_SOCKETS"
-RANK_VARIABLE, HOSTFILE_VARIABLE = "MLX_RANK", "MLX_HOSTFILE"
+FAST_SYNCH_VARIABLE = "MLX_METAL_FAST_SYNCH"
+HOSTS_VARIABLE = "MLX_LM_SERVER_DISTRIBUTED_HOSTFILE"
 JOIN_TIMEOUT_S = 120.0
+OF_THIS_MACHINE = {
+    "distributed_hostfile",
+    "distributed_ibv_devices",
+    "distributed_jaccl_coordinator",
+    "num_local_ranks",
+}
+"""Settings whose values mean nothing elsewhere, or are in the environment of a `RankJob`."""
 
 
-def prepare_environment(options: Settings) -> None:
-    """Keep the model of several ranks in MLX's graph, where its collectives are."""
-    if options.ranks > 1:
-        os.environ[HOST_VARIABLE] = "0"
+def prepare_environment() -> None:
+    """Keep the model of several ranks in MLX's graph, where its collectives are. They run on the
+    CPU, so a GPU has to hand over its sums quickly, as MLX asks for on Macs."""
+    os.environ[HOST_VARIABLE] = "0"
+    os.environ.setdefault(FAST_SYNCH_VARIABLE, "1")
 
 
 def divided(options: Settings, path: Path) -> Settings:
@@ -77,8 +91,41 @@ def divided(options: Settings, path: Path) -> Settings:
             f"{most} would do, or --no-distributed-strict"
         )
     logger.warning("%d ranks and not %d, since %s", most, options.ranks, reason)
+    if options.num_local_ranks is None and most > 1:
+        return _first_hosts(options, most)
     given = options.given | {"num_local_ranks"}
     return dataclasses.replace(options, num_local_ranks=most, given=given)
+
+
+def _first_hosts(options: Settings, count: int) -> Settings:
+    """Return ``options`` with the first machines of the hostfile alone. Raises:
+    `ModelUnavailable`."""
+    hosts = remote_hosts(options)
+    matrix = device_matrix(options, hosts)
+    rows = None if matrix is None else [row[:count] for row in matrix[:count]]
+    number, name = tempfile.mkstemp(".json", "hosts-", os.environ.get(RUN_DIR_VARIABLE))
+    with open(number, "w") as file:
+        assert options.distributed_hostfile is not None
+        envs = read_whole(options.distributed_hostfile).envs
+        file.write(hostfile_text(hosts[:count], rows, envs))
+    given = options.given - {"distributed_ibv_devices"}
+    return dataclasses.replace(
+        options, distributed_hostfile=Path(name), distributed_ibv_devices=None, given=given
+    )
+
+
+def check(options: Settings, path: Path) -> None:
+    """Find out whether ranks of the model in ``path`` can start, before any does and anything is
+    loaded. Raises: `ModelUnavailable`."""
+    from engine.model import load
+
+    load.check_divisible(path, str(options.model), trust=options.trust_remote_code)
+    hosts = remote_hosts(options)
+    if (matrix := device_matrix(options, hosts)) is not None:
+        from services.rdma import lacks_rdma
+
+        if (lacking := lacks_rdma(matrix[0])) is not None:
+            raise ModelUnavailable(f"--distributed-mode jaccl: {lacking}")
 
 
 class GroupSockets(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,18 +193,18 @@ class LocalRanks:
         from engine.io.group_store import open_channel
         from engine.parallel.plans import PlanSender
 
-        self.progress, self._backend = StepProgress(), _backend(options)
+        self.progress, self._backend = StepProgress(), backend(options)
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=os.environ.get(RUN_DIR_VARIABLE))
-        hosts = remote_hosts(options)[: options.ranks]
+        hosts = remote_hosts(options)
         keys = KeyPair.fresh() if hosts else None
         # Others may not reach the name of this machine, but its address in the hostfile.
         where = f"tcp://{hosts[0].ips[0]}:*" if hosts else f"ipc://{self._folder}/"
         names = ("", "") if hosts else ("plans", "stores")
         self.plans: PlanSender = PlanSender(context, where + names[0], options.ranks, keys)
-        self._stores = open_channel(context, where + names[1])
+        self._stores = open_channel(context, where + names[1], keys)
         sockets = GroupSockets(
             plans=self.plans.address,
-            stores=f"{where}{names[1]}",
+            stores=self._stores.get_string(zmq.LAST_ENDPOINT),
             server_key=None if keys is None else keys.public,
         )
         self._ranks: list[RankProcess] = []
@@ -201,28 +248,34 @@ class LocalRanks:
         os.environ |= connection_environment(options, hosts, 0)
         fingerprint = model_digest(options.model)
         name = os.environ.get(ENGINE_NAME_VARIABLE, "engine")
+        files = {**files, HOSTS_VARIABLE: hostfile_text(hosts, device_matrix(options, hosts))}
+        uses_store = bool(options.kvstore_socket) and not options.no_ssd
+        launched = launched_links(hosts, JOIN_TIMEOUT_S) if hosts[0].address else {}
         for rank, host in enumerate(hosts[1:], 1):
             own = connection_environment(options, hosts, rank)
             job = RankJob(
                 model=options.model,
                 fingerprint=fingerprint,
                 versions=versions(),
-                arguments=rank_arguments(options, len(hosts)),
+                arguments=rank_arguments(options),
                 environment={**own, **sockets.to_environment(), ENGINE_NAME_VARIABLE: name},
                 files=files,
+                kvstore=store_arguments(options, rank) if uses_store else None,
             )
-            self._ranks.append(RemoteRank(rank, host, job))
+            self._ranks.append(
+                LaunchedRank(rank, launched[rank], job) if launched else RemoteRank(rank, host, job)
+            )
 
     def join(self) -> Leader:
         """Wait for all ranks and connect them. Raises: `RankFailed`."""
         from engine.parallel.group import RankGroup
         from engine.parallel.leader import Leader
 
-        self.plans.wait_for_ranks(JOIN_TIMEOUT_S)
+        smallest_bytes = self.plans.wait_for_ranks(JOIN_TIMEOUT_S)
         self.plans.start(b"join")
         group = RankGroup.join(self._backend)
         logger.info("%d ranks are connected", group.size)
-        return Leader(group, self.plans, self._stores, self.progress)
+        return Leader(group, self.plans, self._stores, self.progress, smallest_bytes)
 
     def close(self) -> None:
         """End them: this rank has finished its work."""
@@ -233,17 +286,24 @@ class LocalRanks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def rank_arguments(options: Settings, size: int) -> list[str]:
-    """Return the command line of one of ``size`` ranks on another machine, which knows no
-    hostfile and no kvstore."""
-    left_out = {"distributed_hostfile", "distributed_ibv_devices", "distributed_jaccl_coordinator"}
-    left_out |= {"distributed_mode", "num_local_ranks"}
-    given = options.given - left_out
+def rank_arguments(options: Settings) -> list[str]:
+    """Return the command line of a rank on another machine, which finds files of this one under
+    other names, in its environment."""
+    given = options.given - OF_THIS_MACHINE | {"distributed_mode"}
+    return settings.command_line(dataclasses.replace(options, given=given))
+
+
+def store_arguments(options: Settings, rank: int) -> list[str]:
+    """Return the command line of a kvstore for ``rank`` of this engine alone. Its folder is beside
+    that of a server on its machine."""
+    given = options.given - OF_THIS_MACHINE - {"distributed_mode", "ssd_cache_dir"}
     words = settings.command_line(dataclasses.replace(options, given=given))
-    return [*words, "--distributed-mode=ring", f"--num-local-ranks={size}", "--no-ssd"]
+    folder, name = options.ssd_cache_dir, os.environ.get(ENGINE_NAME_VARIABLE, "engine")
+    return [*words, f"--ssd-cache-dir={folder.with_name(f'{folder.name}-{name}-rank-{rank}')}"]
 
 
-def _backend(options: Settings) -> Literal["ring", "jaccl"]:
+def backend(options: Settings) -> Literal["ring", "jaccl"]:
+    """Return MLX's name of what connects the ranks."""
     return "jaccl" if options.distributed_mode == "jaccl" else "ring"
 
 

@@ -1,14 +1,19 @@
 """The machines of an engine's ranks, as ``mlx.launch`` reads them from a hostfile.
 
-A JSON list, or an object with such a list under ``hosts``: ``{"ssh": "mac2", "ips": ["10.0.0.2"],
+A JSON list, or an object with such a list under ``hosts`` (and ``envs``, variables for all ranks,
+such as ``"MLX_METAL_FAST_SYNCH=1"``): ``{"ssh": "mac2", "ips": ["10.0.0.2"],
 "rdma": [null, "rdma_en2"]}`` for each machine, the first one being this. ``python`` may say which
 interpreter to start there; without it, that of this process.
+
+``mlx.launch`` itself gives its programs a list of addresses for each machine, ``[["10.0.0.1:5000"],
+["10.0.0.2:5000"]]``: then the ranks are started already.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +21,7 @@ import msgspec
 
 MOST_HOSTS = 64
 MOST_BYTES = 1 << 20
+_ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
 _DEVICE = re.compile("[A-Za-z][A-Za-z0-9_.-]*")
 Device = str | list[str] | None
 """The RDMA device, or several, that leads to another rank. None: this rank itself."""
@@ -32,21 +38,34 @@ class RankHost(msgspec.Struct, frozen=True):
     ips: tuple[str, ...] = ()
     rdma: tuple[Device, ...] = ()
     python: str | None = None
+    address: str = ""
+    """HOST:PORT of a rank that ``mlx.launch`` has started; ``ssh`` is empty then."""
 
 
-class _Hosts(msgspec.Struct, frozen=True):
+class Hostfile(msgspec.Struct, frozen=True):
+    """What is read of a hostfile."""
+
     hosts: tuple[RankHost, ...]
+    envs: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        pairs = (each.partition("=")[::2] for each in self.envs)
+        return {name: value for name, value in pairs if name}
+
+
+def read_hostfile(path: Path) -> tuple[RankHost, ...]:
+    """Return the machines of all ranks, rank 0's first. Raises: `HostfileError`."""
+    return read_whole(path).hosts
 
 
 @lru_cache
-def read_hostfile(path: Path) -> tuple[RankHost, ...]:
-    """Return the machines of all ranks, rank 0's first. Raises: `HostfileError`."""
+def read_whole(path: Path) -> Hostfile:
+    """Return all that is read of the hostfile ``path``. Raises: `HostfileError`."""
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(MOST_BYTES))
-        hosts = msgspec.convert(
-            found if isinstance(found, dict) else {"hosts": found}, _Hosts
-        ).hosts
+            whole = _decoded(json.loads(file.read(MOST_BYTES)))
+        hosts = whole.hosts
     except OSError as error:
         raise HostfileError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # msgspec's are too
@@ -59,9 +78,35 @@ def read_hostfile(path: Path) -> tuple[RankHost, ...]:
     for host in hosts:
         if not host.ips:
             raise HostfileError(f"{path}: {host.ssh} has no ips")
-        if host.ssh.startswith("-") or not host.ssh.strip():
+        if not host.address and (host.ssh.startswith("-") or not host.ssh.strip()):
             raise HostfileError(f"{path}: {host.ssh!r} is no name of a machine")
-    return hosts
+    return whole
+
+
+def hostfile_text(
+    hosts: Sequence[RankHost],
+    matrix: list[list[Device]] | None = None,
+    envs: Sequence[str] = (),
+) -> str:
+    """Return a hostfile with ``hosts``, their RDMA devices in ``matrix``, and variables."""
+    if matrix is not None:
+        hosts = [
+            msgspec.structs.replace(host, rdma=tuple(row))
+            for host, row in zip(hosts, matrix, strict=True)
+        ]
+    return msgspec.json.encode(Hostfile(tuple(hosts), tuple(envs))).decode()
+
+
+def _decoded(found: object) -> Hostfile:
+    if isinstance(found, list) and found and all(isinstance(each, list) for each in found):
+        rings = msgspec.convert(found, list[list[str]])
+        addresses = [ring[0] if ring else "" for ring in rings]
+        if not all(_ADDRESS.fullmatch(address) for address in addresses):
+            raise ValueError("each rank needs an address like 10.0.0.1:5000")
+        return Hostfile(
+            tuple(RankHost("", (each.rpartition(":")[0],), address=each) for each in addresses)
+        )
+    return msgspec.convert(found if isinstance(found, dict) else {"hosts": found}, Hostfile)
 
 
 def rdma_matrix(hosts: tuple[RankHost, ...], devices: str | None) -> list[list[Device]]:

@@ -26,6 +26,7 @@ from engine.io.store_client import StoreClient
 from engine.io.store_stats import StoreClientStats
 from engine.parallel.plans import StoredName, rank_name
 from engine.plan import FoundState, StateSearch, StoreRoom
+from shared.curve import KeyPair
 
 
 class EngineStore(Protocol):
@@ -249,11 +250,15 @@ def _room(state: StoreState) -> StoreRoom:
     return StoreRoom(state.files, state.size_bytes)
 
 
-def open_channel(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """Return rank 0's socket for `GroupStore`, bound to ``address``."""
+def open_channel(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None = None
+) -> zmq.Socket[bytes]:
+    """Return rank 0's socket for `GroupStore`, bound to ``address``. ``keys`` are for tcp."""
     channel = context.socket(zmq.ROUTER)
     channel.set(zmq.LINGER, 0)
     channel.set(zmq.SNDHWM, 0)  # what is under way is bounded by the fetches
     channel.set(zmq.RCVHWM, 0)
+    if keys is not None:
+        keys.guard(channel)
     channel.bind(address)
     return channel

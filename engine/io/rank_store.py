@@ -23,6 +23,7 @@ from engine.io.store_client import StoreClient
 from engine.parallel.errors import RankFailed
 from engine.parallel.plans import StoredName, rank_name
 from engine.plan import Payload as AnyPayload
+from shared.curve import EngineKeys
 from shared.exits import EXIT_FAILED
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,10 @@ class RankStore(threading.Thread):
 
 
 def connect_channel(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    rank: int,
+    keys: EngineKeys | None = None,
 ) -> zmq.Socket[bytes]:
     """Return the socket of `RankStore`, connected to rank 0's at ``address``."""
     channel = context.socket(zmq.DEALER)
@@ -181,5 +185,7 @@ def connect_channel(
     channel.set(zmq.SNDHWM, 0)
     channel.set(zmq.RCVHWM, 0)
     channel.set(zmq.ROUTING_ID, rank_name(rank))
+    if keys is not None:
+        keys.protect(channel)
     channel.connect(address)
     return channel

@@ -117,6 +117,22 @@ def load(
     )
 
 
+def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:
+    """Raise `ModelUnavailable` if mlx-lm's class of the model in ``path`` cannot be divided between
+    ranks. Nothing of the model is loaded."""
+    from mlx_lm.utils import _get_classes, load_config
+
+    try:
+        config = load_config(path)
+        if trust and config.get("model_file"):
+            return  # its code runs when it is loaded
+        model, _ = _get_classes(config)
+    except LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+    sharding.refuse_without_shard(model, str(config["model_type"]), name)
+
+
 def fingerprint(path: Path) -> str:
     """Return a hex name for config and weights in ``path``, the same on every machine."""
     return digest(path / "config.json", sorted(path.glob("model*.safetensors")))

@@ -57,6 +57,15 @@ def most_ranks(path: Path, ranks: int) -> int:
     return next(count for count in range(ranks, 0, -1) if indivisible(path, count) is None)
 
 
+def refuse_without_shard(model: object, kind: str, name: str) -> None:
+    """Raise `ModelUnavailable` if ``model``, or its class, cannot be divided."""
+    if not hasattr(model, "shard"):
+        raise ModelUnavailable(
+            f"the model in {name} cannot be divided between ranks: mlx-lm has no way to do it "
+            f"for {kind}"
+        )
+
+
 def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     """Leave in ``model``, whose weights are not loaded yet, what this rank computes, and load that.
 
@@ -65,12 +74,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    if not hasattr(model, "shard"):
-        kind = getattr(model, "model_type", type(model).__name__)
-        raise ModelUnavailable(
-            f"the model in {name} cannot be divided between ranks: mlx-lm has no way to do it "
-            f"for {kind}"
-        )
+    refuse_without_shard(model, getattr(model, "model_type", type(model).__name__), name)
     try:
         model.shard(group)
     except (ValueError, TypeError, AttributeError, KeyError) as error:

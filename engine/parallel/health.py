@@ -127,6 +127,7 @@ class _WatchedRank:
         self._reader, self._writer = LineReader(), LineWriter(process.link)
         self._heard_at = time.monotonic()
         self._phase, self._reason = "", ""
+        self._exit: int | None = None
         self._steps = Steps()
         self._goal, self._goal_since = Steps(), time.monotonic()
         self._hung_up = False
@@ -144,6 +145,7 @@ class _WatchedRank:
         for line in self._reader.lines(data):
             self._phase = str(line.get("phase", self._phase))
             self._reason = str(line.get("reason", self._reason))
+            self._exit = line.get("exit", self._exit)
             numbers = [line.get(name, 0) for name in Steps._fields]
             self._steps = Steps(*map(int, numbers))
         return not self._hung_up
@@ -161,6 +163,8 @@ class _WatchedRank:
         if self._hung_up and code is None:
             time.sleep(HANGING_UP_S)
             code = self.process.exit_code()
+        if code is None and self._hung_up:
+            code = self._exit  # as its keeper has said
         if code is not None or self._hung_up:
             if code == EXIT_CONFIG and self._reason:
                 return self._reason, EXIT_CONFIG
@@ -184,8 +188,8 @@ class LeaderWatch(threading.Thread):
     When rank 0 is gone the process ends. One that says nothing more is killed first: its
     supervisor starts the group again then, and would wait for longer."""
 
-    def __init__(self, link: SupervisorLink, leader: int, progress: StepProgress) -> None:
-        """``leader`` is the process of rank 0."""
+    def __init__(self, link: SupervisorLink, leader: int | None, progress: StepProgress) -> None:
+        """``leader`` is the process of rank 0, None if it is on another machine."""
         super().__init__(name="leader", daemon=True)
         self._link, self._leader, self._progress = link, leader, progress
         self._heard_at = time.monotonic()
@@ -202,8 +206,11 @@ class LeaderWatch(threading.Thread):
                 self._heard_at += asleep_s
             limit_s = SILENCE_S if self.phase == "ready" else LOADING_SILENCE_S
             if now - self._heard_at > limit_s:
-                logger.error("rank 0 gave no sign of life for %.0f s: killed", limit_s)
-                if os.getppid() == self._leader:
+                here = os.getppid() == self._leader
+                what = "killed" if here else "this rank ends"
+                logger.error("rank 0 gave no sign of life for %.0f s: %s", limit_s, what)
+                if here:
+                    assert self._leader is not None
                     os.kill(self._leader, signal.SIGKILL)
                 os._exit(EXIT_STUCK)
 

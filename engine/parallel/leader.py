@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -27,6 +28,8 @@ class Leader:
     stores: zmq.Socket[bytes]
     """Where the other ranks answer what rank 0 asks of their blocks (`engine.io.group_store`)."""
     progress: StepProgress
+    smallest_bytes: int = sys.maxsize
+    """The smallest of the memories of the other ranks."""
 
     released: deque[StoredName] = field(default_factory=deque)
     """What the other ranks have fetched and rank 0 has dropped since the last plan. Any thread

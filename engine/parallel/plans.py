@@ -9,6 +9,7 @@ before (`engine.io.group_store`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -139,15 +140,18 @@ class PlanSender:
         self._socket.bind(address)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
-    def wait_for_ranks(self, timeout_s: float) -> None:
-        """Wait until every rank has connected. Raises: `RankFailed`."""
-        missing = set(self._ranks)
+    def wait_for_ranks(self, timeout_s: float) -> int:
+        """Wait until every rank has connected, and return the smallest of their memories in bytes.
+        Raises: `RankFailed`."""
+        missing, smallest_bytes = set(self._ranks), sys.maxsize
         while missing:
             if not self._socket.poll(int(timeout_s * 1000)):
                 names = ", ".join(sorted(name.decode() for name in missing))
                 raise RankFailed(f"no sign of {names} in {timeout_s:.0f} s")
-            name, _ = self._socket.recv_multipart()
+            name, memory_bytes = self._socket.recv_multipart()
             missing.discard(name)
+            smallest_bytes = min(smallest_bytes, int(memory_bytes))
+        return smallest_bytes
 
     def start(self, content: bytes) -> None:
         """Send what the start of the ranks needs next."""
@@ -174,8 +178,10 @@ class PlanReceiver:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         rank: int,
+        memory_bytes: int,
         keys: EngineKeys | None = None,
     ) -> None:
+        """``memory_bytes`` are what this rank may take."""
         self._number = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
@@ -183,7 +189,7 @@ class PlanReceiver:
         if keys is not None:
             keys.protect(self._socket)
         self._socket.connect(address)
-        self._socket.send(b"here")
+        self._socket.send(b"%d" % memory_bytes)
 
     def wait_for_start(self) -> bytes:
         """Return what `PlanSender.start` sends. It waits without end: the process ends with rank 0

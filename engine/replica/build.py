@@ -66,9 +66,9 @@ def build_replica(
     own = EngineMemory.of(settings)
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
     record: Record | None = None if proofs is None else _record(proofs, loaded, settings, layers)
-    group = None
+    group, sized = None, own
     if leader is not None:
-        group = leader.group
+        group, sized = leader.group, own.at_most(leader.smallest_bytes)
         record = agreed = AgreedRecord(None if record is None else record.read(), record)
         leader.plans.start(agreed.encode())
     executor = choose_executor_of(loaded, settings, record, group)
@@ -87,7 +87,7 @@ def build_replica(
         draft_model, draft_bytes = open_draft_model(loaded, settings, proofs)
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
     other_bytes = packed_bytes + draft_bytes + slots_bytes
-    sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes)
+    sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
     memory.set_limits(own)
     executor.release_weights()
     gc.collect()  # the proof's leftovers
@@ -247,12 +247,7 @@ def _scheduler_config(
 
 
 def _uses_store(settings: Settings) -> bool:
-    if not settings.kvstore_socket or settings.no_ssd:
-        return False
-    if settings.ranks_here < settings.ranks:
-        logger.warning("the SSD tier is not used: ranks on other machines reach no kvstore")
-        return False
-    return True
+    return bool(settings.kvstore_socket) and not settings.no_ssd
 
 
 def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead | None) -> bytes:

@@ -45,13 +45,17 @@ class MemorySizes:
 
 
 def size_memory(
-    spec: ExecutorSpec, loaded: LoadedModel, settings: Settings, packed_bytes: int = 0
+    spec: ExecutorSpec,
+    loaded: LoadedModel,
+    settings: Settings,
+    packed_bytes: int = 0,
+    own: EngineMemory | None = None,
 ) -> MemorySizes:
-    """Return the sizes that fit on this device, or that ``settings`` demand.
+    """Return the sizes that fit into ``own`` memory, or that ``settings`` demand.
 
     ``packed_bytes`` are those of weights outside of the model's parameters, and of a draft
     model."""
-    own = EngineMemory.of(settings)
+    own = own or EngineMemory.of(settings)
     block_bytes = spec.block_token_bytes * settings.block_size
     slot_block_bytes = spec.slot_token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
@@ -100,6 +104,17 @@ class EngineMemory:
         if settings.memory_gb is None:
             return cls(device // settings.engines // settings.ranks_here, False)
         return cls(min(device, int(settings.memory_gb * 1e9)) // settings.ranks_here, True)
+
+    def at_most(self, size_bytes: int) -> EngineMemory:
+        """Return this memory, or as little as that of another rank, which keeps as much KV."""
+        if size_bytes >= self.size_bytes:
+            return self
+        logger.info(
+            "sizes are those of a rank with %.1f GB of memory; this one has %.1f GB",
+            size_bytes / 1e9,
+            self.size_bytes / 1e9,
+        )
+        return EngineMemory(size_bytes, self.is_budget)
 
     def left_bytes(self, other_bytes: int) -> int:
         kept_bytes = BUFFER_CACHE_BYTES if mx.default_device() == mx.gpu else 0

@@ -90,6 +90,8 @@ def _check_hosts(settings: Settings) -> None:
             rdma_matrix(hosts, settings.distributed_ibv_devices)
     except HostfileError as error:
         raise FlagError(f"--distributed-hostfile: {error}") from None
+    if hosts[0].address and settings.engines > 1:
+        raise FlagError("--engines: mlx.launch has started the ranks of one")
     coordinator = settings.distributed_jaccl_coordinator
     host, _, port = (coordinator or "host:1").rpartition(":")
     if not host or not port.isdigit():

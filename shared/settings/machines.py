@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009  (`flag` makes a dataclass field)
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -56,8 +57,13 @@ class DistributedSettings:
 
     @property
     def ranks_here(self) -> int:
-        """Those of one engine that share the memory of this machine."""
-        return 1 if self.num_local_ranks is None else self.ranks
+        """Those of one engine that share the memory of a machine: the most at one address."""
+        if self.distributed_mode == "off" or self.num_local_ranks is not None:
+            return self.ranks
+        if self.distributed_hostfile is None:
+            return 1
+        hosts = read_hostfile(self.distributed_hostfile)
+        return max(Counter(host.ips[0] for host in hosts).values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.e2e.server import RANKS_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 
@@ -28,7 +30,7 @@ class Process:
         self.popen = subprocess.Popen(
             [*prefix, sys.executable, "-m", module, *flags],
             cwd=ROOT,
-            env={**outside, **environment},
+            env={**outside, **_of_ranks(), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -54,6 +56,17 @@ class Process:
     @property
     def is_running(self) -> bool:
         return self.popen.poll() is None
+
+
+def _of_ranks() -> dict[str, str]:
+    """Return settings for engines of as many ranks as the tests are about."""
+    ranks = os.environ.get(RANKS_VARIABLE)
+    if ranks is None:
+        return {}
+    return {
+        "MLX_LM_SERVER_DISTRIBUTED_MODE": "ring",
+        "MLX_LM_SERVER_NUM_LOCAL_RANKS": ranks,
+    }
 
 
 @contextmanager

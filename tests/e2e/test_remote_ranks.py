@@ -82,11 +82,12 @@ def job(model: Path, **changes: Any) -> RankJob:
 
 @at_length
 def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
-    hostfile: Path, ssh: Path, tiny_model: Callable[..., Path]
+    hostfile: Path, ssh: Path, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
     oracle = Oracle(model)
-    flags = ("--distributed-mode", "ring", "--distributed-hostfile", str(hostfile), "--no-ssd")
+    flags = ["--distributed-mode", "ring", "--distributed-hostfile", str(hostfile)]
+    flags += ("--ssd-cache-dir", str(tmp_path / "ssd"), "--ssd-policy", "write_through")
     with serving(model, *flags, PATH=path_with(ssh)) as server:
         text = server.complete(LONG, 30)["choices"][0]["text"]
         oracle.check(oracle.tokenizer.encode(LONG), 30, text)
@@ -94,6 +95,16 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
         assert "BatchMode=yes" in call and " mac2 exec " in call and "rank_keeper" in call
         for rank, number in (("services.rank_keeper", signal.SIGKILL), ("engine", signal.SIGKILL)):
             lose(server, rank, number)
+    far = tmp_path / "ssd-engine-0-rank-1"
+    own, theirs = (
+        sorted(path.name for path in each.rglob("*.safetensors")) for each in (far.parent, far)
+    )
+    assert theirs and own == sorted(2 * theirs), "each rank's own kvstore has all blocks"
+    with serving(model, *flags, PATH=path_with(ssh)) as server:
+        answer = server.complete(LONG, 30)
+        assert answer["choices"][0]["text"] == text
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
 
 
 def lose(server: Server, name: str, number: int) -> None:
@@ -155,7 +166,7 @@ def test_rdma_devices_are_checked(tmp_path: Path) -> None:
     ("content", "line"),
     [
         ("[]", "names 0 hosts"),
-        ('[["10.0.0.1:5"], ["10.0.0.2:5"]]', "is not a hostfile"),
+        ('[["10.0.0.1:5"], ["10.0.0.2"]]', "is not a hostfile"),
         ('[{"ssh": "a"}, {"ssh": "b"}]', "a has no ips"),
         ('[{"ssh": "a", "ips": ["1"]}, {"ssh": "-oProxyCommand=x", "ips": ["1"]}]', "is no name"),
     ],

@@ -92,7 +92,19 @@ def test_strict_ranks_refuse_and_others_start_fewer(tmp_path: Path) -> None:
     assert "num_local_ranks" in divided(fewer, path).given
 
 
-def test_a_model_that_mlx_lm_cannot_divide_is_refused(tiny_model: Callable[..., Path]) -> None:
+def test_a_model_that_mlx_lm_cannot_divide_is_refused_before_it_is_loaded(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    load.check_divisible(tiny_model("llama"), "llama")
+    config = (tiny_model("gemma3") / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelUnavailable, match="no way to do it for gemma3_text"):
+        load.check_divisible(tmp_path, "it")  # without any weights
+
+
+def test_a_loaded_model_that_mlx_lm_cannot_divide_is_refused(
+    tiny_model: Callable[..., Path],
+) -> None:
     with pytest.raises(ModelUnavailable, match="no way to do it for gemma3_text"):
         load.load(tiny_model("gemma3"), group=cast(mx.distributed.Group, OneOf(0, 2)))
 

@@ -78,7 +78,7 @@ def follow_plans(path: Path, settings: Settings, sockets: GroupSockets) -> None:
     assert link is not None
     link.watch(lambda: os._exit(0))
     device.prepare()
-    plans = PlanReceiver(zmq.Context(), sockets.plans, 1)
+    plans = PlanReceiver(zmq.Context(), sockets.plans, 1, 1 << 40)
     plans.wait_for_start()
     group = RankGroup.join()
     loaded = load(path, group=group.mlx)

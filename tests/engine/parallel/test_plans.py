@@ -119,8 +119,8 @@ def test_plans_arrive_in_order_after_the_start(
     address: str, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     sender = PlanSender(context, address, size=3)
-    receivers = [PlanReceiver(context, address, rank) for rank in (1, 2)]
-    sender.wait_for_ranks(30.0)
+    receivers = [PlanReceiver(context, address, rank, rank << 30) for rank in (1, 2)]
+    assert sender.wait_for_ranks(30.0) == 1 << 30
     sender.start(b"begin")
     sender.send(b"one")
     sender.send(b"two")
@@ -132,7 +132,7 @@ def test_plans_arrive_in_order_after_the_start(
 
 def test_a_missing_rank_is_named(address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     sender = PlanSender(context, address, size=3)
-    _ = PlanReceiver(context, address, 1)
+    _ = PlanReceiver(context, address, 1, 1 << 30)
     with pytest.raises(RankFailed, match=r"no sign of .*rank 2"):
         sender.wait_for_ranks(2.0)
 
@@ -142,7 +142,7 @@ def test_a_rank_that_missed_a_plan_does_not_go_on(
 ) -> None:
     socket = context.socket(zmq.ROUTER)
     socket.bind(address)
-    receiver = PlanReceiver(context, address, 1)
+    receiver = PlanReceiver(context, address, 1, 1 << 30)
     name, _ = socket.recv_multipart()
     socket.send_multipart([name, b"2", b"the second"])
     with pytest.raises(RankFailed, match="plan 1 is missing"):

@@ -266,6 +266,15 @@ def test_blocks_do_not_take_the_buffers_that_metal_allows(
     assert memory.size_memory(spec, whole.loaded, settings).num_blocks >= 700_000
 
 
+def test_the_smallest_memory_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_device(monkeypatch, 64 * GB, gpu=False)
+    own = EngineMemory.of(Settings())
+    assert own.at_most(100 * GB) == own
+    small = own.at_most(16 * GB)
+    assert small == EngineMemory(16 * GB, False)
+    assert memory.default_num_blocks(10**6, 0, small) < memory.default_num_blocks(10**6, 0, own)
+
+
 @pytest.mark.parametrize("metal", [True, False])
 def test_engines_share_the_memory_that_metal_keeps_resident(
     monkeypatch: pytest.MonkeyPatch, metal: bool

@@ -31,6 +31,7 @@ from shared import logs, settings, wire
 from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from shared.paths import user_cache
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
 from shared.tracing import TracingUnavailable, open_tracing
@@ -138,7 +139,6 @@ def serve(
         if options.ranks > 1:
             options, others = _start_ranks(options, context, on_rank_failed)
         from engine.core import EngineCore
-        from engine.model.demo import user_cache
         from engine.replica.build import build_replica
         from engine.replica.grammars import open_grammar_queue
         from engine.replica.memory import device_memory_bytes

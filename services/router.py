@@ -34,6 +34,7 @@ from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.settings import is_loopback, parse
 from shared.supervisor_link import SupervisorLink
 from shared.tracing import Tracing, TracingUnavailable, open_tracing
+from shared.transformers_index import remember_transformers
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
     raise_descriptor_limit()
     leave_out_mlx()
+    remember_transformers()
     link = SupervisorLink.from_environment()
     logs.setup("router", settings.log_level, settings.log_format)
     if not settings.engine_socket:

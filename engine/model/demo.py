@@ -24,6 +24,7 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any
 
 from engine.model.errors import ModelUnavailable
+from shared.paths import user_cache
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -64,12 +65,6 @@ def demo_model_path(*, quantized: bool = False) -> Path:
     except OSError as error:
         raise ModelUnavailable(f"the demo model cannot be put in {models}: {error}") from error
     return target
-
-
-def user_cache() -> Path:
-    """Return this program's folder in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mlx-lm-server"
 
 
 def on_cpu() -> bool:

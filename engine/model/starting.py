@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+
+from shared.transformers_index import remember_transformers
 
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import and load without collections of garbage, of which there is none yet, and with the
-    models of transformers as a plain package.
-
-    Its own package of them reads the source of every model, as `transformers` itself has done just
-    before: for attributes that nothing here asks it for. Its modules are imported as usual."""
-    found = importlib.util.find_spec("transformers")
-    if found is not None and found.origin and "transformers" not in sys.modules:
-        package = ModuleType("transformers.models")
-        package.__path__ = [str(Path(found.origin).parent / "models")]
-        sys.modules[package.__name__] = package
+    """Import and load without collections of garbage, of which there is none yet, and without a
+    search through the sources of transformers' models."""
+    remember_transformers()
     gc.disable()
     try:
         yield

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.model.demo import user_cache
-from shared.paths import user_path
+from shared.paths import user_cache, user_path
 from shared.settings import ModelEntry, Settings
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """What makes a start shorter does not change what is loaded."""
 
+import os
 import subprocess
 import sys
 import time
@@ -22,24 +23,55 @@ with lean_imports():
 
     loaded = load(Path(sys.argv[1]))
 assert gc.isenabled()
-assert "__file__" not in vars(sys.modules["transformers.models"])
 print(type(loaded.tokenizer._tokenizer).__name__, loaded.tokenizer.encode("Hello, you"))
-from transformers import AutoTokenizer, LlamaConfig
+"""
+NAMES = """
+import sys
 
-print(LlamaConfig().model_type, type(AutoTokenizer.from_pretrained(sys.argv[1])).__name__)
+from shared.transformers_index import remember_transformers
+
+if sys.argv[1] == "remembered":
+    remember_transformers()
+import transformers
+from transformers import AutoTokenizer, LlamaConfig
+from transformers.models import qwen2
+
+print(sorted(dir(transformers)))
+print(sorted(dir(transformers.models)))
+print(LlamaConfig().model_type, AutoTokenizer.__module__, sorted(dir(qwen2)))
 """
 
 
-def test_models_and_tokenizers_load_beside_the_plain_package(
-    tiny_model: Callable[..., Path],
-) -> None:
-    path = tiny_model("llama")
+def output_of(program: str, argument: str, cache: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", LOADING, str(path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, argument],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    tokenizer, here = done.stdout.splitlines()[-2:]
-    assert here == f"llama {tokenizer.split()[0]}"
+    return done.stdout
+
+
+def test_transformers_is_the_same_with_an_index(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = output_of(NAMES, "", tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert output_of(NAMES, "remembered", tmp_path) == plain
+    (index,) = (tmp_path / "mlx-lm-server" / "transformers").iterdir()
+    written = index.read_text()
+    tokens = output_of(LOADING, str(tiny_model("llama")), tmp_path)
+    index.write_text("[[")  # damaged
+    assert output_of(NAMES, "remembered", tmp_path) == plain
+    assert index.read_text() == written
+    index.write_text(written.replace("qwen2", "qwen2x"))  # what is there is what is used
+    assert output_of(NAMES, "remembered", tmp_path) != plain
+    index.unlink()
+    index.parent.rmdir()
+    index.parent.write_text("not a folder")
+    assert output_of(LOADING, str(tiny_model("llama")), tmp_path) == tokens
 
 
 def test_the_parts_of_a_start_are_named_in_their_order() -> None:

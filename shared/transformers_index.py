@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -69,9 +68,7 @@ class _Loader(SourceFileLoader):
         facts = f"{version} {models} {models.stat().st_mtime_ns}"
         kept = self._folder / f"{hashlib.sha256(facts.encode()).hexdigest()}.json"
 
-        def find(
-            module_path: str | Path, prefix: str | None = None
-        ) -> Mapping[frozenset[str], Any]:
+        def find(module_path: str | Path, prefix: str | None = None) -> Index:
             place = Path(module_path)
             if models not in (place, place.parent):
                 found: Index = search(module_path, prefix=prefix)
@@ -105,5 +102,6 @@ def _write(path: Path, index: Index) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.glob("*.json"):
             other.unlink(missing_ok=True)
-        scratch.write_bytes(msgspec.json.encode([(sorted(k), v) for k, v in index.items()]))
+        stored = [(sorted(needs), modules) for needs, modules in index.items()]
+        scratch.write_bytes(msgspec.json.encode(stored, order="deterministic"))
         scratch.replace(path)

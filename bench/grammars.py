@@ -94,9 +94,9 @@ class _TimedMasker(GrammarMasker):
         super().__init__(grammars, vocab_size)
         self.seconds: list[float] = []
 
-    def _compute(self, constrained: Any) -> TokenMasks:
+    def _compute(self, constrained: Any, are_guesses: bool) -> TokenMasks:
         began = time.perf_counter()
-        masks = super()._compute(constrained)
+        masks = super()._compute(constrained, are_guesses)
         self.seconds.append(time.perf_counter() - began)
         return masks
 

@@ -67,6 +67,8 @@ class InProcessEngine:
         self._grammars = GrammarCache(tokenizer_spec_of(self.loaded).load())
         masker = GrammarMasker(self._grammars, self.loaded.vocab_size)
         self.replica.executor.use_grammars(masker)
+        if self.replica.draft_model is not None:
+            self.replica.draft_model.use_grammars(self._grammars)
 
     def renew(self, speculator: Speculator | None, **config: Any) -> None:
         """Begin anew, nothing cached, with changes of the scheduler's own ``config``."""

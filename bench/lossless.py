@@ -3,8 +3,12 @@
 Answers to 200 prompts without drafts are compared, token by token, with those of every source of
 drafts in batches of 1 to 8, for each feature in turn and for all of them together. With
 ``--deterministic`` a row has the same bits whatever is computed with it, so no tie is excused.
-Exits with 1 if an answer differs. ``--record FILE`` keeps what was compared, a piece of 36 prompts
-(batches of 1 to 8) at a time: the next call goes on behind it, and ``--seconds`` ends one.
+Drafts of a model need ``--draft-model`` (`bench.distill` makes one), and ``auto`` has them then. It
+has those of the model's own head too, if there is one. Exits with 1 if an answer differs.
+
+``--record FILE`` keeps what was compared, a piece of 36 prompts (batches of 1 to 8) at a time, and
+the answers without drafts: the next call with the same code goes on behind it. ``--seconds`` ends
+one.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -28,7 +33,7 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports mlx
 
 from bench.in_process import InProcessEngine  # noqa: E402
-from bench.repetitive import SCHEMA, WORKLOADS  # noqa: E402
+from bench.repetitive import SCHEMA, WORKLOADS, code_edit, quote, records  # noqa: E402
 from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
@@ -36,9 +41,18 @@ from shared.wire import SamplingParams  # noqa: E402
 PROMPTS, TOKENS, MOST_AT_ONCE, PIECE = 200, 32, 8, 36
 SOURCES: dict[str, dict[str, Any]] = {
     "ngram": {"spec_decode": "ngram", "spec_decode_dynamic": False, "num_speculative_tokens": 16},
+    "draft": {"spec_decode": "draft", "spec_decode_dynamic": False},
     "auto": {"spec_decode": "auto"},
 }
 """Settings. All requests of ``auto`` have a prediction too, wrong in places."""
+SHORT = 120
+"""Characters of a text to repeat: long prompts would cost more than what is compared."""
+TEXTS: dict[str, Callable[[int], str]] = {
+    "code edit": partial(code_edit, most=SHORT),
+    "quoting": partial(quote, most=SHORT),
+    "JSON": partial(records, people=2),
+    "chat": WORKLOADS["chat"].text,
+}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 PENALIZED = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1}
 
@@ -53,6 +67,12 @@ class Case:
     kv_bits: int = 16
     resumed: bool = False  # whether each answer goes on after its first half
     slots: int = 0  # memory for so many long sequences only, if it is not 0
+
+    @property
+    def plain(self) -> Case:
+        """What of it the text depends on."""
+        fields = {name: value for name, value in self.fields.items() if name != "logprobs"}
+        return Case(self.sampling, fields, kv_bits=self.kv_bits)
 
 
 CASES = {
@@ -77,7 +97,20 @@ CASES = {
 }
 
 
-class ComparedPiece(msgspec.Struct, frozen=True):
+class PlainPiece(msgspec.Struct, frozen=True, tag=True):
+    """Answers to one piece of the prompts without drafts."""
+
+    case: str  # the first one with these answers
+    first: int  # number of the first prompt
+    tokens: int  # of each answer
+    answers: dict[int, list[int]]
+
+    @property
+    def piece(self) -> tuple[str, int, int, int]:
+        return self.case, self.first, len(self.answers), self.tokens
+
+
+class ComparedPiece(msgspec.Struct, frozen=True, tag=True):
     """What came of one piece of the prompts in one case, with drafts of one source."""
 
     case: str
@@ -97,25 +130,34 @@ class ComparedPiece(msgspec.Struct, frozen=True):
 class Checker:
     """Answers of one engine."""
 
-    def __init__(self, model: str, kv_bits: Any, tokens: int) -> None:
-        self._engine = InProcessEngine(model, kv_bits, deterministic=True)
+    def __init__(self, model: str, kv_bits: Any, tokens: int, draft_model: str | None) -> None:
+        self._engine = InProcessEngine(
+            model, kv_bits, deterministic=True, spec_decode="auto", draft_model_path=draft_model
+        )
         self._engine.use_grammars()
         self._tokens = tokens
 
     def _prompt(self, number: int) -> list[int]:
-        workloads = list(WORKLOADS.values())
-        workload = workloads[number % len(workloads)]
-        text = f"{number}. {workload.text(number // len(workloads))}"
-        return self._engine.encode(text, is_chat=workload.is_chat)
+        name, text = list(TEXTS.items())[number % len(TEXTS)]
+        return self._engine.encode(
+            f"{number}. {text(number // len(TEXTS))}", is_chat=WORKLOADS[name].is_chat
+        )
 
-    def check(self, name: str, numbers: range, sources: Sequence[str]) -> Iterator[ComparedPiece]:
-        """Compare the answers to prompts ``numbers`` in case ``name`` with those of each of
-        ``sources``."""
-        case = CASES[name]
-        expected = self.answers(case, numbers)
+    def plain(self, name: str, numbers: range) -> PlainPiece:
+        answers = self.answers(CASES[name].plain, numbers)
+        return PlainPiece(case=name, first=numbers.start, tokens=self._tokens, answers=answers)
+
+    def check(
+        self, name: str, expected: Mapping[int, list[int]], sources: Sequence[str]
+    ) -> Iterator[ComparedPiece]:
+        """Compare the ``expected`` answers to prompts with those of each of ``sources`` in case
+        ``name``."""
+        case, numbers = CASES[name], range(min(expected), max(expected) + 1)
         for source in sources:
+            replica = self._engine.replica
             settings = replace(self._engine.settings, **SOURCES[source])
-            speculator = make_speculator(settings, self._engine.replica.executor.spec)
+            draft_model = None if source == "ngram" else replica.draft_model
+            speculator = make_speculator(settings, replica.executor.spec, draft_model)
             assert speculator is not None
             found = self.answers(case, numbers, speculator, expected, predicts=source == "auto")
             stats = speculator.stats().sources
@@ -141,7 +183,7 @@ class Checker:
         """Return the tokens of the answers to prompts ``numbers``. With those ``known`` they come
         in batches of 1 to 8 and may be resumed or preempted."""
         engine = self._engine
-        config = dict(case.config) if known else {}
+        config = dict(case.config)
         if known and case.slots:
             one = engine.replica.scheduler.config.slab_bytes(1, 1024)
             config["limit_bytes"] = case.slots * one
@@ -171,7 +213,7 @@ class Checker:
 
 
 def _batches(numbers: range, varied: bool) -> Iterator[range]:
-    sizes = cycle(range(1, MOST_AT_ONCE + 1)) if varied else cycle([MOST_AT_ONCE])
+    sizes = cycle(range(1, MOST_AT_ONCE + 1) if varied else [2 * MOST_AT_ONCE])
     first = numbers.start
     while first < numbers.stop:
         batch = range(first, min(numbers.stop, first + next(sizes)))
@@ -187,45 +229,64 @@ def _nearly(tokens: Sequence[int], seed: int) -> list[int]:
     return [token for part in nested for token in part]
 
 
+class ComparedPieces:
+    """What is known of one model, in memory and in a file if there is a ``path``."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.compared: dict[tuple[str, str, int, int, int], ComparedPiece] = {}
+        self.plain: dict[tuple[str, int, int, int], PlainPiece] = {}
+        if path is not None and path.exists():
+            for line in path.read_bytes().splitlines():
+                self._take(msgspec.json.decode(line, type=ComparedPiece | PlainPiece))
+
+    def add(self, piece: ComparedPiece | PlainPiece) -> None:
+        self._take(piece)
+        if self._path is not None:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(piece) + b"\n")
+
+    def _take(self, piece: ComparedPiece | PlainPiece) -> None:
+        if isinstance(piece, ComparedPiece):
+            self.compared[piece.piece] = piece
+        else:
+            self.plain[piece.piece] = piece
+
+
 def check(
     model: str,
     names: Sequence[str],
     prompts: int,
     tokens: int,
-    record: Path | None = None,
+    path: Path | None = None,
     seconds: float = math.inf,
+    draft_model: str | None = None,
 ) -> int:
-    """Compare what ``record`` lacks, for ``seconds`` at most. Print the outcome of each case, and
-    return how many answers differ."""
-    known = {} if record is None else {each.piece: each for each in _read(record)}
+    """Compare what the record at ``path`` lacks, for ``seconds`` at most. Print the outcome of each
+    case, and return how many answers differ."""
+    record = ComparedPieces(path)
+    sources = [source for source in SOURCES if draft_model or source != "draft"]
     checkers: dict[int, Checker] = {}
     ends = time.monotonic() + seconds
-    for name, first in product(names, range(0, prompts, PIECE)):
+    for first, name in product(range(0, prompts, PIECE), names):
         numbers = range(first, min(prompts, first + PIECE))
-        keys = {source: (name, source, first, len(numbers), tokens) for source in SOURCES}
-        missing = [source for source, key in keys.items() if key not in known]
-        if not missing or time.monotonic() > ends:
-            continue
+        same = next(known for known, case in CASES.items() if case.plain == CASES[name].plain)
+        piece = first, len(numbers), tokens
+        missing = [source for source in sources if (name, source, *piece) not in record.compared]
         bits = CASES[name].kv_bits
-        if bits not in checkers:
-            checkers.clear()  # one engine at a time
-            checkers[bits] = Checker(model, bits, tokens)
-        for outcome in checkers[bits].check(name, numbers, missing):
-            known[outcome.piece] = outcome
-            if record is not None:
-                with record.open("ab") as file:
-                    file.write(msgspec.json.encode(outcome) + b"\n")
-    found = [each for each in known.values() if each.tokens == tokens]
-    for name, source in product(names, SOURCES):
+        while missing and time.monotonic() < ends:
+            if bits not in checkers:
+                checkers.clear()  # one engine at a time
+                checkers[bits] = Checker(model, bits, tokens, draft_model)
+            if (same, *piece) not in record.plain:
+                record.add(checkers[bits].plain(same, numbers))
+            expected = record.plain[same, *piece].answers
+            for outcome in checkers[bits].check(name, expected, [missing.pop(0)]):
+                record.add(outcome)
+    found = [each for each in record.compared.values() if each.tokens == tokens]
+    for name, source in product(names, sources):
         _show(name, source, [each for each in found if (each.case, each.source) == (name, source)])
     return sum(each.wrong for each in found)
-
-
-def _read(record: Path) -> list[ComparedPiece]:
-    if not record.exists():
-        return []
-    lines = record.read_bytes().splitlines()
-    return [msgspec.json.decode(line, type=ComparedPiece) for line in lines]
 
 
 def _show(name: str, source: str, outcomes: Sequence[ComparedPiece]) -> None:
@@ -248,6 +309,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--draft-model", help="a model's folder")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--record", type=Path, help="JSON lines of what was compared")
     parser.add_argument("--seconds", type=float, default=math.inf)
@@ -259,6 +321,7 @@ def main() -> int:
         options.tokens,
         options.record,
         options.seconds,
+        options.draft_model,
     )
     return int(wrong > 0)
 

@@ -1,4 +1,6 @@
-"""Rules by which other servers draft from earlier text, replayed on the same tokens as ours.
+"""`python -m bench.ngram_rules`: rules by which other servers draft from earlier text, replayed on
+the same tokens as ours: answers of the demo model, several sets of each kind of text. ``--answers
+FILE`` keeps them, or has them.
 
 vLLM's (its page on n-gram speculation, `vllm/v1/spec_decode/ngram_proposer.py`): of the longest
 n-gram at the end that occurred before, the first place; what follows there, up to the end of the
@@ -10,13 +12,19 @@ occurred last, if that is 12 tokens or more.
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 
+import msgspec
+
+from bench.in_process import InProcessEngine
+from bench.repetitive import WORKLOADS
 from engine.speculation.ngram import MOST_AT_ONCE, NgramSource
 from engine.speculation.source import Proposal
 from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
@@ -230,3 +238,49 @@ def compare_rules(transcripts: Mapping[str, Sequence[Transcript]]) -> None:
             speed = (steps + accepted) / (steps + TOKEN_COSTS[0] * drafted)
             cells.append(f"{(steps + accepted) / steps:8.2f} {part:>7} {speed:5.2f}")
         print(f"{rule:23}" + "".join(cells), flush=True)
+
+
+def transcripts(
+    model: str, sets: int, texts: int, tokens: int
+) -> Iterator[dict[str, list[Transcript]]]:
+    """Yield sets of so many transcripts of each kind."""
+    engine = InProcessEngine(model)
+    engine.use_grammars()
+    for number in range(sets):
+        found: dict[str, list[Transcript]] = {}
+        for name, workload in WORKLOADS.items():
+            engine.renew(None)
+            answers: dict[str, list[int]] = {}
+            prompts: dict[str, list[int]] = {}
+            for text in range(texts * number, texts * (number + 1)):
+                prompt = engine.encode(workload.text(text), is_chat=workload.is_chat)
+                request = engine.submit(prompt, tokens, **workload.fields(text))
+                prompts[request], answers[request] = prompt, []
+            while not engine.replica.scheduler.idle:
+                for delta in engine.step():
+                    answers[delta.request_id] += delta.token_ids
+            found[name] = [(prompts[request], answers[request]) for request in prompts]
+        yield found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.ngram_rules", description=__doc__)
+    parser.add_argument("--model", default="demo-fp32")
+    parser.add_argument("--sets", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--answers", type=Path)
+    options = parser.parse_args()
+    path: Path | None = options.answers
+    if path is not None and path.exists():
+        known = msgspec.json.decode(path.read_bytes(), type=list[dict[str, list[Transcript]]])
+    else:
+        known = list(transcripts(options.model, options.sets, options.texts, options.tokens))
+        if path is not None:
+            path.write_bytes(msgspec.json.encode(known))
+    for each in known:
+        compare_rules(each)
+
+
+if __name__ == "__main__":
+    main()

@@ -56,24 +56,26 @@ class Workload:
     fields: Callable[[int], dict[str, Any]] = field(default=lambda number: {})
 
 
-def code_edit(number: int) -> str:
+def code_edit(number: int, most: int | None = None) -> str:
+    """Ask for a change of a file, ``most`` characters of it."""
     name, code = CODE[number % len(CODE)]
     return (
-        f"The file before:\n\n```python\n{code}```\n\n"
+        f"The file before:\n\n```python\n{code[:most]}```\n\n"
         f"The same file with `{name}` renamed to `new_{name}`:\n\n```python\n"
     )
 
 
-def quote(number: int) -> str:
-    text = QUOTES[number % len(QUOTES)]
+def quote(number: int, most: int | None = None) -> str:
+    """Ask for a text once more, ``most`` characters of it."""
+    text = QUOTES[number % len(QUOTES)][:most]
     return f"The text:\n\n{text}\n\nThe same text once more, word for word:\n\n"
 
 
-def records(number: int) -> str:
-    people = [_person(number, i) for i in range(4)]
-    lines = "\n".join(", ".join(map(str, person.values())) for person in people[1:])
-    first = ", ".join(map(str, people[0].values()))
-    return f"{first}\n{json.dumps(people[:1])}\n\n{lines}\n"
+def records(number: int, people: int = 4) -> str:
+    first, *others = [_person(number, i) for i in range(people)]
+    lines = "\n".join(", ".join(map(str, person.values())) for person in others)
+    known = ", ".join(map(str, first.values()))
+    return f"{known}\n{json.dumps([first])}\n\n{lines}\n"
 
 
 def _person(number: int, index: int) -> dict[str, Any]:

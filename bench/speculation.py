@@ -15,7 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.backend.blas import load_fast_blas
 
@@ -54,15 +54,15 @@ class AlwaysWrong(DraftSource):
 class Comparison:
     """Runs requests on one engine, with drafts and without."""
 
-    def __init__(self, model: str, tokens: int) -> None:
-        self.engine = InProcessEngine(model, spec_decode="auto")
+    def __init__(self, model: str, tokens: int, **settings: Any) -> None:
+        self.engine = InProcessEngine(model, **{"spec_decode": "auto", **settings})
         self.engine.use_grammars()
         self._tokens = tokens
         self._known: dict[int, list[int]] = {}
 
     def speculator(self, name: str) -> Speculator:
         replica = self.engine.replica
-        made = make_speculator(self.engine.settings, replica.executor.spec)
+        made = make_speculator(self.engine.settings, replica.executor.spec, replica.draft_model)
         if made is None:
             raise SystemExit("this model's requests are computed one by one: no drafts")
         return Speculator(made.options, [self._wrong]) if name == MISSES else made
@@ -130,9 +130,15 @@ def speculation(model: str, runs: int) -> None:
 
 
 def compare(
-    model: str, runs: int, names: Sequence[str], batches: Sequence[int], tokens: int
+    model: str,
+    runs: int,
+    names: Sequence[str],
+    batches: Sequence[int],
+    tokens: int,
+    **settings: Any,
 ) -> None:
-    both = Comparison(model, tokens)
+    """Print the ratios, and then the rules. ``settings`` are more of the server's."""
+    both = Comparison(model, tokens, **settings)
     speculators = {name: both.speculator(name) for name in names}
     for name in names:  # the first requests of a server: costs are learned
         both.pair(name, 1, speculators[name], 0)
@@ -186,8 +192,20 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS, MISSES])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--draft-model", help="a model's folder (`bench.distill` makes one)")
+    parser.add_argument("--spec-decode", choices=("ngram", "draft", "auto"), default="auto")
+    parser.add_argument("--always", action="store_true", help="draft whatever it costs")
     options = parser.parse_args()
-    compare(options.model, options.runs, options.workloads, options.batches, options.tokens)
+    compare(
+        options.model,
+        options.runs,
+        options.workloads,
+        options.batches,
+        options.tokens,
+        spec_decode=options.spec_decode,
+        spec_decode_dynamic=not options.always,
+        draft_model_path=options.draft_model,
+    )
 
 
 if __name__ == "__main__":

@@ -153,7 +153,10 @@ def serve(
     times.ended("layers and proof")
     store = connect_store(options, context, replica, io_thread, inbox, leader)
     grammar_queue = open_grammar_queue(
-        loaded, replica.executor, lambda *done: inbox.put(GrammarCompiled(*done))
+        loaded,
+        replica.executor,
+        replica.draft_model,
+        lambda *done: inbox.put(GrammarCompiled(*done)),
     )
     times.ended("grammars")
     hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)

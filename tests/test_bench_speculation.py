@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +20,16 @@ def test_answers_with_drafts_are_compared_for_each_feature(
     tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     cases, model, record = ["greedy", "penalties", "together"], str(tiny_model("llama")), tmp_path
-    assert check(model, cases[:1], 9, 12, record / "lines", seconds=0) == 0
-    assert capsys.readouterr().out.count("0/0 the same") == 2
-    assert check(model, cases, 9, 12, record / "lines") == 0
-    assert capsys.readouterr().out.count("9/9 the same") == 2 * len(cases)
-    assert check("no such model", cases, 9, 12, record / "lines") == 0  # it is all there
+
+    def checked(model: str, cases: list[str], **options: Any) -> str:
+        assert not check(model, cases, 9, 12, record / "lines", draft_model=model, **options)
+        return capsys.readouterr().out
+
+    assert checked(model, cases[:1], seconds=0).count("0/0 the same") == 3
+    shown = checked(model, cases)
+    assert shown.count("9/9 the same") == 3 * len(cases)
+    assert re.search(r"greedy +draft +9/9 the same  \(draft [1-9]", shown)  # some are accepted
+    assert checked("no such model", cases) == shown  # it is all there
 
 
 @pytest.mark.slow

@@ -326,14 +326,13 @@ class BatchedExecutor(Executor):
         if wants or (drafted and self.layout.states):
             with self._stopwatch.computing():
                 passes.send([logits, sampled.tokens, states, [s.contents for s in slabs.values()]])
-                runs = step.decoded.runs()
+                runs = step.decoded.runs
                 if drafted and self.layout.states:
                     passes.rewind(rows, inputs, runs, kept)
                 if wants and self._guesser is not None:
-                    guesses = self._guesser.guess(
+                    step.decoded.guesses = self._guesser.guess(
                         rows, runs, sampled.tokens, self._sampler, passes.send
                     )
-                    step.decoded = step.decoded._replace(guesses=guesses)
                 states = []
         for number, slab in slabs.items():
             # Any token of a run will do: the plan after one names its input.

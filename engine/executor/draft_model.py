@@ -8,11 +8,16 @@ without drafts, or when the sequence goes on after a preemption.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from engine.executor.base import Executor, PendingStep
+from engine.grammar.cache import GrammarCache
+from engine.grammar.compiled import GrammarError
+from engine.grammar.matcher import GrammarMatcher
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from engine.sampling.masks import GrammarMasker
 from engine.speculation.source import BatchSource, DraftRequest
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,7 @@ class _Held:
     start: int = 0
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
+    has_ended: bool = False  # whether nothing can follow them
 
     def follow(self, tokens: Sequence[int], count: int, context: int, capacity: int) -> None:
         """Count the drafts that became ``tokens`` as computed, but never the last token. Begin
@@ -48,6 +54,7 @@ class _Held:
                 break
             self.computed += 1
         self.drafts.clear()
+        self.has_ended = False
         is_far_behind = last - self.start - self.computed > context
         if is_far_behind or last + count - self.start > capacity:
             self.start, self.computed = max(0, len(tokens) - context), 0
@@ -59,10 +66,38 @@ class _Held:
         return tuple(request.tokens[self.start : -1])
 
 
+_Member = tuple[DraftRequest, _Held]
+
+
+class _Unread:
+    """Steps whose results are not read, the oldest first: prompts, and one draft of each member."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Sequence[_Member], PendingStep]] = []
+
+    def add(self, members: Sequence[_Member], step: PendingStep) -> None:
+        self._steps.append((members, step))
+
+    def read(self, ends: Collection[int]) -> None:
+        """Add the drafts of all steps. Those of ``ends`` end a grammar. Raises `RuntimeError` if a
+        prompt could not be computed."""
+        steps, self._steps = self._steps, []
+        for members, step in steps:
+            result = step.read()
+            failed = dict(result.failed)
+            if failed and not members:
+                raise RuntimeError(*failed.values())
+            for (request, mine), token in zip(members, result.tokens, strict=True):
+                if mine.slot not in failed:
+                    mine.drafts.append(token)
+                is_bound = request.matcher is not None
+                mine.has_ended = mine.slot in failed or (is_bound and token in ends)
+
+
 class DraftModel(BatchSource):
     """Samples drafts as the target would: with the temperature and filters of the request, and the
     noise of its seed and position, so that both choose the same token more often. Penalties see
-    the tokens that its slot has. Grammars are left to the target."""
+    the tokens that its slot has, and grammars are followed with the matchers of requests."""
 
     NAME = "draft"
 
@@ -78,7 +113,15 @@ class DraftModel(BatchSource):
         self._capacity = capacity
         self._vocab_size = vocab_size
         self._failures = 0
+        self._masker: GrammarMasker | None = None
+        self._ends: Collection[int] = ()
         self._begin()
+
+    def use_grammars(self, grammars: GrammarCache) -> None:
+        """Draft what grammars allow, where a request brings a matcher."""
+        self._ends = grammars.eos_token_ids
+        self._masker = GrammarMasker(grammars, self._vocab_size)
+        self.executor.use_grammars(self._masker)
 
     @property
     def slots_bytes(self) -> int:
@@ -111,7 +154,9 @@ class DraftModel(BatchSource):
 
     def _propose(self, asked: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         held = self._take_slots(asked)
-        steps = [self._dispatch(plan) for plan in self._catch_up(asked, held)]
+        unread = _Unread()
+        for plan in self._catch_up(asked, held):
+            unread.add([], self._dispatch(plan))
         ready = [
             (request, mine)
             for request, mine in zip(asked, held, strict=True)
@@ -119,20 +164,40 @@ class DraftModel(BatchSource):
             and request.tokens[-1] < self._vocab_size
         ]
         ready.sort(key=lambda pair: pair[1].slot)
-        longest = max((request.limit for request, _ in ready), default=0)
-        passes = [self._dispatch(self._decodes(ready, number)) for number in range(longest)]
-        for step in steps:
-            if failed := step.read().failed:
-                raise RuntimeError(failed[0][1])
-        for number, each in enumerate(passes):
-            members = [mine for request, mine in ready if request.limit > number]
-            for mine, token in zip(members, each.read().tokens, strict=True):
-                mine.drafts.append(token)
+        with self._following(ready):
+            for number in range(max((request.limit for request, _ in ready), default=0)):
+                members = [(r, m) for r, m in ready if r.limit > number and not m.has_ended]
+                if members:
+                    unread.add(members, self._dispatch(self._decodes(members, number)))
+                if any(self._matcher_of(request) for request, _ in members):
+                    unread.read(self._ends)  # the next mask depends on it
+            unread.read(self._ends)
         found = {mine.slot: tuple(mine.drafts) for _, mine in ready}
         for _, mine in ready:  # the input of the first pass is computed, the last draft is not
             mine.computed += 1
-            mine.drafts.pop()
+            del mine.drafts[-1:]
         return [found.get(mine.slot, ()) for mine in held]
+
+    @contextmanager
+    def _following(self, ready: Sequence[_Member]) -> Iterator[None]:
+        """Let the masker follow the grammars of ``ready``, and take their matchers back."""
+        if (masker := self._masker) is None:
+            yield
+            return
+        bound = [(r, m.slot, matcher) for r, m in ready if (matcher := self._matcher_of(r))]
+        for _, slot, matcher in bound:
+            masker.follow(slot, matcher)
+        try:
+            yield
+        finally:
+            masker.free_slots([slot for _, slot, _ in bound])
+            for request, _, matcher in bound:
+                with suppress(GrammarError):  # then it fails again where the text goes on
+                    matcher.return_to(len(request.tokens) - request.num_prompt_tokens)
+
+    def _matcher_of(self, request: DraftRequest) -> GrammarMatcher | None:
+        matcher = request.matcher if self._masker is not None else None
+        return matcher if isinstance(matcher, GrammarMatcher) else None
 
     def _take_slots(self, asked: Sequence[DraftRequest]) -> list[_Held]:
         """Return what is held of each sequence, brought up to its tokens."""
@@ -170,8 +235,8 @@ class DraftModel(BatchSource):
         if few:
             yield Plan(step=self._steps, chunks=tuple(few))
 
-    def _decodes(self, ready: Sequence[tuple[DraftRequest, _Held]], number: int) -> Plan:
-        """Return the plan that samples draft ``number`` of each sequence that has so many."""
+    def _decodes(self, members: Sequence[_Member], number: int) -> Plan:
+        """Return the plan that samples draft ``number`` of each of ``members``."""
         return Plan(
             step=self._steps,
             decodes=tuple(
@@ -182,9 +247,9 @@ class DraftModel(BatchSource):
                     output_index=len(request.tokens) - request.num_prompt_tokens + number,
                     sampling=request.sampling,
                     history=None if number else mine.history(request),
+                    constrained=self._matcher_of(request) is not None,
                 )
-                for request, mine in ready
-                if request.limit > number
+                for request, mine in members
             ),
         )
 

@@ -124,7 +124,7 @@ class Guesser:
         tokens (rows,). None if no decode does.
 
         Each pass is dispatched with ``send``. ``sampler`` gives guesses the noise that the samples
-        in their place will have, the filters and the penalties, but no grammar."""
+        in their place will have, the filters, the penalties and the grammar."""
         wanted = [one for run in runs if (one := self._wanted(rows, run)).guesses > 0]
         if not wanted:
             return None
@@ -174,6 +174,12 @@ def _row(decode: Decode) -> Row:
 
 def _later(decode: Decode, number: int) -> Decode:
     """Return ``decode`` as it would be ``number`` tokens later."""
+    if not number:
+        return decode
     return msgspec.structs.replace(
-        decode, position=decode.position + number, output_index=decode.output_index + number
+        decode,
+        position=decode.position + number,
+        output_index=decode.output_index + number,
+        history=None,
+        grammar=None,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,30 +21,37 @@ from engine.sampling.sampler import SamplerOutput
 from shared.wire import TokenLogprobs
 
 
-class DecodeOutput(NamedTuple):
+@dataclass(eq=False)
+class DecodeOutput:
     sampled: SamplerOutput
     is_nan: mx.array  # (rows,): whether the logits are
     rows: DecodeRows
     guesses: Guesses | None = None
 
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The samples of all rows. It waits for them."""
+        tokens: list[int] = self.sampled.tokens.tolist()
+        return tokens
+
+    @cached_property
+    def runs(self) -> list[range]:
+        """The rows of each decode whose samples are its result. It waits for them if there are
+        drafts."""
+        if len(self.rows.decodes) == len(set(self.rows.order)):
+            return self.rows.by_decode()
+        return self.rows.runs(self.tokens, self.sampled.unverified)
+
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
         """Return tokens, lengths of runs and log-probabilities, as in `StepResult`."""
-        sampled: list[int] = self.sampled.tokens.tolist()
-        order, runs = self.rows.order, self.runs()
-        runs.sort(key=lambda run: order[run.start])
+        order = self.rows.order
+        runs = sorted(self.runs, key=lambda run: order[run.start])
         rows = [row for run in runs for row in run]
         lengths = () if len(rows) == len(runs) else tuple(map(len, runs))
         scores: dict[int, TokenLogprobs] = {}
         if self.sampled.logprobs is not None:
             scores = dict(zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True))
-        return tuple(sampled[r] for r in rows), lengths, tuple(scores.get(r) for r in rows)
-
-    def runs(self) -> list[range]:
-        """Return the rows of each decode whose samples are its result. It waits for them if there
-        are drafts."""
-        if len(self.rows.decodes) == len(set(self.rows.order)):
-            return self.rows.by_decode()
-        return self.rows.runs(self.sampled.tokens.tolist(), self.sampled.unverified)
+        return tuple(self.tokens[r] for r in rows), lengths, tuple(scores.get(r) for r in rows)
 
     def valid_slots(self) -> list[Slot]:
         """Return the slots whose logits are numbers, those of drafts included."""
@@ -54,7 +62,7 @@ class DecodeOutput(NamedTuple):
     def tokens_by_slot(self) -> dict[Slot, int]:
         """Return the token of each slot without drafts."""
         slots = (decode.slot for decode in self.rows.decodes)
-        return dict(zip(slots, self.sampled.tokens.tolist(), strict=True))
+        return dict(zip(slots, self.tokens, strict=True))
 
 
 class LateResults:

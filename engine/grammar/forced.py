@@ -1,5 +1,5 @@
-"""Drafts and grammars: where one allows only one text, the tokens of that are proposed, and no
-draft that it does not allow is verified."""
+"""Drafts and grammars: where one allows only one text, the tokens of that are proposed, a draft
+model draws from what it allows, and no draft that it does not allow is verified."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ class ForcedSource(DraftSource):
 
     NAME = "grammar"
 
-    def __init__(self, matcher: GrammarMatcher, num_prompt_tokens: int) -> None:
+    def __init__(self, matcher: GrammarMatcher, num_prompt_tokens: int, proposes: bool) -> None:
         self._matcher: GrammarMatcher | None = matcher
         self._followed = num_prompt_tokens
+        self._proposes = proposes
 
     @classmethod
-    def of(cls, request: Submit, grammar: object) -> ForcedSource | None:
+    def of(cls, request: Submit, grammar: object, proposes: bool = True) -> ForcedSource | None:
         """Return the source of ``request``. None without a ``grammar``, and with one of which a
-        second matcher might take a hundred megabytes."""
+        second matcher might take a hundred megabytes. If it does not itself propose, it tells what
+        drafts of others are possible."""
         if request.grammar is None or not isinstance(grammar, CompiledGrammar) or grammar.heavy:
             return None
-        return cls(GrammarMatcher(grammar, request.grammar.after), len(request.token_ids))
+        matcher = GrammarMatcher(grammar, request.grammar.after)
+        return cls(matcher, len(request.token_ids), proposes)
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         if self._matcher is None:
@@ -40,9 +43,12 @@ class ForcedSource(DraftSource):
             self._matcher = None
             return None
         self._followed = len(tokens)
-        inner = self._matcher.inner
+        inner = self._matcher.inner if self._proposes else None
         forced = tuple(inner.compute_ff_tokens()) if inner is not None else ()
         return Proposal(forced[:count], self.NAME, likely=(LIKELY,)) if forced else None
+
+    def matcher(self) -> GrammarMatcher | None:
+        return self._matcher
 
     def num_possible(self, drafts: Sequence[int]) -> int:
         if self._matcher is None or self._matcher.inner is None:

@@ -54,6 +54,13 @@ class GrammarMatcher:
             raise_if_error(self.inner)
             raise GrammarError("it cannot go back")
 
+    def return_to(self, count: int) -> None:
+        """Undo all outputs but the first ``count``, after an error too. Raises `GrammarError`."""
+        try:
+            self.rollback(self.num_outputs - count)
+        except GrammarError:
+            self.begin_again(count)
+
     def begin_again(self, count: int) -> None:
         """Follow the first ``count`` outputs anew: from an error there is no other way back. Raises
         `GrammarError`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 
 from engine.executor.base import Executor
+from engine.executor.draft_model import DraftModel
 from engine.grammar.cache import GrammarCache
 from engine.grammar.compiled import TokenizerSpec
 from engine.grammar.compiler import CompileOutcome, GrammarCompiler
@@ -19,9 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 def open_grammar_queue(
-    loaded: LoadedModel, executor: Executor, on_done: Callable[[Grammar, CompileOutcome], None]
+    loaded: LoadedModel,
+    executor: Executor,
+    draft_model: DraftModel | None,
+    on_done: Callable[[Grammar, CompileOutcome], None],
 ) -> GrammarQueue:
-    """Return the queue for requests to ``loaded``; give ``executor`` the maker of masks.
+    """Return the queue for requests to ``loaded``; give ``executor`` and ``draft_model`` what makes
+    masks.
 
     The compiler's threads call ``on_done`` with each grammar and its outcome, which are meant
     for `GrammarQueue.on_compiled`.
@@ -34,6 +39,8 @@ def open_grammar_queue(
         return GrammarQueue(None, None)
     grammars = GrammarCache(tokenizer)
     executor.use_grammars(GrammarMasker(grammars, loaded.vocab_size))
+    if draft_model is not None:
+        draft_model.use_grammars(grammars)
     return GrammarQueue(GrammarCompiler(spec, tokenizer, on_done), grammars)
 
 

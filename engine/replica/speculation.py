@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from engine.executor.base import ExecutorSpec
 from engine.grammar.forced import ForcedSource
@@ -43,11 +44,9 @@ def make_speculator(
         adapts=settings.spec_decode_dynamic or is_auto,
         by_sequence=settings.adaptive_k,
     )
-    sources: list[SourceMaker] = [PredictionSource.of]
+    sources: list[SourceMaker] = [partial(ForcedSource.of, proposes=is_auto), PredictionSource.of]
     if settings.spec_decode != "draft":
         sources.append(_ngram_maker(settings))
-    if is_auto:
-        sources = [ForcedSource.of, *sources]
     return Speculator(options, sources, spec.guesses if is_auto else "", draft_model)
 
 

@@ -71,14 +71,19 @@ class GrammarMasker:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._words = -(-grammars.vocab_size // 32)
+        self._ends = frozenset(grammars.eos_token_ids)
         self._matchers: dict[Slot, GrammarMatcher] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
 
-    def start(self, decodes: Sequence[Decode], inputs: Sequence[int | None]) -> PendingMasks:
+    def start(
+        self, decodes: Sequence[Decode], inputs: Sequence[int | None], are_guesses: bool = False
+    ) -> PendingMasks:
         """Start the masks for the tokens after ``inputs``, one input for each of ``decodes``.
 
-        Called in the order of the steps."""
+        Called in the order of the steps. Inputs that ``are_guesses`` may be wrong, and the decodes
+        that come at their positions bring the right ones. Nothing is masked where one is an end, or
+        the grammar does not allow it."""
         constrained = [
             _ConstrainedRow(
                 row,
@@ -88,9 +93,15 @@ class GrammarMasker:
                 row > 0 and decodes[row - 1].slot == decode.slot,
             )
             for row, decode in enumerate(decodes)
-            if decode.constrained
+            if decode.constrained and not (are_guesses and inputs[row] in self._ends)
         ]
-        return self._thread.submit(self._compute, constrained) if constrained else None
+        if not constrained:
+            return None
+        return self._thread.submit(self._compute, constrained, are_guesses)
+
+    def follow(self, slot: Slot, matcher: GrammarMatcher) -> None:
+        """Use ``matcher`` for the sequence in ``slot``, until that is freed."""
+        self._matchers[slot] = matcher
 
     def reset(self) -> None:
         self._matchers.clear()
@@ -121,7 +132,7 @@ class GrammarMasker:
 
     # -- the thread ------------------------------------------------------------
 
-    def _compute(self, constrained: Sequence[_ConstrainedRow]) -> TokenMasks:
+    def _compute(self, constrained: Sequence[_ConstrainedRow], are_guesses: bool) -> TokenMasks:
         bits = numpy.full((len(constrained), self._words), -1, numpy.int32)
         valid: set[int] = set()
         errors: dict[int, str] = {}
@@ -136,9 +147,10 @@ class GrammarMasker:
             errors |= found
             valid |= possible.keys() - found.keys()
         drafts = {place for place, each in enumerate(constrained) if each.is_draft}
-        for place in errors.keys() & drafts:
+        doubtful = set(range(len(constrained))) if are_guesses else drafts
+        for place in errors.keys() & doubtful:
             constrained[place].go_back()
-        failed = {place: errors[place] for place in sorted(errors.keys() - drafts)}
+        failed = {place: errors[place] for place in sorted(errors.keys() - doubtful)}
         places = [place for place in range(len(constrained)) if place not in failed]
         bits = bits[places]
         on_host = arrays.array_namespace() is numpy
@@ -199,9 +211,10 @@ class _ConstrainedRow(NamedTuple):
         if self.decode.grammar is not None:
             tokens = (*(self.decode.history or ()), self.token)
             matcher.advance(tokens[len(tokens) - known :])
-        else:
-            matcher.rollback(max(0, matcher.num_outputs - (known - 1)))
-            matcher.advance([self.token])
+        elif known:
+            matcher.return_to(min(matcher.num_outputs, known - 1))
+            if matcher.num_outputs == known - 1:
+                matcher.advance([self.token])
         if matcher.num_outputs != known:
             raise GrammarError("the executor has lost some of the answer")
         return matcher.inner

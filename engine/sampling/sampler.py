@@ -95,10 +95,14 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, logprob_rows, failed, unverified)
 
     def guess(self, logits: mx.array, decodes: Sequence[Decode], inputs: mx.array) -> mx.array:
-        """Sample tokens (rows,) as `sample` does, but without grammars. ``inputs`` may be guesses
-        too: the decodes that come at their positions bring the right ones."""
+        """Sample tokens (rows,) as `sample` does. ``inputs`` may be guesses too: the decodes that
+        come at their positions bring the right ones. With a grammar it waits for them."""
         self._history.record(decodes, inputs)
-        return sample_tokens(process_logits(logits, decodes, self._history), decodes)
+        adjusted = process_logits(logits, decodes, self._history)
+        if self.masker is not None and any(decode.constrained for decode in decodes):
+            masks = self.masker.start(decodes, inputs.tolist(), are_guesses=True)
+            adjusted = masks.result().apply(adjusted) if masks is not None else adjusted
+        return sample_tokens(adjusted, decodes)
 
     def reset(self) -> None:
         """Drop all slots."""

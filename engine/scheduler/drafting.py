@@ -28,10 +28,8 @@ class Drafting:
             return False
         if seq.num_inflight_drafts or seq.awaits_guesses:
             return True
-        if not self._speculator.drafts_at(num_rows):
-            return False
         limit = self._limit(seq) + 1  # the first stands for the token in flight
-        return self._speculator.waits(DraftRow(seq.drafts, seq.token_ids, limit))
+        return self._speculator.waits(DraftRow(seq.drafts, seq.token_ids, limit), num_rows)
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
         """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""

@@ -41,6 +41,11 @@ class DraftSource(ABC):
         `propose`: those behind would be verified for nothing."""
         return len(drafts)
 
+    def matcher(self) -> object:
+        """Return what says which tokens may follow the ``tokens`` of the last `propose`, for a
+        `BatchSource` that can ask it (a `GrammarMatcher`). None if it is not known."""
+        return None
+
 
 class DraftRequest(NamedTuple):
     """What a `BatchSource` is asked for one sequence."""
@@ -50,6 +55,7 @@ class DraftRequest(NamedTuple):
     num_prompt_tokens: int
     sampling: SamplingParams
     limit: int  # the most drafts, at least 1
+    matcher: object = None  # see `DraftSource.matcher`; it may be moved, and has to come back
 
 
 class BatchSource(ABC):

@@ -100,13 +100,11 @@ class Speculator:
             return None
         return SequenceDrafts(request, sources, guesses=guesses)
 
-    def drafts_at(self, num_rows: int) -> bool:
-        """Return whether anything may be drafted in a step of ``num_rows`` sequences."""
-        return num_rows <= self.options.largest_batch
-
-    def waits(self, row: DraftRow) -> bool:
-        """Return whether ``row`` should wait for its token in flight, the first that ``row.limit``
-        counts, since drafts after it are likely."""
+    def waits(self, row: DraftRow, num_rows: int) -> bool:
+        """Return whether ``row``, of a step of ``num_rows`` sequences, should wait for its token in
+        flight, the first that ``row.limit`` counts, since drafts after it are likely."""
+        if num_rows > self.options.largest_batch:
+            return False
         may_ask = self._batch is not None and row.limit > 1 and not self._has_stopped(row)
         if self._batch is not None and may_ask and self._batch.waits():
             return True
@@ -128,7 +126,9 @@ class Speculator:
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
         """Return how many tokens the executor should guess after the next decode of ``row``, which
         may be followed by ``row.limit`` drafts then: as many as would be verified."""
-        if row.drafts.guesses is None or not self.drafts_at(num_rows) or self._has_stopped(row):
+        if row.drafts.guesses is None or num_rows > self.options.largest_batch:
+            return 0
+        if self._has_stopped(row):
             return 0
         most = max(0, min(row.limit, self.options.tokens))
         if not most or not self.options.adapts:
@@ -141,7 +141,7 @@ class Speculator:
 
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
         """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences."""
-        if not self.drafts_at(num_rows):
+        if num_rows > self.options.largest_batch:
             return [None] * len(rows)
         proposals = [self.propose(row) for row in rows]
         if self._batch is not None:
@@ -215,11 +215,8 @@ class Speculator:
             count = min(row.limit, self.options.tokens)
             if count < 1 or self._has_stopped(row):
                 continue
-            request = row.drafts.request
             asked[number] = BatchRow(
-                DraftRequest(
-                    row.drafts, row.tokens, len(request.token_ids), request.sampling, count
-                ),
+                self._request(row, count),
                 other,
                 sum(self._chances(row.drafts, other)) if other else 0.0,
                 self._chances(row.drafts, batch.of_unknown(count)),
@@ -231,6 +228,18 @@ class Speculator:
             cut = proposal and _cut(proposal, rows[number].drafts.sources)
             found[number] = cut if cut and cut.tokens else None
         return found
+
+    def _request(self, row: DraftRow, count: int) -> DraftRequest:
+        request = row.drafts.request
+        matchers = (source.matcher() for source in row.drafts.sources)
+        return DraftRequest(
+            row.drafts,
+            row.tokens,
+            len(request.token_ids),
+            request.sampling,
+            count,
+            next((matcher for matcher in matchers if matcher is not None), None),
+        )
 
     def _fade(self, doubtful: Iterable[tuple[DraftRow, Proposal]]) -> None:
         """Note that these proposals were not worth while: once for those that have a rate in

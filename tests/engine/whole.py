@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from engine.batch import device
 from engine.core import EngineCore
+from engine.grammar.cache import GrammarCache
 from engine.grammar.queue import GrammarQueue
 from engine.io.inbox import Inbox
 from engine.io.status import EngineStatus
@@ -23,7 +24,9 @@ from engine.model.load import load
 from engine.parallel.leader import LeadingExecutor
 from engine.plan import Payload, StateSearch, StoreRoom
 from engine.replica.build import build_replica
+from engine.replica.grammars import tokenizer_spec_of
 from engine.replica.speculation import make_speculator
+from engine.sampling.masks import GrammarMasker
 from engine.scheduler import Scheduler
 from engine.speculation.speculator import Speculator
 from shared import wire
@@ -45,7 +48,15 @@ class Whole:
         self.settings = Settings(**{"kv_bits": 16} | settings)  # type: ignore[arg-type]
         self.replica = build_replica(self.loaded, self.settings, proofs, leader)
         self.executor = self.replica.executor
+        self._grammars: GrammarCache | None = None
         self.renew(self.executor.spec.look_ahead)
+
+    def use_grammars(self) -> None:
+        """Take requests with grammars from now on."""
+        self._grammars = GrammarCache(tokenizer_spec_of(self.loaded).load())
+        self.executor.use_grammars(GrammarMasker(self._grammars, self.loaded.vocab_size))
+        if self.replica.draft_model is not None:
+            self.replica.draft_model.use_grammars(self._grammars)
 
     def renew(self, look_ahead: bool, speculator: Speculator | None = None, **config: Any) -> None:
         """Put the engine in the state of a new one, with changes of the scheduler's ``config``, and
@@ -95,9 +106,11 @@ class Whole:
             **fields,
         }
         self.texts[name], self.logprobs[name] = [], []
-        self.scheduler.submit(
-            wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)
-        )
+        sent = wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)
+        compiled = None
+        if sent.grammar is not None and self._grammars is not None:
+            compiled = self._grammars.get(sent.grammar)
+        self.scheduler.submit(sent, compiled)
 
     def turn(self) -> bool:
         """Run one turn of the engine's loop; return False if there was nothing to run."""

@@ -12,16 +12,13 @@ import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
 from engine.executor.base import PendingStep
-from engine.grammar.cache import GrammarCache
 from engine.model.errors import ModelUnavailable
 from engine.plan import Plan
 from engine.replica.draft_model import check_vocabulary
-from engine.replica.grammars import tokenizer_spec_of
-from engine.sampling.masks import GrammarMasker
 from shared import wire
 from shared.wire import Grammar, SamplingParams
 from tests.engine.whole import Whole
-from tests.tiny_models import EOS, VOCAB_SIZE, make_tiny
+from tests.tiny_models import EOS, make_tiny
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -57,8 +54,7 @@ class Drafted:
         given |= {"draft_model_path": str(draft), "spec_decode_dynamic": False}
         self.longest = longest
         self.whole = Whole(path, **given)
-        grammars = GrammarCache(tokenizer_spec_of(self.whole.loaded).load())
-        self.whole.executor.use_grammars(GrammarMasker(grammars, VOCAB_SIZE))
+        self.whole.use_grammars()
         self.start()
         for seq in self.whole.scheduler.sequences.live.values():
             seq.drafts = None
@@ -133,6 +129,17 @@ def test_a_model_accepts_nearly_all_of_its_own_drafts(own: Drafted) -> None:
     """Greedy, sampled and with penalties, since noise and history are the same."""
     own.whole.renew(False)
     for group in (UNCHANGED[:2], UNCHANGED[2:], UNCHANGED[:1]):
+        own.start(group)
+        own.whole.run()
+        own.check(group)
+    assert_own(own.sources["draft"])
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_draft_model_drafts_what_a_grammar_allows(own: Drafted, look_ahead: bool) -> None:
+    """Alone, and beside a sequence without one."""
+    own.whole.renew(look_ahead)
+    for group in (("bound",), ("bound", "greedy")):
         own.start(group)
         own.whole.run()
         own.check(group)

@@ -11,14 +11,11 @@ import mlx.core as mx
 import pytest
 
 from engine.backend.gpu_path import forced_gpu_path
-from engine.grammar.cache import GrammarCache
-from engine.replica.grammars import tokenizer_spec_of
-from engine.sampling.masks import GrammarMasker
 from engine.speculation.speculator import SpeculationOptions, Speculator
 from tests.engine.replica.test_drafts import REQUESTS, prompt
 from tests.engine.whole import Whole
 from tests.mtp_checkpoints import HEAD_FILE, HEAD_KINDS, add_likely_head
-from tests.tiny_models import VOCAB_SIZE, Kind
+from tests.tiny_models import Kind
 
 NAMES = ("greedy", "sampled", "penalized", "scored", "bound")
 TOKENS = 12
@@ -51,8 +48,7 @@ class Headed:
         self.plain = Whole(path, **given)
         self.whole = Whole(path, spec_decode="auto", **given)
         for each in (self.plain, self.whole):
-            grammars = GrammarCache(tokenizer_spec_of(each.loaded).load())
-            each.executor.use_grammars(GrammarMasker(grammars, VOCAB_SIZE))
+            each.use_grammars()
         start(self.plain, *NAMES)
         self.plain.run()
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy
 import pytest
 from llguidance import LLTokenizer
@@ -87,3 +88,34 @@ def test_the_only_token_that_is_allowed_is_chosen_whatever_the_noise(
     masks = sampler.start_masks(decodes, [5])
     sampled = sampler.sample(mx.zeros((1, WIDTH)), decodes, mx.array([5], mx.int32), masks)
     assert sampled.tokens.tolist() == tokenizer.tokenize_str("x")
+
+
+def test_guesses_are_what_the_grammar_allows_and_may_be_wrong(tokenizer: LLTokenizer) -> None:
+    sampler = Sampler()
+    sampler.masker = GrammarMasker(GrammarCache(tokenizer), WIDTH)
+    a, b, c, d, e, x = (tokenizer.tokenize_str(letter)[0] for letter in "abcdex")
+    logits = mx.zeros((1, WIDTH))
+    logits[0, mx.array([c, x])] = mx.array([1.0, 2.0])
+
+    def step(number: int) -> list[Decode]:
+        source = None if number else "ab(c|d)e"
+        return [msgspec.structs.replace(decode(0, source, output_index=number), constrained=True)]
+
+    def sample(number: int, token: int) -> int:
+        masks, given = sampler.start_masks(step(number), [token]), mx.array([token], mx.int32)
+        sampled = sampler.sample(logits, step(number), given, masks)
+        assert not sampled.failed
+        return sampled.tokens.item()
+
+    def guess(number: int, *tokens: int) -> list[int]:
+        found = []
+        for index, token in enumerate(tokens, number):
+            found.append(sampler.guess(logits, step(index), mx.array([token], mx.int32)).item())
+        return found
+
+    assert sample(0, 5) == a
+    assert guess(1, a, b, c, e, EOS, x, x) == [b, c, e, EOS, x, x, x]  # anything after the end
+    assert sample(1, a) == b
+    assert guess(2, x, x) == [x, x]  # what it does not allow
+    assert sample(2, b) == c
+    assert sample(3, d) == e

@@ -126,10 +126,10 @@ def test_sequences_wait_for_its_drafts_only_while_they_are_worth_while(model: Mo
     model.token_s = 0.004
     spec = speculator(model)
     row = begin(spec)
-    assert spec.waits(row)
-    assert not spec.waits(row._replace(limit=1))  # nothing after the token in flight
+    assert spec.waits(row, 1)
+    assert not spec.waits(row._replace(limit=1), 1)  # nothing after the token in flight
     with_costs(spec, 0.001, 0.001)
     spec.choose(1, [row])
     spec.choose(1, [row])  # a token of it takes as long as four steps
-    waits = [spec.waits(row) for _ in range(2 * CALLS_WITHOUT)]
+    waits = [spec.waits(row, 1) for _ in range(2 * CALLS_WITHOUT)]
     assert waits.count(True) == 2

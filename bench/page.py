@@ -1,8 +1,8 @@
 """What the status page costs the router: ten viewers of its feed, beside 500 streams.
 
 The CPU time of one process differs by several per cent from one window of time to the next, so the
-cost is taken from a router that has its engines and nothing to do, and set in proportion to what
-the same router takes with the streams. Both in turn with and without viewers.
+cost is taken from the router after the streams have ended, with the figures of its engines still
+changing, and set in proportion to what it took with them. Both in turn with and without viewers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -30,12 +31,12 @@ def page(model: str, runs: int) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as private,
         running_router(Path(private), resolve(model), LOAD) as (port, pid),
-        closing(Streams(port, LOAD.models)) as streams,
     ):
-        idle = [_with_and_without(port, pid, streams) for _ in range(runs)]
-        streams.open(LOAD.streams)
-        streams.read(LOAD.settle_s)
-        busy = [_with_and_without(port, pid, streams) for _ in range(runs)]
+        with closing(Streams(port, LOAD.models)) as streams:
+            streams.open(LOAD.streams)
+            busy = [_with_and_without(port, pid, streams.read) for _ in range(runs)]
+        time.sleep(LOAD.settle_s)
+        idle = [_with_and_without(port, pid, time.sleep) for _ in range(runs)]
     cost = statistics.median(viewed - alone for viewed, alone in idle)
     of_streams = statistics.median(alone for _, alone in busy)
     print(f"{VIEWERS} viewers, {LOAD.engines} engines of {LOAD.models} models: {1e3 * cost:.2f} ms")
@@ -45,18 +46,17 @@ def page(model: str, runs: int) -> None:
     print(f"difference with viewers was {differences} ms a second")
 
 
-def _with_and_without(port: int, pid: int, streams: Streams) -> tuple[float, float]:
+def _with_and_without(port: int, pid: int, wait: Callable[[float], object]) -> tuple[float, float]:
     """Return the CPU time that the router took in a second, with viewers and without."""
     with _viewers(port):
-        streams.read(LOAD.settle_s)
-        viewed = _cpu_of(pid, lambda: streams.read(LOAD.seconds))
-    streams.read(LOAD.settle_s)
-    return viewed, _cpu_of(pid, lambda: streams.read(LOAD.seconds))
+        viewed = _cpu_in_a_second(pid, wait)
+    return viewed, _cpu_in_a_second(pid, wait)
 
 
-def _cpu_of(pid: int, wait: Callable[[], object]) -> float:
+def _cpu_in_a_second(pid: int, wait: Callable[[float], object]) -> float:
+    wait(LOAD.settle_s)
     before = _cpu_s(pid)
-    wait()
+    wait(LOAD.seconds)
     return (_cpu_s(pid) - before) / LOAD.seconds
 
 

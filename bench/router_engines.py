@@ -62,7 +62,7 @@ class FakeEngine:
                 phase_s=1.0,
                 stalled_s=0.0,
                 live=live,
-                stats=wire.EngineStats(running=len(live)),
+                stats=_stats(self._beats, len(live)),
             )
         )
 
@@ -116,6 +116,27 @@ class FakeEngine:
             eos_token_ids=[],
             files={name: hashlib.sha256(found).hexdigest() for name, found in files.items()},
         )
+
+
+def _stats(beats: int, running: int) -> wire.EngineStats:
+    """Return figures that change with each beat, as those of a busy engine do."""
+    return wire.EngineStats(
+        running=running,
+        steps_total=10 * beats,
+        step_seconds_total=0.04 * beats,
+        batch_rows_total=97 * beats,
+        generated_tokens_total=97 * beats,
+        prompt_tokens_total=1003 * beats,
+        cached_ram_tokens_total=500 * beats,
+        cached_ssd_tokens_total=101 * beats,
+        prefill_tokens_total=402 * beats,
+        limit_bytes=10**10,
+        unevictable_bytes=10**6 * beats,
+        active_memory_bytes=10**9 + 10**3 * beats,
+        total_blocks=10**6,
+        used_blocks=7 * beats,
+        free_blocks=10**6 - 7 * beats,
+    )
 
 
 def _delta(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from itertools import chain
 
 from msgspec import Struct
 
@@ -30,6 +31,12 @@ class Percentiles(Struct, frozen=True, kw_only=True):
     count: int
     p50: float  # seconds
     p95: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Percentiles:
+        """Return those of sorted ``values``, of which there is one at least."""
+        last = len(values) - 1
+        return cls(count=len(values), p50=values[round(0.5 * last)], p95=values[round(0.95 * last)])
 
 
 class Recent:
@@ -73,14 +80,16 @@ class Recent:
             times = self._first_tokens[model] = deque(maxlen=_MAX_TIMES)
         times.append((now, seconds))
 
-    def first_token(self, model: str | None = None) -> Percentiles | None:
-        """Return those of a model, or of all; None if there were none."""
+    def first_tokens(self) -> tuple[Percentiles | None, dict[str, Percentiles]]:
+        """Return those of all models together, and of each model that had any."""
         since = time.monotonic() - WINDOW_S
-        some = self._first_tokens.values() if model is None else [self._first_tokens.get(model, ())]
-        values = sorted(seconds for times in some for at, seconds in times if at >= since)
-        if not values:
-            return None
-        last = len(values) - 1
-        return Percentiles(
-            count=len(values), p50=values[round(0.5 * last)], p95=values[round(0.95 * last)]
-        )
+        found: dict[str, list[float]] = {}
+        for model, times in self._first_tokens.items():
+            while times and times[0][0] < since:
+                times.popleft()
+            if times:
+                found[model] = sorted(seconds for _, seconds in times)
+        if not found:
+            return None, {}
+        together = sorted(chain.from_iterable(found.values()))  # quick, as its parts are sorted
+        return Percentiles.of(together), {name: Percentiles.of(v) for name, v in found.items()}

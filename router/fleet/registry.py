@@ -86,6 +86,15 @@ class Registry:
     def engines(self) -> list[Engine]:
         return list(self._engines.values())
 
+    def engines_of(self, model_id: str) -> list[Engine]:
+        """Return the engines of all versions of a model."""
+        return [
+            engine
+            for version in self.versions
+            if version.id == model_id
+            for engine in version.engines
+        ]
+
     def set_drained(self, engine: Engine, drained: bool) -> None:
         """Let ``engine`` take no further requests, or again; also if it joins anew meanwhile."""
         engine.drained = drained

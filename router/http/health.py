@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -14,6 +15,7 @@ from router.api.operations import Operation
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.router import Router
 from router.fleet.supervised import ConfiguredState
+from shared.wire import EngineStats
 
 _DEGRADED_FROM = 0.72
 """The fraction of the memory pressure threshold from which on the status is "degraded"."""
@@ -35,6 +37,10 @@ class BlockCounts(Struct, frozen=True, kw_only=True):
     used: int
     free: int
 
+    @classmethod
+    def of(cls, stats: EngineStats) -> BlockCounts:
+        return cls(total=stats.total_blocks, used=stats.used_blocks, free=stats.free_blocks)
+
 
 class EngineHealth(Struct, frozen=True, kw_only=True):
     name: str
@@ -52,7 +58,9 @@ class EngineHealth(Struct, frozen=True, kw_only=True):
     version: str
 
 
-class ModelHealth(Struct, frozen=True, kw_only=True):
+class ModelState(Struct, frozen=True, kw_only=True):
+    """A model without its engines."""
+
     id: str
     status: HealthStatus
     state: Annotated[
@@ -62,6 +70,9 @@ class ModelHealth(Struct, frozen=True, kw_only=True):
     reason: Annotated[str | None, Meta(description="Why the model is broken.")]
     load_s: Annotated[float | None, Meta(description="How long its last load took, in seconds.")]
     queued: int
+
+
+class ModelHealth(ModelState, frozen=True, kw_only=True):
     engines: list[EngineHealth]
 
 
@@ -136,60 +147,64 @@ def _unready_reasons(router: Router) -> list[str]:
 
 
 def health_of(router: Router) -> tuple[int, Health]:
-    """Return the HTTP status and the body.
-
-    The server's status is that of its worst model. A model that cannot answer makes the server
-    degraded; if none can, the status of HTTP is 503.
-    """
-    reasons = _unready_reasons(router)
-    models = list(router.registry.models.values())
-    threshold = router.settings.memory_pressure_threshold
-    states = [_state(model, threshold) for model in models if model.ready_engines]
-    state: HealthStatus = "ok"
-    if router.draining or router.leaving:
-        state = "shutting_down"
-    elif states and all(each == "overloaded" for each in states):
-        state = "overloaded"
-    elif reasons or "degraded" in states or "overloaded" in states:
-        state = "degraded"
-    bad = not can_answer(router) or state in ("overloaded", "shutting_down")
+    """Return the HTTP status, and the body. A server that cannot answer for any model is a 503."""
+    status, reasons = server_state(router)
+    bad = not can_answer(router) or status in ("overloaded", "shutting_down")
     return 503 if bad else 200, Health(
-        status=state,
+        status=status,
         version=router.version,
-        reasons=reasons or [trouble for model in models for trouble in model.troubles],
+        reasons=reasons,
         requests=router.admission.num_requests,
         models=[
-            _model(router, model_id)
-            for model_id in {**router.supervised.models, **router.registry.models}
+            ModelHealth(
+                **structs.asdict(model),
+                engines=[_engine(engine) for engine in router.registry.engines_of(model.id)],
+            )
+            for model in model_states(router)
         ],
     )
 
 
-def _model(router: Router, model_id: str) -> ModelHealth:
-    model = router.registry.models.get(model_id)
-    configured = router.supervised.models.get(model_id)
-    engines = [
-        engine
-        for version in router.registry.versions
-        if version.id == model_id
-        for engine in version.engines
-    ]
-    state: ConfiguredState = "ready" if model is not None and model.ready_engines else "loading"
-    if configured is not None and state != "ready" and configured.state != "ready":
-        state = configured.state
+def server_state(router: Router) -> tuple[HealthStatus, list[str]]:
+    """Return the status and its reasons, for the worst model. A model that cannot answer makes the
+    server degraded."""
+    reasons = _unready_reasons(router)
+    models = list(router.registry.models.values())
     threshold = router.settings.memory_pressure_threshold
-    return ModelHealth(
-        id=model_id,
-        status="ok" if state == "unloaded" else _state(model, threshold) if model else "degraded",
-        state=state,
-        reason=None if configured is None else configured.reason,
-        load_s=None if configured is None else configured.load_s,
-        queued=router.dispatcher.num_waiting(model_id),
-        engines=[_engine(engine) for engine in engines],
-    )
+    states = [_status(model, threshold) for model in models if model.ready_engines]
+    status: HealthStatus = "ok"
+    if router.draining or router.leaving:
+        status = "shutting_down"
+    elif states and all(each == "overloaded" for each in states):
+        status = "overloaded"
+    elif reasons or "degraded" in states or "overloaded" in states:
+        status = "degraded"
+    return status, reasons or [trouble for model in models for trouble in model.troubles]
 
 
-def _state(model: ModelReplicas, threshold: float) -> HealthStatus:
+def model_states(router: Router) -> Iterator[ModelState]:
+    """Yield the state of each model, those of the configuration first."""
+    threshold = router.settings.memory_pressure_threshold
+    for model_id in {**router.supervised.models, **router.registry.models}:
+        model = router.registry.models.get(model_id)
+        configured = router.supervised.models.get(model_id)
+        state: ConfiguredState = "ready" if model is not None and model.ready_engines else "loading"
+        if configured is not None and state != "ready" and configured.state != "ready":
+            state = configured.state
+        status: HealthStatus = "ok" if state == "unloaded" else "degraded"
+        if state != "unloaded" and model is not None:
+            status = _status(model, threshold)
+        yield ModelState(
+            id=model_id,
+            status=status,
+            state=state,
+            reason=None if configured is None else configured.reason,
+            load_s=None if configured is None else configured.load_s,
+            queued=router.dispatcher.num_waiting(model_id),
+        )
+
+
+def _status(model: ModelReplicas, threshold: float) -> HealthStatus:
     ready = model.ready_engines
     if not ready:
         return "degraded"
@@ -200,8 +215,6 @@ def _state(model: ModelReplicas, threshold: float) -> HealthStatus:
 
 
 def _engine(engine: Engine) -> EngineHealth:
-    stats = engine.stats
-    blocks = BlockCounts(total=stats.total_blocks, used=stats.used_blocks, free=stats.free_blocks)
     return EngineHealth(
         name=engine.name,
         ready=engine.trouble is None,
@@ -211,8 +224,8 @@ def _engine(engine: Engine) -> EngineHealth:
         sequences=len(engine.request_ids),
         max_sequences=engine.hello.max_sequences,
         memory_pressure=round(engine.memory_pressure, 4),
-        blocks=blocks,
-        kept_states=stats.kept_states,
+        blocks=BlockCounts.of(engine.stats),
+        kept_states=engine.stats.kept_states,
         version=engine.hello.version,
     )
 

@@ -72,7 +72,7 @@ class ModelFigures(Struct, frozen=True, kw_only=True):
     generated: float  # tokens a second
     first_token: Percentiles | None  # of the last minute
     between_tokens_s: float | None  # mean since the last sample
-    engines: list[EngineFigures]
+    engines: list[str]
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -101,4 +101,5 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     loop_lag_s: float  # the longest of the last minute
     viewers: int
     models: list[ModelFigures]
+    engines: dict[str, EngineFigures]  # by name: of many engines some each time, all at first
     incidents: list[Incident]  # the newest first

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
+from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
 from router.api.endpoints import cancel_on_disconnect
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class StatusFeed:
-    """An ASGI application. Each viewer gets the ``history`` first, then ``status`` events."""
+    """An ASGI application. Each viewer gets the ``history``, then ``status`` events: the first with
+    all engines, the others with those whose turn it is."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -44,9 +46,10 @@ class StatusFeed:
         """Each is set when there is a new event, or none any more."""
         self._task: asyncio.Task[None] | None = None
         self._sampled_at = 0.0
+        self._status: ServerStatus | None = None
         self._event = b""
-        self._history_event = b""
-        """Empty until somebody needs the one of the last sample."""
+        self._first_event = b""
+        """For a new viewer. Empty until there is one since the last sample."""
 
     @property
     def operation(self) -> Operation:
@@ -99,17 +102,20 @@ class StatusFeed:
         if time.monotonic() - self._sampled_at > EVERY_S:
             await changed.wait()  # the first sample
         changed.clear()
-        await _write(send, self._encoded_history() + self._event)
+        await _write(send, self._first())
         while not self._router.ending.is_set():
             await changed.wait()
             changed.clear()
             await _write(send, self._event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _encoded_history(self) -> bytes:
-        if not self._history_event:
-            self._history_event = encode_event(msgspec.json.encode([*self._history]), "history")
-        return self._history_event
+    def _first(self) -> bytes:
+        """Return the history, and the last sample with all engines."""
+        if not self._first_event and self._status is not None:
+            whole = structs.replace(self._status, engines=self._sampler.engines)
+            history = encode_event(msgspec.json.encode([*self._history]), "history")
+            self._first_event = history + _encoded(whole)
+        return self._first_event
 
     async def _sample(self) -> None:
         """Sample until the last viewer leaves or the server ends."""
@@ -128,8 +134,13 @@ class StatusFeed:
 
     def _take(self, status: ServerStatus) -> None:
         self._history.append(status.now)
-        self._event = encode_event(msgspec.json.encode(status), "status")
-        self._history_event = b""
+        self._status = status
+        self._event = _encoded(status)
+        self._first_event = b""
+
+
+def _encoded(status: ServerStatus) -> bytes:
+    return encode_event(msgspec.json.encode(status), "status")
 
 
 async def _write(send: Send, body: bytes) -> None:

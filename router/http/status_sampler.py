@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from router.fleet.engines import Engine
+from router.fleet.recent import Percentiles
 from router.fleet.router import Router
-from router.http.health import BlockCounts, ModelHealth, health_of
+from router.http.health import BlockCounts, ModelState, model_states, server_state
 from router.http.status import (
     DraftTotals,
     EngineFigures,
@@ -21,6 +23,9 @@ from router.http.status import (
 )
 from shared.wire import DraftStats, EngineStats
 
+ENGINES_AT_ONCE = 16
+"""Those of a larger fleet take turns, so that a sample of it costs no more, and its event is no
+longer."""
 _SHARES_S = 60.0
 _STALE_S = 3.0
 """Rates are over no longer times: an earlier sample is of when somebody watched before."""
@@ -70,57 +75,83 @@ class StatusSampler:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._beats: dict[Engine, _Beats] = {}
+        self._figures: dict[Engine, EngineFigures] = {}
+        """As they were last made; the oldest first."""
         self._gaps: dict[str, tuple[float, int]] = {}
         """By model: the sum and the number of times between tokens, at the last sample."""
+        self._sampled_at = 0.0
+
+    @property
+    def engines(self) -> dict[str, EngineFigures]:
+        """The figures of all engines, by name."""
+        return {figures.name: figures for figures in self._figures.values()}
 
     def sample(self, viewers: int) -> ServerStatus:
+        """Return the state, with the figures of `ENGINES_AT_ONCE` engines, and of new ones."""
         router = self._router
-        engines = [engine for version in router.registry.versions for engine in version.engines]
+        engines = router.registry.engines
         self._beats = {engine: self._beats.get(engine, _Beats()) for engine in engines}
         for engine, beats in self._beats.items():
             beats.add(engine)
-        _, health = health_of(router)
-        models = [self._model(model) for model in health.models]
-        shown = [engine for model in models for engine in model.engines]
-        rates = [engine.rates for engine in shown if engine.rates]
-        first_token = router.metrics.recent.first_token()
+        rates = {engine: beats.rates() for engine, beats in self._beats.items()}
+        some = self._some_figures(rates)
+        state, reasons = server_state(router)
+        first_token, of_models = router.metrics.recent.first_tokens()
+        models = [self._model(each, rates, of_models) for each in model_states(router)]
+        known = [each for each in rates.values() if each is not None]
         return ServerStatus(
             started=router.started,
             version=router.version,
-            status=health.status,
-            reasons=health.reasons,
+            status=state,
+            reasons=reasons,
             now=Point(
                 at=round(time.time(), 3),
-                generated=round(sum(each.generated for each in rates), 1),
-                prompt=round(sum(each.prompt for each in rates), 1),
-                running=sum(engine.sequences for engine in shown),
+                generated=round(sum(each.generated for each in known), 1),
+                prompt=round(sum(each.prompt for each in known), 1),
+                running=sum(len(engine.request_ids) for engine in engines),
                 queued=sum(model.queued for model in models),
-                batch=_mean_batch(rates),
+                batch=_mean_batch(known),
                 first_token=None if first_token is None else first_token.p50,
-                hit_rate=_hit_rate(engine.recent_prompts for engine in shown),
-                memory_pressure=max((engine.memory_pressure for engine in shown), default=0.0),
+                hit_rate=_hit_rate(beats.prompts() for beats in self._beats.values()),
+                memory_pressure=round(max((e.memory_pressure for e in engines), default=0.0), 4),
             ),
             first_token=first_token,
             loop_lag_s=round(router.loop_lag_s, 4),
             viewers=viewers,
             models=models,
+            engines=some,
             incidents=router.metrics.recent.incidents,
         )
 
-    def _model(self, model: ModelHealth) -> ModelFigures:
+    def _some_figures(self, rates: dict[Engine, Rates | None]) -> dict[str, EngineFigures]:
+        """Make the figures of engines that have none, and those that are the oldest."""
+        now = time.monotonic()
+        if now - self._sampled_at > _STALE_S:
+            self._figures.clear()
+        self._sampled_at = now
+        known = {engine: figures for engine, figures in self._figures.items() if engine in rates}
+        new = [engine for engine in rates if engine not in known]
+        due = [*islice(known, max(0, ENGINES_AT_ONCE - len(new))), *new]
+        for engine in due:
+            known.pop(engine, None)
+            known[engine] = self._engine(engine, rates[engine])
+        self._figures = known
+        return {known[engine].name: known[engine] for engine in due}
+
+    def _model(
+        self,
+        model: ModelState,
+        rates: dict[Engine, Rates | None],
+        first_tokens: dict[str, Percentiles],
+    ) -> ModelFigures:
         router = self._router
         replicas = router.registry.models.get(model.id)
         configured = router.supervised.models.get(model.id)
         hello = None if replicas is None else replicas.hello
         renderer = None if replicas is None else replicas.renderer
         names = replicas.names if replicas else configured.names if configured else [model.id]
-        engines = [
-            self._engine(engine)
-            for version in router.registry.versions
-            if version.id == model.id
-            for engine in version.engines
-        ]
-        rates = [engine.rates for engine in engines if engine.rates]
+        engines = router.registry.engines_of(model.id)
+        known = [found for engine in engines if (found := rates[engine])]
         return ModelFigures(
             id=model.id,
             aliases=names[1:],
@@ -131,10 +162,10 @@ class StatusSampler:
             kv_bits=None if hello is None else hello.kv_bits,
             capabilities=[*(renderer.capabilities if renderer else ())],
             queued=model.queued,
-            generated=round(sum(each.generated for each in rates), 1),
-            first_token=router.metrics.recent.first_token(model.id),
+            generated=round(sum(each.generated for each in known), 1),
+            first_token=first_tokens.get(model.id),
             between_tokens_s=self._between_tokens_s(model.id),
-            engines=engines,
+            engines=[engine.name for engine in engines],
         )
 
     def _between_tokens_s(self, model: str) -> float | None:
@@ -147,7 +178,7 @@ class StatusSampler:
             return None
         return round((total_s - total_before_s) / (count - count_before), 5)
 
-    def _engine(self, engine: Engine) -> EngineFigures:
+    def _engine(self, engine: Engine, rates: Rates | None) -> EngineFigures:
         stats, beats = engine.stats, self._beats[engine]
         return EngineFigures(
             name=engine.name,
@@ -160,13 +191,11 @@ class StatusSampler:
             max_sequences=engine.hello.max_sequences,
             running=stats.running,
             waiting=stats.waiting,
-            rates=beats.rates(),
+            rates=rates,
             memory_pressure=round(engine.memory_pressure, 4),
             memory_limit_bytes=stats.limit_bytes,
             active_memory_bytes=stats.active_memory_bytes,
-            blocks=BlockCounts(
-                total=stats.total_blocks, used=stats.used_blocks, free=stats.free_blocks
-            ),
+            blocks=BlockCounts.of(stats),
             recent_prompts=beats.prompts(),
             prompts=_prompts(stats, EngineStats()),
             ssd=engine.store,

@@ -40,7 +40,8 @@ export function createModel(model) {
   return el("section", { class: "model", "aria-label": model.id }, head, figures, scroller);
 }
 
-export function updateModel(section, model) {
+/** Show a model; `engines` are the figures of all engines, by name. */
+export function updateModel(section, model, engines) {
   const [head, figures, scroller] = section.children;
   const [, state, about] = head.children;
   setText(state, model.state);
@@ -55,8 +56,9 @@ export function updateModel(section, model) {
     ["Between tokens", seconds(model.between_tokens_s)],
   ], ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
   (pair, [, value]) => setText(pair.lastChild, value));
-  scroller.hidden = model.engines.length === 0;
-  keyed(scroller.querySelector("tbody"), model.engines, engine => engine.name, createEngine, updateEngine);
+  const own = model.engines.map(name => engines[name]).filter(Boolean);
+  scroller.hidden = own.length === 0;
+  keyed(scroller.querySelector("tbody"), own, engine => engine.name, createEngine, updateEngine);
 }
 
 function describe(model) {

@@ -34,6 +34,7 @@ const FIELDS = [
   number("seed", "Seed", { min: 0, step: 1, placeholder: "drawn" }),
   number("repetition_penalty", "Repetition penalty", { min: 0, step: 0.05 }),
   { name: "thinking", label: "Reasoning", kind: "choice", choices: { "": "the model's", on: "on", off: "off" } },
+  number("thinking_budget", "Most tokens of reasoning", { min: 0, step: 1 }),
   { name: "stop", label: "Stop at, one a line", kind: "text", rows: 1 },
   { name: "logprobs", label: "Log-probabilities of answers", kind: "check" },
   { name: "tools", label: "Tools, as JSON", kind: "json", example: EXAMPLE_TOOLS },

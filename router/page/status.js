@@ -46,6 +46,7 @@ const TILES = [
 export class StatusView {
   constructor() {
     this.points = [];
+    this.engines = {};
     this.tiles = TILES.map(tile => {
       const plot = new Plot(tile);
       const value = el("span", { class: "figure" }, "–");
@@ -73,7 +74,9 @@ export class StatusView {
       setText(tile.detailElement, tile.detail(status));
       tile.plot.draw(this.points, now.at);
     }
-    keyed(byId("models"), status.models, model => model.id, createModel, updateModel);
+    this.keepEngines(status);
+    const update = (section, model) => updateModel(section, model, this.engines);
+    keyed(byId("models"), status.models, model => model.id, createModel, update);
     showIncidents(status.incidents);
     setText(byId("facts"), [
       `up ${duration(now.at - status.started)}`,
@@ -81,6 +84,13 @@ export class StatusView {
       `${status.viewers} ${status.viewers === 1 ? "viewer" : "viewers"}`,
     ].join(" · "));
     byId("status").classList.remove("stale");
+  }
+
+  /** Keep the figures of engines that there are: an event has those of some. */
+  keepEngines({ models, engines }) {
+    const all = { ...this.engines, ...engines };
+    const names = models.flatMap(model => model.engines);
+    this.engines = Object.fromEntries(names.map(name => [name, all[name]]));
   }
 
   lost(error) {

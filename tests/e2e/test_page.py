@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import Server, serving
+from tests.tiny_models import CHAT_TEMPLATE
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 AXE_CORE = os.environ.get("AXE_CORE")
@@ -32,7 +33,10 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     flags = ("--api-key", KEY, "--metrics-key", METRICS_KEY, "--served-model-name", "tiny")
-    with serving(tiny_model("llama"), *flags) as server:
+    template = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
+    reasoning = ("--reasoning-parser", "think", "--chat-template", template)
+    reasoning += ("--chat-template-args", '{"enable_thinking": false}')
+    with serving(tiny_model("llama"), *flags, *reasoning) as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
         yield server
 
@@ -155,6 +159,21 @@ def test_an_answer_streams_and_is_told_of(open_page: Callable[..., Any]) -> None
     page.get_by_role("button", name="Regenerate").click()
     wait_for_answers(page)
     assert page.locator(".answer").count() == 1
+
+
+def test_reasoning_is_folded(open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    setting(page, "Reasoning").select_option("on")
+    setting(page, "Most tokens of reasoning").fill("8")
+    setting(page, "Most tokens").fill("40")
+    ask(page, "hello")
+    summary = page.locator(".reasoning summary")
+    assert re.fullmatch(r"Reasoning, .+, \d+ tokens", summary.inner_text())
+    thought = page.locator(".reasoning > div")
+    assert not thought.is_visible()
+    summary.click()
+    assert thought.is_visible() and thought.inner_text()
+    assert page.locator(".text").inner_text()
 
 
 def test_an_answer_is_stopped_and_the_next_one_goes_on(open_page: Callable[..., Any]) -> None:

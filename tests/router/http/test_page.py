@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.types import ASGIApp, Message
 
@@ -22,10 +23,11 @@ from router.http.api_keys import ApiKeys
 from router.http.app import create_app
 from router.http.page import PATHS
 from router.http.status_feed import MAX_VIEWERS, StatusFeed
+from router.http.status_sampler import ENGINES_AT_ONCE, StatusSampler
 from shared.settings import Settings
 from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
 from tests.router.conftest import Server, eventually
-from tests.router.scripted_engine import ScriptedEngine
+from tests.router.scripted_engine import ScriptedEngine, make_hello
 
 LINK = re.compile(r"""(?:src|href|from) ?=?["' ]+([\w./-]+\.(?:js|css|svg))""")
 KEYS = {"api_key": ("sesame",), "metrics_key": "scrape"}
@@ -280,8 +282,8 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
     assert server.chat("x").status_code == 200
 
     def engine_shown() -> dict[str, Any]:
-        models: list[Any] = reader.status["models"]
-        return {} if not models else models[0]["engines"][0]
+        engines: dict[str, Any] = reader.status["engines"]
+        return next(iter(engines.values()), {})
 
     engine.behaviour.store = StoreStats(blocks=7, bytes=2**20, limit_bytes=2**30, state="full")
     engine.behaviour.stats = EngineStats(total_blocks=64, used_blocks=16)
@@ -305,11 +307,12 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
             unevictable_bytes=25,
             drafts=DraftStats(sources={"ngram": DraftCounts(1, 8, 6, 1.5)}),
         )
-        rates = status["models"][0]["engines"][0]["rates"]
+        rates = status["engines"]["first"]["rates"]
         return bool(rates and rates["generated"] > 0 and rates["batch"] == 4.0)
 
     eventually(busy)
-    shown, now = status["models"][0]["engines"][0], status["now"]
+    shown, now = status["engines"]["first"], status["now"]
+    assert status["models"][0]["engines"] == ["first"]
     assert shown["rates"]["step_s"] == pytest.approx(0.02, rel=0.01)
     assert now["generated"] > 0 and now["batch"] == 4.0
     assert (now["hit_rate"], now["memory_pressure"]) == (0.8, 0.25)
@@ -332,3 +335,25 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
     server.process.send_signal(signal.SIGTERM)
     eventually(reader.ended.is_set)
     assert server.process.wait(60) == 0
+
+
+def test_engines_of_a_large_fleet_take_turns(router_of: Callable[..., Router]) -> None:
+    async def run() -> None:
+        router = router_of()
+        for number in range(2 * ENGINES_AT_ONCE + 8):
+            hello = make_hello(f"engine-{number}", incarnation=f"{number}")
+            router.registry.on_hello(b"\0%d" % number, hello)
+        sampler = StatusSampler(router)
+        names = {engine.name for engine in router.registry.engines}
+        first = sampler.sample(1)
+        assert set(first.engines) == names == set(first.models[0].engines)
+        parts = [sampler.sample(1).engines for _ in range(3)]
+        assert [len(part) for part in parts] == [ENGINES_AT_ONCE] * 3
+        assert set().union(*parts) == names == set(sampler.engines)
+        gone = router.registry.engines[5]
+        new = msgspec.structs.replace(gone.hello, incarnation="another")
+        router.registry.on_hello(gone.peer, new)  # in its place
+        assert len(sampler.sample(1).engines) == ENGINES_AT_ONCE
+        assert set(sampler.engines) == names
+
+    asyncio.run(run())

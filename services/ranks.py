@@ -29,6 +29,7 @@ from engine.model import sharding
 from engine.model.errors import ModelUnavailable
 from engine.parallel.health import GroupWatch, RankProcess
 from engine.parallel.progress import StepProgress
+from services.ports import free_ports
 from services.remote_rank import (
     HOSTFILE_VARIABLE,
     RANK_VARIABLE,
@@ -226,7 +227,8 @@ class LocalRanks:
         self._watch.start()
 
     def _start_here(self, options: Settings, sockets: GroupSockets, command: Sequence[str]) -> None:
-        ports = _free_ports(options.ranks)
+        # If another program takes one meanwhile, the ranks cannot connect and begin again.
+        ports = free_ports(options.ranks)
         hosts = Path(self._folder, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         os.environ |= {RANK_VARIABLE: "0", HOSTFILE_VARIABLE: str(hosts)}
@@ -305,19 +307,6 @@ def store_arguments(options: Settings, rank: int) -> list[str]:
 def backend(options: Settings) -> Literal["ring", "jaccl"]:
     """Return MLX's name of what connects the ranks."""
     return "jaccl" if options.distributed_mode == "jaccl" else "ring"
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return free ports. Others may take them meanwhile; then the ranks cannot connect, and begin
-    again with new ones."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def ignore_signals() -> None:

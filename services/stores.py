@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import zmq
 
 from engine.io.block_fetch import FileKind
 from engine.io.inbox import BlocksFetched, Inbox, StoresAnswered
+from engine.plan import FoundState, Payload
 from shared.curve import engine_keys
 from shared.hashing import rank_namespace, state_namespace
 from shared.settings import Settings
@@ -37,19 +39,14 @@ def connect_store(
     if not options.kvstore_socket or not replica.uses_store:
         return None
     from engine.io.group_store import GroupStore
-    from engine.io.store_client import StoreClient
 
-    blocks, states = _kinds(replica.namespace, replica.executor.spec, 0)
-    client = StoreClient(
+    client = _client(
+        options,
         context,
-        options.kvstore_socket[0],
-        blocks,
-        ThreadPoolExecutor(READERS, thread_name_prefix="files"),
-        states=states,
+        _kinds(replica.namespace, replica.executor.spec, 0),
         on_fetched=lambda *fetched: inbox.put(BlocksFetched(*fetched)),
         on_stores_answered=lambda not_stored: inbox.put(StoresAnswered(not_stored)),
         wake=io_thread.wake,
-        keys=engine_keys(options.curve_dir, options.kvstore_socket[0]),
     )
     store: EngineStore = client
     if leader is not None:
@@ -76,24 +73,44 @@ def connect_rank_store(
 ) -> RankStore:
     """Connect a rank other than 0 to the kvstore. ``channel`` leads to rank 0's `GroupStore`."""
     from engine.io.rank_store import RankStore
-    from engine.io.store_client import StoreClient
-
-    blocks, states = _kinds(namespace, spec, rank)
 
     def connect(store: RankStore) -> StoreClient:
-        return StoreClient(
+        return _client(
+            options,
             context,
-            options.kvstore_socket[0],
-            blocks,
-            ThreadPoolExecutor(READERS, thread_name_prefix="files"),
-            states=states,
+            _kinds(namespace, spec, rank),
             on_fetched=lambda *fetched: None,  # rank 0 asks for the parts of a fetch
             on_stores_answered=store.not_stored,
             wake=store.wake,
-            keys=engine_keys(options.curve_dir, options.kvstore_socket[0]),
         )
 
     return RankStore(channel, connect)
+
+
+def _client(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    kinds: tuple[FileKind, FileKind],
+    *,
+    on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+    on_stores_answered: Callable[[list[tuple[bytes, bool]]], None],
+    wake: Callable[[], None],
+) -> StoreClient:
+    """Connect to the kvstore. ``kinds`` are those of blocks and of states."""
+    from engine.io.store_client import StoreClient
+
+    address, (blocks, states) = options.kvstore_socket[0], kinds
+    return StoreClient(
+        context,
+        address,
+        blocks,
+        ThreadPoolExecutor(READERS, thread_name_prefix="files"),
+        states=states,
+        on_fetched=on_fetched,
+        on_stores_answered=on_stores_answered,
+        wake=wake,
+        keys=engine_keys(options.curve_dir, address),
+    )
 
 
 def _kinds(namespace: bytes, spec: ExecutorSpec, rank: int) -> tuple[FileKind, FileKind]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from services.fleet.engine_pool import SpecMaker
 from services.launcher import ChildSpec, Launcher, MachineNeeds
+from services.ports import free_ports
 from services.supervisor_output import LogCollector
 from shared.allow_list import parse_allowed_key, read_allow_list, write_allow_list
 from shared.curve import ALLOW_LIST, create_pair, load_public
@@ -46,7 +46,7 @@ class RayCluster:
             raise ClusterUnavailable(f"{options.ray_address}: {reason}") from None
         own = ray.util.get_node_ip_address()
         given = [each for each in options.engine_socket if each.startswith("tcp:")]
-        address = given[0] if given else f"tcp://{own}:{_free_port(own)}"
+        address = given[0] if given else f"tcp://{own}:{free_ports(1, own)[0]}"
         directory = options.curve_dir or run_dir.path / "keys"
         if options.curve_dir is None:
             _make_keys(directory)
@@ -102,10 +102,3 @@ def _make_keys(directory: Path) -> None:
     create_pair(directory, "server")
     engine = create_pair(directory, "engine").public
     write_allow_list(directory / ALLOW_LIST, [parse_allowed_key(engine, ["name=ray"])])
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -19,7 +19,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports hooks format bench soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
+.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports lint-docs hooks format bench soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -30,8 +30,8 @@ help:
 	@echo "make test-ray      install Ray, and run a cluster of three nodes on this machine"
 	@echo "make clients       install real clients, try each, write docs/clients.md (25 minutes)"
 	@echo "make agents        install real coding agents, try each, write a table of docs/clients.md (10 minutes)"
-	@echo "make docs          write the generated parts of the documentation (except for zoo and clients)"
-	@echo "make lint          ruff, mypy, import contracts"
+	@echo "make docs          write the generated parts of the documentation (except for zoo and clients), and its site"
+	@echo "make lint          ruff, mypy, import contracts, the links of the documentation"
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in alternating runs"
@@ -96,8 +96,10 @@ agents: setup
 .PHONY: docs
 docs: setup
 	$(BIN)/python -m tests.generated_docs
+	$(MAKE) lint-docs
+	@echo "the site is build/docs/index.html"
 
-lint: lint-style lint-types lint-imports
+lint: lint-style lint-types lint-imports lint-docs
 
 lint-style: setup
 	$(BIN)/ruff check .
@@ -108,6 +110,15 @@ lint-types: setup
 
 lint-imports: setup
 	$(BIN)/lint-imports --no-logo
+
+# The site in build/docs. A link that leads nowhere is an error. Sphinx has an environment of its own.
+lint-docs: build/docs-env/.ready
+	build/docs-env/bin/python -m sphinx --conf-dir docs --fresh-env --fail-on-warning --keep-going --quiet . build/docs
+
+build/docs-env/.ready: requirements/docs.txt
+	$(PYTHON) -m venv --clear build/docs-env
+	build/docs-env/bin/python -m pip install --quiet --no-compile --require-hashes --requirement $<
+	@touch $@
 
 hooks: setup
 	$(BIN)/python -m pip install --quiet 'pre-commit>=4,<5'
@@ -162,6 +173,9 @@ lock:
 		--constraints requirements/serve.txt --output-file requirements/develop.txt $(LOCKING)
 	uv pip compile pyproject.toml --extra redis \
 		--constraints requirements/develop.txt --output-file requirements/router.txt $(LOCKING)
+	$(PYTHON) -c 'import tomllib; from pathlib import Path; \
+	print(*tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	| uv pip compile - $(PIN) --output-file requirements/docs.txt $(LOCKING)
 
 # Wheels alone, of the oldest systems that MLX supports. Nothing is installed.
 platforms:

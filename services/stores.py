@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from engine.io.block_fetch import FileKind
+from engine.io.block_fetch import FileKind, Payload
 from engine.io.inbox import BlocksFetched, Inbox, StoresAnswered
-from engine.plan import FoundState, Payload
+from engine.plan import FoundState
 from shared.curve import engine_keys
 from shared.hashing import rank_namespace, state_namespace
 from shared.settings import Settings

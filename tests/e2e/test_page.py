@@ -34,8 +34,10 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     flags = ("--api-key", KEY, "--metrics-key", METRICS_KEY, "--served-model-name", "tiny")
     template = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
-    reasoning = ("--reasoning-parser", "think", "--chat-template", template)
-    reasoning += ("--chat-template-args", '{"enable_thinking": false}')
+    reasoning = (
+        *("--reasoning-parser", "think", "--chat-template", template),
+        *("--chat-template-args", '{"enable_thinking": false}'),
+    )
     with serving(tiny_model("llama"), *flags, *reasoning) as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
         yield server

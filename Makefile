@@ -19,7 +19,7 @@ LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports lint-docs hooks format bench soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
+.PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports lint-docs hooks format bench bench-peers soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
 
 help:
 	@echo "make setup         create .venv with everything for serving and testing"
@@ -35,6 +35,7 @@ help:
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in alternating runs"
+	@echo "make bench-peers   install other servers, measure them beside this one, write docs/benchmarks.md (2 hours)"
 	@echo "make soak          30 minutes of mixed load against a whole server"
 	@echo "make chaos         20 minutes of load while processes, sockets and disks fail (ARGS=\"--seconds 60 --seed 3\")"
 	@echo "make abuse         do all that one client could hurt others by, and measure the others"
@@ -130,6 +131,10 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
+
+bench-peers: setup
+	$(BIN)/python -m pip install --quiet 'matplotlib>=3.9,<4'
+	$(BIN)/python -m bench.peers --write docs/benchmarks.md $(ARGS)
 
 soak: setup
 	$(BIN)/python -m tests.e2e.soak $(ARGS)

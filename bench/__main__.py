@@ -19,10 +19,11 @@ load_fast_blas()  # before anything imports mlx
 
 from bench import prompts  # noqa: E402
 from bench.agents import agents  # noqa: E402
-from bench.client import StreamedAnswer, complete, complete_all  # noqa: E402
+from bench.client import complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.decode import decode  # noqa: E402
 from bench.fleet import fleet  # noqa: E402
+from bench.growth import growth  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.large import large  # noqa: E402
@@ -38,15 +39,16 @@ from bench.servers import mlx_lm_server, ours  # noqa: E402
 from bench.side import side  # noqa: E402
 from bench.speculation import speculation  # noqa: E402
 from engine.model.load import resolve  # noqa: E402
+from services.benchmark.answers import StreamedAnswer  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
-    *("localai", "fleet", "page"),
+    *("localai", "fleet", "page", "growth"),
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, or an
-extra."""
+extra, or that compare with nothing."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -215,6 +217,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "router": router,
     "fleet": fleet,
     "page": page,
+    "growth": growth,
     "llama-cpp": llama_cpp,
     "decode": decode,
     "agents": agents,

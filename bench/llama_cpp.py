@@ -18,10 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench import prompts
-from bench.client import StreamedAnswer, complete_all
+from bench.client import complete_all
 from bench.servers import llama_server, ours
 from engine.backend.threads import num_threads
 from engine.model.demo import demo_gguf
+from services.benchmark.answers import StreamedAnswer
 
 VARIABLE = "LLAMA_SERVER"
 STREAMS = (1, 4, 8, 16)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from engine.backend import allocation
+from services.benchmark.executor_steps import WARM_UP_STEPS, chunk_s, decode_s, noise
 
-WARM_UP_STEPS = 2
 SIDES = ("ours", "mlx-lm")
 
 
@@ -48,37 +47,13 @@ class OurSide(Side):
         self._as_weights: list[Any] | None = None
 
     def prefill(self, start: int, tokens: int) -> float:
-        from engine.plan import Chunk, Plan, SlabSpec, Slot
-
-        chunk = Chunk(Slot(0, 0), start, tuple(_noise(start, tokens)))
-        slab = SlabSpec(0, 1, start + tokens + 16)
-        self._executor.dispatch(Plan(step=0, new_slabs=(slab,))).read()
-        begun = time.perf_counter()
-        self._executor.dispatch(Plan(step=0, chunks=(chunk,))).read()
-        seconds = time.perf_counter() - begun
-        self._executor.dispatch(Plan(step=0, freed_slabs=(0,))).read()
-        return seconds
+        return chunk_s(self._executor, start, tokens)
 
     def decode(self, lengths: Sequence[int], steps: int) -> float:
-        from engine.plan import Decode, Plan, SlabSpec, Slot
-        from shared.wire import SamplingParams
-
-        slab = SlabSpec(0, len(lengths), max(lengths) + steps + 16)
-        self._executor.dispatch(Plan(step=0, new_slabs=(slab,))).read()
-        sampling, seconds = SamplingParams(seed=0), []
-        for index in range(steps + WARM_UP_STEPS):
-            decodes = tuple(
-                Decode(Slot(0, row), length + index, None if index else 5, index, sampling)
-                for row, length in enumerate(lengths)
-            )
-            begun = time.perf_counter()
-            self._executor.dispatch(Plan(step=0, decodes=decodes)).read()
-            seconds.append(time.perf_counter() - begun)
-        self._executor.dispatch(Plan(step=0, freed_slabs=(0,))).read()
-        return statistics.median(seconds[WARM_UP_STEPS:])
+        return decode_s(self._executor, lengths, steps)
 
     def generate(self, lengths: Sequence[int], steps: int) -> float:
-        given = [_noise(seed, length) for seed, length in enumerate(lengths)]
+        given = [noise(seed, length) for seed, length in enumerate(lengths)]
         return self._driver.step_s(given, steps, WARM_UP_STEPS)
 
     def read(self) -> float:
@@ -138,7 +113,7 @@ class MlxLmSide(Side):
         import mlx.core as mx
 
         caches = self._caches(1, start, tokens)
-        inputs = mx.array([_noise(start, tokens)])
+        inputs = mx.array([noise(start, tokens)])
         begun = time.perf_counter()
         self._model(inputs, cache=caches)
         mx.eval([cache.state for cache in caches])
@@ -187,12 +162,6 @@ class MlxLmSide(Side):
 
 def _read(array: Any) -> None:
     array.max()
-
-
-def _noise(seed: int, tokens: int) -> list[int]:
-    """Return random tokens of a small vocabulary, for tiny models."""
-    rng = random.Random(seed)
-    return [rng.randrange(10, 300) for _ in range(tokens)]
 
 
 class RemoteSide:

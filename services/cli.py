@@ -28,6 +28,7 @@ COMMANDS = {
     "service": ("services.service", "keep a server running with launchd or systemd"),
     "localai": ("services.localai", "serve as a backend of LocalAI, over gRPC"),
     "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
+    "bench": ("services.benchmark.command", "measure a server under load, steps, or the cache"),
     "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }
 """Name -> (module and function, by default ``main``, of ``(argv) -> int``; help). A module is

@@ -11,6 +11,7 @@ import pytest
 from router.anthropic.schemas import MessagesRequest
 from router.responses.schemas import ResponsesRequest
 from router.schemas.requests import ChatRequest, CompletionRequest, RequestBody, unsupported_fields
+from services.benchmark import kv, options, step
 from shared.flags import flags_of
 from shared.settings import Settings
 from tests import generated_docs
@@ -108,9 +109,14 @@ def test_classes_that_the_pages_name_exist() -> None:
         assert not set(named) - known, name_of(path)
 
 
+def flags_of_bench() -> set[str]:
+    parsers = (options.make_parser(), step.make_parser(), kv.make_parser())
+    return {flag for each in parsers for flag in re.findall(r"--[\w-]+", each.format_help())}
+
+
 def test_flags_that_the_pages_name_exist() -> None:
     known = {f"--{name}" for flag in flags_of(Settings) for name in (flag.name, flag.opposite)}
-    known |= OF_COMMANDS
+    known |= OF_COMMANDS | flags_of_bench()
     for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")):
         if path.name not in MEASURED:
             named = set(re.findall(r"`(--[\w-]+)", path.read_text(encoding="utf-8")))

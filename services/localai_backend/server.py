@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import httpx
 
-from services.launcher import python_path
+from services import own_server
 from services.listener import listen
-from shared.supervisor_link import HTTP_VARIABLE, LINK_VARIABLE
 
 _POLL_S = 0.1
 _STOP_WITHIN_S = 30.0
@@ -88,20 +87,12 @@ class OwnServer(ModelServer):
         key = secrets.token_urlsafe(32)
         link, child_end = socket.socketpair()
         with listen("127.0.0.1", 0) as http, child_end:
-            descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: child_end.fileno()}
+            command, started = own_server.arguments(flags, http, child_end, **{_KEY_VARIABLE: key})
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "services.local", "--host=127.0.0.1", *flags),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": python_path(),
-                    _KEY_VARIABLE: key,
-                    **{name: str(number) for name, number in descriptors.items()},
-                },
-                stdin=asyncio.subprocess.DEVNULL,
+                *command,
+                **started,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=tuple(descriptors.values()),
-                process_group=0,
             )
             server = cls(process, http.getsockname()[1], key)
         server._link, server.model = link, model

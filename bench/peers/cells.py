@@ -1,0 +1,155 @@
+"""What is measured of each pair of servers, in turn. It is kept, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.peers.environments import Peer, PeerUnavailable, environment, folder_of, install
+from bench.servers import ours, running
+from engine.model.demo import demo_gguf
+from engine.model.load import resolve
+from services.benchmark.report import LoadReport, read_report
+from services.launcher import python_path
+
+OURS = "mlx-lm-server"
+FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32")
+"""Of this server, as llama.cpp's is given 16 slots; the others take 32 and more by default."""
+CONCURRENCY = (1, 2, 4, 8, 16)
+_CELL_S = 900
+
+
+class Cell(NamedTuple):
+    """One level of one workload."""
+
+    workload: str
+    clients: int
+    flags: tuple[str, ...]
+
+
+CELLS = (
+    *(
+        Cell(
+            "fixed",
+            clients,
+            ("--input-tokens=128", "--output-tokens=32", f"--requests={max(4, clients)}"),
+        )
+        for clients in CONCURRENCY
+    ),
+    Cell("mixed", 8, ("--input-tokens=16:1024", "--output-tokens=16:64", "--requests=12")),
+    Cell(
+        "shared-prefix",
+        8,
+        ("--prefix-tokens=600", "--input-tokens=32", "--output-tokens=16", "--requests=8"),
+    ),
+    Cell(
+        "multi-turn",
+        4,
+        ("--turns=3", "--input-tokens=64", "--output-tokens=32", "--requests=12"),
+    ),
+    Cell("long-join", 4, ("--join-tokens=1000", "--output-tokens=512", "--requests=1")),
+)
+
+
+class Pair(NamedTuple):
+    """What both servers did in one cell of one run."""
+
+    ours: LoadReport
+    theirs: LoadReport
+
+
+def results_of(peer: Peer) -> Path:
+    return folder_of(peer).parent / "results" / peer.name
+
+
+def file_of(peer: Peer, run: int, cell: Cell, side: str) -> Path:
+    return results_of(peer) / f"{run}-{cell.workload}-{cell.clients}-{side}.json"
+
+
+def measured(peer: Peer) -> dict[Cell, list[Pair]]:
+    """Return all pairs that were measured."""
+    found: dict[Cell, list[Pair]] = {}
+    for cell in CELLS:
+        for run in range(100):
+            files = [file_of(peer, run, cell, side) for side in (OURS, peer.name)]
+            if all(file.exists() for file in files):
+                found.setdefault(cell, []).append(Pair(*map(read_report, files)))
+    return found
+
+
+def measure(peer: Peer, runs: int, ends: float) -> bool:
+    """Measure what is missing; begin no cell after ``ends`` (of time.monotonic). Return whether
+    all is there. Raises `PeerUnavailable`, also where the server does not run."""
+    missing = [
+        (run, cell)
+        for run in range(runs)
+        for cell in CELLS
+        if not all(file_of(peer, run, cell, side).exists() for side in (OURS, peer.name))
+    ]
+    if not missing:
+        return True
+    if time.monotonic() > ends:
+        return False
+    install(peer)
+    results_of(peer).mkdir(parents=True, exist_ok=True)
+    with ours(peer.reads, *FLAGS) as our_port, serving(peer) as their_port:
+        for run, cell in missing:
+            if time.monotonic() > ends:
+                return False
+            sides = [(OURS, our_port), (peer.name, their_port)]
+            for name, port in sides if run % 2 == 0 else reversed(sides):
+                _measure(
+                    file_of(peer, run, cell, name),
+                    [
+                        *(f"--label={name}", f"--url=http://127.0.0.1:{port}"),
+                        *([f"--model={peer.model}"] if peer.model and name != OURS else []),
+                    ],
+                    run,
+                    cell,
+                )
+    return True
+
+
+@contextmanager
+def serving(peer: Peer) -> Iterator[int]:
+    """Run ``peer``; yield its port. Raises `PeerUnavailable` if it does not start."""
+    weights = resolve(peer.reads)
+    if peer.install is not None:
+        weights = demo_gguf(folder_of(peer))
+    command = peer.command(folder_of(peer), weights)
+    started = False
+    log = folder_of(peer) / "server.log"
+    with log.open("w+b") as written:
+        try:
+            with running(command, peer.probe, dict(environment(peer)), written) as (port, _):
+                started = True
+                yield port
+        except (RuntimeError, OSError) as error:
+            if started:
+                raise
+            lines = [each for each in log.read_text(errors="replace").splitlines() if each.strip()]
+            reason = "; ".join(lines[-2:]) or str(error)
+            raise PeerUnavailable(f"it does not start: {reason}") from None
+
+
+def _measure(file: Path, server: list[str], run: int, cell: Cell) -> None:
+    """Run `bench serve` on a server, which flags name. No two cells have the same prompts."""
+    seed = 10_000 * (run + 1) + 100 * CELLS.index(cell)
+    command = [sys.executable, "-m", "mlx_lm_server", "bench", "serve", *server, *cell.flags]
+    command += [f"--workload={cell.workload}", f"--concurrency={cell.clients}", f"--seed={seed}"]
+    command += [f"--save={file}.part", "--timeout-s=300"]
+    print(f"{server[0]} {cell.workload} {cell.clients}", flush=True)
+    subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": python_path()},
+        stdout=subprocess.DEVNULL,
+        timeout=_CELL_S,
+        check=False,  # failed requests are in the report
+    )
+    Path(f"{file}.part").rename(file)

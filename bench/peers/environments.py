@@ -1,0 +1,185 @@
+"""The other servers: how each is installed, into a folder of its own, and started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.backend.blas import load_fast_blas
+from engine.backend.threads import num_threads
+from shared.paths import user_cache
+
+LLAMA_VARIABLE = "LLAMA_SERVER"
+"""Environment variable: llama.cpp's program llama-server, if it is there already."""
+LLAMA_SLOTS, LLAMA_SLOT_TOKENS = 16, 4096
+_DONE, _FAILED = "installed.txt", "failed.txt"
+_ERROR_LINES = 3
+_INSTALL_S = 3600
+_CMAKE = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF"),
+    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF"),
+    *("-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
+)
+
+
+class PeerUnavailable(Exception):
+    """It cannot be installed here; the message is the end of the error."""
+
+
+class Peer(NamedTuple):
+    name: str
+    packages: tuple[str, ...]
+    command: Callable[[Path, Path], list[str]]
+    """Of the folder that it is installed in, and of the weights. A port is added."""
+    reads: str = "demo-fp32"
+    """The model that this server has meanwhile: the same weights."""
+    probe: str = "/v1/models"
+    model: str = ""
+    """What requests call it; empty for the first that the server names."""
+    install: Callable[[Path], None] | None = None
+    """In the place of its ``packages``."""
+
+
+def folder_of(peer: Peer) -> Path:
+    return user_cache() / "peers" / peer.name
+
+
+def install(peer: Peer) -> Path:
+    """Return the folder of ``peer``, which is installed if it is not there.
+
+    Raises `PeerUnavailable`; it is not tried again while the reason lies in its folder."""
+    folder = folder_of(peer)
+    if (folder / _FAILED).exists():
+        raise PeerUnavailable((folder / _FAILED).read_text())
+    if not (folder / _DONE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"installing {peer.name} into {folder}", flush=True)
+        try:
+            (peer.install or (lambda at: _install_packages(at, peer.packages)))(folder)
+        except PeerUnavailable as error:
+            (folder / _FAILED).write_text(str(error))
+            raise
+        (folder / _DONE).write_text(version(peer, folder))
+    return folder
+
+
+def version(peer: Peer, folder: Path) -> str:
+    """Return the versions of what was installed."""
+    if not peer.packages:
+        return (
+            "llama.cpp of llama-cpp-python" if not os.environ.get(LLAMA_VARIABLE) else "llama.cpp"
+        )
+    listed = subprocess.run(
+        [folder / "bin" / "pip", "list", "--format=freeze"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    found = dict(line.split("==", 1) for line in listed if "==" in line)
+    names = [peer.packages[0].partition("=")[0], "mlx-lm", "mlx"]
+    return ", ".join(f"{name} {found[name]}" for name in dict.fromkeys(names) if name in found)
+
+
+def environment(peer: Peer) -> Mapping[str, str]:
+    """Return the variables of its process: MLX gets the BLAS that this server has."""
+    blas = load_fast_blas()
+    fast = {"LD_PRELOAD": blas} if blas and peer.packages else {}
+    return {**os.environ, **fast, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+
+
+def _install_packages(folder: Path, packages: tuple[str, ...]) -> None:
+    _run([sys.executable, "-m", "venv", folder])
+    if sys.platform == "linux":
+        packages += ("mlx[cpu]",)
+    _run([folder / "bin" / "pip", "install", "--quiet", *packages])
+
+
+def _install_llama(folder: Path) -> None:
+    if os.environ.get(LLAMA_VARIABLE):
+        return
+    build, sources = folder / "build", folder / "sources"
+    shutil.rmtree(sources, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", folder])
+    _run([folder / "bin" / "pip", "install", "--quiet", "cmake"])
+    pip: list[str | Path] = [
+        folder / "bin" / "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        sources,
+    ]
+    _run([*pip, "--no-binary", "llama-cpp-python", "llama-cpp-python"])
+    (archive,) = sources.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(sources, filter="data")
+    (root,) = sources.glob("*/vendor/llama.cpp")
+    _run([folder / "bin" / "cmake", "-S", root, "-B", build, *_CMAKE])
+    _run([folder / "bin" / "cmake", "--build", build, "--target", "llama-server"])
+
+
+def _run(command: list[str | Path]) -> None:
+    """Raises `PeerUnavailable`."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_INSTALL_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerUnavailable(str(error)) from None
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise PeerUnavailable("; ".join(said[-_ERROR_LINES:]))
+
+
+def _llama(folder: Path, weights: Path) -> list[str]:
+    built = folder / "build" / "bin" / "llama-server"
+    program = os.environ.get(LLAMA_VARIABLE) or str(built)
+    command = [program, "--model", str(weights), "--host", "127.0.0.1", "--no-webui"]
+    command += ["--parallel", str(LLAMA_SLOTS)]
+    command += ["--ctx-size", str(LLAMA_SLOTS * LLAMA_SLOT_TOKENS)]
+    threads = str(num_threads())
+    return [*command, "--threads", threads, "--threads-batch", threads]
+
+
+PEERS = (
+    Peer(
+        "mlx_lm.server",
+        ("mlx-lm",),
+        lambda folder, weights: [
+            *(str(folder / "bin" / "python"), "-m", "mlx_lm", "server"),
+            *("--model", str(weights), "--log-level", "ERROR"),
+        ],
+        model="default_model",  # it names all that lie in the hub's cache
+    ),
+    Peer(
+        "vllm-mlx",
+        ("vllm-mlx",),
+        lambda folder, weights: [
+            *(str(folder / "bin" / "vllm-mlx"), "serve", str(weights)),
+            *("--host", "127.0.0.1", "--continuous-batching"),
+        ],
+    ),
+    Peer(
+        "rapid-mlx",
+        ("rapid-mlx",),
+        lambda folder, weights: [
+            *(str(folder / "bin" / "rapid-mlx"), "serve", str(weights), "--host", "127.0.0.1"),
+        ],
+    ),
+    Peer(
+        "mlx-openai-server",
+        ("mlx-openai-server",),
+        lambda folder, weights: [
+            *(str(folder / "bin" / "mlx-openai-server"), "launch", "--model-type", "lm"),
+            *("--model-path", str(weights), "--host", "127.0.0.1", "--no-log-file"),
+        ],
+    ),
+    Peer("llama.cpp", (), _llama, reads="demo-4bit", probe="/health", install=_install_llama),
+)
+"""Each with the defaults that its command line has, but for batching, which is on."""

@@ -1,0 +1,77 @@
+"""Steps of an executor alone, without scheduler, processes and sockets."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
+from shared.wire import SamplingParams
+
+if TYPE_CHECKING:  # imports mlx, before which the BLAS has to be loaded
+    from engine.executor.base import Executor
+
+WARM_UP_STEPS = 2
+CHUNK_TOKENS = 256
+"""What contexts are computed in before steps are timed."""
+
+
+def noise(seed: int, tokens: int) -> list[int]:
+    """Return random tokens of a small vocabulary, for tiny models."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, 300) for _ in range(tokens)]
+
+
+def chunk_s(executor: Executor, start: int, tokens: int, *, filled: bool = False) -> float:
+    """Return the seconds of a chunk of ``tokens`` that begins at position ``start``.
+
+    Unless what is before it is ``filled``, it is whatever the memory holds."""
+    _allocate(executor, 1, start + tokens + 16)
+    if filled:
+        _fill(executor, [start])
+    chunk = Chunk(Slot(0, 0), start, tuple(noise(start, tokens)))
+    begun = time.perf_counter()
+    executor.dispatch(Plan(step=0, chunks=(chunk,))).read()
+    seconds = time.perf_counter() - begun
+    _free(executor)
+    return seconds
+
+
+def decode_s(
+    executor: Executor, lengths: Sequence[int], steps: int, *, filled: bool = False
+) -> float:
+    """Return the seconds of the median step of sequences with so many tokens."""
+    _allocate(executor, len(lengths), max(lengths) + steps + 16)
+    if filled:
+        _fill(executor, lengths)
+    sampling, seconds = SamplingParams(seed=0), []
+    for index in range(steps + WARM_UP_STEPS):
+        decodes = tuple(
+            Decode(Slot(0, row), length + index, None if index else 5, index, sampling)
+            for row, length in enumerate(lengths)
+        )
+        begun = time.perf_counter()
+        executor.dispatch(Plan(step=0, decodes=decodes)).read()
+        seconds.append(time.perf_counter() - begun)
+    _free(executor)
+    return statistics.median(seconds[WARM_UP_STEPS:])
+
+
+def _allocate(executor: Executor, rows: int, capacity: int) -> None:
+    executor.dispatch(Plan(step=0, new_slabs=(SlabSpec(0, rows, capacity),))).read()
+
+
+def _free(executor: Executor) -> None:
+    executor.dispatch(Plan(step=0, freed_slabs=(0,))).read()
+
+
+def _fill(executor: Executor, lengths: Sequence[int]) -> None:
+    """Compute so many tokens of each row."""
+    for row, length in enumerate(lengths):
+        tokens = noise(row, length)
+        for start in range(0, length, CHUNK_TOKENS):
+            part = tuple(tokens[start : start + CHUNK_TOKENS])
+            executor.dispatch(Plan(step=0, chunks=(Chunk(Slot(0, row), start, part),))).read()

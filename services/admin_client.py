@@ -119,7 +119,8 @@ def run(
         return fail(prog, error, EXIT_NO_SERVER)
     except KeyboardInterrupt:  # nobody waits any more; the server goes on
         return 128 + signal.SIGINT
-    sys.stdout.write((json.dumps(found) if options.json else text) + "\n")
+    if options.json or text:
+        sys.stdout.write((json.dumps(found) if options.json else text) + "\n")
     return int(code)
 
 

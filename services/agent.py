@@ -111,7 +111,7 @@ AGENTS: Mapping[str, Callable[[Target], Launch]] = {
 def main(argv: Sequence[str]) -> int:
     """Replace this process by the agent that ``argv`` names. Return the exit code of an error."""
     own, arguments = _split(argv)
-    options = _parser().parse_args(own)
+    options = parser().parse_args(own)
     if shutil.which(options.agent) is None:
         return fail(PROG, f"there is no command {options.agent!r}; install it first", EXIT_USAGE)
     try:
@@ -136,29 +136,29 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:end]), rest[1:] if rest[:1] == ["--"] else rest
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog=PROG,
         usage="%(prog)s [-h] NAME [--url URL] [--model MODEL] [--api-key KEY] [ARGUMENTS ...]",
         description="Start a coding agent on a running server. The agent's own settings stay as"
         " they are.",
     )
-    parser.add_argument(
+    made.add_argument(
         "agent",
         metavar="NAME",
         choices=sorted(AGENTS),
         help=f"{', '.join(sorted(AGENTS))}; what follows the flags below are its arguments",
     )
-    parser.add_argument(
+    made.add_argument(
         "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
     )
-    parser.add_argument("--model", help="the model (default: the first that the server has)")
-    parser.add_argument(
+    made.add_argument("--model", help="the model (default: the first that the server has)")
+    made.add_argument(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE, ""),
         help=f"the server's key (default: ${KEY_VARIABLE})",
     )
-    return parser
+    return made
 
 
 def _target(url: str, name: str | None, key: str) -> Target:

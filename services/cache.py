@@ -32,7 +32,7 @@ VARIABLE = "MLX_LM_SERVER_SSD_CACHE_DIR"
 
 def main(argv: Sequence[str]) -> int:
     """Do what ``argv`` says; return the exit code."""
-    return run(PROG, _parser(), argv, _act)
+    return run(PROG, parser(), argv, _act)
 
 
 def _act(options: argparse.Namespace) -> tuple[int, Any, str]:
@@ -112,12 +112,12 @@ _COMMANDS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     default = Settings().ssd_cache_dir
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog=PROG, description="The SSD tier of the prefix cache.", epilog=EXIT_CODES
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    commands = made.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, (_, help) in _COMMANDS.items():
         each = commands.add_parser(name, help=help, description=help, epilog=EXIT_CODES)
         each.add_argument(
@@ -135,4 +135,4 @@ def _parser() -> argparse.ArgumentParser:
             add_server_flags(each)
             each.set_defaults(url=None)
         add_json_flag(each)
-    return parser
+    return made

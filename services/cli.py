@@ -6,8 +6,10 @@ import difflib
 import importlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
 from shared.version import installed_version
@@ -16,37 +18,51 @@ PROG = "mlx-lm-server"
 
 COMMANDS = {
     "serve": ("services.local", "serve a model (the default)"),
-    "engine": ("services.joining", "run engines that join the routers of --engine-socket"),
-    "router": ("services.router", "serve HTTP for the engines that join at --engine-socket"),
-    "kvstore": ("services.kvstore", "keep blocks on SSD for the engines at --kvstore-socket"),
-    "keys": ("services.keys", "make keys for tcp sockets, and say which may join"),
-    "status": ("services.control:status", "the state of a running server"),
-    "engines": ("services.control:engines", "its engines, also those of other machines"),
+    "chat": ("services.chat.command", "talk with a model in the terminal"),
+    "status": ("services.control:status", "the state of a running server, live in a terminal"),
+    "bench": ("services.benchmark.command", "measure a server under load, steps, or the cache"),
+    "models": ("services.models.command", "models of this machine, what fits; get one with pull"),
+    "doctor": ("services.doctor.command", "say what is wrong with this set-up, and how to mend it"),
+    "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
+    "completion": ("services.completion", "print the completion of these commands for a shell"),
+    "service": ("services.service", "keep a server running with launchd or systemd"),
+    "engines": ("services.control:engines", "engines of a server, also those of other machines"),
     "drain": ("services.control:drain", "give an engine, or the server, no further requests"),
     "restart": ("services.control:restart", "restart an engine, or all one at a time"),
     "cache": ("services.cache", "list, check, clear, export and import the blocks on SSD"),
-    "service": ("services.service", "keep a server running with launchd or systemd"),
+    "keys": ("services.keys", "make keys for tcp sockets, and say which may join"),
+    "engine": ("services.joining", "run engines that join the routers of --engine-socket"),
+    "router": ("services.router", "serve HTTP for the engines that join at --engine-socket"),
+    "kvstore": ("services.kvstore", "keep blocks on SSD for the engines at --kvstore-socket"),
     "localai": ("services.localai", "serve as a backend of LocalAI, over gRPC"),
-    "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),
-    "bench": ("services.benchmark.command", "measure a server under load, steps, or the cache"),
-    "doctor": ("services.doctor", "say what is found on this machine, and what is missing"),
 }
 """Name -> (module and function, by default ``main``, of ``(argv) -> int``; help). A module is
-imported when it is needed."""
+imported when it is needed. Completion calls its ``parser()``, or ``status_parser()`` where the
+function is ``status``."""
 
+WITH_SETTINGS = ("serve", "doctor", "engine", "router", "kvstore")
+"""Commands that take the flags of the server (`shared.settings`)."""
 
 _WITH_THREADS = ("router",)
 """Their threads may be at work at the end, for requests that were cut: nobody waits for them."""
+_HELP = ("-h", "--help", "--help-all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` (default: sys.argv) names; return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    with _readers_that_leave():
+        code = _run(argv)
+        sys.stdout.flush()
+    return code
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] == ["--version"]:
         sys.stdout.write(f"{PROG} {installed_version()}\n")
         return EXIT_OK
     if not argv or argv[0].startswith("-"):
-        if argv and argv[0] in ("-h", "--help"):
+        if argv and argv[0] in _HELP:
             _list_commands()
         argv.insert(0, "serve")
     name, *rest = argv
@@ -64,11 +80,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+@contextmanager
+def _readers_that_leave() -> Iterator[None]:
+    """End without a traceback if the reader of the output has left, as ``| head`` does, with the
+    code that a shell gives a program that SIGPIPE has ended."""
+    try:
+        try:
+            yield
+        except SystemExit:  # after help, which may still be in the buffer
+            sys.stdout.flush()
+            raise
+    except BrokenPipeError:
+        # What is still in the buffer is written at the end of the interpreter.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
 def _list_commands() -> None:
-    sys.stdout.write("commands:\n")
-    for name, (_, help) in COMMANDS.items():
-        sys.stdout.write(f"  {name:<8}{help}\n")
-    sys.stdout.write("\n")
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items()]
+    sys.stdout.write("\n".join([f"{PROG} COMMAND [flags], and COMMAND --help:", *lines, "", ""]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,32 +28,54 @@ Outcome = tuple[int, Any, str]
 
 
 def status(argv: Sequence[str]) -> int:
-    """Show the state of the server. Exit code 1 says that it is not ready."""
-    parser = _parser("status", "the state of the server, its models and engines", admin=False)
-    return run(f"{_PROG} status", parser, argv, _status)
+    """Show the state of the server, live in a terminal. Exit code 1 says that it is not ready."""
+    return run(f"{_PROG} status", status_parser(), argv, _status)
+
+
+def status_parser() -> argparse.ArgumentParser:
+    text = "the state of the server, its models and engines; live in a terminal, until q"
+    parser = _parser("status", text, admin=False)
+    parser.add_argument("--once", action="store_true", help="print it once, as to a pipe")
+    return parser
 
 
 def engines(argv: Sequence[str]) -> int:
-    parser = _parser("engines", "the engines of the server, also those of other machines")
-    return run(f"{_PROG} engines", parser, argv, _engines)
+    return run(f"{_PROG} engines", engines_parser(), argv, _engines)
+
+
+def engines_parser() -> argparse.ArgumentParser:
+    return _parser("engines", "the engines of the server, also those of other machines")
 
 
 def drain(argv: Sequence[str]) -> int:
+    return run(f"{_PROG} drain", drain_parser(), argv, _drain)
+
+
+def drain_parser() -> argparse.ArgumentParser:
     parser = _parser("drain", "give an engine, or the whole server, no further requests")
     parser.add_argument("engine", nargs="?", help="the engine (default: the server, for good)")
     parser.add_argument("--undo", action="store_true", help="give the engine requests again")
     parser.add_argument("--wait", action="store_true", help="wait until its requests have ended")
-    return run(f"{_PROG} drain", parser, argv, _drain)
+    return parser
 
 
 def restart(argv: Sequence[str]) -> int:
+    return run(f"{_PROG} restart", restart_parser(), argv, _restart)
+
+
+def restart_parser() -> argparse.ArgumentParser:
     parser = _parser("restart", "restart an engine, or all one at a time; requests go on")
     parser.add_argument("engine", nargs="?", help="the engine (default: all)")
     parser.add_argument("--wait", action="store_true", help="wait until it is done")
-    return run(f"{_PROG} restart", parser, argv, _restart)
+    return parser
 
 
 def _status(options: argparse.Namespace) -> Outcome:
+    once = options.once or options.json
+    if not once and sys.stdin.isatty() and sys.stdout.isatty():
+        from services.live_status import watch  # a pipe needs no such libraries
+
+        return watch(options), {}, ""
     code, found = ask(options, "GET", "health")
     if not {"status", "version", "reasons", "models"} <= found.keys():
         raise NoServer(f"{options.url} answers {code} to /health, but is no mlx-lm-server")

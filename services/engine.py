@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_group = partial(_end_group, supervisor)
         serve(options, context, io_thread, inbox, status, on_rank_failed=end_group, **names)
     except ModelUnavailable as error:
-        logger.error("%s", error)
+        logger.error("%s", error.with_flag())
         if supervisor is not None:
             supervisor.beat("failed", reason=str(error))
         return EXIT_CONFIG
@@ -146,6 +146,7 @@ def serve(
         times.ended("imports")
         device.prepare()
         leader = others.join() if others is not None else None
+        logger.info("loading the model %s", options.model)
         loaded = load_model(options, None if leader is None else leader.group.mlx)
     times.ended("weights and tokenizer")
     status.enter_phase("warming")

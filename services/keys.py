@@ -37,7 +37,7 @@ VARIABLE = "MLX_LM_SERVER_CURVE_DIR"
 
 def main(argv: Sequence[str]) -> int:
     """Do what ``argv`` says; return the exit code."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if options.curve_dir is None and options.run is not _reload:
         return fail(PROG, f"--curve-dir or ${VARIABLE}: the directory of the keys", EXIT_FAILED)
     try:
@@ -144,7 +144,7 @@ def _text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--curve-dir",
@@ -154,13 +154,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"directory of the keys (default: ${VARIABLE})",
     )
     common.add_argument("--json", action="store_true", help="print one JSON object")
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog=PROG,
         description="Keys for engines that join over tcp. The list of those that may join is read"
         " again by a running server when it changes.",
         epilog=EXIT_CODES,
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = made.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
         each = commands.add_parser(
@@ -184,4 +184,4 @@ def _parser() -> argparse.ArgumentParser:
     reload = command("reload", _reload, "make a running server read its API keys again")
     add_server_flags(reload)
     command("list", _list, "show the public keys and who may join")
-    return parser
+    return made

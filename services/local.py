@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -28,7 +30,7 @@ from services.supervisor_output import LogCollector
 from shared import logs, settings
 from shared.curve import CurveError
 from shared.descriptors import raise_descriptor_limit
-from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE, fail
 from shared.flags import FlagError
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
@@ -222,10 +224,13 @@ def _supervise(
     )
     fleet = EngineFleet(supervisor, make_engine, options, models)
     try:
-        return supervisor.run()
+        code = supervisor.run()
     finally:
         local.close()
         output.close()
+    if code in (EXIT_FAILED, EXIT_CONFIG):
+        fail(PROG, f"{PROG} doctor with the same flags may find the cause")
+    return code
 
 
 def _make_announcement(
@@ -233,9 +238,14 @@ def _make_announcement(
 ) -> Callable[[], None]:
     names = ", ".join(name for entry in models for name in entry.names)
     noun = "model" if len(models) == 1 else "models"
-    line = f"{PROG} ready: {url(options, http)}  ({noun} {names})\n"
+    address = url(options, http)
+    began = time.monotonic()
 
     def announce() -> None:
+        took_s = time.monotonic() - began
+        line = f"{PROG} ready: {address}  ({noun} {names}, after {took_s:.1f} s)\n"
+        if sys.stdout.isatty():
+            line += first_steps(options, models, address)
         try:
             sys.stdout.write(line)
             sys.stdout.flush()
@@ -243,6 +253,23 @@ def _make_announcement(
             logger.info("%s", line.strip())  # stdout is closed
 
     return announce
+
+
+def first_steps(options: Settings, models: Sequence[ModelEntry], address: str) -> str:
+    """Return what may be done next with the server at ``address``, such as a curl to paste."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]}
+    if len(models) > 1:
+        body = {"model": models[0].id, **body}
+    lines = [f"curl {shlex.quote(address)}/v1/chat/completions"]
+    lines.append("  -H 'Content-Type: application/json'")
+    if options.api_key or options.api_key_file:
+        lines.append('  -H "Authorization: Bearer $MLX_LM_SERVER_API_KEY"')
+    lines.append(f"  -d {shlex.quote(json.dumps(body))}")
+    curl = " \\\n  ".join(lines)
+    more = [f"{PROG} chat --url {address}"]
+    if not options.no_page:
+        more.append(f"{address}/ in a browser: its state, and a chat")
+    return "\n  " + "\n\n  ".join([curl, "\n  ".join(more)]) + "\n\n"
 
 
 if __name__ == "__main__":

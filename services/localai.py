@@ -41,30 +41,30 @@ _WATCH_S = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop, or until the program that started us is gone."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     logs.setup("localai", "info", "text")
     if _missing is not None:
         return fail(PROG, f"there is no {_missing}: pip install '.[localai]'", EXIT_FAILED)
     return asyncio.run(_serve(options.addr, options.url))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog=PROG,
         description="Serve LocalAI's gRPC interface for backends. A model that LocalAI loads gets "
         f"a server of its own, which reads its settings from the environment as `serve` does. "
         f"${TOKEN_VARIABLE}: the token that callers need.",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    made.add_argument(
         "--addr", default="localhost:50051", help="HOST:PORT to listen on (default: %(default)s)"
     )
-    parser.add_argument(
+    made.add_argument(
         "--url",
         default="",
         help=f"use the server that runs there, with its key in ${KEY_VARIABLE}, and start none",
     )
-    return parser
+    return made
 
 
 async def _serve(address: str, url: str) -> int:

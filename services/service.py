@@ -30,12 +30,12 @@ _LAST_S = 20
 
 def main(argv: Sequence[str], platform: str = sys.platform) -> int:
     """Do what ``argv`` says, with the manager of ``platform``; return the exit code."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
+    own = parser()
+    options, rest = own.parse_known_args(argv)
     if rest and options.command != "install":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        own.error(f"unrecognized arguments: {' '.join(rest)}")
     if not _NAME.fullmatch(options.name):
-        parser.error("--name: letters, digits, '.', '_' and '-' only")
+        own.error("--name: letters, digits, '.', '_' and '-' only")
     managers: dict[str, type[Launchd | Systemd]] = {"darwin": Launchd, "linux": Systemd}
     if platform not in managers:
         return fail(PROG, f"there is no way to run services on {platform}", EXIT_FAILED)
@@ -92,18 +92,18 @@ def _show(command: Sequence[str]) -> int:
         return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--name", default="mlx-lm-server", help="name of the service (default: mlx-lm-server)"
     )
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog=PROG,
         description="Run the server as a service of this user: a launchd agent on macOS, a systemd"
         " user unit on Linux.",
         epilog="Exit codes: 0 done (status: it runs), 1 not, 2 wrong arguments.",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    commands = made.add_subparsers(metavar="COMMAND", required=True, dest="command")
 
     def command(name: str, help: str, usage: str | None = None) -> argparse.ArgumentParser:
         return commands.add_parser(
@@ -127,4 +127,4 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-n", "--lines", type=int, default=100, help="how many (default: 100)")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with what is logged next")
     command("uninstall", "stop it, gracefully, and remove it")
-    return parser
+    return made

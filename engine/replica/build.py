@@ -16,8 +16,8 @@ from engine.batch.cpu.layers import Layers
 from engine.batch.ragged import RaggedBatch
 from engine.cache.quantization import Precision
 from engine.executor.base import Executor, ExecutorSpec
-from engine.executor.batched import GPU_CHUNK_TOKENS
 from engine.executor.draft_model import DraftModel
+from engine.executor.spec import GPU_CHUNK_TOKENS
 from engine.model.load import LoadedModel
 from engine.parallel.group import RankGroup, RankSampler
 from engine.parallel.leader import Leader
@@ -134,7 +134,7 @@ def _record(
     Which layers of a model leave MLX is measured at each start; with others it is another proof."""
     own_code = code_digest(loaded.path.glob("*.py"))
     model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
-    kv = settings.block_size, settings.kv_bits, settings.kv_group_size, _longest_pass(settings)
+    kv = settings.block_size, settings.kv_bits, settings.kv_group_size, longest_pass(settings)
     moved = None if layers is None else layers.names
     record = ProofRecord(proofs, model, kv, moved, settings.ranks)
     if settings.prove == "always":
@@ -154,7 +154,7 @@ def choose_executor_of(
             loaded.vocab_size,
             settings.block_size,
             Precision(settings.kv_bits, settings.kv_group_size),
-            _longest_pass(settings),
+            longest_pass(settings),
             record,
         )
     if group is not None:
@@ -178,7 +178,7 @@ def choose_executor_of(
     return executor
 
 
-def _longest_pass(settings: Settings) -> int:
+def longest_pass(settings: Settings) -> int:
     """Return the most tokens of a sequence in one pass: a chunk, or a draft that is verified."""
     chunk_tokens = settings.prefill_chunk_tokens or GPU_CHUNK_TOKENS
     size = settings.block_size

@@ -55,14 +55,25 @@ def size_memory(
 
     ``packed_bytes`` are those of weights outside of the model's parameters, and of a draft
     model."""
+    weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     own = own or EngineMemory.of(settings)
+    return sizes_beside(weights_bytes + packed_bytes, spec, loaded.context_length, settings, own)
+
+
+def sizes_beside(
+    weights_bytes: int,
+    spec: ExecutorSpec,
+    context_length: int,
+    settings: Settings,
+    own: EngineMemory,
+) -> MemorySizes:
+    """Return the sizes that fit into ``own`` memory beside so many bytes of weights."""
     block_bytes = spec.block_token_bytes * settings.block_size
     slot_block_bytes = spec.slot_token_bytes * settings.block_size
     num_slots = spec.max_sequences or settings.completion_batch_size
-    weights_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     slot_states_bytes = num_slots * spec.state_bytes
-    tables_bytes = table_bytes(num_slots, loaded.context_length)
-    other_bytes = weights_bytes + packed_bytes + slot_states_bytes + tables_bytes
+    tables_bytes = table_bytes(num_slots, context_length)
+    other_bytes = weights_bytes + slot_states_bytes + tables_bytes
     max_snapshots = settings.sequence_cache_size if spec.state_bytes else 0
     if spec.keeps_kv:
         num_blocks = _within_buffers(
@@ -73,7 +84,7 @@ def size_memory(
     else:  # recurrent state has one size at any length
         if settings.num_blocks:
             logger.warning("--num-blocks has no effect: this model keeps nothing for each token")
-        num_blocks = num_slots * -(-loaded.context_length // settings.block_size)
+        num_blocks = num_slots * -(-context_length // settings.block_size)
         snapshot_room_bytes = own.room_bytes(other_bytes)
         max_snapshots = min(max_snapshots, snapshot_room_bytes // spec.state_bytes)
         kv_bytes = num_blocks * block_bytes

@@ -17,13 +17,17 @@ BENCHES = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the measurement that ``argv`` names; return its exit code."""
-    parser = argparse.ArgumentParser(
+    name = parser().parse_args(argv[:1]).name
+    code: int = importlib.import_module(f"services.benchmark.{name}").main(argv[1:])
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="mlx-lm-server bench",
         description="Measure. Each has a --help of its own; what figures mean is in docs/bench.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {name:<7}{help}" for name, help in BENCHES.items()),
     )
-    parser.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
-    name = parser.parse_args(argv[:1]).name
-    code: int = importlib.import_module(f"services.benchmark.{name}").main(argv[1:])
-    return code
+    made.add_argument("name", choices=list(BENCHES), metavar="NAME", help=", ".join(BENCHES))
+    return made

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.model.load import DEMOS
+from services.model_files import weights_in
 from shared.paths import user_cache, user_path
 from shared.settings import ModelEntry, Settings
 
@@ -20,7 +21,6 @@ OVERLAP_SHARE = 0.7
 """While engines are exchanged, the weights of all together may take this part of the memory."""
 _WEIGHTS_FACTOR = 1.5
 _LEAST_BESIDE_WEIGHTS = 2 << 30
-_MAX_HEADER_BYTES = 100 << 20
 
 
 def weights_bytes(model: str) -> int | None:
@@ -29,9 +29,8 @@ def weights_bytes(model: str) -> int | None:
     None if it is not on this machine, or is no model.
     """
     try:
-        directory = _directory(model)
-        files = [] if directory is None else sorted(directory.glob("model*.safetensors"))
-        return sum(map(_tensor_bytes, files)) if files else None
+        directory = model_directory(model)
+        return (weights_in(directory) or None) if directory is not None else None
     except Exception as error:  # a file that others have made may hold anything
         logger.debug("the weights of %s cannot be measured: %s", model, error)
         return None
@@ -48,19 +47,9 @@ def entry_bytes(entry: ModelEntry) -> int | None:
     return sum(known) if len(known) == len(found) else None
 
 
-def _tensor_bytes(path: Path) -> int:
-    """Return the bytes of the tensors in a safetensors file, which its header lists."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
-
-
-def _directory(model: str) -> Path | None:
-    if model in ("demo", "demo-fp32", "demo-4bit"):  # made when it is first loaded
+def model_directory(model: str) -> Path | None:
+    """Return where ``model`` lies on this machine, whole or not; None if it does not."""
+    if model in DEMOS:  # made when it is first loaded
         return max((user_cache() / "models").glob("SmolLM2*"), default=None)
     path = user_path(model)
     if path.is_dir():

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from shared.flags import sources
 from shared.flags.declaration import Flag, FlagError, flag, flags_of
+from shared.flags.parser import argument_parser
 from shared.flags.sources import RawValue, from_table
 from shared.flags.values import arguments, check_range, convert
 from shared.paths import user_path
@@ -20,6 +21,7 @@ __all__ = [
     "Flag",
     "FlagError",
     "Resolved",
+    "argument_parser",
     "arguments",
     "flag",
     "flags_of",
@@ -50,15 +52,17 @@ def resolve(
     config: str = "config",
     tables: str = "",
     other_variables: Sequence[str] = (),
+    common: Sequence[str] = (),
 ) -> Resolved[T]:
     """Return the instance of ``cls`` that the user asked for.
 
     ``config`` is the name of the flag with the TOML file, and ``tables`` a key of the file that
     may hold a list of tables. ``other_variables`` have our prefix without being flags.
-    Raises: `FlagError`, and SystemExit(0) after ``--help`` was printed.
+    ``common`` are the flags that ``--help`` shows.
+    Raises: `FlagError`, and SystemExit(0) after help was printed.
     """
     flags = flags_of(cls)
-    parser = sources.argument_parser(flags, prog, description)
+    parser = argument_parser(flags, prog, description, common)
     given = sources.from_environment(flags, environ)
     given |= sources.from_command_line(flags, parser, argv)
     found: list[Any] = []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from shared.flags.declaration import ENVIRONMENT_PREFIX, Flag, FlagError, dashed, variable
+from shared.flags.parser import FlagParser
 from shared.flags.values import convert, one_line
 
 
@@ -21,39 +21,8 @@ class RawValue:
     foreign: bool = False  # from a variable that belongs to other programs too
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(message.removeprefix("argument "))
-
-
-def argument_parser(flags: Sequence[Flag], prog: str, description: str) -> _Parser:
-    parser = _Parser(
-        prog=prog,
-        description=description,
-        usage=f"{prog} [flags]",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
-    )
-    groups: dict[str, Any] = {}
-    for flag in flags:
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        group = groups[flag.group]
-        options: dict[str, Any] = {"dest": flag.field, "help": _help(flag).replace("%", "%%")}
-        if flag.kind is bool:
-            group.add_argument(f"--{flag.name}", action="store_const", const=True, **options)
-            options["help"] = argparse.SUPPRESS if flag.name.startswith("no-") else "the opposite"
-            group.add_argument(f"--{flag.opposite}", action="store_const", const=False, **options)
-            continue
-        metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else _metavar(flag)
-        action = "append" if flag.kind is tuple else "store"
-        group.add_argument(f"--{flag.name}", action=action, metavar=metavar, **options)
-    return parser
-
-
 def from_command_line(
-    flags: Sequence[Flag], parser: _Parser, argv: Sequence[str]
+    flags: Sequence[Flag], parser: FlagParser, argv: Sequence[str]
 ) -> dict[str, RawValue]:
     parsed, unknown = parser.parse_known_args(list(argv))
     if unknown:
@@ -61,7 +30,7 @@ def from_command_line(
         if not word.startswith("-"):
             raise FlagError(f"unexpected argument {word!r}")
         names = [f"--{name}" for flag in flags for name in (flag.name, flag.opposite)]
-        raise FlagError(f"unknown flag {word}{_suggestion(word, names)}")
+        raise FlagError(f"unknown flag {word}{_suggestion(word, names, '; --help-all shows all')}")
     return {name: RawValue(value, f"--{dashed(name)}") for name, value in vars(parsed).items()}
 
 
@@ -143,18 +112,6 @@ def _negatable(flag: Flag, value: Any, origin: str, negated: bool) -> RawValue:
         raise FlagError(f"{origin}: {error}") from None
 
 
-def _help(flag: Flag) -> str:
-    repeatable = "; repeatable" if flag.kind is tuple else ""
-    also = "".join(f", ${name}" for name in flag.declared.variables)
-    later = " [not available yet]" if flag.declared.later else ""
-    default = f"(default: {flag.shown_default}; ${flag.variable}{also})"
-    return f"{flag.declared.help}{repeatable} {default}{later}"
-
-
-def _metavar(flag: Flag) -> str:
-    return {int: "N", float: "X", Path: "PATH", dict: "JSON"}.get(flag.kind, "TEXT")
-
-
-def _suggestion(word: str, known: Sequence[str] | Mapping[str, object]) -> str:
+def _suggestion(word: str, known: Sequence[str] | Mapping[str, object], otherwise: str = "") -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f" (did you mean {close[0]}?)" if close else otherwise

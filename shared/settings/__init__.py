@@ -7,12 +7,13 @@ take the same flags, so that the supervisor can pass its own on.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
 from shared.exits import EXIT_USAGE, fail
-from shared.flags import FlagError, resolve
+from shared.flags import FlagError, argument_parser, flags_of, resolve
 from shared.settings.checks import check, is_loopback
 from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
 from shared.settings.models import (
@@ -39,11 +40,13 @@ __all__ = [
     "Settings",
     "ToolParserName",
     "ModelEntry",
+    "COMMON_FLAGS",
     "CONFIG_VARIABLE",
     "chat_template_text",
     "check",
     "command_line",
     "fixed_changes",
+    "flag_parser",
     "is_loopback",
     "model_changes",
     "overlay",
@@ -59,6 +62,19 @@ __all__ = [
 
 NOT_SETTINGS = ("MLX_LM_SERVER_BLAS", "MLX_LM_SERVER_HOST_OPS", "MLX_LM_SERVER_GPU_PATH")
 """Environment variables with the settings' prefix that engines read."""
+COMMON_FLAGS = (
+    *("model", "port", "api-key", "max-batch-size", "num-blocks", "kv-bits", "engines", "no-ssd"),
+    *("max-concurrent-requests", "log-level"),
+)
+"""Those that ``--help`` and README show."""
+_DESCRIPTION = (
+    "LLM serving on MLX. Order of precedence: flag, environment variable, --config file, default."
+)
+
+
+def flag_parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of all settings, for completion by a shell."""
+    return argument_parser(flags_of(Settings), prog, _DESCRIPTION, COMMON_FLAGS)
 
 
 def parse(
@@ -100,10 +116,10 @@ def read(
         argv,
         environ,
         prog=prog,
-        description="LLM serving on MLX. Order of precedence: flag, environment "
-        "variable, --config file, default.",
+        description=_DESCRIPTION,
         tables="model",
         other_variables=NOT_SETTINGS,
+        common=COMMON_FLAGS,
     )
     settings = dataclasses.replace(settings, given=given)
     if SECRETS_VARIABLE in environ:

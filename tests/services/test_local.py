@@ -93,16 +93,6 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"mlx-lm-server {installed_version()}\n"
 
 
-def test_doctor_reports_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
-    with listener.listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        assert cli.main(["doctor", "--host=127.0.0.1", f"--port={port}"]) == 1
-    report = capsys.readouterr().out
-    assert f"BAD http          --port: {port} is in use" in report
-    assert "ok  sockets" in report
-    assert "ok  device" in report
-
-
 def specs_of(
     argv: list[str], directory: Path, environ: Mapping[str, str] = MappingProxyType({})
 ) -> list[ChildSpec]:

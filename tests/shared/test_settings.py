@@ -96,11 +96,11 @@ def test_without_flags_settings_have_their_defaults() -> None:
     assert parse([], {}, "prog") == Settings()
 
 
-def test_help_names_every_flag_its_variable_and_its_default(
+def test_the_whole_help_names_every_flag_its_variable_and_its_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse(["--help"], {}, "prog")
+        parse(["--help-all"], {}, "prog")
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for one in FLAGS.values():

@@ -157,7 +157,7 @@ class Layers:
                 self.names.append(f"{name} {precision}")
         tied = not any(name.endswith("lm_head") for name in names)
         self.nbytes = sum(
-            _packed_bytes(module)
+            _packed_bytes(module, precision)
             for module in self._replaced
             if tied or not isinstance(module, _OutsideEmbedding)
         )
@@ -221,17 +221,33 @@ def _replace(module: Any, precision: Precision) -> None:
     module.__class__ = _OURS[type(module)]
 
 
-def _packed_bytes(module: Any) -> int:
+def forecast_packed_bytes(model: nn.Module, wanted: CPUPrecision, memory_bytes: int) -> int:
+    """Give the parts of ``model`` the types that `Layers` gives them, and return the bytes of the
+    packed quantized weights, without reading any: the weights need not be there."""
+    precision = chosen_precision(model, wanted, memory_bytes)
+    names, modules = zip(*model.named_modules(), strict=True)
+    if any(type(module) in (*_QUANTIZED, QuantizedMultiLinear) for module in modules):
+        for module in modules:
+            _widen(module)
+    tied = not any(name.endswith("lm_head") for name in names)
+    return sum(
+        _packed_bytes(module, precision)
+        for module in modules
+        if type(module) in _QUANTIZED and (tied or not isinstance(module, nn.QuantizedEmbedding))
+    )
+
+
+def _packed_bytes(module: Any, precision: Precision) -> int:
     """Return the bytes of one layer's weights in the form that `_Outside.pack` gives them."""
     size: int = module["weight"].size
     if "scales" not in module:
         return 4 * size
     size = size * 32 // module.bits
     bits = code_bits(module.bits, module.mode)
-    if bits is None or (bits == 8 and module.precision == "exact"):
+    if bits is None or (bits == 8 and precision == "exact"):
         return 4 * size
-    kept = max(bits, 4) if module.precision != "fast" else bits
-    parts = 2 if bits == 8 and module.precision == "compact" else 1
+    kept = max(bits, 4) if precision != "fast" else bits
+    parts = 2 if bits == 8 and precision == "compact" else 1
     return int(size * kept // 8 + 12 * parts * module["scales"].size)
 
 

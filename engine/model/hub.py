@@ -1,0 +1,96 @@
+"""Models from the Hugging Face hub: downloaded with progress, or found in its cache."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.model.errors import ModelUnavailable
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0
+Report = Callable[[int, int], None]
+"""Called with the bytes that are there and those that there will be, as far as they are known, on
+any thread."""
+
+
+def download(model: str, report: Report) -> Path:
+    """Return the folder of ``model``, an id of the hub, and download what it lacks.
+
+    Raises `ModelUnavailable`, with a text of one line that says what to do.
+    """
+    from huggingface_hub import errors, snapshot_download
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    try:
+        found = snapshot_download(
+            model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=_bar_that_tells(report)
+        )
+        return Path(found)
+    except errors.GatedRepoError as error:
+        raise ModelUnavailable(
+            f"{model} is gated: ask for access at https://huggingface.co/{model} and set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelUnavailable(
+            f"there is no model {model}, neither here nor on the hub (a private one needs HF_TOKEN)"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelUnavailable(
+            f"{model} is not on this machine and the hub cannot be reached: "
+            "mlx-lm-server models lists those that are here"
+        ) from error
+    except Exception as error:  # the hub's HTTP client changes, and with it what it raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelUnavailable(f"{model} could not be downloaded: {reason}") from error
+
+
+def download_with_log(model: str) -> Path:
+    """Do the same, with a line in the log every few seconds while bytes come."""
+    began = shown = time.monotonic()
+    done = total = 0
+
+    def report(new_done: int, new_total: int) -> None:
+        nonlocal shown, done, total
+        done, total = new_done, new_total
+        now = time.monotonic()
+        if now - shown > LOG_EVERY_S:
+            shown = now
+            speed = done / (now - began) / 1e6
+            logger.info(
+                "downloading %s: %.2f of %.2f GB, %.1f MB/s", model, done / 1e9, total / 1e9, speed
+            )
+
+    path = download(model, report)
+    if done:
+        took_s = time.monotonic() - began
+        logger.info("downloaded %s: %.2f GB in %.0f s", model, done / 1e9, took_s)
+    return path
+
+
+def _bar_that_tells(report: Report) -> type[Any]:
+    """Return a class of progress bars for the hub that show nothing, and call ``report``.
+
+    The hub makes two that count bytes, of what came over the network and of what is on disk; either
+    may stay behind."""
+    from tqdm import tqdm
+
+    counting: list[Any] = []
+
+    class SilentBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+            if options.get("unit") == "B":
+                counting.append(self)
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            totals = [int(bar.total) for bar in counting if bar.total]
+            if self in counting and totals:
+                report(max(int(bar.n) for bar in counting), min(totals))
+
+    return SilentBar

@@ -1,0 +1,149 @@
+"""What of a model fits into this machine's memory, before it is loaded.
+
+The model is made of its files as an engine does it, but no weight is read, and nothing is computed:
+a forecast takes about a second at any size. It supposes that the fastest way of batching is proven
+right, and no draft model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from engine.backend import graphs
+from engine.batch import device
+from engine.batch.cpu.host import HostBatch
+from engine.batch.cpu.layers import forecast_packed_bytes
+from engine.batch.gpu import GPUBatch
+from engine.batch.graph import GraphBatch
+from engine.batch.ragged import RaggedBatch
+from engine.cache.layout import Layout, UnsupportedLayout, probe_layout
+from engine.cache.quantization import Precision
+from engine.executor.base import ExecutorSpec
+from engine.executor.spec import spec_of
+from engine.model.context import context_length, served_context
+from engine.model.errors import ModelUnavailable
+from engine.model.load import LOAD_ERRORS
+from engine.replica.build import longest_pass
+from engine.replica.memory import MIN_BLOCKS, EngineMemory, MemorySizes, sizes_beside
+from engine.scheduler import SchedulerConfig
+from shared.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """The memory of an engine, as it will be."""
+
+    weights_bytes: int  # those outside of MLX too
+    memory_bytes: int  # of the engine, with the weights
+    room_bytes: int  # beside the weights, for all that is kept of sequences
+    context_length: int  # in tokens
+    spec: ExecutorSpec
+    sizes: MemorySizes
+    config: SchedulerConfig
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights and the least KV cache fit; otherwise the engine warns, and starts
+        at the risk of running out of memory."""
+        return self.room_bytes >= MIN_BLOCKS * self.sizes.block_bytes
+
+    def context(self, sequences: int) -> int:
+        """Return the longest context, in tokens, that so many sequences can have at once. 0 if not
+        even a block fits."""
+        if not self.fits:
+            return 0
+        if not self.spec.keeps_kv:  # recurrent state has one size at any length
+            return self.context_length
+        block, config = self.config.block_size, self.config
+        most = -(-self.context_length // block)
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if config.slab_bytes(sequences, middle * block) <= self._kv_bytes(sequences):
+                low = middle
+            else:
+                high = middle - 1
+        return min(low * block, self.context_length)
+
+    def _kv_bytes(self, sequences: int) -> int:
+        """The limit of the ledger has room for the states of all slots: those of slots that are not
+        in use are no room for KV."""
+        unused = max(0, self.sizes.num_slots - sequences)
+        return self.sizes.limit_bytes - unused * self.spec.state_bytes
+
+
+def forecast(path: Path, settings: Settings) -> MemoryForecast:
+    """Return what fits beside the model in the directory ``path``. Raises `ModelUnavailable`."""
+    from mlx_lm.utils import load_model
+
+    device.prepare()
+    try:
+        model, config = load_model(path, lazy=True)
+        own = EngineMemory.of(settings)
+        packed = 0
+        if device.uses_host() and not graphs.unusable():
+            packed = forecast_packed_bytes(model, settings.cpu_precision, own.size_bytes)
+        probed = probe_layout(model, compute=False)
+    except UnsupportedLayout as error:
+        raise ModelUnavailable(f"{error}: one request at a time, of no forecast") from error
+    except LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+    batch_class = _fastest(probed)
+    precision = Precision(settings.kv_bits, settings.kv_group_size)
+    layout = probed.with_precision(precision, dequantized=device.slots_dequantized(probed))
+    if batch_class.has_rings:
+        layout = layout.with_rings(longest_pass(settings), settings.block_size)
+    context = served_context(model, context_length(config), settings.max_kv_size)
+    return _of(_bytes(model) + packed, layout, batch_class, context, settings, own)
+
+
+def _of(
+    weights: int,
+    layout: Layout,
+    batch_class: type[RaggedBatch],
+    context: int,
+    settings: Settings,
+    own: EngineMemory,
+) -> MemoryForecast:
+    spec = spec_of(layout, batch_class, settings.block_size, guesses=False)
+    sizes = sizes_beside(weights, spec, context, settings, own)
+    return MemoryForecast(
+        weights_bytes=weights,
+        memory_bytes=own.size_bytes,
+        room_bytes=own.left_bytes(weights),
+        context_length=context,
+        spec=spec,
+        sizes=sizes,
+        config=SchedulerConfig(
+            block_size=settings.block_size,
+            block_bytes=sizes.block_bytes,
+            slot_block_bytes=sizes.slot_block_bytes,
+            limit_bytes=sizes.limit_bytes,
+            rings=spec.rings,
+            state_bytes=spec.state_bytes,
+            keeps_kv=spec.keeps_kv,
+            context_length=context,
+            max_batch_size=settings.max_batch_size,
+            prefill_batch_size=settings.prefill_batch_size,
+            completion_batch_size=sizes.num_slots,
+            namespace=b"",
+        ),
+    )
+
+
+def _fastest(layout: Layout) -> type[RaggedBatch]:
+    """Return the way of batching that is tried first, as far as it concerns memory."""
+    if mx.default_device() == mx.gpu:
+        return GPUBatch
+    in_fp32 = all(layer.dtype == mx.float32 for layer in layout.layers)
+    return HostBatch if device.uses_host() and in_fp32 else GraphBatch
+
+
+def _bytes(model: Any) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))

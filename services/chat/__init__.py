@@ -1,0 +1,1 @@
+"""`mlx-lm-server chat`: a conversation in the terminal, with any server of OpenAI's API."""

@@ -1,0 +1,31 @@
+"""One line of the doctor's report."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Verdict = Literal["ok", "BAD", "WARN", ""]
+"""BAD: the server cannot start, or not do its work. WARN: it does, but worse than it could.
+Empty: information only."""
+
+
+class Check(NamedTuple):
+    """What was looked at, and what was found."""
+
+    name: str
+    text: str
+    verdict: Verdict = ""
+    remedy: str = ""
+    """What to do about it."""
+
+
+def good(name: str, text: str) -> Check:
+    return Check(name, text, "ok")
+
+
+def bad(name: str, text: str, remedy: str) -> Check:
+    return Check(name, text, "BAD", remedy)
+
+
+def warning(name: str, text: str, remedy: str) -> Check:
+    return Check(name, text, "WARN", remedy)

@@ -1,0 +1,101 @@
+"""What a model's directory has to hold, and what of it is missing or broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_MAX_HEADER_BYTES = 100 << 20
+_MAX_JSON_BYTES = 100 << 20
+INDEX = "model.safetensors.index.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model")
+
+
+def problems(path: Path) -> list[str]:
+    """Return what is wrong with the model in ``path``, in words; no weight is read."""
+    if not path.is_dir():
+        return [f"{path} is no folder"]
+    return [*_config(path), *_weights(path), *_tokenizer(path)]
+
+
+def weights_in(path: Path) -> int:
+    """Return the bytes of the tensors in ``path``. Raises: OSError and ValueError."""
+    return sum(map(tensor_bytes, sorted(path.glob("model*.safetensors"))))
+
+
+def tensor_bytes(path: Path) -> int:
+    """Return the bytes of the tensors in a safetensors file, which its header lists. Raises:
+    OSError and ValueError."""
+    _, size = _header(path)
+    return size
+
+
+def _header(path: Path) -> tuple[int, int]:
+    """Return the length of the header with all before the tensors, and the bytes of these."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is not a safetensors file")
+        header = json.loads(file.read(length))
+    try:
+        header.pop("__metadata__", None)
+        ends = (int(tensor["data_offsets"][1]) for tensor in header.values())
+        return 8 + length, max(ends, default=0)
+    except (AttributeError, TypeError, KeyError, IndexError):
+        raise ValueError(f"{path} is not a safetensors file") from None
+
+
+def _config(path: Path) -> Iterator[str]:
+    found = _json(path / "config.json")
+    if isinstance(found, str):
+        yield found
+    elif not isinstance(found.get("model_type"), str):
+        yield "config.json names no model_type"
+
+
+def _weights(path: Path) -> Iterator[str]:
+    files = {file.name: file for file in sorted(path.glob("model*.safetensors"))}
+    if (path / INDEX).exists():
+        index = _json(path / INDEX)
+        if isinstance(index, str):
+            yield index
+        elif isinstance(index.get("weight_map"), dict):
+            named = {str(name) for name in index["weight_map"].values()}
+            missing = sorted(name for name in named if not (path / name).is_file())
+            if missing:
+                some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+                yield f"{len(missing)} of {len(named)} files of weights are missing: {some}"
+    elif not files:
+        yield "there is no model*.safetensors"
+    for name, file in files.items():
+        try:
+            before, size = _header(file)
+            if file.stat().st_size < before + size:
+                yield f"{name} is cut off: {file.stat().st_size} of {before + size} bytes"
+        except (OSError, ValueError, RecursionError):
+            yield f"{name} is no safetensors file"
+
+
+def _tokenizer(path: Path) -> Iterator[str]:
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        yield "there is no tokenizer"
+    elif (path / "tokenizer.json").exists():
+        found = _json(path / "tokenizer.json")
+        if isinstance(found, str):
+            yield found
+
+
+def _json(path: Path) -> dict[str, Any] | str:
+    """Return the object in ``path``, or why there is none."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return f"there is no {path.name}"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        return f"{path.name} is not valid JSON"
+    return found if isinstance(found, dict) else f"{path.name} is not a JSON object"

@@ -1,0 +1,166 @@
+"""The chat's reading of streams, and what its commands do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from services.admin_client import NoServer, ServerRefused
+from services.chat.client import ChatClient, Reply
+from services.chat.conversation import CommandError, Commands, Dialogue
+from services.event_stream import ServerEvent, events
+from services.printing import printable
+
+
+def chunk(**delta: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta}]}
+
+
+@contextmanager
+def server_that_sends(*lines: object) -> Iterator[str]:
+    """Another server of OpenAI's API, with ``lines`` as its stream: yield its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            body = "".join(
+                f"data: {line if isinstance(line, str) else json.dumps(line)}\n\n" for line in lines
+            ).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def answer_of(url: str) -> tuple[list[tuple[str, str]], Reply]:
+    client, reply = ChatClient(url, "", "KEY"), Reply()
+    return list(client.answer("m", [{"role": "user", "content": "hi"}], {}, reply)), reply
+
+
+def test_reasoning_text_and_usage_are_told_apart() -> None:
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+    stream = [
+        chunk(role="assistant", content=""),
+        chunk(reasoning_content="hm"),
+        chunk(reasoning="m"),
+        chunk(content="Yes"),
+        {"choices": [{"delta": {}, "finish_reason": "length"}]},
+        {"choices": [], "usage": usage},
+        "[DONE]",
+    ]
+    with server_that_sends(*stream) as url:
+        pieces, reply = answer_of(url)
+    assert pieces == [("", "hm"), ("", "m"), ("Yes", "")]
+    assert (reply.text, reply.reasoning) == ("Yes", "hmm")
+    assert reply.summary().startswith("3 tokens, ")
+    assert reply.summary().endswith("prompt 9, 8 of it cached, cut at max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("after", "error", "words"),
+    [
+        ([{"error": {"message": "out of\nmemory"}}], ServerRefused, "out of memory"),
+        ([], NoServer, "the answer broke off"),
+        (["<html>"], NoServer, "no chunk of OpenAI"),
+    ],
+)
+def test_a_stream_that_ends_badly_is_an_error(
+    after: list[object], error: type[Exception], words: str
+) -> None:
+    with (
+        server_that_sends(chunk(content="a"), *after) as url,
+        pytest.raises(error, match=words),
+    ):
+        answer_of(url)
+
+
+def test_events_may_have_names_comments_and_several_lines() -> None:
+    lines = b": hello\nevent: status\ndata: 1\ndata:2\n\n\ndata: x\r\n\r\nevent: lost\n".splitlines(
+        True
+    )
+    assert list(events(lines)) == [ServerEvent("status", "1\n2"), ServerEvent("message", "x")]
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\x9b1mc\r\td\n\x07") == "a[2Jb1mc\td\n"
+
+
+@pytest.fixture
+def talk() -> Dialogue:
+    turns = [("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
+    said = [{"role": role, "content": text} for role, text in turns]
+    return Dialogue(model="m", turns=said)
+
+
+@pytest.fixture
+def run(talk: Dialogue) -> Callable[[str], str]:
+    return Commands(talk, ChatClient("http://127.0.0.1:1", "", "KEY")).run
+
+
+def test_questions_are_taken_back_with_their_answers(
+    talk: Dialogue, run: Callable[[str], str]
+) -> None:
+    assert run("/undo") == "taken back: q2"
+    assert [turn["content"] for turn in talk.messages()] == ["q1", "a1"]
+    run("/clear")
+    assert talk.messages() == []
+    with pytest.raises(CommandError, match="nothing has been asked"):
+        run("/retry")
+
+
+def test_parameters_are_json_or_text(talk: Dialogue, run: Callable[[str], str]) -> None:
+    run("/set temperature 0.5")
+    run('/set stop ["a"]')
+    assert run("/set reasoning_effort low").splitlines()[-1] == 'reasoning_effort "low"'
+    assert talk.parameters == {"temperature": 0.5, "stop": ["a"], "reasoning_effort": "low"}
+    run("/set stop")
+    assert "stop" not in talk.parameters
+
+
+def test_a_conversation_is_saved_and_loaded(
+    talk: Dialogue, run: Callable[[str], str], tmp_path: Path
+) -> None:
+    run("/system Be brief.")
+    run(f"/save {tmp_path / 'talk'}")
+    other = Dialogue(model="m")
+    again = Commands(other, ChatClient("http://127.0.0.1:1", "", "KEY"))
+    assert again.run(f"/load {tmp_path / 'talk'}") == "4 messages"
+    assert other.messages() == talk.messages()
+    (tmp_path / "bad").write_text('{"a": 1}')
+    for name in ("bad", "missing"):
+        with pytest.raises(CommandError, match=name):
+            again.run(f"/load {tmp_path / name}")
+    with pytest.raises(CommandError, match="file name is missing"):
+        again.run("/save")
+
+
+def test_an_address_may_have_its_version_or_not() -> None:
+    for given, base in (
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/v1/", "http://h:1/v1"),
+        ("https://h/openai/v2", "https://h/openai/v2"),
+        ("http://h/under", "http://h/under/v1"),
+    ):
+        assert ChatClient(given, "", "KEY").base == base

@@ -1,0 +1,144 @@
+"""The command line as a whole: help, completion, readers that leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from services import cli
+from services.completion import SHELLS, whole_parser
+from shared.flags import flags_of
+from shared.settings import COMMON_FLAGS, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*words])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_commands_and_the_ten_common_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(capsys, "--help")
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  -")]
+    assert listed == [f"--{name}" for name in COMMON_FLAGS]
+    assert len(listed) == 10
+    assert all(f"  {name} " in text for name in cli.COMMANDS)
+    assert "--help-all shows all" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_all_shows_every_flag_at_the_width_of_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(capsys, "serve", "--help-all")
+    assert all(f"  --{flag.name} " in f"{text} " for flag in flags_of(Settings))
+    names = [line for line in text.splitlines() if len(line) > 80]
+    assert all(line.strip().startswith(("--", "{")) for line in names), names
+
+
+@pytest.mark.parametrize("words", [["--help-all"], ["completion", "bash"], ["doctor"]])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(words: list[str]) -> None:
+    """As `| head` does, but certainly before the first line."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_lm_server", *words],
+            cwd=ROOT,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_every_command_and_flag_is_in_the_parser_of_the_shells() -> None:
+    text = whole_parser().format_help()
+    assert all(f"--{flag.name}" in text for flag in flags_of(Settings))
+    assert all(name in text for name in cli.COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the completion of each shell."""
+    folder = tmp_path_factory.mktemp("completion")
+    for shell in SHELLS:
+        command = [sys.executable, "-m", "mlx_lm_server", "completion", shell]
+        script = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+        (folder / shell).write_bytes(script)
+    (folder / "settings-of-mine.toml").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bash(scripts: Path) -> Iterator[pexpect.spawn]:
+    """An interactive bash that has read the script."""
+    shell = pexpect.spawn(
+        "bash",
+        ["--norc", "--noprofile", "-i"],
+        cwd=str(scripts),
+        env={**os.environ, "PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null"},
+        dimensions=(50, 200),
+        timeout=PATIENCE_S,
+        encoding="utf-8",
+    )
+    shell.sendline("bind 'set enable-bracketed-paste off'; source ./bash; echo re''ad")
+    shell.expect("read\r\n")
+    yield shell
+    shell.close(force=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("sta", "tus "),
+        ("serve --max-b", "atch-size "),
+        ("--max-conc", "urrent-requests "),
+        ("chat --key-v", "ariable "),
+        ("cache ve", "rify "),
+        ("serve --config sett", "ings-of-mine.toml "),
+    ],
+)
+def test_bash_completes_commands_flags_and_files(
+    bash: pexpect.spawn, typed: str, completed: str
+) -> None:
+    bash.send(f"mlx-lm-server {typed}\t")
+    bash.expect_exact(completed)
+    bash.sendcontrol("u")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_zsh_can_read_its_script(scripts: Path) -> None:
+    subprocess.run(["zsh", "-n", str(scripts / "zsh")], check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_fish_completes_commands(scripts: Path) -> None:
+    found = subprocess.run(
+        ["fish", "-c", f"source {scripts / 'fish'}; complete -C 'mlx-lm-server sta'"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    ).stdout
+    assert found.split()[0] == "status"

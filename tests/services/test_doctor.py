@@ -1,0 +1,244 @@
+"""`mlx-lm-server doctor`: set-ups that are broken on purpose, each in a real way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.directory import BlockDirectory
+from services import cli, listener
+from services.doctor import command, machine
+from services.model_files import INDEX, problems
+from shared.curve import create_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120
+
+
+class BrokenMachine:
+    """A folder with what is broken, and the flags and variables that lead there."""
+
+    def __init__(self, root: Path, good_model: Path, stack: ExitStack) -> None:
+        self.root, self._good = root, good_model
+        self.flags: list[str] = ["--host=127.0.0.1"]
+        self.environment: dict[str, str] = {}
+        self._stack = stack
+
+    def break_everything(self) -> dict[str, tuple[str, str]]:
+        """Return, for each thing that is broken, the check that has to find it, and in which
+        words."""
+        return {
+            "port taken": self._port(),
+            "a server uses the folder of blocks": self._blocks(),
+            "less room on the disk than is to stay free": self._disk(),
+            "hub's cache is not writable": self._hub(),
+            "socket in use": self._socket(),
+            "secret key readable by others": self._keys(),
+            "certificate is none": self._certificate(),
+            "ONNX Runtime is missing": self._onnx_runtime(),
+            "another machine cannot be reached": self._hosts(),
+            **self._models(),
+        }
+
+    def _port(self) -> tuple[str, str]:
+        taken = self._stack.enter_context(listener.listen("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.close()  # what takes it answers nothing, not even a connection
+        other = self._stack.enter_context(socket.socket())
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        other.settimeout(0)
+        self.flags.append(f"--port={port}")
+        return "http", f"--port: {port} is in use"
+
+    def _blocks(self) -> tuple[str, str]:
+        self._stack.callback(BlockDirectory(self.root / "blocks").close)
+        self.flags.append(f"--ssd-cache-dir={self.root / 'blocks'}")
+        return "SSD cache", "a running server keeps its blocks in"
+
+    def _disk(self) -> tuple[str, str]:
+        self.flags.append("--disk-reserve-gb=1e9")
+        return "SSD cache", "no block will be written"
+
+    def _hub(self) -> tuple[str, str]:
+        (self.root / "file").touch()
+        self.environment["HF_HOME"] = str(self.root / "file" / "below")
+        return "model cache", "is no folder"
+
+    def _socket(self) -> tuple[str, str]:
+        path = self.root / "engines"
+        other = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        other.bind(str(path))
+        other.listen()
+        self.flags.append(f"--engine-socket=ipc://{path}")
+        return "engine-socket", "is in use by a running process"
+
+    def _keys(self) -> tuple[str, str]:
+        create_pair(self.root / "keys", "server")
+        (self.root / "keys" / "server.secret").chmod(0o644)
+        self.flags.append(f"--curve-dir={self.root / 'keys'}")
+        return "keys", "can be read by other users"
+
+    def _certificate(self) -> tuple[str, str]:
+        for name in ("certfile", "keyfile"):
+            (self.root / name).write_text("no PEM")
+            self.flags.append(f"--ssl-{name}={self.root / name}")
+        return "TLS", "--ssl-certfile"
+
+    def _onnx_runtime(self) -> tuple[str, str]:
+        missing = self.root / "packages"
+        missing.mkdir()
+        (missing / "onnxruntime.py").write_text("raise ImportError('no onnxruntime here')")
+        self.environment["PYTHONPATH"] = f"{missing}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        return "ONNX Runtime", "no onnxruntime here"
+
+    def _hosts(self) -> tuple[str, str]:
+        """An ssh that fails as one does without a network, in the place of the machine's."""
+        programs = self.root / "programs"
+        programs.mkdir()
+        (programs / "ssh").write_text("#!/bin/sh\necho 'ssh: no route to host' >&2; exit 255\n")
+        (programs / "ssh").chmod(0o755)
+        self.environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        hosts = [{"ssh": name, "ips": ["192.0.2.1"]} for name in ("here", "elsewhere")]
+        (self.root / "hosts.json").write_text(json.dumps(hosts))
+        self.flags.append(f"--distributed-hostfile={self.root / 'hosts.json'}")
+        return "hosts", "elsewhere cannot be used: ssh: no route to host"
+
+    def _models(self) -> dict[str, tuple[str, str]]:
+        half, corrupt, cut = (self.root / name for name in ("half", "corrupt", "cut"))
+        for path in (half, corrupt, cut):
+            shutil.copytree(self._good, path)
+        index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+        (half / INDEX).write_text(json.dumps(index))
+        (corrupt / "config.json").write_text('{"model_type": "lla')
+        size = (cut / "model.safetensors").stat().st_size
+        os.truncate(cut / "model.safetensors", size // 2)
+        text = "".join(f'[[model]]\npath = "{path}"\n' for path in (half, corrupt, cut))
+        text += '[[model]]\nid = "gone/"\n'
+        text += f'[[model]]\nid = "large"\npath = "{self._good}"\nmemory-gb = 0.5\n'
+        (self.root / "server.toml").write_text(text)
+        self.flags.append(f"--config={self.root / 'server.toml'}")
+        return {
+            "half downloaded": ("model", "1 of 2 files of weights are missing: model-00002"),
+            "corrupt config": ("model", "config.json is not valid JSON"),
+            "cut file of weights": (
+                "model",
+                f"model.safetensors is cut off: {size // 2} of {size}",
+            ),
+            "no such model": ("model", "there is no folder gone/"),
+            "too little memory": ("model memory", "do not fit in 0.5 GB"),
+        }
+
+
+@pytest.fixture
+def broken(
+    socket_dir: Path, tiny_model: Callable[..., Path]
+) -> Iterator[tuple[BrokenMachine, dict[str, tuple[str, str]]]]:
+    with ExitStack() as stack:
+        made = BrokenMachine(socket_dir, tiny_model("llama"), stack)
+        yield made, made.break_everything()
+
+
+def test_each_of_fourteen_broken_set_ups_is_found_with_a_remedy(
+    broken: tuple[BrokenMachine, dict[str, tuple[str, str]]],
+) -> None:
+    """All at once, in one run of the command as a user starts it."""
+    machine, expected = broken
+    words = [sys.executable, "-m", "mlx_lm_server", "doctor", "--json", *machine.flags]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    bad = [each for each in found if each["verdict"] == "BAD"]
+    for what, (name, words_in_text) in expected.items():
+        own = [each for each in bad if each["name"] == name and words_in_text in each["text"]]
+        assert len(own) == 1, f"{what} in {bad}"
+        assert own[0]["remedy"], what
+    assert len(bad) == len(expected) == 14, bad
+
+
+def test_too_few_descriptors_are_found() -> None:
+    """By a process of its own, as they cannot be more again."""
+    code = "from services.doctor import machine; print(*machine.checks(None), sep='\\n')"
+    found = subprocess.run(
+        ["bash", "-c", 'ulimit -n 512; exec "$@"', "bash", sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    ).stdout
+    assert "name='descriptors', text='a process may have 512" in found
+    assert found.count("verdict='BAD'") == 1, found
+
+
+def test_settings_that_make_no_sense_are_found_and_the_machine_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "server.toml").write_text("max-batch-sise = 8\n")
+    assert cli.main(["doctor", f"--config={tmp_path / 'server.toml'}"]) == 1
+    report = capsys.readouterr().out
+    assert "BAD  settings      --config: unknown key 'max-batch-sise'" in report
+    assert "did you mean max-batch-size?" in report
+    assert "ok   run folder" in report
+    assert "\n1 to mend" in report
+
+
+def test_nothing_is_bad_where_nothing_is(
+    tiny_model: Callable[..., Path], tmp_path: Path, free_port: int
+) -> None:
+    model, blocks = tiny_model("llama"), tmp_path / "ssd"
+    flags = ["--host=127.0.0.1", f"--port={free_port}", "--disk-reserve-gb=0"]
+    found = list(command.examine([*flags, f"--model={model}", f"--ssd-cache-dir={blocks}"]))
+    assert [each for each in found if each.verdict == "BAD"] == []
+    assert any(each.name == "model memory" and each.verdict == "ok" for each in found)
+    assert not blocks.exists(), "it changes nothing"
+
+
+def test_a_limit_of_processors_is_found_in_both_kinds_of_control_groups(tmp_path: Path) -> None:
+    assert machine.cpu_limit(tmp_path).verdict == "ok"
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.cpu_limit(tmp_path).verdict == "ok"
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    found = machine.cpu_limit(tmp_path)
+    assert found.verdict == "WARN" and "may use 0.5 of them" in found.text
+    old = tmp_path / "old" / "cpu"
+    old.mkdir(parents=True)
+    (old / "cpu.cfs_quota_us").write_text("50000")
+    (old / "cpu.cfs_period_us").write_text("100000")
+    assert machine.cpu_limit(tmp_path / "old").verdict == "WARN"
+
+
+def test_files_that_are_no_models_are_told_apart(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert problems(tiny_model("llama")) == []
+    assert problems(tmp_path / "none") == [f"{tmp_path / 'none'} is no folder"]
+    assert problems(tmp_path) == [
+        *("there is no config.json", "there is no model*.safetensors", "there is no tokenizer"),
+    ]
+    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+    (tmp_path / "tokenizer.json").write_text("")
+    assert problems(tmp_path) == [
+        "config.json is not a JSON object",
+        "model.safetensors is no safetensors file",
+        "tokenizer.json is not valid JSON",
+    ]

@@ -1,0 +1,101 @@
+"""`make bench-peers`: what is kept, what is written, and other servers that are not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.peers import page
+from bench.peers.cells import CELLS, OURS, file_of, measured, results_of, serving
+from bench.peers.environments import Peer, PeerUnavailable, install
+from services.benchmark.answers import StreamedAnswer
+from services.benchmark.load import LoadRecord
+from services.benchmark.measures import level_of
+from services.benchmark.report import LoadReport
+
+
+@pytest.fixture
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    """A server that is installed already and does not start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    program = "raise SystemExit('it needs Metal')"
+
+    def command(folder: Path, weights: Path) -> list[str]:
+        return [sys.executable, "-c", program]
+
+    return Peer("other", (), command, reads=str(tmp_path), install=lambda folder: None)
+
+
+def report(label: str, tokens: int, error: str | None = None) -> LoadReport:
+    """A report of one level of two seconds."""
+    answer = StreamedAnswer(times=[0.5, 1.5], completion_tokens=tokens, has_usage=True)
+    records = [LoadRecord("", answer)]
+    records += [LoadRecord("", StreamedAnswer(error=error))] if error else []
+    found = level_of(
+        records,
+        [],
+        concurrency=1,
+        request_rate=None,
+        cancelled=0,
+        duration_s=2.0,
+        limits={},
+    )
+    return LoadReport(
+        url="",
+        model="m",
+        label=label,
+        endpoint="chat",
+        workload="fixed",
+        options={},
+        seed=0,
+        started="",
+        version="",
+        levels=[found],
+    )
+
+
+def test_pairs_that_are_whole_are_written(peer: Peer, tmp_path: Path) -> None:
+    results_of(peer).mkdir(parents=True)
+    for cell, ours, theirs in ((CELLS[0], 30, 20), (CELLS[1], 10, 40)):
+        file_of(peer, 0, cell, OURS).write_bytes(report(OURS, ours).encode())
+        file_of(peer, 0, cell, peer.name).write_bytes(
+            report(peer.name, theirs, "HTTP 500").encode()
+        )
+    file_of(peer, 0, CELLS[2], OURS).write_bytes(report(OURS, 5).encode())
+    found = measured(peer)
+    assert list(found) == list(CELLS[:2])
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{page.BEGIN}\nof an earlier run\n{page.END}\nafter\n")
+    (tmp_path / "pictures").mkdir()
+    page.write(document, {peer: found}, {peer: "other 1.0"}, {"third": "no wheel"})
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "earlier" not in text
+    assert "| 128 tokens in, 32 out | 1 | 15.0 / 10.0 = 1.50 |" in text
+    assert "| 128 tokens in, 32 out | 2 | **5.0 / 20.0 = 0.25** |" in text
+    assert "join" not in text and "| 4 |" not in text
+    assert "other, 128 tokens in, 32 out, 1 clients: 1 of its requests failed with HTTP 500" in text
+    assert "* third did not run here: no wheel" in text
+
+
+def test_why_one_cannot_be_installed_is_kept(peer: Peer) -> None:
+    tried = []
+
+    def fail(folder: Path) -> None:
+        tried.append(folder)
+        raise PeerUnavailable("no wheel for this system")
+
+    broken = peer._replace(install=fail)
+    for _ in range(2):
+        with pytest.raises(PeerUnavailable, match="no wheel for this system"):
+            install(broken)
+    assert len(tried) == 1
+
+
+def test_one_that_does_not_start_says_why(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
+    monkeypatch.setattr("bench.peers.cells.resolve", Path)
+    install(peer)
+    with pytest.raises(PeerUnavailable, match="it does not start: it needs Metal"), serving(peer):
+        pass

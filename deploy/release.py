@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         write_formula(sdist, version, options.url)
         check_contents(sdist, wheel)
         check_installed(sdist, wheel, version)
+        check_guide(wheel, version)
     except ReleaseError as error:
         sys.stderr.write(f"release: {error}\n")
         return 1
@@ -168,6 +169,30 @@ def check_installed(sdist: Path, wheel: Path, version: str) -> None:
             raise ReleaseError(f"the capital of France is {answer!r}")
 
 
+def guide_commands(wheel: Path) -> Iterator[tuple[str, str]]:
+    """Yield each row of docs/deploy/install.md that installs a wheel: its name, its command."""
+    page = (ROOT / "docs" / "deploy" / "install.md").read_text(encoding="utf-8")
+    for name, command in re.findall(r"^\| \[?(\w+).*? \| `(.*WHEEL.*)` \|$", page, re.MULTILINE):
+        yield name, command.replace("WHEEL", str(wheel))
+
+
+def check_guide(wheel: Path, version: str) -> None:
+    """Install with each command of the guide whose program is here, with versions as they are."""
+    for name, command in guide_commands(wheel):
+        if name != "pip" and shutil.which(name) is None:
+            sys.stdout.write(f"not tried, as {name} is not here: {command}\n")
+            continue
+        with tempfile.TemporaryDirectory(prefix="guide-") as directory:
+            folders = {"UV_TOOL_DIR": "uv", "UV_TOOL_BIN_DIR": "bin"}
+            folders |= {"PIPX_HOME": "pipx", "PIPX_BIN_DIR": "bin"}
+            own = {variable: f"{directory}/{folder}" for variable, folder in folders.items()}
+            _run("sh", "-ec", command, cwd=Path(directory), **own)
+            programs = Path(directory, "llm/bin" if name == "pip" else "bin")
+            said = _run(str(programs / "mlx-lm-server"), "--version", cwd=Path(directory))
+            if said.strip() != f"mlx-lm-server {version}":
+                raise ReleaseError(f"{command}: --version says {said!r}")
+
+
 @contextmanager
 def serving(programs: Path, directory: Path) -> Iterator[str]:
     with socket.socket() as probe:
@@ -205,12 +230,12 @@ def _ask(url: str) -> str:
         return text
 
 
-def _run(*command: str, cwd: Path | None = None) -> str:
+def _run(*command: str, cwd: Path | None = None, **variables: str) -> str:
     """Run a command without our packages on its path; return what it prints."""
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables,
         capture_output=True,
         text=True,
     )

@@ -12,18 +12,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.conftest import unused_port
 from tests.e2e.process import Process, running_process
+from tests.e2e.server import descendants
 
 docker = pytest.importorskip("docker", reason="the package docker is not installed")
 from tests.deploy.compose_stack import (  # noqa: E402
     BUILD_S,
     RECOVER_S,
+    ROOT,
     START_S,
     Stack,
     eventually,
@@ -32,6 +36,7 @@ from tests.deploy.compose_stack import (  # noqa: E402
 
 SERVICES = ("router", "engine", "kvstore")
 NATIVE = "router-for-native-engines"
+DEBIAN = ROOT / "tests" / "deploy" / "compose.debian.yml"
 
 
 def _why_not() -> str:
@@ -154,53 +159,100 @@ def test_what_is_taken_down_leaves_nothing(stack: Stack) -> None:
     assert stack.leftovers() == []
 
 
-def test_native_engines_join_a_router_in_a_container(
-    images: dict[str, Any], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "deploy" / "compose.md").read_text()
-    init, engine = re.findall(r"^    mlx-lm-server (.+)$", page, re.MULTILINE)
-    port, keys = unused_port(), tmp_path / "keys"
+@dataclass
+class MacHost:
+    """The profile for a Mac, with engines of this machine in place of the Mac's."""
 
-    def words(command: str, directory: Path) -> list[str]:
-        values = {"MODEL": str(tiny_model("llama")), "keys": str(directory), "5555": str(port)}
+    stack: Stack
+    engine_port: int
+    prometheus: httpx.Client
+    model: Path
+    directory: Path
+    """It has the folders of keys, and of blocks."""
+
+    def words(self, command: str, keys: Path) -> list[str]:
+        """Return the words of a command of the guide, with our model, keys and port."""
+        values = {"MODEL": str(self.model), "keys": str(keys), "5555": str(self.engine_port)}
         return re.sub("MODEL|5555|keys$", lambda found: values[found[0]], command).split()
 
-    # Those of the page, and of a stranger who has made keys in the same way.
-    other = tmp_path / "other"
-    for directory in (keys, other):
-        command = [sys.executable, "-m", "mlx_lm_server", *words(init, directory)]
+    def measured(self, metric: str) -> float:
+        """Return the sum of a metric, as Prometheus has it; 0 if it has none."""
+        answer = self.prometheus.get("/query", params={"query": f"sum({metric})"})
+        return sum(float(one["value"][1]) for one in answer.json()["data"]["result"])
+
+
+def guide() -> list[str]:
+    """Return our commands of the guide: one makes keys, the other starts an engine."""
+    page = (ROOT / "docs" / "deploy" / "compose.md").read_text()
+    return re.findall(r"^    mlx-lm-server (.+)$", page, re.MULTILINE)
+
+
+@pytest.fixture
+def mac(
+    images: dict[str, Any], tiny_model: Callable[..., Path], tmp_path: Path
+) -> Iterator[MacHost]:
+    """Make the keys of the guide, and those of a stranger; start the containers of the profile."""
+    ports = [unused_port() for _ in range(4)]
+    keys = tmp_path / "keys"
+    flags, own_images = ["--profile", "mac"], True
+    try:
+        images["router"].client.images.pull("prom/prometheus", "v3.5.0")
+    except docker.errors.APIError:  # no registry is reached
+        flags += ["-f", "docker-compose.yml", "-f", str(DEBIAN)]
+        own_images = False
+    stack = Stack(
+        f"mlms-mac-{os.getpid()}",
+        ports[0],
+        *flags,
+        KEYS=str(keys),
+        KEYS_USER=str(10001 if os.getuid() == 0 else os.getuid()),
+        ENGINE_PORT=str(ports[1]),
+        PROMETHEUS_PORT=str(ports[2]),
+        GRAFANA_PORT=str(ports[3]),
+        MODEL="native",
+    )
+    api = httpx.Client(base_url=f"http://127.0.0.1:{ports[2]}/api/v1", timeout=30)
+    host = MacHost(stack, ports[1], api, tiny_model("llama"), tmp_path)
+    for directory in (keys, tmp_path / "other"):
+        command = [sys.executable, "-m", "mlx_lm_server", *host.words(guide()[0], directory)]
         subprocess.run(command, check=True, capture_output=True)
-    (other / "server.key").write_text((keys / "server.key").read_text())
+    (tmp_path / "other" / "server.key").write_text((keys / "server.key").read_text())
     if os.getuid() == 0:  # the container runs as a user all the same, whose the keys have to be
         for path in (keys, *keys.iterdir()):
             os.chown(path, 10001, 10001)
-    variables = {"KEYS": str(keys), "KEYS_USER": str(keys.stat().st_uid)}
-    stack = Stack(
-        f"mlms-native-{os.getpid()}",
-        unused_port(),
-        *("--profile", "mac"),
-        **variables,
-        ENGINE_PORT=str(port),
-        MODEL="native",
-    )
     tmp_path.chmod(0o755)
-    with ExitStack() as running:
-        running.callback(stack.close)
-        stack.compose("up", "--detach", NATIVE)
+    try:
+        stack.compose("up", "--detach", *([] if own_images else ["--build"]), timeout=BUILD_S)
+        yield host
+        stack.down()
+        assert stack.leftovers() == []
+    finally:
+        stack.close()
+        api.close()
 
-        def join(directory: Path) -> Process:
-            flags = [*words(engine, directory), "--served-model-name=native", "--kv-bits=16"]
-            flags += [f"--ssd-cache-dir={directory}/blocks"]
+
+def test_native_engines_and_their_kvstore_join_a_router_and_its_monitoring(mac: MacHost) -> None:
+    stack = mac.stack
+    with ExitStack() as running:
+
+        def join(keys: Path) -> Process:
+            flags = [*mac.words(guide()[1], keys), "--served-model-name=native", "--kv-bits=16"]
+            flags += [f"--ssd-cache-dir={keys}/blocks", "--ssd-policy=write_through"]
             return running.enter_context(running_process("mlx_lm_server", *flags))
 
         (container,) = stack.containers(NATIVE)
-        join(other)
+        join(mac.directory / "other")
         assert eventually(lambda: b"a connection was refused: the key" in container.logs())
         assert stack.ready_engines() == []
-        join(keys)
+        engine = join(mac.directory / "keys")
         assert eventually(lambda: len(stack.ready_engines()) == 1), stack.logs()
         (name,) = stack.ready_engines()
         assert name.startswith("native.")
-        answer = stack.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})
+        assert [one for _, one in descendants(engine.popen.pid) if "services.kvstore" in one]
+        body = {"prompt": "a b c d " * 40, "max_tokens": 4}
+        answer = stack.client.post("/v1/completions", json=body)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert container.exec_run(["id", "-u"]).output != b"0\n"
+        # Prometheus, in its container, sees what the kvstore outside has.
+        assert eventually(lambda: mac.measured("mlx_lm_server_store_blocks") > 0), stack.logs()
+        assert mac.measured("up") == 1

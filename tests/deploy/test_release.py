@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,22 @@ def test_a_wheel_that_lacks_a_module_is_refused(release: dict[str, Any], tmp_pat
         release["check_contents"](wheel, wheel)
 
 
+def test_every_way_of_the_guide_to_install_a_wheel_is_tried(release: dict[str, Any]) -> None:
+    found = dict(release["guide_commands"](Path("/dist/a.whl")))
+    assert found["uv"] == 'uv tool install "/dist/a.whl[cpu]"'
+    assert list(found) == ["uv", "pipx", "pip"]
+
+
 def test_the_chart_has_the_version_of_the_package(release: dict[str, Any]) -> None:
     chart = yaml.safe_load((ROOT / CHART).read_text())
     assert chart["appVersion"] == release["version_of"](ROOT)
+
+
+@pytest.mark.skipif(shutil.which("ruby") is None, reason="there is no Ruby")
+def test_the_formula_is_ruby() -> None:
+    formula = ROOT / "deploy" / "homebrew" / "mlx-lm-server.rb"
+    checked = subprocess.run(["ruby", "-wc", str(formula)], capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "Syntax OK\n", "")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=str)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -128,8 +129,22 @@ def test_bash_completes_commands_flags_and_files(
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_zsh_can_read_its_script(scripts: Path) -> None:
-    subprocess.run(["zsh", "-n", str(scripts / "zsh")], check=True, timeout=PATIENCE_S)
+def test_zsh_completes_commands_and_flags(scripts: Path, tmp_path: Path) -> None:
+    shutil.copy(scripts / "zsh", tmp_path / "_mlx-lm-server")
+    environment = {**os.environ, "TERM": "dumb", "ZDOTDIR": str(tmp_path)}
+    options: dict[str, Any] = {"dimensions": (50, 200), "encoding": "utf-8", "env": environment}
+    shell = pexpect.spawn("zsh", ["-f", "-i"], timeout=PATIENCE_S, **options)
+    try:
+        shell.sendline(
+            f"fpath=({tmp_path} $fpath); autoload -U compinit && compinit -u -D; echo re''ad"
+        )
+        shell.expect("read\r\n")
+        for typed, completed in (("sta", "tus"), ("serve --max-b", "atch-size")):
+            shell.send(f"mlx-lm-server {typed}\t")
+            shell.expect_exact(completed)
+            shell.sendcontrol("u")
+    finally:
+        shell.close(force=True)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")

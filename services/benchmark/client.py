@@ -144,9 +144,9 @@ class KeptConnection(asyncio.Protocol):
     async def exchange(self, request: bytes, take: Take) -> int:
         """Send ``request``, and return the status when its response is complete. Raises
         ConnectionError, and ValueError if the response is not HTTP."""
+        self.heard, self.is_reusable, self._ends_with_connection = False, False, True
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection was closed")
-        self.heard, self.is_reusable, self._ends_with_connection = False, False, True
         self._parser = httptools.HttpResponseParser(self)
         self._take = take
         self._done = asyncio.get_running_loop().create_future()

@@ -35,6 +35,8 @@ class ScriptedHttp:
     def __init__(self, responses: Sequence[bytes]) -> None:
         self.heads: list[str] = []
         self.connections = 0
+        self.closes = False
+        """Whether it closes each connection after the first answer, without saying so."""
         self._responses = iter(responses)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +50,7 @@ class ScriptedHttp:
                 for at in range(0, len(response), 29):  # events arrive in pieces
                     writer.write(response[at : at + 29])
                     await writer.drain()
-                if not response.endswith(b"0\r\n\r\n"):
+                if self.closes or not response.endswith(b"0\r\n\r\n"):
                     break
         except asyncio.IncompleteReadError:
             pass
@@ -110,6 +112,22 @@ def test_a_connection_is_used_again_and_replaced_when_it_is_gone() -> None:
             answers = [await client.stream("/completions", {}) for _ in range(3)]
         assert [each.error for each in answers] == [None] * 3
         assert (script.connections, len(script.heads)) == (2, 4)
+
+    asyncio.run(ask())
+
+
+def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced() -> None:
+    """As some servers do after a while, or after each answer, without saying so."""
+    whole = chunks(*EVENTS)
+
+    async def ask() -> None:
+        async with scripted(whole, whole) as (script, client):
+            script.closes = True
+            answers = [await client.stream("/completions", {})]
+            await asyncio.sleep(0.1)  # it is replaced too if this is too short
+            answers.append(await client.stream("/completions", {}))
+        assert [each.error for each in answers] == [None, None]
+        assert (script.connections, len(script.heads)) == (2, 2)
 
     asyncio.run(ask())
 

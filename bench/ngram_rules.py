@@ -185,7 +185,10 @@ def rules(transcripts: Iterable[Transcript]) -> dict[str, list[tuple[int, int, i
     for cost in TOKEN_COSTS:
         ours[f"ours, auto, cost {cost}"] = OurRule.speculator(MOST, cost)
     long = LlamaSimpleRule.SIZE
-    ours[f"ours, {long}-{long}, cost 0.4"] = OurRule.speculator(MOST, 0.4, sizes=(long, long))
+    ours[f"ours, {long}-{long}, {MOST}"] = OurRule.speculator(MOST, sizes=(long, long))
+    for cost in (TOKEN_COSTS[0], TOKEN_COSTS[-1]):
+        name = f"ours, {long}-{long}, cost {cost}"
+        ours[name] = OurRule.speculator(MOST, cost, sizes=(long, long))
     found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for prompt, answer in transcripts:
         each: dict[str, Rule] = {

@@ -7,6 +7,7 @@ told to, and connects again when the group ends. All end with ``mlx.launch``.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -60,9 +61,11 @@ def keep_rank(options: Settings, hosts: tuple[RankHost, ...], rank: int) -> int:
     """Keep a rank other than 0 for as long as ``mlx.launch`` and rank 0 are there. Return the exit
     code."""
     logs.setup(f"rank-{rank}", options.log_level, options.log_format)
+    ending: list[int] = []  # the group may still finish its streams
+    signal.signal(signal.SIGINT, lambda number, _: ending.append(number))
     parent, code = os.getppid(), EXIT_OK
     left_at: float | None = None  # rank 0, for the last time
-    while os.getppid() == parent:
+    while os.getppid() == parent and not ending:
         if left_at is not None and time.monotonic() - left_at > WITHOUT_LEADER_S:
             logger.info("rank 0 has ended")
             return code
@@ -73,16 +76,18 @@ def keep_rank(options: Settings, hosts: tuple[RankHost, ...], rank: int) -> int:
                 link.sendall(b"%d\n" % rank)
                 job = read_job(link.fileno())
                 if job is not None:
+                    left_at = math.inf
                     own = own_job(job, options, rank)
                     code = keep(own, link.fileno(), link.fileno(), lambda: os.getppid() == parent)
-                    left_at = time.monotonic()
         except OSError:  # it is not there yet, or not any more
             pass
         except msgspec.MsgspecError:
             logger.error("%s is not rank 0 of this server", hosts[0].address)
             return EXIT_FAILED
+        if left_at == math.inf:
+            left_at = time.monotonic()
         time.sleep(PAUSE_S)
-    return EXIT_OK
+    return code
 
 
 def own_job(job: RankJob, options: Settings, rank: int) -> RankJob:

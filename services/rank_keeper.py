@@ -31,6 +31,8 @@ from shared.supervisor_link import LINK_VARIABLE, LineReader
 LONGER_S = 2.0
 """The rank itself ends after `SILENCE_S`; what is stopped does not."""
 BYTES = 65536
+ENDING_S = 10.0
+"""How long a kvstore may take to write what it has."""
 STORE_PAUSE_S = 1.0
 """Before a kvstore that ended is started again: one of the last group may still have the files."""
 
@@ -121,7 +123,11 @@ class KeptStore:
     def end(self) -> None:
         if self._link is not None and self._process is not None:
             self._link.close()
-            self._process.wait()
+            try:
+                self._process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
 
 class RankKeeper:

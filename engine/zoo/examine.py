@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import msgspec
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 
 from engine.batch import device
 from engine.cache.quantization import Precision
@@ -165,6 +165,7 @@ def _same_tokens(model: Any, executor: Executor, prompt: Sequence[int], count: i
     """Return whether ``executor`` alone continues ``prompt`` as mlx-lm's generation does."""
     theirs = generate_step(mx.array(prompt), model, max_tokens=count)
     expected = [int(token) for token, _ in theirs]
+    mx.synchronize(generation_stream)  # a step ahead, whose sums over ranks would meet ours
     slot, slab = Slot(0, 0), SlabSpec(0, 1, CAPACITY)
     chunk = Chunk(slot, 0, tuple(prompt[:-1]))
     executor.dispatch(Plan(step=1, new_slabs=(slab,), chunks=(chunk,))).read()

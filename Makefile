@@ -75,11 +75,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) --dist loadfile --timeout 600 $(ARGS)
 
-# Without those about the SSD tier, adapters, drafts, memory and machines that join.
+# Without those that are about the router alone, about Ray, or about faults and load for minutes.
+NOT_OF_RANKS = $(addprefix tests/e2e/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)
 test-ranks: setup
 	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel \
-		$(addprefix tests/e2e/test_,ranks.py remote_ranks.py faults.py requests.py sampling.py stop_strings.py \
-		structured.py limits.py processes.py administration.py)
+		$(filter-out $(NOT_OF_RANKS),$(wildcard tests/e2e/test_*.py))
 
 # With Ray, which is not among what the other tests need.
 test-ray: setup

@@ -34,7 +34,7 @@ def main() -> int:
     names = options.names or architectures()
     ways = [Way(options.gpu_path, options.ranks)]
     if options.write:
-        ways = [Way(gpu, ranks) for ranks in (1, RANKS) for gpu in (False, True)]
+        ways = [Way(), Way(gpu_path=True), Way(ranks=RANKS)]
     results = Results(options.results)
     by_way = {way: _examine(names, options.time_limit, way, results) for way in ways}
     if options.write:

@@ -37,11 +37,11 @@ dispatched before the last one is read, as they are on a GPU, but computed on th
 what is not right, or how it is batched; Metal itself computes with other kernels.
 
 The column "2 ranks" is of models that mlx-lm can divide ([ranks](distributed.md)): two processes
-compute each as the others were computed, on both paths, and are compared with the whole model.
+compute each of them on the CPU, with the same stages, and are compared with the whole model.
 
 * On a CPU: {summary}.
 * As on a GPU: {summary_gpu}.
-* On 2 ranks: {divided} can be divided, {divided_right} right on both paths.
+* On 2 ranks: {divided} can be divided, {divided_right} right.
 
 | architecture | served | batched | how | as on a GPU | 2 ranks | prefixes | INT8 | why not faster |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -56,9 +56,9 @@ Reports = Mapping[str, ArchitectureReport]
 
 
 def page(by_way: Mapping[Way, Reports]) -> str:
-    """Return the page, in Markdown: of one process and of `RANKS`, each on both paths."""
+    """Return the page, in Markdown: of one process on both paths, and of `RANKS`."""
     reports, as_on_gpu = list(by_way[Way(False)].values()), by_way[Way(True)]
-    on_ranks = [by_way[Way(gpu, RANKS)] for gpu in (False, True)]
+    on_ranks = by_way[Way(ranks=RANKS)]
     right = [report for report in reports if report.right]
     return _PAGE.format(
         mlx_lm=version("mlx-lm"),
@@ -69,13 +69,10 @@ def page(by_way: Mapping[Way, Reports]) -> str:
         worst_int8=max((report.int8_difference for report in right), default=0.0),
         summary=summary(reports),
         summary_gpu=summary(list(as_on_gpu.values())),
-        divided=sum(report.loads for report in on_ranks[0].values()),
-        divided_right=sum(
-            all(each[name].right for each in on_ranks if name in each) for name in on_ranks[0]
-        ),
+        divided=sum(report.loads for report in on_ranks.values()),
+        divided_right=sum(report.right for report in on_ranks.values()),
         rows="\n".join(
-            _row(report, as_on_gpu[report.name], _on_ranks(report.name, on_ranks))
-            for report in reports
+            _row(report, as_on_gpu[report.name], on_ranks.get(report.name)) for report in reports
         ),
     )
 
@@ -96,16 +93,15 @@ def summary(reports: Sequence[ArchitectureReport]) -> str:
     )
 
 
-def _on_ranks(name: str, reports: Sequence[Reports]) -> str:
-    """Return how a divided model is batched, or what is wrong. Empty: mlx-lm does not divide it."""
-    found = [each[name] for each in reports if name in each]
-    if wrong := next((report for report in found if report.error), None):
-        return f"WRONG: {wrong.error}" if wrong.loads else ""
-    return next((report.batching for report in found if report.loads), "")
-
-
-def _row(report: ArchitectureReport, as_on_gpu: ArchitectureReport, on_ranks: str) -> str:
+def _row(
+    report: ArchitectureReport,
+    as_on_gpu: ArchitectureReport,
+    on_ranks: ArchitectureReport | None,
+) -> str:
     served = "right" if report.right else "WRONG" if report.loads else "does not load"
+    divided = ""  # mlx-lm cannot do it
+    if on_ranks is not None and on_ranks.loads:
+        divided = on_ranks.batching if on_ranks.right else f"WRONG: {on_ranks.error}"
     gpu = as_on_gpu.batching if as_on_gpu.right else f"WRONG: {as_on_gpu.error}"
     cells = [
         report.name,
@@ -113,7 +109,7 @@ def _row(report: ArchitectureReport, as_on_gpu: ArchitectureReport, on_ranks: st
         "yes" if report.batched else "no" if report.loads else "",
         report.batching,
         gpu.replace("|", "\\|") if as_on_gpu.loads else "",
-        on_ranks.replace("|", "\\|"),
+        divided.replace("|", "\\|"),
         "yes" if report.prefix_cache else "no" if report.loads else "",
         _int8(report),
         _why(report).replace("|", "\\|"),

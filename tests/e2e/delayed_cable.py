@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 60_000
@@ -44,7 +45,7 @@ def lay(addresses: tuple[str, str], second: tuple[str, ...], delay_s: float) -> 
 
 
 def carry(device: str, peer: socket.socket, delay_s: float) -> None:
-    """Carry packets until the other end is gone."""
+    """Carry packets until the other end or the device is gone."""
     tun = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
     late: deque[tuple[float, bytes]] = deque()
@@ -63,4 +64,5 @@ def carry(device: str, peer: socket.socket, delay_s: float) -> None:
 
 if __name__ == "__main__":
     name, number, seconds = sys.argv[1:]
-    carry(name, socket.socket(fileno=int(number)), float(seconds))
+    with suppress(OSError):
+        carry(name, socket.socket(fileno=int(number)), float(seconds))

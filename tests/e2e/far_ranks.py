@@ -30,7 +30,8 @@ exec {" ".join(SECOND)} sh -c "$last"
 
 def main(delays_ms: list[float]) -> None:
     ip("link set lo up")
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
+    for kind, place in (("tmpfs", "/run"), ("proc", "/proc")):
+        subprocess.run(["mount", "-t", kind, kind, place], check=True)
     with tempfile.TemporaryDirectory(prefix="far-", dir="/tmp") as folder:
         model = make_tiny("llama", Path(folder, "model"))
         program = Path(folder, "bin", "ssh")

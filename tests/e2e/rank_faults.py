@@ -38,7 +38,7 @@ class RankFaults:
 
     def round(self, rank: int, number: int) -> None:
         """End ``rank`` with the signal ``number`` while all streams run."""
-        pids = self.pids()
+        pids, known = self.pids(), len(self.findings)
         answers = [self._pool.submit(self._answer, each) for each in range(STREAMS)]
         time.sleep(self._random.uniform(0.0, 0.8))
         started = time.monotonic()
@@ -56,7 +56,10 @@ class RankFaults:
             self.findings.append(f"{name}: back after {took_s:.1f} s")
         if left := [pid for pid in pids if is_running(pid)]:
             self.findings.append(f"{name}: {left} left over")
-        sys.stdout.write(f"{name}: {took_s:.1f} s\n")
+        found = self.findings[known:]
+        sys.stdout.write(
+            f"{name}: {took_s:.1f} s{''.join(f', FINDING {each}' for each in found)}\n"
+        )
         sys.stdout.flush()
 
     def pids(self) -> list[int]:
@@ -104,7 +107,6 @@ def main() -> int:
             faults = RankFaults(server, options.seed)
             for number in range(options.rounds):
                 faults.round(*kinds[number % len(kinds)])
-    sys.stdout.write("".join(f"FINDING {line}\n" for line in faults.findings))
     longest_s = max(faults.times_s)
     sys.stdout.write(
         f"{options.rounds} rounds, {len(faults.findings)} findings; back after {longest_s:.1f} s "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -31,9 +32,11 @@ from services.remote_rank import (
 )
 from shared.hostfile import HostfileError, RankHost, rdma_matrix, read_hostfile
 from shared.settings import Settings
+from tests.e2e.process import ROOT
 from tests.e2e.server import Server, descendants, is_running, serving, text_of
 from tests.e2e.test_faults import PATIENCE_S
 from tests.e2e.test_ranks import LONG, at_length
+from tests.e2e.test_two_machines import ISOLATED
 from tests.oracle import Oracle
 
 HOSTS = [
@@ -105,6 +108,27 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
         assert answer["choices"][0]["text"] == text
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
+
+
+@at_length
+def test_a_cable_that_delays_every_packet_changes_no_text() -> None:
+    if missing := [name for name in ("unshare", "ip", "mount") if shutil.which(name) is None]:
+        pytest.skip(f"not on this machine: {', '.join(missing)}")
+    tried = subprocess.run([*ISOLATED, *"ip tuntap add dev one mode tun".split()], text=True)
+    if tried.returncode:
+        pytest.skip("no network namespaces with TUN devices here")
+    words = [sys.executable, "-m", "tests.e2e.far_ranks", "0", "5"]
+    done = subprocess.run(
+        [*ISOLATED, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, far_ms = (float(line.split()[4]) for line in done.stdout.splitlines())
+    assert far_ms > 0.9 * 5 * 5, "two layers of two sums, and that of the token, wait for the cable"
 
 
 def lose(server: Server, name: str, number: int) -> None:

@@ -27,11 +27,11 @@ def test_the_page_says_how_models_are_divided() -> None:
     undivided = ArchitectureReport(name="mamba")
     divided = {"llama": RIGHT, "mamba": undivided}
     wrong = ArchitectureReport(name="llama", loads=True, error="logits differ")
-    by_way = {Way(): whole, Way(True): whole, ON_RANKS: divided, Way(True, RANKS): divided}
+    by_way = {Way(): whole, Way(True): whole, ON_RANKS: divided}
     text = page(by_way)
-    assert "* On 2 ranks: 1 can be divided, 1 right on both paths." in text
+    assert "* On 2 ranks: 1 can be divided, 1 right." in text
     assert "| llama | right | no |  |  | ragged | no |" in text
     assert "| mamba | right | no |  |  |  | no |" in text
-    by_way[Way(True, RANKS)] = divided | {"llama": wrong}
+    by_way[ON_RANKS] = divided | {"llama": wrong}
     assert "| WRONG: logits differ |" in page(by_way)
-    assert "1 can be divided, 0 right on both paths" in page(by_way)
+    assert "1 can be divided, 0 right." in page(by_way)

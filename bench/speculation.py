@@ -1,7 +1,8 @@
-"""`python -m bench speculation`: the same engine with drafts and without, in turn.
+"""`python -m bench speculation`: the same requests with drafts and without, a step of each in turn.
 
-Each run computes the same requests twice, in the order a, b and then b, a. Tokens are counted while
-all requests decode: from the step in which the last has begun to that in which the first ends.
+Two engines have the same weights, one drafts: what else happens on the machine slows both. Tokens
+are counted, and steps timed, while all requests decode: after the step in which the last has begun,
+to that in which the first ends.
 Drafts are those of ``--spec-decode auto``, what was learned in earlier runs included, as at a
 server; "misses" has a source that is always wrong. Ratios are of tokens a second, and a second one
 of tokens a second of the processor, which other programs on the machine change less.
@@ -15,7 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.backend.blas import load_fast_blas
 
@@ -33,10 +34,62 @@ BATCHES, TOKENS = (1, 4, 16), 128
 MISSES = "misses"
 
 
-class TimedRun(NamedTuple):
-    texts: dict[int, list[int]]
-    rate: float  # tokens per second, of all requests
-    cpu_rate: float  # tokens per second of the processor
+class TimedRun:
+    """Requests that an engine computes, step by step, and what its steps took."""
+
+    def __init__(
+        self,
+        engine: InProcessEngine,
+        workload: Workload,
+        numbers: Sequence[int],
+        tokens: int,
+        drafts: Speculator | None,
+    ) -> None:
+        self._engine = engine
+        engine.renew(drafts)
+        prompts = {
+            number: engine.encode(workload.text(number), is_chat=workload.is_chat)
+            for number in numbers
+        }
+        engine.texts(list(prompts.values()), 1)  # so that all begin at nearly the same time
+        self._names = {
+            engine.submit(prompt, tokens, **workload.fields(number)): number
+            for number, prompt in prompts.items()
+        }
+        self.texts: dict[int, list[int]] = {number: [] for number in numbers}
+        self._counts = True
+        self._tokens = 0
+        self._seconds = self._cpu_seconds = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        return not self._engine.replica.scheduler.idle
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, of all requests."""
+        return self._tokens / self._seconds
+
+    @property
+    def cpu_rate(self) -> float:
+        """Tokens per second of the processor."""
+        return self._tokens / self._cpu_seconds
+
+    def step(self) -> None:
+        all_decode = all(self.texts.values())
+        began, cpu_began = time.perf_counter(), time.process_time()
+        deltas = self._engine.step()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        for delta in deltas:
+            if delta.finish == "error":
+                raise RuntimeError(f"a request failed: {delta}")
+            self.texts[self._names[delta.request_id]] += delta.token_ids
+        if all_decode and self._counts:
+            self._tokens += sum(len(delta.token_ids) for delta in deltas)
+            self._seconds += seconds
+            self._cpu_seconds += cpu_seconds
+        if any(delta.finish for delta in deltas):
+            self._counts = False
 
 
 class AlwaysWrong(DraftSource):
@@ -52,11 +105,13 @@ class AlwaysWrong(DraftSource):
 
 
 class Comparison:
-    """Runs requests on one engine, with drafts and without."""
+    """Runs requests on two engines, one with drafts."""
 
     def __init__(self, model: str, tokens: int, **settings: Any) -> None:
+        self.plain = InProcessEngine(model)
         self.engine = InProcessEngine(model, **{"spec_decode": "auto", **settings})
-        self.engine.use_grammars()
+        for engine in (self.plain, self.engine):
+            engine.use_grammars()
         self._tokens = tokens
         self._known: dict[int, list[int]] = {}
 
@@ -74,55 +129,28 @@ class Comparison:
     def pair(
         self, name: str, batch: int, drafts: Speculator, number: int
     ) -> tuple[TimedRun, TimedRun]:
-        """Return a run without ``drafts`` and one with them. The first of all is not."""
+        """Return a run without ``drafts`` and one with them."""
         workload = WORKLOADS["chat" if name == MISSES else name]
         numbers = range(number * batch, (number + 1) * batch)
         if name == MISSES and not set(numbers) <= set(self._known):
-            self._known |= self.run(workload, numbers, None).texts
-        with_drafts = None
-        if number % 2:
-            with_drafts = self.run(workload, numbers, drafts)
-        plain = self.run(workload, numbers, None)
-        return plain, with_drafts or self.run(workload, numbers, drafts)
+            known = TimedRun(self.plain, workload, numbers, self._tokens, None)
+            while known.is_running:
+                known.step()
+            self._known |= known.texts
+        plain = TimedRun(self.plain, workload, numbers, self._tokens, None)
+        drafted = TimedRun(self.engine, workload, numbers, self._tokens, drafts)
+        order = [plain, drafted]
+        while plain.is_running or drafted.is_running:
+            for run in order:
+                if run.is_running:
+                    run.step()
+            order.reverse()
+        return plain, drafted
 
     def transcript(self, name: str, number: int, answer: list[int]) -> Transcript:
         """Return the prompt of text ``number`` with its answer."""
         workload = WORKLOADS[name]
         return self.engine.encode(workload.text(number), is_chat=workload.is_chat), answer
-
-    def run(
-        self, workload: Workload, numbers: Sequence[int], drafts: Speculator | None
-    ) -> TimedRun:
-        engine = self.engine
-        engine.renew(drafts)
-        prompts = {
-            number: engine.encode(workload.text(number), is_chat=workload.is_chat)
-            for number in numbers
-        }
-        engine.texts(list(prompts.values()), 1)  # so that all begin at nearly the same time
-        names = {
-            engine.submit(prompt, self._tokens, **workload.fields(number)): number
-            for number, prompt in prompts.items()
-        }
-        texts: dict[int, list[int]] = {number: [] for number in numbers}
-        before = done = 0
-        began = ended = _clocks()
-        while not engine.replica.scheduler.idle:
-            deltas = engine.step()
-            for delta in deltas:
-                if delta.finish == "error":
-                    raise RuntimeError(f"a request failed: {delta}")
-                texts[names[delta.request_id]] += delta.token_ids
-            if not before and all(texts.values()):
-                before, began = sum(map(len, texts.values())), _clocks()
-            if not done and any(delta.finish for delta in deltas):
-                done, ended = sum(map(len, texts.values())) - before, _clocks()
-        seconds, cpu_seconds = (end - begin for begin, end in zip(began, ended, strict=True))
-        return TimedRun(texts, done / seconds, done / cpu_seconds)
-
-
-def _clocks() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
 
 
 def speculation(model: str, runs: int) -> None:

@@ -14,6 +14,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	&& { echo $$python; break; }; done)
 
 BIN   := .venv/bin
+SERVES := .venv/.serves-$(EXTRA)
 READY := .venv/.ready-$(EXTRA)
 LOCK  := requirements/develop.txt
 LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
@@ -22,7 +23,7 @@ LOCKING := --universal --python-version 3.11 --generate-hashes --quiet \
 .PHONY: help setup serve test test-slow test-ranks test-ray clients agents lint lint-style lint-types lint-imports lint-docs hooks format bench bench-peers soak chaos abuse fuzz zoo compose-test dist release lock platforms clean
 
 help:
-	@echo "make setup         create .venv with everything for serving and testing"
+	@echo "make setup         create .venv with everything for serving and testing (make serve: for serving)"
 	@echo "make serve         serve MODEL=$(MODEL) on PORT=$(PORT), more flags in ARGS"
 	@echo "make test          run all tests except the slow ones, WORKERS=$(WORKERS) in parallel (more pytest arguments in ARGS)"
 	@echo "make test-slow     run the slow tests: whole servers with the demo model, soak, fuzz, the zoo"
@@ -51,20 +52,29 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml $(LOCK)
+$(SERVES): pyproject.toml requirements/serve.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/it" >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 ifeq ($(EXTRA),cpu)
-	@$(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK) || { \
+	@$(BIN)/python -m pip install --quiet --require-hashes -r requirements/serve.txt || { \
 	echo "The pinned versions do not install here; installing what pyproject.toml allows." >&2; \
-	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[cpu,dev]'; }
+	$(BIN)/python -m pip install --quiet '.[cpu]'; }
 else
-	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[$(EXTRA),dev]'
+	$(BIN)/python -m pip install --quiet '.[$(EXTRA)]'
 endif
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-serve: setup
+$(READY): $(SERVES) $(LOCK)
+ifeq ($(EXTRA),cpu)
+	@$(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK) || \
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+else
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA),dev]'
+endif
+	@touch $@
+
+serve: $(SERVES)
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
 
 # Many tests wait for processes more than they compute, so there are more workers than cores.

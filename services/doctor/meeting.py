@@ -55,7 +55,7 @@ def _http(options: Settings) -> Iterator[Check]:
             yield bad("http", str(error), "see what has it: lsof -i, or ss -ltnp")
             return
         text = f"{error}: mlx-lm-server {running['version']} runs there"
-        yield bad("http", text, "end it, or serve on another port (--port)")
+        yield warning("http", text, "to start another one, end it or choose another --port")
         yield from _versions(running)
         return
     yield good("http", f"{options.host}:{options.port} is free")

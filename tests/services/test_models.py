@@ -107,7 +107,8 @@ def pull(name: str, hub: Hub, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mlx_lm_server", "models", "pull", name],
         cwd=ROOT,
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)},
+        # A test in this process may have loaded a tokenizer, which switches the hub off.
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -145,9 +145,9 @@ class Chaos:
     def _check_after_the_end(self) -> None:
         site, judge = self.site, self.judge
         for name, log in (("server", site.server.log), ("elsewhere", site.joined.log)):
-            for line in log:
+            for number, line in enumerate(log):
                 if re.search(r"Traceback|internal error|^\S+ critical ", line):
-                    judge.find(f"the log of {name} has: {line}")
+                    judge.find(f"the log of {name} has: " + "\n  ".join(log[number : number + 40]))
         if site.server.process.returncode != 0:
             judge.find(f"the server ended with {site.server.process.returncode}")
         deadline = time.monotonic() + IDLE_WITHIN_S

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import unused_port
+from tests.e2e.process import ROOT
 from tests.e2e.server import Server, alive, descendants, serving, text_of
 
 pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
@@ -24,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PATIENCE_S = 120.0
 NODE_BYTES = 900_000_000  # room for one engine of 0.5 GB
 LONG = 500
+ENGINE = "services.engine"
 
 
 class RayNodes:
@@ -56,7 +61,7 @@ class RayNodes:
         """Kill a node with all that runs on it."""
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def engines(self, node: Any, word: str = "services.engine") -> list[int]:
+    def engines(self, node: Any, word: str = ENGINE) -> list[int]:
         """Return the engine processes on ``node``."""
         (raylet,) = node.all_processes["raylet"]
         return [pid for pid, command in descendants(raylet.process.pid) if word in command]
@@ -196,3 +201,49 @@ def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
         wait_ready(server, 2)
         assert any("1 engines are enough" in line for line in server.log)
         assert server.complete("a", model="scaled")["usage"]["completion_tokens"] == 16
+
+
+def test_blocks_of_engines_elsewhere_are_kept_by_the_kvstore_of_this_machine(
+    nodes: RayNodes, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    kvstore = f"tcp://127.0.0.1:{unused_port()}"
+    flags = ("--kvstore-socket", kvstore, "--ssd-cache-dir", str(tmp_path), "--memory-gb", "0.5")
+    policy = ("--ssd-policy", "write_through")
+    prompt = "a long prompt, " * 20
+    with serving_on(nodes, *flags, *policy, model=tiny_model("llama")) as server:
+        wait_ready(server, 1)
+        first = server.complete(prompt)
+        server.wait_metric("mlx_lm_server_store_blocks")
+        (engine,) = [pid for node in nodes.nodes() for pid in nodes.engines(node)]
+        os.kill(engine, signal.SIGKILL)  # with what it has in RAM
+        server.wait_until(lambda: not alive(engine), PATIENCE_S, "its end")
+        wait_ready(server, 0)
+        wait_ready(server, 1)
+        again = server.complete(prompt)
+        assert again["choices"] == first["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def guide() -> list[list[str]]:
+    """Return the commands of docs/deploy/ray.md that start nodes: the head, then another."""
+    page = (ROOT / "docs" / "deploy" / "ray.md").read_text(encoding="utf-8")
+    return [line.split() for line in re.findall(r"^    (ray start .*)$", page, re.MULTILINE)]
+
+
+def test_the_commands_of_the_guide_make_a_cluster(tiny_model: Callable[..., Path]) -> None:
+    port = str(unused_port())
+    started = []
+    with ExitStack() as stack:
+        for words in guide():
+            command = [word.replace("HEAD", "127.0.0.1").replace("6379", port) for word in words]
+            command[0] = str(Path(sys.executable).with_name("ray"))
+            node = subprocess.Popen([*command, "--block"], stdout=subprocess.DEVNULL)
+            stack.callback(node.wait, PATIENCE_S)
+            stack.callback(node.terminate)
+            started.append(node)
+        cluster = ("--cluster", "ray", "--ray-address", f"127.0.0.1:{port}")
+        with serving(tiny_model("llama"), *cluster, "--ray-label", "kind=mac") as server:
+            wait_ready(server, 1)
+            assert server.complete("a")["usage"]["completion_tokens"] == 16
+            (engine,) = [pid for pid, words in descendants(started[1].pid) if ENGINE in words]
+            assert alive(engine)

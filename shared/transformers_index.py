@@ -32,7 +32,8 @@ def remember_transformers(folder: Path | None = None) -> None:
     Without a folder that can be read or written, or once transformers is imported, nothing changes.
     """
     if "transformers" not in sys.modules:
-        sys.meta_path.insert(0, _Finder(folder or user_cache() / "transformers"))
+        # A list of its own, and it stays: other threads, which import too, may be in the old one.
+        sys.meta_path = [_Finder(folder or user_cache() / "transformers"), *sys.meta_path]
 
 
 class _Finder(MetaPathFinder):
@@ -46,7 +47,6 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(name, spec.loader.path, self._folder)

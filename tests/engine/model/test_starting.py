@@ -32,10 +32,12 @@ from shared.transformers_index import remember_transformers
 
 if sys.argv[1] == "remembered":
     remember_transformers()
+finders = sys.meta_path[:]
 import transformers
 from transformers import AutoTokenizer, LlamaConfig
 from transformers.models import qwen2
 
+assert sys.meta_path[: len(finders)] == finders  # other threads go through it meanwhile
 print(sorted(dir(transformers)))
 print(sorted(dir(transformers.models)))
 print(LlamaConfig().model_type, AutoTokenizer.__module__, sorted(dir(qwen2)))

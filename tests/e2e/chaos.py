@@ -147,7 +147,8 @@ class Chaos:
         for name, log in (("server", site.server.log), ("elsewhere", site.joined.log)):
             for number, line in enumerate(log):
                 if re.search(r"Traceback|internal error|^\S+ critical ", line):
-                    judge.find(f"the log of {name} has: " + "\n  ".join(log[number : number + 40]))
+                    around = log[max(0, number - 5) : number + 40]
+                    judge.find(f"the log of {name} has: {line}\n  " + "\n  ".join(around))
         if site.server.process.returncode != 0:
             judge.find(f"the server ended with {site.server.process.returncode}")
         deadline = time.monotonic() + IDLE_WITHIN_S

@@ -52,27 +52,30 @@ help:
 
 setup: $(READY)
 
-$(SERVES): pyproject.toml requirements/serve.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/it" >&2; exit 1; }
-	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+# $(1): a file of pinned versions, $(2): the extras that it has.
 ifeq ($(EXTRA),cpu)
-	@$(BIN)/python -m pip install --quiet --require-hashes -r requirements/serve.txt || { \
+INSTALL = $(BIN)/python -m pip install --quiet --require-hashes -r $(1) || { \
 	echo "The pinned versions do not install here; installing what pyproject.toml allows." >&2; \
-	$(BIN)/python -m pip install --quiet '.[cpu]'; }
+	$(BIN)/python -m pip install --quiet 'setuptools>=77' '.[$(2)]'; }
 else
-	$(BIN)/python -m pip install --quiet '.[$(EXTRA)]'
+INSTALL = $(BIN)/python -m pip install --quiet 'setuptools>=77' '.[$(2)]'
 endif
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --editable .
+VENV = test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/it" >&2; exit 1; }; \
+	$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+EDITABLE = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --editable .
+comma := ,
+
+$(SERVES): pyproject.toml requirements/serve.txt
+	@$(VENV)
+	@$(call INSTALL,requirements/serve.txt,$(EXTRA))
+	@$(EDITABLE)
 	@touch $@
 
-$(READY): $(SERVES) $(LOCK)
-ifeq ($(EXTRA),cpu)
-	@$(BIN)/python -m pip install --quiet --require-hashes -r $(LOCK) || \
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
-else
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA),dev]'
-endif
-	@touch $@
+$(READY): pyproject.toml $(LOCK)
+	@$(VENV)
+	@$(call INSTALL,$(LOCK),$(EXTRA)$(comma)dev)
+	@$(EDITABLE) --no-build-isolation
+	@touch $(SERVES) $@
 
 serve: $(SERVES)
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)

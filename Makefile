@@ -91,7 +91,7 @@ test-slow: setup
 # Without those that are about the router alone, about Ray, or about faults and load for minutes.
 NOT_OF_RANKS = $(addprefix tests/e2e/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)
 test-ranks: setup
-	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel \
+	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel tests/engine/zoo/test_zoo.py \
 		$(filter-out $(NOT_OF_RANKS),$(wildcard tests/e2e/test_*.py))
 
 # With Ray, which is not among what the other tests need.

@@ -64,15 +64,15 @@ def test_transformers_is_the_same_with_an_index(
     assert output_of(NAMES, "remembered", tmp_path) == plain
     (index,) = (tmp_path / "mlx-lm-server" / "transformers").iterdir()
     written = index.read_text()
-    index.write_text("[[")  # damaged
-    assert output_of(NAMES, "remembered", tmp_path) == plain
-    assert index.read_text() == written
-    index.write_text(written.replace("qwen2", "qwen2x"))  # what is there is what is used
+    index.write_text(written.replace("Qwen2Config", "Qwen2xConfig"))  # it is what is used
     assert output_of(NAMES, "remembered", tmp_path) != plain
+    index.write_text("[[")  # damaged
+    assert output_of(LOADING, str(tiny_model("llama")), tmp_path)
+    assert index.read_text() == written
     index.unlink()
     index.parent.rmdir()
     index.parent.write_text("not a folder")
-    assert output_of(LOADING, str(tiny_model("llama")), tmp_path)
+    assert output_of(NAMES, "remembered", tmp_path) == plain
 
 
 def test_the_parts_of_a_start_are_named_in_their_order() -> None:

@@ -1,5 +1,6 @@
 """The zoo: a few representative kinds, and the faults that its comparison must catch."""
 
+import os
 from typing import Any
 
 import mlx.core as mx
@@ -87,6 +88,7 @@ def test_models_are_batched_correctly_as_on_a_gpu(
         assert "looking ahead: logits differ" in found(name).error
 
 
+@pytest.mark.skipif("TEST_RANKS" not in os.environ, reason="make test-ranks")
 def test_a_hybrid_is_divided_between_two_ranks_as_on_a_gpu() -> None:
     """And a model that mlx-lm cannot divide is not counted as wrong."""
     whole, divided = examine_all(["mamba", "qwen3_5"], way=Way(gpu_path=True, ranks=2))

@@ -29,7 +29,6 @@ from engine.model import sharding
 from engine.model.errors import ModelUnavailable
 from engine.parallel.health import GroupWatch, RankProcess
 from engine.parallel.progress import StepProgress
-from services.ports import free_ports
 from services.remote_rank import (
     HOSTFILE_VARIABLE,
     RANK_VARIABLE,
@@ -47,6 +46,7 @@ from services.remote_rank import (
 from shared import settings
 from shared.curve import EngineKeys, KeyPair
 from shared.hostfile import RankHost, hostfile_text, read_whole
+from shared.ports import free_ports
 from shared.rundir import RUN_DIR_VARIABLE
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE

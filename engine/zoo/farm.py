@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.device import HOST_VARIABLE
 from engine.parallel.group import RankGroup
 from engine.zoo.examine import ArchitectureReport, examine
+from shared.ports import free_ports
 
 TIME_LIMIT_S = 180.0
 GPU_PATH = "--gpu-path"
@@ -70,7 +70,7 @@ class _Children:
         command = [sys.executable, "-P", "-m", "engine.zoo.farm", *[GPU_PATH] * way.gpu_path]
         self._folder = tempfile.TemporaryDirectory()
         hosts = Path(self._folder.name, "hosts.json")
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(way.ranks)]))
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(way.ranks)]))
         self._processes = []
         for rank in range(way.ranks):
             environment = _environment()
@@ -112,14 +112,6 @@ class _Children:
         for process in self._processes:
             process.communicate()
         self._folder.cleanup()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _environment() -> dict[str, str]:

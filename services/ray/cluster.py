@@ -10,10 +10,10 @@ from typing import Any
 
 from services.fleet.engine_pool import SpecMaker
 from services.launcher import ChildSpec, Launcher, MachineNeeds
-from services.ports import free_ports
 from services.supervisor_output import LogCollector
 from shared.allow_list import parse_allowed_key, read_allow_list, write_allow_list
 from shared.curve import ALLOW_LIST, create_pair, load_public
+from shared.ports import free_ports
 from shared.rundir import RunDir
 from shared.settings import ModelEntry, Settings
 

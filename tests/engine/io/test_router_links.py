@@ -17,7 +17,7 @@ from engine.io.thread import IOThread
 from shared import wire
 from shared.named_address import NameWatch
 from tests.conftest import unused_port
-from tests.engine.io.thread_process import HELLO, delta
+from tests.engine.io.thread_process import HELLO, delta, submit
 
 NAME = "dns+tcp://routers:5555"
 PATIENCE_S = 30
@@ -153,17 +153,6 @@ def test_a_router_that_lost_its_name_is_served_until_it_is_gone(
         joining.thread.send([wire.Bye(engine=HELLO.engine, incarnation=HELLO.incarnation)])
         stays.hear(wire.Bye)
     assert stays.address not in caplog.text.partition("lost its name")[2]
-
-
-def submit(request_id: str) -> wire.Submit:
-    return wire.Submit(
-        request_id=request_id,
-        attempt=3,
-        token_ids=[5],
-        sampling=wire.SamplingParams(seed=0),
-        max_tokens=4,
-        stop_token_ids=[2],
-    )
 
 
 def wait_for_line(caplog: pytest.LogCaptureFixture, line: str) -> None:

@@ -17,7 +17,7 @@ import zmq
 
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK
-from tests.engine.io.thread_process import HELLO
+from tests.engine.io.thread_process import HELLO, submit
 
 STALL_S = 1.0
 DRAIN_S = 1.0
@@ -140,17 +140,6 @@ def engine(socket_dir: Path) -> Iterator[Engine]:
     engine = Engine(socket_dir)
     yield engine
     engine.close()
-
-
-def submit(request_id: str = "r") -> wire.Submit:
-    return wire.Submit(
-        request_id=request_id,
-        attempt=3,
-        token_ids=[5],
-        sampling=wire.SamplingParams(seed=0),
-        max_tokens=4,
-        stop_token_ids=[2],
-    )
 
 
 # -- stalls ----------------------------------------------------------------------

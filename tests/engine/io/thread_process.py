@@ -79,6 +79,17 @@ def main() -> None:
         answer("done")
 
 
+def submit(request_id: str = "r") -> wire.Submit:
+    return wire.Submit(
+        request_id=request_id,
+        attempt=3,
+        token_ids=[5],
+        sampling=wire.SamplingParams(seed=0),
+        max_tokens=4,
+        stop_token_ids=[2],
+    )
+
+
 def delta(name: str) -> wire.Delta:
     return wire.Delta(request_id=name, attempt=3, index=0, token_ids=[5])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from engine.backend.blas import load_fast_blas
+from shared.ports import free_ports
 
 START_TIMEOUT_S = 180.0
 CONTEXT_TOKENS = 1024
@@ -70,9 +70,7 @@ def running(
     """Run a server until it answers at the path ``probe``; yield its port and its process id.
 
     What it writes is shown if something fails, and kept in ``log``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with tempfile.TemporaryFile() as scratch:
         written = log or scratch
         process = subprocess.Popen(

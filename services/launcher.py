@@ -6,21 +6,10 @@ places. The supervisor starts, watches and stops all its children through this i
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
-
-
-def python_path() -> str:
-    """Return PYTHONPATH for a child that is started with -P.
-
-    Our packages have plain names. With -P and this path, a folder of the same name in the working
-    directory is not imported in place of one of them."""
-    root = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
 @dataclass(frozen=True, kw_only=True)

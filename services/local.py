@@ -19,7 +19,7 @@ from engine.backend import allocation
 from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
 from services.launched import end_with_parent, keep_rank, launched_hosts
-from services.launcher import ChildSpec, Launcher, python_path
+from services.launcher import ChildSpec, Launcher
 from services.listener import ListenError, base_url, inherited, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
@@ -32,6 +32,7 @@ from shared.curve import CurveError
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE, fail
 from shared.flags import FlagError
+from shared.paths import python_path
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
 from shared.supervisor_link import (

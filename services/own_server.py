@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from services.launcher import python_path
 from services.listener import listen
+from shared.paths import python_path
 from shared.supervisor_link import HTTP_VARIABLE, LINK_VARIABLE
 
 _POLL_S = 0.1

@@ -19,3 +19,12 @@ def user_cache() -> Path:
     """Return this program's folder in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mlx-lm-server"
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for a child that is started with -P.
+
+    Our packages have plain names. With -P and this path, a folder of the same name in the working
+    directory is not imported in place of one of them."""
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

@@ -16,7 +16,7 @@ from bench.servers import ours, running
 from engine.model.demo import demo_gguf
 from engine.model.load import resolve
 from services.benchmark.report import LoadReport, read_report
-from services.launcher import python_path
+from shared.paths import python_path
 
 OURS = "mlx-lm-server"
 FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32")

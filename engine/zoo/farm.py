@@ -19,6 +19,7 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.device import HOST_VARIABLE
 from engine.parallel.group import RankGroup
 from engine.zoo.examine import ArchitectureReport, examine
+from shared.paths import python_path
 from shared.ports import free_ports
 
 TIME_LIMIT_S = 180.0
@@ -73,7 +74,7 @@ class _Children:
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(way.ranks)]))
         self._processes = []
         for rank in range(way.ranks):
-            environment = _environment()
+            environment = {**os.environ, "PYTHONPATH": python_path()}
             if way.ranks > 1:  # a divided model stays in MLX's graph
                 values = (str(rank), str(hosts))
                 environment |= dict(zip(RANKS_VARIABLES, values, strict=True))
@@ -112,13 +113,6 @@ class _Children:
         for process in self._processes:
             process.communicate()
         self._folder.cleanup()
-
-
-def _environment() -> dict[str, str]:
-    """Return our environment plus the folder of this package, which ``-P`` leaves out."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *([path] if path else [])])}
 
 
 def _work() -> None:

@@ -20,9 +20,9 @@ from services.admin_client import add_json_flag, table
 from services.benchmark.executor_steps import chunk_s, decode_s
 from services.benchmark.options import count, counts
 from services.benchmark.progress import progress_shown
-from services.launcher import python_path
 from shared import settings
 from shared.exits import EXIT_CONFIG, EXIT_OK, fail
+from shared.paths import python_path
 from shared.settings import Settings
 
 if TYPE_CHECKING:  # these import mlx

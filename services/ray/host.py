@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.backend import allocation
-from services.launcher import python_path
 from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from shared.paths import python_path
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
 
 FOR_GOOD = (EXIT_OK, EXIT_CONFIG, EXIT_USAGE)

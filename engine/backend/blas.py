@@ -14,7 +14,6 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -105,8 +104,8 @@ def _cpu_quota() -> int:
 
 
 def _mlx_uses_cuda() -> bool:
-    names = (distribution.name or "" for distribution in metadata.distributions())
-    return any(name.lower().replace("_", "-").startswith("mlx-cuda") for name in names)
+    # Names of files: reading what each package says of itself takes a tenth of a second.
+    return any(any(Path(entry).glob("mlx_cuda*-info")) for entry in sys.path)
 
 
 def _candidates() -> Iterator[Path]:

@@ -36,8 +36,8 @@ from shared.settings import Settings
 logger = logging.getLogger(__name__)
 
 PREFAULT_BYTES = 256 * 1024 * 1024
-"""The memory for KV that is touched at the start: what a first long prompt of a small model
-takes."""
+"""The most memory for KV that is touched at the start: what a first long prompt of a small model
+takes. Of a tiny one it is what its whole context takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,8 @@ def build_replica(
     mx.clear_cache()
     allocation.give_back()
     if device.uses_host():
-        allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES))
+        context_bytes = executor.spec.slot_token_bytes * loaded.context_length
+        allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES, context_bytes))
     _log_sizes(executor.spec, loaded, settings, sizes)
     if leader is not None:
         executor = leader.lead(executor)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +72,12 @@ def test_a_library_that_does_not_help_is_a_warning(library: str) -> None:
 
 def test_threads_are_limited_to_the_cores_of_the_process() -> None:
     assert 1 <= physical_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_none_is_loaded_where_mlx_computes_with_cuda(tmp_path: Path) -> None:
+    (tmp_path / "mlx_cuda_13-0.31.0.dist-info").mkdir()
+    code = "from engine.backend.blas import load_fast_blas; print(load_fast_blas())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((*sys.path, str(tmp_path)))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "None\n" and not done.stderr

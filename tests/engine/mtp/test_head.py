@@ -130,3 +130,39 @@ def test_only_the_heads_weights_are_read(checkpoint: Callable[[Kind], Path]) -> 
     read = mx.get_active_memory() - before
     own = sum(weight.nbytes for _, weight in tree_flatten(head.parameters()))
     assert len(copies) == 2 and max(own, read - own) < weights[copies[0]].nbytes / 8
+
+
+@pytest.mark.parametrize("kind", ["llama", "mimo"])
+def test_a_checkpoint_without_a_head_has_no_files_of_one(
+    tiny_model: Callable[..., Path], kind: Kind
+) -> None:
+    path = tiny_model(kind)
+    assert head_files(load_model(path)[0], path) == []
+
+
+def test_a_head_that_lacks_weights_is_refused_in_one_line(
+    checkpoint: Callable[[Kind], Path],
+) -> None:
+    path = checkpoint("mimo")
+    weights = add_head("mimo", path)
+    del weights["model.mtp_layers.0.self_attn.q_proj.weight"]
+    mx.save_safetensors(str(path / HEAD_FILE), weights)
+    model, _ = load_model(path)
+    with pytest.raises(HeadUnusable, match="q_proj") as caught:
+        load_head(model, head_files(model, path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "mimo"])
+def test_a_head_among_the_models_own_weights_is_found(
+    checkpoint: Callable[[Kind], Path], kind: Kind
+) -> None:
+    """Where mlx-lm leaves it out when it loads the model."""
+    path = checkpoint(kind)
+    add_head(kind, path, file="model-head.safetensors")
+    (path / "broken.safetensors").write_bytes(b"not what its name says")
+    model, _ = load_model(path)
+    files = head_files(model, path)
+    assert [file.name for file in files] == ["model-head.safetensors"]
+    assert isinstance(load_head(model, files), MTPHead)
+    assert json.loads((path / "config.json").read_text())["model_type"] == kind

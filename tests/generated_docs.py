@@ -280,7 +280,7 @@ def _openapi() -> dict[str, Any]:
         router = _router(directory)
         app = create_app(router, ApiKeys(Settings(api_key=("key",))))
         router.engine_sockets.close()
-    found: dict[str, Any] = json.loads(app.state.openapi)
+    found: dict[str, Any] = json.loads(app.state.openapi())
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -71,13 +73,15 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
     app.router.redirect_slashes = False
     app.state.router = router
     app.state.keys = keys
-    app.state.openapi = openapi.document(
+    make_document = partial(  # takes a tenth of a second, and few need it
+        openapi.document,
         table,
         version=router.version,
         server_url=settings.root_path.rstrip("/") or "/",
         keys_needed=bool(keys),
         metrics_key_needed=settings.metrics_key is not None,
     )
+    app.state.openapi = cache(make_document)
     return app
 
 

@@ -80,13 +80,16 @@ $(READY): pyproject.toml $(LOCK)
 serve: $(SERVES)
 	@exec $(BIN)/python -m mlx_lm_server --model $(MODEL) --port $(PORT) $(ARGS)
 
+# Workers take files in their order, by which those with a few long tests (tests/e2e) come first.
+BY_FILE = --dist loadfile --no-loadscope-reorder
+
 # Many tests wait for processes more than they compute, so there are more workers than cores.
 test: setup
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(BY_FILE) $(ARGS)
 
 # Each of these tests keeps all cores busy, but not while its servers start and stop.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) --dist loadfile --timeout 600 $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) $(BY_FILE) --timeout 600 $(ARGS)
 
 # Without those that are about the router alone, about Ray, or about faults and load for minutes.
 NOT_OF_RANKS = $(addprefix tests/e2e/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)

@@ -7,6 +7,7 @@ fetch they keep until a plan inserts it, by name, or says that rank 0 has droppe
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +28,10 @@ from engine.io.store_stats import StoreClientStats
 from engine.parallel.plans import StoredName, rank_name
 from engine.plan import FoundState, StateSearch, StoreRoom
 from shared.curve import KeyPair
+
+CONNECTING_S = 5.0
+"""How long the first fetches wait for what other ranks have. Those of a group that is started again
+come at once, and a rank may be ready a second after rank 0."""
 
 
 class EngineStore(Protocol):
@@ -81,6 +86,9 @@ class GroupStore:
         self._questions: dict[int, _Question] = {}
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_stored = 0
+        self._connecting_until: float | None = time.monotonic() + CONNECTING_S
+        """None once all ranks have been connected to the kvstore, or had the time to."""
+        self._early: list[Callable[[], object]] = []
 
     @property
     def stats(self) -> StoreClientStats:
@@ -109,7 +117,9 @@ class GroupStore:
             self._on_fetched(ticket, payloads, None)
 
         def start() -> None:
-            if len(self._states) < len(self._names):
+            if self._connecting_until is not None:
+                self._early.append(start)
+            elif len(self._states) < len(self._names):
                 done([])  # a rank has not connected yet
             elif states is None:
                 self.get_blocks(hashes, done)
@@ -143,6 +153,10 @@ class GroupStore:
 
     def tick(self, now: float) -> None:
         self._own.tick(now)
+        if (until := self._connecting_until) is not None and (self.is_ready or now > until):
+            self._connecting_until = None
+            for start in self._early:
+                start()
         with suppress(Empty):
             while True:
                 self._actions.get_nowait()()

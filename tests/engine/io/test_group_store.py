@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from engine.io.block_fetch import FileKind, Payload
-from engine.io.group_store import GroupStore, open_channel
+from engine.io.group_store import CONNECTING_S, GroupStore, open_channel
 from engine.io.rank_store import RankStore, connect_channel
 from engine.io.store_client import StoreClient
 from engine.parallel.errors import RankFailed
@@ -53,9 +53,12 @@ class Ranks:
             connect_channel(self.context, channel, 1),
             lambda store: self.client(1, store.not_stored),
         )
-        self.other.start()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        """Let both serve, and wait until they have the kvstore."""
+        self.other.start()
         self._thread.start()
         wait_until(lambda: self.leader.is_ready)
 
@@ -125,6 +128,7 @@ def kvstore(tmp_path: Path, socket_dir: Path) -> Iterator[Process]:
 @pytest.fixture
 def ranks(kvstore: Process, socket_dir: Path) -> Iterator[Ranks]:
     ranks = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/channel")
+    ranks.start()
     yield ranks
     ranks.close()
 
@@ -144,6 +148,33 @@ def test_what_one_rank_lacks_is_a_miss_for_all(kvstore: Process, ranks: Ranks) -
     assert ranks.fetch([1, 2, 3]) == (1, None)
     corrupt(kvstore, NAMESPACE, 1)
     assert ranks.fetch([1, 2, 3]) == (0, None)
+
+
+def test_a_fetch_of_a_new_group_waits_until_its_ranks_have_the_kvstore(
+    kvstore: Process, ranks: Ranks, socket_dir: Path
+) -> None:
+    ranks.store([1, 2], state=False)
+    again = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/again")
+    again.leader.fetch(1, [hash_of(1), hash_of(2)])
+    again.leader.tick(time.monotonic())
+    again.start()
+    _, payloads, _ = again.fetched.get(timeout=PATIENCE_S)
+    again.close()
+    for number, payload in zip((1, 2), payloads, strict=True):
+        assert payload == payload_of(number)
+
+
+def test_a_fetch_is_a_miss_where_a_rank_never_has_the_kvstore(
+    kvstore: Process, socket_dir: Path
+) -> None:
+    alone = Ranks(kvstore.endpoint, f"ipc://{socket_dir}/channel")
+    alone.leader.fetch(1, [hash_of(1)])
+    alone.leader.tick(time.monotonic())
+    assert alone.fetched.empty()
+    alone.leader.tick(time.monotonic() + 2 * CONNECTING_S)
+    assert alone.fetched.get_nowait() == (1, [], None)
+    alone.start()
+    alone.close()
 
 
 def test_the_state_is_the_last_one_that_all_ranks_have(ranks: Ranks) -> None:

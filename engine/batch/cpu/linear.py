@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from engine.backend.graphs import Graph, Unsupported
 from engine.backend.weights import DenseWeight, Weight, expert_weights, join, weight_of
@@ -66,8 +66,13 @@ class Linear:
 
 
 def base_of(module: Any) -> Any:
-    """Return the layer that an adapter was put over, or ``module``."""
-    return module.linear if isinstance(module, (LoRALinear, LoRASwitchLinear)) else module
+    """Return the layer that an adapter was put over, or ``module``.
+
+    An adapter has imported mlx-lm's module, which is slow to import, since it imports rich."""
+    lora = sys.modules.get("mlx_lm.tuner.lora")
+    if lora is None:
+        return module
+    return module.linear if isinstance(module, (lora.LoRALinear, lora.LoRASwitchLinear)) else module
 
 
 def _part(module: Any) -> _Part:

@@ -193,9 +193,8 @@ def _start_ranks(
     options = ranks.divided(options, path)
     if options.ranks == 1:
         return options, None
-    ranks.check(options, path)
     ranks.prepare_environment()
-    return options, ranks.LocalRanks(options, context, on_failed)
+    return options, ranks.start(options, path, context, on_failed)
 
 
 def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:

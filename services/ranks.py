@@ -116,8 +116,8 @@ def _first_hosts(options: Settings, count: int) -> Settings:
 
 
 def check(options: Settings, path: Path) -> None:
-    """Find out whether ranks of the model in ``path`` can start, before any does and anything is
-    loaded. Raises: `ModelUnavailable`."""
+    """Find out whether ranks can compute the model in ``path``, before anything is loaded. Raises:
+    `ModelUnavailable`."""
     from engine.model import load
 
     load.check_divisible(path, str(options.model), trust=options.trust_remote_code)
@@ -286,6 +286,28 @@ class LocalRanks:
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def start(
+    options: Settings,
+    path: Path,
+    context: zmq.Context[zmq.Socket[bytes]],
+    on_failed: Callable[[str, int], None],
+) -> LocalRanks:
+    """Start the other ranks for the model in ``path``. ``on_failed`` as in `GroupWatch`.
+
+    Those of this machine start before `check`, since both import for a second, and load nothing
+    before `LocalRanks.join`. Raises: `ModelUnavailable`."""
+    if remote_hosts(options):
+        check(options, path)
+        return LocalRanks(options, context, on_failed)
+    others = LocalRanks(options, context, on_failed)
+    try:
+        check(options, path)
+    except BaseException:
+        others.close()
+        raise
+    return others
 
 
 def rank_arguments(options: Settings) -> list[str]:

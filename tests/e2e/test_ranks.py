@@ -73,13 +73,17 @@ def test_the_group_says_what_it_is(server: Server) -> None:
 def test_an_idle_group_uses_no_cpu(server: Server) -> None:
     """A rank that waits in a collective would keep a core busy."""
     server.complete("abc", 4)
+    idle_s = 60.0 if RANKS_VARIABLE in os.environ else 2.0
+    found = []
 
     def rests() -> bool:
         before = cpu_s(server)
-        time.sleep(2.0)
-        return cpu_s(server) - before < 0.1
+        time.sleep(idle_s)
+        found.append((cpu_s(server) - before) / idle_s)
+        return found[-1] < (0.02 if idle_s > 2 else 0.05)
 
-    server.wait_until(rests, PATIENCE_S, "idle")
+    server.wait_until(rests, PATIENCE_S + idle_s, "idle")
+    print(f"idle for {idle_s:.0f} s: {100 * found[-1]:.2f} % of a core")  # noqa: T201
 
 
 def cpu_s(server: Server) -> float:
@@ -152,20 +156,25 @@ def test_other_architectures_run_on_two_ranks(kind: str, tiny_model: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("flags", "line", "code"),
+    ("kind", "flags", "line", "code"),
     [
-        (("--num-local-ranks", "3"), "4 attention heads do not divide by 3", EXIT_CONFIG),
+        ("llama", ("--num-local-ranks", "3"), "4 attention heads do not divide by 3", EXIT_CONFIG),
         (
+            "llama",
             (*RANKS[2:], "--spec-decode", "draft", "--draft-model-path", "demo"),
             "--draft-model-path: ",
             EXIT_USAGE,
         ),
+        pytest.param(
+            "gemma3", RANKS[2:], "no way to do it for gemma3_text", EXIT_CONFIG, marks=at_length
+        ),
     ],
 )
 def test_what_cannot_be_divided_ends_the_start_with_one_clear_line(
-    tiny_model: Callable[..., Path], flags: tuple[str, ...], line: str, code: int
+    tiny_model: Callable[..., Path], kind: str, flags: tuple[str, ...], line: str, code: int
 ) -> None:
-    path = str(tiny_model("llama"))
+    """A rank that was left over would keep the output open."""
+    path = str(tiny_model(kind))
     command = ["-m", "mlx_lm_server", "--model", path, "--port", "0", "--no-ssd"]
     run = subprocess.run(
         [sys.executable, *command, "--distributed-mode", "ring", *flags],

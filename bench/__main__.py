@@ -32,7 +32,7 @@ from bench.localai import localai  # noqa: E402
 from bench.metal import metal  # noqa: E402
 from bench.page import page  # noqa: E402
 from bench.precision import precision  # noqa: E402
-from bench.ranks import ranks  # noqa: E402
+from bench.ranks import ranks, ranks_restart  # noqa: E402
 from bench.restart import restart  # noqa: E402
 from bench.router import router  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
@@ -46,7 +46,7 @@ Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
-    *("localai", "fleet", "page", "growth", "ranks"),
+    *("localai", "fleet", "page", "growth", "ranks", "ranks-restart"),
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, or an
 extra, or that compare with nothing."""
@@ -224,6 +224,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "agents": agents,
     "restart": restart,
     "ranks": ranks,
+    "ranks-restart": ranks_restart,
     "large": large,
     "speculation": speculation,
 }

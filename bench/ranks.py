@@ -79,14 +79,22 @@ CHECK = OnPaper("27B, 16 bits", 54.0, 64, 5120)
 
 
 def ranks(model: str, runs: int) -> None:
-    """Print all of it. The tokenizer is that of the demo, whatever ``model`` says."""
+    """Print all but restarts. The tokenizer is that of the demo, whatever ``model`` says."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         path = make_model(Path(scratch, "model"))
         step_s = speed(str(path), runs)
         plans(step_s)
         messages(str(path))
-        warm(str(path), Path(scratch, "ssd"))
     on_paper()
+
+
+def ranks_restart(model: str, runs: int) -> None:
+    """Print what the SSD gives back to two ranks that are restarted. The model is that of `ranks`,
+    with fewer layers."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        path = make_model(Path(scratch, "model"), num_hidden_layers=4)
+        for run in range(runs):
+            warm(str(path), Path(scratch, f"ssd-{run}"))
 
 
 def on_paper() -> None:
@@ -274,21 +282,22 @@ def _wait_stored(folder: Path) -> None:
         time.sleep(0.2)
 
 
-def make_model(path: Path) -> Path:
-    """Write a random model of `SHAPE` into ``path``, and return it."""
+def make_model(path: Path, **changes: int) -> Path:
+    """Write a random model of `SHAPE`, with ``changes``, into ``path``, and return it."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.models import llama
 
     path.mkdir(parents=True)
     mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(SHAPE))
+    shape = SHAPE | changes
+    model = llama.Model(llama.ModelArgs.from_dict(shape))
     weights = {
         name: array if array.ndim == 1 else array / math.sqrt(2)
         for name, array in tree_flatten(model.parameters())
     }
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (path / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 2, "bos_token_id": 1}))
+    (path / "config.json").write_text(json.dumps(shape | {"eos_token_id": 2, "bos_token_id": 1}))
     demo = resolve("demo-fp32")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).symlink_to(demo / name)

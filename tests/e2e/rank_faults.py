@@ -38,7 +38,7 @@ class RankFaults:
 
     def round(self, rank: int, number: int) -> None:
         """End ``rank`` with the signal ``number`` while all streams run."""
-        pids, known = self.pids(), len(self.findings)
+        pids, known, logged = self.pids(), len(self.findings), len(self._server.log)
         answers = [self._pool.submit(self._answer, each) for each in range(STREAMS)]
         time.sleep(self._random.uniform(0.0, 0.8))
         started = time.monotonic()
@@ -60,6 +60,8 @@ class RankFaults:
         sys.stdout.write(
             f"{name}: {took_s:.1f} s{''.join(f', FINDING {each}' for each in found)}\n"
         )
+        if found:
+            sys.stdout.write("".join(f"    {line}\n" for line in self._server.log[logged:]))
         sys.stdout.flush()
 
     def pids(self) -> list[int]:

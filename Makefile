@@ -36,7 +36,7 @@ help:
 	@echo "make hooks         run what make lint runs before each commit (pre-commit)"
 	@echo "make format        ruff format, and fix what ruff can fix"
 	@echo "make bench         compare with mlx_lm.server, in alternating runs"
-	@echo "make bench-peers   install other servers, measure them beside this one, write docs/benchmarks.md (2 hours)"
+	@echo "make bench-peers   install other servers, measure them beside this one, write docs/benchmarks.md (hours; it goes on where it was stopped)"
 	@echo "make soak          30 minutes of mixed load against a whole server"
 	@echo "make chaos         20 minutes of load while processes, sockets and disks fail (ARGS=\"--seconds 60 --seed 3\")"
 	@echo "make abuse         do all that one client could hurt others by, and measure the others"

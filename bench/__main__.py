@@ -24,6 +24,7 @@ from bench.cpu import cpu, ragged  # noqa: E402
 from bench.decode import decode  # noqa: E402
 from bench.fleet import fleet  # noqa: E402
 from bench.growth import growth  # noqa: E402
+from bench.host_time import profile  # noqa: E402
 from bench.kernels import kernels  # noqa: E402
 from bench.kv_bits import kv_bits  # noqa: E402
 from bench.large import large  # noqa: E402
@@ -46,10 +47,10 @@ Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
-    *("localai", "fleet", "page", "growth", "ranks", "ranks-restart"),
+    *("localai", "fleet", "page", "growth", "ranks", "ranks-restart", "profile"),
 )
-"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, or an
-extra, or that compare with nothing."""
+"""Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, an
+extra, or py-spy, or that compare with nothing."""
 STACK_PAIRS = 3
 """The pairs of a run of `stack`. Its difference is small beside a machine's own noise."""
 
@@ -219,6 +220,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "fleet": fleet,
     "page": page,
     "growth": growth,
+    "profile": profile,
     "llama-cpp": llama_cpp,
     "decode": decode,
     "agents": agents,

@@ -114,11 +114,11 @@ async def _measured(port: int, pid: int, case: LoadCase) -> dict[str, float]:
         for event in begun:
             await event.wait()
         await asyncio.sleep(SETTLE_S)
-        counted, cpu_s, at = _metrics(port), _cpu_s(pid), time.perf_counter()
+        counted, cpu_s, at = counters_of(port), _cpu_s(pid), time.perf_counter()
         await asyncio.sleep(SECONDS)
         seconds = time.perf_counter() - at
         spent_s = {part: after - cpu_s[part] for part, after in _cpu_s(pid).items()}
-        done = {name: after - counted[name] for name, after in _metrics(port).items()}
+        done = {name: after - counted[name] for name, after in counters_of(port).items()}
         for task in tasks:
             if task.done():
                 raise RuntimeError(f"a stream ended: {task.result()}")
@@ -136,19 +136,24 @@ async def _measured(port: int, pid: int, case: LoadCase) -> dict[str, float]:
 
 def _cpu_s(pid: int) -> dict[str, float]:
     """Return the CPU seconds of each part of the server ``pid``."""
-    found = dict.fromkeys(PARTS, 0.0)
+    return {part: sum(map(cpu_s_of, pids)) for part, pids in processes_of(pid).items()}
+
+
+def processes_of(pid: int) -> dict[str, list[int]]:
+    """Return the process ids of each part of the server ``pid``."""
+    found: dict[str, list[int]] = {part: [] for part in PARTS}
     listing = ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="]
     lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
     for line in lines.splitlines():
         number, parent, *command = line.split()
         for part in PARTS:
             if int(parent) == pid and f"services.{part}" in command:
-                found[part] += cpu_s_of(int(number))
-    found["local"] += cpu_s_of(pid)
+                found[part].append(int(number))
+    found["local"].append(pid)
     return found
 
 
-def _metrics(port: int) -> dict[str, float]:
+def counters_of(port: int) -> dict[str, float]:
     """Return the counters of `COUNTERS`, each the sum over its labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()

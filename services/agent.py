@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from services.command_parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
 
 PROG = "mlx-lm-server agent"
@@ -137,7 +138,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=PROG,
         usage="%(prog)s [-h] NAME [--url URL] [--model MODEL] [--api-key KEY] [ARGUMENTS ...]",
         description="Start a coding agent on a running server. The agent's own settings stay as"

@@ -22,6 +22,7 @@ from services.admin_client import (
     run,
     table,
 )
+from services.command_parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_OK
 from shared.paths import user_path
 from shared.settings import Settings
@@ -114,7 +115,7 @@ _COMMANDS: dict[str, tuple[Any, str]] = {
 
 def parser() -> argparse.ArgumentParser:
     default = Settings().ssd_cache_dir
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=PROG, description="The SSD tier of the prefix cache.", epilog=EXIT_CODES
     )
     commands = made.add_subparsers(metavar="COMMAND", required=True, dest="command")

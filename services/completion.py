@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import shtab
 
 from services.cli import COMMANDS, PROG, WITH_SETTINGS
+from services.command_parser import CommandParser
 from shared.exits import EXIT_OK
 from shared.settings import flag_parser
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=f"{PROG} completion",
         description="Print the completion of these commands for a shell.",
         epilog=_HOW,

@@ -19,6 +19,7 @@ from services.admin_client import (
     run,
     table,
 )
+from services.command_parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_OK
 
 _PROG = "mlx-lm-server"
@@ -147,7 +148,7 @@ def _wait(condition: Any) -> None:
 
 def _parser(name: str, help: str, *, admin: bool = True) -> argparse.ArgumentParser:
     codes = EXIT_CODES if admin else "Exit codes: 0 ready, 1 not ready, 3 no server answers."
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"{_PROG} {name}", description=help[0].upper() + help[1:] + ".", epilog=codes
     )
     add_server_flags(parser, admin=admin)

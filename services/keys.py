@@ -20,6 +20,7 @@ from services.admin_client import (
     add_server_flags,
     administrate,
 )
+from services.command_parser import CommandParser
 from shared.allow_list import (
     AllowedKey,
     AllowListError,
@@ -145,7 +146,7 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument(
         "--curve-dir",
         type=Path,
@@ -154,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"directory of the keys (default: ${VARIABLE})",
     )
     common.add_argument("--json", action="store_true", help="print one JSON object")
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=PROG,
         description="Keys for engines that join over tcp. The list of those that may join is read"
         " again by a running server when it changes.",

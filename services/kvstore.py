@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DirectoryInUse as error:
         return fail(PROG, f"--ssd-cache-dir: {error}")
     except OSError as error:
-        return fail(PROG, f"--ssd-cache-dir: {settings.ssd_cache_dir}: {error.strerror}")
+        reason = f"{settings.ssd_cache_dir}: {error.strerror}; give another one, or --no-ssd"
+        return fail(PROG, f"--ssd-cache-dir: {reason}")
     store = DiskStore(
         directory,
         max_bytes=int(settings.ssd_max_size_gb * 1e9),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.command_parser import CommandParser
 from shared import logs
 from shared.exits import EXIT_FAILED, EXIT_OK, fail
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=PROG,
         description="Serve LocalAI's gRPC interface for backends. A model that LocalAI loads gets "
         f"a server of its own, which reads its settings from the environment as `serve` does. "

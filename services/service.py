@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.command_parser import CommandParser
 from services.local import GRACE_S
 from services.service_managers import (
     Launchd,
@@ -93,11 +94,11 @@ def _show(command: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument(
         "--name", default="mlx-lm-server", help="name of the service (default: mlx-lm-server)"
     )
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=PROG,
         description="Run the server as a service of this user: a launchd agent on macOS, a systemd"
         " user unit on Linux.",

@@ -27,6 +27,7 @@ FRESH_S = 3600.0
 _PREFIX = "mlxlm-"
 _LOCK = "lock"
 _LONGEST_NAME_BYTES = 24
+_LONGEST_BASE_BYTES = MAX_SOCKET_PATH_BYTES - len(f"/{_PREFIX}12345678/") - _LONGEST_NAME_BYTES
 
 
 class RunDirError(Exception):
@@ -49,15 +50,22 @@ class RunDir:
         same user left there.
 
         The default of ``parent`` is the first of $XDG_RUNTIME_DIR, the temporary directory and
-        /tmp whose path is short enough. Raises: `RunDirError`.
+        /tmp that can be written to and whose path is short enough. Raises: `RunDirError`, which
+        says of each why not.
         """
-        base = parent or _base()
-        sweep(base)
-        try:
-            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        except OSError as error:
-            raise RunDirError(f"no private directory in {base}: {error.strerror}") from error
-        return cls.open(path)
+        reasons = []
+        for base in _bases() if parent is None else (parent,):
+            if parent is None and len(os.fsencode(base)) > _LONGEST_BASE_BYTES:
+                reasons.append(f"{base} is too long a path for sockets")
+                continue
+            sweep(base)
+            try:
+                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            except OSError as error:
+                reasons.append(f"{base}: {error.strerror}")
+                continue
+            return cls.open(path)
+        raise RunDirError(f"no private directory for sockets: {'; '.join(reasons)}")
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -138,11 +146,9 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
     return lock
 
 
-def _base() -> Path:
-    for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if not candidate or not os.access(candidate, os.W_OK | os.X_OK):
-            continue
-        longest = len(os.fsencode(candidate)) + 1 + len(_PREFIX) + 8 + 1 + _LONGEST_NAME_BYTES
-        if longest <= MAX_SOCKET_PATH_BYTES:
-            return Path(candidate)
-    raise RunDirError("no writable temporary directory with a path short enough for sockets")
+def _bases() -> list[Path]:
+    """Return where a directory may be made, the best first."""
+    found = [os.environ.get("XDG_RUNTIME_DIR")]
+    with suppress(FileNotFoundError):  # none can be written to
+        found.append(tempfile.gettempdir())
+    return [Path(each) for each in dict.fromkeys((*found, "/tmp")) if each]

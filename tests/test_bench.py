@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from bench import router
+from bench import host_time, router
 from bench.primitives import count_primitives, fused_functions
 from bench.side import SIDES, side
 from tests.tiny_models import make_tiny
@@ -153,3 +153,18 @@ metal(sys.argv[1], 1)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "**WRONG: logits differ by " in done.stdout
     assert "texts differ where the next token is clear" in done.stdout
+
+
+def test_samples_are_those_of_the_innermost_function_of_this_repository() -> None:
+    root = host_time.ROOT
+    stacks = host_time.read_stacks(
+        f"run ({root}/services/engine.py:1);step ({root}/engine/step.py:9);eval (/usr/mlx.py:2) 3\n"
+        f"run ({root}/services/engine.py:1);step ({root}/engine/step.py:12) 2\n"
+        f"run ({root}/services/engine.py:1);get ({root}/.venv/lib/site-packages/a.py:1) 4\n"
+        "<module> (threading.py:1) 1\n"
+    )
+    assert host_time.shares(stacks) == {
+        "engine/step.py: step": {"eval of mlx.py:2": 3, "step of step.py:12": 2},
+        "services/engine.py: run": {"get of a.py:1": 4},
+        "elsewhere": {"<module> of threading.py:1": 1},
+    }

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from bench.peers import page
-from bench.peers.cells import CELLS, OURS, file_of, measured, results_of, serving
-from bench.peers.environments import Peer, PeerUnavailable, install
+from bench.peers.cells import CELLS, OURS, ask, file_of, measured, results_of, serving
+from bench.peers.environments import (
+    Peer,
+    PeerUnavailable,
+    folder_of,
+    forget_reason,
+    install,
+    keep_reason,
+)
 from services.benchmark.answers import StreamedAnswer
 from services.benchmark.load import LoadRecord
 from services.benchmark.measures import level_of
@@ -76,21 +83,15 @@ def test_pairs_that_are_whole_are_written(peer: Peer, tmp_path: Path) -> None:
     assert "| 128 tokens in, 32 out | 2 | **5.0 / 20.0 = 0.25** |" in text
     assert "join" not in text and "| 4 |" not in text
     assert "other, 128 tokens in, 32 out, 1 clients: 1 of its requests failed with HTTP 500" in text
-    assert "* third did not run here: no wheel" in text
+    assert "* third did not run here, or not to the end: `no wheel`" in text
 
 
-def test_why_one_cannot_be_installed_is_kept(peer: Peer) -> None:
-    tried = []
-
-    def fail(folder: Path) -> None:
-        tried.append(folder)
-        raise PeerUnavailable("no wheel for this system")
-
-    broken = peer._replace(install=fail)
-    for _ in range(2):
-        with pytest.raises(PeerUnavailable, match="no wheel for this system"):
-            install(broken)
-    assert len(tried) == 1
+def test_why_one_does_not_run_is_kept_until_it_is_forgotten(peer: Peer) -> None:
+    keep_reason(peer, PeerUnavailable("no wheel for this system"))
+    with pytest.raises(PeerUnavailable, match="no wheel for this system"):
+        install(peer)
+    forget_reason(peer)
+    assert install(peer) == folder_of(peer)
 
 
 def test_one_that_does_not_start_says_why(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,35 @@ def test_one_that_does_not_start_says_why(peer: Peer, monkeypatch: pytest.Monkey
     install(peer)
     with pytest.raises(PeerUnavailable, match="it does not start: it needs Metal"), serving(peer):
         pass
+
+
+OTHER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Other(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.say(b'{"data": [{"id": "m"}]}')
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        event = {"choices": [{"index": 0, "delta": {"content": "!!!!"}}]}
+        self.say(f"data: {json.dumps(event)}\\n\\ndata: [DONE]\\n\\n".encode())
+    def say(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(sys.argv[2])), Other).serve_forever()
+"""
+
+
+def test_one_that_computes_wrongly_is_not_measured(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
+    monkeypatch.setattr("bench.peers.cells.resolve", Path)
+    install(peer)
+    wrong = peer._replace(command=lambda folder, weights: [sys.executable, "-c", OTHER])
+    with serving(wrong) as port, pytest.raises(PeerUnavailable, match="with '!!!!'"):
+        ask(wrong, port)

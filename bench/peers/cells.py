@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from bench.peers.environments import Peer, PeerUnavailable, environment, folder_
 from bench.servers import ours, running
 from engine.model.demo import demo_gguf
 from engine.model.load import resolve
+from services.benchmark.answers import StreamedAnswer
+from services.benchmark.client import ApiClient
 from services.benchmark.report import LoadReport, read_report
 from shared.paths import python_path
 
@@ -22,7 +25,8 @@ OURS = "mlx-lm-server"
 FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32")
 """Of this server, as llama.cpp's is given 16 slots; the others take 32 and more by default."""
 CONCURRENCY = (1, 2, 4, 8, 16)
-_CELL_S = 900
+QUESTION, RIGHT = "What is the capital of France?", "Paris"
+_CELL_S, _ANSWER_S = 900, 120
 
 
 class Cell(NamedTuple):
@@ -33,6 +37,10 @@ class Cell(NamedTuple):
     flags: tuple[str, ...]
 
 
+_MIXED = ("--input-tokens=16:1024", "--output-tokens=16:64", "--requests=12")
+_PREFIX = ("--prefix-tokens=600", "--input-tokens=32", "--output-tokens=16", "--requests=8")
+_TURNS = ("--turns=3", "--input-tokens=64", "--output-tokens=32", "--requests=12")
+_JOIN = ("--join-tokens=1000", "--output-tokens=512", "--requests=1")
 CELLS = (
     *(
         Cell(
@@ -42,19 +50,16 @@ CELLS = (
         )
         for clients in CONCURRENCY
     ),
-    Cell("mixed", 8, ("--input-tokens=16:1024", "--output-tokens=16:64", "--requests=12")),
-    Cell(
-        "shared-prefix",
-        8,
-        ("--prefix-tokens=600", "--input-tokens=32", "--output-tokens=16", "--requests=8"),
-    ),
-    Cell(
-        "multi-turn",
-        4,
-        ("--turns=3", "--input-tokens=64", "--output-tokens=32", "--requests=12"),
-    ),
-    Cell("long-join", 4, ("--join-tokens=1000", "--output-tokens=512", "--requests=1")),
+    Cell("mixed", 8, _MIXED),
+    Cell("shared-prefix", 8, _PREFIX),
+    Cell("multi-turn", 4, _TURNS),
+    Cell("long-join", 4, _JOIN),
+    *(Cell("mixed", clients, _MIXED) for clients in (2, 16)),
+    *(Cell("shared-prefix", clients, _PREFIX) for clients in (2, 16)),
+    *(Cell("multi-turn", clients, _TURNS) for clients in (1, 16)),
+    *(Cell("long-join", clients, _JOIN) for clients in (1, 8)),
 )
+"""In the order in which they are measured; each has its own prompts by its place."""
 
 
 class Pair(NamedTuple):
@@ -83,13 +88,13 @@ def measured(peer: Peer) -> dict[Cell, list[Pair]]:
     return found
 
 
-def measure(peer: Peer, runs: int, ends: float) -> bool:
+def measure(peer: Peer, cells: Sequence[Cell], runs: int, ends: float) -> bool:
     """Measure what is missing; begin no cell after ``ends`` (of time.monotonic). Return whether
     all is there. Raises `PeerUnavailable`, also where the server does not run."""
     missing = [
         (run, cell)
         for run in range(runs)
-        for cell in CELLS
+        for cell in cells
         if not all(file_of(peer, run, cell, side).exists() for side in (OURS, peer.name))
     ]
     if not missing:
@@ -98,7 +103,8 @@ def measure(peer: Peer, runs: int, ends: float) -> bool:
         return False
     install(peer)
     results_of(peer).mkdir(parents=True, exist_ok=True)
-    with ours(peer.reads, *FLAGS) as our_port, serving(peer) as their_port:
+    with serving(peer) as their_port, ours(peer.reads, *FLAGS) as our_port:
+        ask(peer, their_port)
         for run, cell in missing:
             if time.monotonic() > ends:
                 return False
@@ -138,18 +144,53 @@ def serving(peer: Peer) -> Iterator[int]:
             raise PeerUnavailable(f"it does not start: {reason}") from None
 
 
+def ask(peer: Peer, port: int) -> str:
+    """Return what ``peer`` answers to `QUESTION`. Raises `PeerUnavailable` if that is wrong."""
+    answer = asyncio.run(_answer(peer, port))
+    if answer.error:
+        raise PeerUnavailable(f"it fails: {answer.error}: {answer.detail}")
+    if RIGHT not in answer.text:
+        raise PeerUnavailable(f"it answers {QUESTION!r} with {answer.text!r}")
+    return answer.text
+
+
+async def _answer(peer: Peer, port: int) -> StreamedAnswer:
+    with closing(ApiClient(f"http://127.0.0.1:{port}", timeout_s=_ANSWER_S)) as client:
+        try:
+            model = peer.model or (await client.models())[0]
+        except (OSError, ValueError, IndexError) as error:
+            return StreamedAnswer(error=type(error).__name__, detail=str(error))
+        messages = [{"role": "user", "content": QUESTION}]
+        body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}
+        return await client.stream("/chat/completions", body)
+
+
 def _measure(file: Path, server: list[str], run: int, cell: Cell) -> None:
     """Run `bench serve` on a server, which flags name. No two cells have the same prompts."""
     seed = 10_000 * (run + 1) + 100 * CELLS.index(cell)
     command = [sys.executable, "-m", "mlx_lm_server", "bench", "serve", *server, *cell.flags]
     command += [f"--workload={cell.workload}", f"--concurrency={cell.clients}", f"--seed={seed}"]
     command += [f"--save={file}.part", "--timeout-s=300"]
-    print(f"{server[0]} {cell.workload} {cell.clients}", flush=True)
-    subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": python_path()},
-        stdout=subprocess.DEVNULL,
-        timeout=_CELL_S,
-        check=False,  # failed requests are in the report
-    )
-    Path(f"{file}.part").rename(file)
+    print(f"{server[0].removeprefix('--label=')} {cell.workload} {cell.clients}", flush=True)
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=_CELL_S,
+            check=False,  # failed requests are in the report
+        )
+        Path(f"{file}.part").rename(file)
+    except subprocess.TimeoutExpired:
+        raise _stopped(server, cell, f"nothing within {_CELL_S} s") from None
+    except FileNotFoundError:
+        raise _stopped(server, cell, done.stderr.strip().rpartition("\n")[2]) from None
+
+
+def _stopped(server: list[str], cell: Cell, reason: str) -> Exception:
+    where = f"{cell.workload} with {cell.clients} clients: {reason}"
+    if server[0] == f"--label={OURS}":
+        return RuntimeError(f"this server has no result for {where}")
+    return PeerUnavailable(f"it has no result for {where}")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ _CMAKE = (
 
 
 class PeerUnavailable(Exception):
-    """It cannot be installed here; the message is the end of the error."""
+    """It cannot be installed here, or does not run; the message is the end of the error."""
 
 
 class Peer(NamedTuple):
@@ -53,20 +53,32 @@ def folder_of(peer: Peer) -> Path:
 def install(peer: Peer) -> Path:
     """Return the folder of ``peer``, which is installed if it is not there.
 
-    Raises `PeerUnavailable`; it is not tried again while the reason lies in its folder."""
+    Raises `PeerUnavailable`, also if a reason is kept there (`keep_reason`)."""
     folder = folder_of(peer)
-    if (folder / _FAILED).exists():
-        raise PeerUnavailable((folder / _FAILED).read_text())
+    if reason := kept_reason(peer):
+        raise PeerUnavailable(reason)
     if not (folder / _DONE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         print(f"installing {peer.name} into {folder}", flush=True)
-        try:
-            (peer.install or (lambda at: _install_packages(at, peer.packages)))(folder)
-        except PeerUnavailable as error:
-            (folder / _FAILED).write_text(str(error))
-            raise
+        (peer.install or (lambda at: _install_packages(at, peer.packages)))(folder)
         (folder / _DONE).write_text(version(peer, folder))
     return folder
+
+
+def keep_reason(peer: Peer, reason: PeerUnavailable) -> None:
+    """Keep why ``peer`` does not run: what takes minutes is not tried at each call."""
+    folder_of(peer).mkdir(parents=True, exist_ok=True)
+    (folder_of(peer) / _FAILED).write_text(str(reason))
+
+
+def kept_reason(peer: Peer) -> str:
+    """Return why ``peer`` did not run when that was last tried, or nothing."""
+    file = folder_of(peer) / _FAILED
+    return file.read_text() if file.exists() else ""
+
+
+def forget_reason(peer: Peer) -> None:
+    (folder_of(peer) / _FAILED).unlink(missing_ok=True)
 
 
 def version(peer: Peer, folder: Path) -> str:
@@ -97,7 +109,14 @@ def _install_packages(folder: Path, packages: tuple[str, ...]) -> None:
     _run([sys.executable, "-m", "venv", folder])
     if sys.platform == "linux":
         packages += ("mlx[cpu]",)
-    _run([folder / "bin" / "pip", "install", "--quiet", *packages])
+    python, quietly = str(folder / "bin" / "python"), ("install", "--quiet")
+    pip = [python, "-m", "pip", *quietly, "--no-compile"]
+    _run([*pip, "--upgrade", "pip", "uv"])
+    uv = [str(folder / "bin" / "uv"), "pip", *quietly, "--python", python]
+    try:
+        _run([*uv, *packages])  # in a tenth of the time, and large files are there once
+    except PeerUnavailable:
+        _run([*pip, *packages])  # which may be set up to look elsewhere
 
 
 def _install_llama(folder: Path) -> None:
@@ -124,7 +143,7 @@ def _install_llama(folder: Path) -> None:
     _run([folder / "bin" / "cmake", "--build", build, "--target", "llama-server"])
 
 
-def _run(command: list[str | Path]) -> None:
+def _run(command: Sequence[str | Path]) -> None:
     """Raises `PeerUnavailable`."""
     try:
         done = subprocess.run(

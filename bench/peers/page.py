@@ -85,11 +85,10 @@ def _lines(
     for peer in found:
         yield f"| {peer.name} | {versions[peer]} | `{peer.reads}` |"
     for title, workloads, value, is_better_high in _TABLES:
-        cells = [
-            cell
-            for cell in CELLS
-            if cell.workload in workloads and any(cell in each for each in found.values())
-        ]
+        cells = sorted(
+            {cell for each in found.values() for cell in each if cell.workload in workloads},
+            key=lambda cell: (list(NAMES).index(cell.workload), cell.clients),
+        )
         if not cells:
             continue
         yield from ("", f"{title}:", "")
@@ -110,7 +109,8 @@ def _lines(
         yield from ("", *failures)
     if reasons:
         yield ""
-        yield from (f"* {name} did not run here: {reason}" for name, reason in reasons.items())
+        for name, reason in reasons.items():
+            yield f"* {name} did not run here, or not to the end: `{reason}`"
 
 
 def _compared(pairs: Sequence[Pair], value: Value, is_better_high: bool) -> str:

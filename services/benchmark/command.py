@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
+from types import ModuleType
+
+from services.command_parser import CommandParser
+from shared.settings import flag_parser
 
 BENCHES = {
     "serve": "load on any server with OpenAI's API: tokens a second, first tokens, goodput",
@@ -15,19 +19,41 @@ BENCHES = {
 """Name, which is that of a module here, and help."""
 
 
+WITH_SETTINGS = ("step", "kv")
+"""Those that also take the flags of the server."""
+
+_WITH_PARSER = {"serve": "options"}
+"""The module of its parser, where that is another."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the measurement that ``argv`` names; return its exit code."""
-    name = parser().parse_args(argv[:1]).name
-    code: int = importlib.import_module(f"services.benchmark.{name}").main(argv[1:])
+    made = _empty_parser()
+    made.add_argument("name", choices=list(BENCHES), metavar="NAME", help=", ".join(BENCHES))
+    name = made.parse_args(argv[:1]).name
+    code: int = _module(name).main(argv[1:])
     return code
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    """Return the parser for completion, with the flags of all measurements."""
+    made = _empty_parser()
+    commands = made.add_subparsers(metavar="NAME")
+    for name, help in BENCHES.items():
+        make_parser = _module(_WITH_PARSER.get(name, name)).make_parser
+        flags = make_parser(flag_parser(made.prog)) if name in WITH_SETTINGS else make_parser()
+        commands.add_parser(name, help=help, parents=[flags], add_help=False)
+    return made
+
+
+def _empty_parser() -> argparse.ArgumentParser:
+    return CommandParser(
         prog="mlx-lm-server bench",
         description="Measure. Each has a --help of its own; what figures mean is in docs/bench.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {name:<7}{help}" for name, help in BENCHES.items()),
     )
-    made.add_argument("name", choices=list(BENCHES), metavar="NAME", help=", ".join(BENCHES))
-    return made
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"services.benchmark.{name}")

@@ -26,6 +26,7 @@ from services.benchmark.client import ApiClient
 from services.benchmark.options import count, counts
 from services.benchmark.progress import progress_shown
 from services.benchmark.workloads import words
+from services.command_parser import CommandParser
 from services.own_server import OwnServerFailed, own_server
 from shared import settings
 from shared.exits import EXIT_FAILED, EXIT_OK, fail
@@ -146,9 +147,12 @@ class _Tiers:
         return sum(stored)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``parents`` have flags and a --help besides."""
+    parser = CommandParser(
         prog=PROG,
+        parents=parents,
+        add_help=not parents,
         usage="%(prog)s [flags] [flags of `mlx-lm-server serve`, such as --model and --kv-bits]",
         description="Start a server with an SSD tier of its own, and time first tokens after a "
         "prefix that has to be computed, is in RAM, or is on SSD.",

@@ -22,6 +22,7 @@ from services.benchmark.workloads import (
     WorkloadName,
     WorkloadShape,
 )
+from services.command_parser import CommandParser
 
 KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
 CONCURRENCY = (1, 2, 4, 8, 16)
@@ -130,7 +131,7 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mlx-lm-server bench serve",
         description="Measure any server with OpenAI's API under load. Definitions: docs/bench.md. "
         "Ctrl-C ends it with what was measured.",

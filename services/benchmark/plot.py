@@ -9,6 +9,7 @@ from typing import Any
 
 from services.benchmark.measures import Distribution, Level
 from services.benchmark.report import LoadReport, load_name, read_report
+from services.command_parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_OK, fail
 
 PROG = "mlx-lm-server bench plot"
@@ -28,18 +29,24 @@ class PlotFailed(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Draw several results of `bench serve`; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=PROG, description="Draw results of `bench serve --save`, a line for each --label."
-    )
-    parser.add_argument("results", nargs="+", type=Path, metavar="JSON")
-    parser.add_argument("--plot", type=Path, required=True, help="a file: .svg, .png or .pdf")
-    parser.add_argument("--title", default="", help="(default: workload and model)")
-    options = parser.parse_args(argv)
+    options = make_parser().parse_args(argv)
     try:
         plot([read_report(path) for path in options.results], options.plot, options.title)
     except (PlotFailed, OSError, ValueError) as error:
         return fail(PROG, error, EXIT_FAILED)
     return EXIT_OK
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog=PROG, description="Draw results of `bench serve --save`, a line for each --label."
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="such results")
+    parser.add_argument(
+        "--plot", type=Path, required=True, metavar="FILE", help="ends with .svg, .png or .pdf"
+    )
+    parser.add_argument("--title", default="", help="(default: workload and model)")
+    return parser
 
 
 def check_plot(path: Path) -> None:

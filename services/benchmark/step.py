@@ -20,6 +20,7 @@ from services.admin_client import add_json_flag, table
 from services.benchmark.executor_steps import chunk_s, decode_s
 from services.benchmark.options import count, counts
 from services.benchmark.progress import progress_shown
+from services.command_parser import CommandParser
 from shared import settings
 from shared.exits import EXIT_CONFIG, EXIT_OK, fail
 from shared.paths import python_path
@@ -127,9 +128,12 @@ def _chunk(executor: Executor, chunk: dict[str, Any], steps: int) -> float:
     return chunk_s(executor, chunk["start"], chunk["tokens"], filled=True)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``parents`` have flags and a --help besides."""
+    parser = CommandParser(
         prog=PROG,
+        parents=parents,
+        add_help=not parents,
         usage="%(prog)s [flags] [flags of `mlx-lm-server serve`, such as --model and --kv-bits]",
         description="Time steps of the executor alone: no scheduler, no sockets, no HTTP. Each "
         "step is waited for before the next.",

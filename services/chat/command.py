@@ -12,6 +12,7 @@ from typing import Any
 from services.admin_client import EXIT_NO_SERVER, NoServer, ServerRefused, add_server_flags
 from services.chat.client import ChatClient, Reply
 from services.chat.conversation import Dialogue
+from services.command_parser import CommandParser
 from services.printing import printable
 from shared.exits import EXIT_FAILED, EXIT_OK, fail
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=PROG,
         description="Talk with a model of a running server, or of any other with OpenAI's API."
         " A question as argument, from a pipe, or both is answered once.",

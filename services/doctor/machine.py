@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,14 @@ DESCRIPTORS = 4096
 """A connection takes one, and so does an open block file. mlx-lm sets the limit to this when it is
 imported, which fails where less is allowed."""
 _GB = 1e9
+_MEND = {
+    errno.EACCES: "chown or chmod {}, or ",
+    errno.EROFS: "mount what can be written to there (docker --volume), or ",
+    errno.ENOSPC: "make room there, or ",
+    errno.EDQUOT: "make room there, have a larger quota, or ",
+}
+"""What to do where a folder cannot be written to. Access rights alone do not tell that of root, or
+of another machine's disk."""
 
 
 def checks(options: Settings | None) -> Iterator[Check]:
@@ -104,7 +114,8 @@ def _run_folder() -> Check:
             "run folder",
             str(error),
             "set XDG_RUNTIME_DIR to a folder on a local disk that you can write to, with a path of"
-            " less than 60 bytes",
+            " less than 60 bytes; in a container with a read-only root, mount one (docker --tmpfs"
+            " /tmp)",
         )
     wanted = os.environ.get("XDG_RUNTIME_DIR")
     if wanted and Path(wanted) != parent:
@@ -159,9 +170,13 @@ def _folder(name: str, path: Path, flag: str) -> Check:
     existing = _existing(path)
     if not existing.is_dir():
         return bad(name, f"{path}: {existing} is no folder", f"set {flag} to another one")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        remedy = f"chown or chmod {existing}, or set {flag} to another folder"
-        return bad(name, f"{existing} cannot be written to", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
+            probe.write(b"doctor")
+    except OSError as error:
+        first = _MEND.get(error.errno or 0, "").format(existing)
+        text = f"{path}: {existing} cannot be written to ({error.strerror})"
+        return bad(name, text, f"{first}set {flag} to another folder")
     free = shutil.disk_usage(existing).free
     return good(name, f"{path} ({free / _GB:.1f} GB free)")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.backend.blas import load_fast_blas
 from services.admin_client import table
+from services.command_parser import CommandParser
 from services.models.local import LocalModel, directory_of, examined, local_models
 from shared import settings
 from shared.exits import EXIT_FAILED, EXIT_OK, EXIT_USAGE, fail
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Do what ``argv`` says; return the exit code."""
     words = list(argv)
     if {"-h", "--help"} & {*words}:
-        parser().print_help()
+        _parser().print_help()
         return EXIT_OK
     command = words.pop(0) if words and words[0] in _WITH_NAME else "ls"
     name = words.pop(0) if _WITH_NAME.get(command) and words and words[0][:1] != "-" else ""
@@ -57,8 +58,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for help and completion."""
-    made = argparse.ArgumentParser(
+    """Return the parser for completion."""
+    return _parser(settings.flag_parser(PROG))
+
+
+def _parser(*of_flags: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Return the parser for help; ``of_flags`` are for completion besides."""
+    made: argparse.ArgumentParser = CommandParser(
         prog=PROG,
         usage="%(prog)s [ls | show NAME | pull NAME] [--json] [flags of serve]",
         description="The models of this machine, and the context, in tokens, that fits beside each"
@@ -71,7 +77,10 @@ def parser() -> argparse.ArgumentParser:
         ("show", "what fits of one, by bits of the KV cache and sequences at once"),
         ("pull", "download one, or what of it is missing"),
     ):
-        each = commands.add_parser(name, help=help, description=help)
+        flags = () if name == "pull" else of_flags
+        each = commands.add_parser(
+            name, help=help, description=help, parents=flags, add_help=not flags
+        )
         if _WITH_NAME[name]:
             each.add_argument("name", metavar="NAME", help="an id of the hub, or demo")
     return made

@@ -73,6 +73,15 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(words: list[str]) ->
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("words", [["status", "--what"], ["keys"], ["bench", "serve", "--seed=x"]])
+def test_a_wrong_argument_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mlx-lm-server ") and line.endswith(" --help)")
+
+
 def test_every_command_and_flag_is_in_the_parser_of_the_shells() -> None:
     text = whole_parser().format_help()
     assert all(f"--{flag.name}" in text for flag in flags_of(Settings))
@@ -118,6 +127,13 @@ def bash(scripts: Path) -> Iterator[pexpect.spawn]:
         ("chat --key-v", "ariable "),
         ("cache ve", "rify "),
         ("serve --config sett", "ings-of-mine.toml "),
+        ("bench se", "rve "),
+        ("bench serve --request-r", "ate "),
+        ("bench serve --workload multi", "-turn "),
+        ("bench plot sett", "ings-of-mine.toml "),
+        ("bench step --chu", "nks "),
+        ("bench kv --memory-g", "b "),
+        ("models ls --memory-g", "b "),
     ],
 )
 def test_bash_completes_commands_flags_and_files(
@@ -139,7 +155,11 @@ def test_zsh_completes_commands_and_flags(scripts: Path, tmp_path: Path) -> None
             f"fpath=({tmp_path} $fpath); autoload -U compinit && compinit -u -D; echo re''ad"
         )
         shell.expect("read\r\n")
-        for typed, completed in (("sta", "tus"), ("serve --max-b", "atch-size")):
+        for typed, completed in (
+            ("sta", "tus"),
+            ("serve --max-b", "atch-size"),
+            ("bench serve --request-r", "ate"),
+        ):
             shell.send(f"mlx-lm-server {typed}\t")
             shell.expect_exact(completed)
             shell.sendcontrol("u")
@@ -148,12 +168,13 @@ def test_zsh_completes_commands_and_flags(scripts: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
-def test_fish_completes_commands(scripts: Path) -> None:
-    found = subprocess.run(
-        ["fish", "-c", f"source {scripts / 'fish'}; complete -C 'mlx-lm-server sta'"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    ).stdout
-    assert found.split()[0] == "status"
+def test_fish_completes_commands_and_flags(scripts: Path) -> None:
+    for typed, completed in (("sta", "status"), ("bench serve --request-r", "--request-rate")):
+        found = subprocess.run(
+            ["fish", "-c", f"source {scripts / 'fish'}; complete -C 'mlx-lm-server {typed}'"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE_S,
+        ).stdout
+        assert found.split()[0] == completed

@@ -43,6 +43,7 @@ class BrokenMachine:
             "a server uses the folder of blocks": self._blocks(),
             "less room on the disk than is to stay free": self._disk(),
             "hub's cache is not writable": self._hub(),
+            **({"responses cannot be written": self._responses()} if _LINUX else {}),
             "socket in use": self._socket(),
             "secret key readable by others": self._keys(),
             "certificate is none": self._certificate(),
@@ -75,6 +76,11 @@ class BrokenMachine:
         (self.root / "file").touch()
         self.environment["HF_HOME"] = str(self.root / "file" / "below")
         return "model cache", "is no folder"
+
+    def _responses(self) -> tuple[str, str]:
+        """Where nobody can write, and access rights allow root to."""
+        self.flags.append("--response-store-dir=/proc/responses")
+        return "responses", "/proc cannot be written to (No such file or directory)"
 
     def _socket(self) -> tuple[str, str]:
         path = self.root / "engines"

@@ -22,6 +22,8 @@ from shared.rundir import (
     sweep,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
+
 HOLDER = """
 import sys
 from pathlib import Path
@@ -39,7 +41,7 @@ def hold(parent: Path) -> tuple[subprocess.Popen[str], Path]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
     )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
@@ -93,8 +95,40 @@ def test_a_missing_directory_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_parent_that_cannot_be_written_raises_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match=r"no private directory in .*: No such file"):
+    with pytest.raises(RunDirError, match=r"no private directory for sockets: .*: No such file"):
         RunDir.create(tmp_path / os.urandom(4).hex())
+
+
+def test_one_that_cannot_be_written_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc, where access rights allow root to."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc")
+    with RunDir.create() as run_dir:
+        assert run_dir.path.parent == Path(tempfile.gettempdir())
+
+
+_READ_ONLY = """for each in /tmp /var/tmp; do
+  mount --bind $each $each; mount -o remount,bind,ro $each
+done
+exec "$@"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="with namespaces of Linux")
+def test_a_machine_that_cannot_be_written_is_told_in_one_line() -> None:
+    """As a container with a read-only root: no folder of those that Python knows can be used."""
+    isolated = ["unshare", "--map-root-user", "--mount", "bash", "-ec"]
+    if subprocess.run([*isolated, _READ_ONLY, "bash", "true"], check=False).returncode:
+        pytest.skip("this machine allows no mounts in a namespace")
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom shared.rundir import RunDir"
+    found = subprocess.run(
+        [*isolated, _READ_ONLY, "bash", sys.executable, "-c", f"{code}\nRunDir.create()"],
+        cwd="/proc",
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stderr
+    assert "RunDirError: no private directory for sockets: /tmp: Read-only file system\n" in found
 
 
 def test_old_files_are_touched_so_that_no_cleaner_removes_them(socket_dir: Path) -> None:

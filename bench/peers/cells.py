@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,8 +103,10 @@ def measure(peer: Peer, cells: Sequence[Cell], runs: int, ends: float) -> bool:
         return False
     install(peer)
     results_of(peer).mkdir(parents=True, exist_ok=True)
-    with serving(peer) as their_port, ours(peer.reads, *FLAGS) as our_port:
+    with ExitStack() as stack:
+        their_port = stack.enter_context(serving(peer))
         ask(peer, their_port)
+        our_port = stack.enter_context(ours(peer.reads, *FLAGS))
         for run, cell in missing:
             if time.monotonic() > ends:
                 return False

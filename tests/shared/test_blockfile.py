@@ -15,6 +15,7 @@ NAMESPACE = "ab" * 16
 PAYLOAD = (b"keys" * 300, memoryview(b"values!" * 100), b"")
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.binary(max_size=300), max_size=6))
 def test_decoding_gives_back_the_buffers(payload: list[bytes]) -> None:
     assert [bytes(view) for view in decode(encode(HASH, NAMESPACE, payload), HASH, NAMESPACE)] == (
@@ -70,7 +71,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing() -> None:
         decode(bytes(data), HASH, NAMESPACE)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.binary(max_size=200), st.booleans())
 def test_rubbish_is_refused(rubbish: bytes, with_length: bool) -> None:
     data = len(rubbish).to_bytes(8, "little") + rubbish if with_length else rubbish

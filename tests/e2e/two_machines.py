@@ -118,6 +118,11 @@ class Site:
             time.sleep(0.05)
         return time.monotonic() - began
 
+    def print_log(self, kind: object, *_: object) -> None:
+        """Print the end of the server's log if there was an error."""
+        if kind is not None:
+            sys.stderr.write("\n".join(self.server.log[-60:]) + "\n")
+
     def refused(self, reason: str) -> float:
         pattern = rf'mlx_lm_server_engines_refused_total\{{reason="{reason}"\}} (\S+)'
         found = re.search(pattern, self.client.get("/metrics").text)
@@ -135,6 +140,7 @@ def main(model: str, directory: str) -> None:
     lay_cable()
     with ExitStack() as stack:
         site = Site(stack, model, Path(directory))
+        stack.push(site.print_log)
         site.wait_until(lambda: site.ready() == [NEAR, FAR])
         expected = "".join(site.stream())
         figures: dict[str, Any] = {"a wrong key": refuse_a_wrong_key(site)}

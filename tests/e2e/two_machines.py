@@ -173,6 +173,7 @@ def refuse_a_wrong_key(site: Site) -> str:
     engine.wait_for("refuses this engine: the key .* is not on its list")
     site.wait_until(lambda: site.refused("key") >= 1)
     assert site.ready() == [NEAR, FAR]
+    site.wait_until(lambda: any(stranger in line for line in site.server.log))
     assert sum(stranger in line for line in site.server.log) == 1
     engine.popen.kill()
     return "refused"

@@ -18,11 +18,15 @@ from typing import Any
 
 import httpx
 
+from tests.tiny_models import Kind
+
 READY_TIMEOUT_S = 240.0
 RANKS_VARIABLE = "TEST_RANKS"
 """Environment variable: the ranks of every engine, where a test does not say."""
 DEMO_RANKS = 3
 """The demo model has 9 heads."""
+HYBRID: Kind = "qwen3_5" if RANKS_VARIABLE in os.environ else "qwen3_next"
+"""Layers with recurrent state and others. mlx-lm divides only the younger between ranks."""
 READY_LINE = re.compile(r"ready: https?://[^:]+:(\d+)")
 
 # Engines are told apart by their command lines, which one that was a spare process lacks.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import agent_transcript as transcript
-from tests.e2e.server import Server, serving
+from tests.e2e.server import HYBRID, Server, serving
 from tests.router.chat_tokenizer import TEMPLATE
 from tests.tiny_models import Kind, make_tiny
 
@@ -65,7 +65,7 @@ def test_an_agent_computes_little_more_than_new_tokens(llama: Server) -> None:
 
 @pytest.mark.slow
 def test_an_agent_computes_little_more_than_new_tokens_on_a_hybrid(tmp_path: Path) -> None:
-    with serving(make_agent("qwen3_next", tmp_path / "hybrid"), *FLAGS) as server:
+    with serving(make_agent(HYBRID, tmp_path / "hybrid"), *FLAGS) as server:
         check_turns(server)
 
 

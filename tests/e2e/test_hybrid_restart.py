@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import RANKS_VARIABLE, Server, serving
+from tests.e2e.server import HYBRID, Server, serving
 
 LETTERS = "QXZJ"
 """The tiny tokenizer has a token for each, and none for several of them."""
@@ -46,8 +45,7 @@ def files(directory: Path) -> dict[Path, list[Path]]:
 def test_after_a_restart_the_second_turn_of_a_hybrid_computes_only_what_is_new(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    # mlx-lm divides only the younger of these between ranks.
-    model = tiny_model("qwen3_5" if RANKS_VARIABLE in os.environ else "qwen3_next")
+    model = tiny_model(HYBRID)
     pick = random.Random(4)
     prompt = "".join(pick.choice(LETTERS) for _ in range(200))
     flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")

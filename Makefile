@@ -58,12 +58,13 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile
 COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c \
 	'import services.local, services.router, services.kvstore, engine.core, engine.replica.build'
 # $(1): a file of pinned versions, $(2): the extras that it has.
+UNPINNED = $(PIP_INSTALL) 'setuptools>=77' '.[$(2)]'
 ifeq ($(EXTRA),cpu)
 INSTALL = $(PIP_INSTALL) --require-hashes -r $(1) || { \
 	echo "The pinned versions do not install here; installing what pyproject.toml allows." >&2; \
-	$(PIP_INSTALL) 'setuptools>=77' '.[$(2)]'; }
+	$(UNPINNED); }
 else
-INSTALL = $(PIP_INSTALL) 'setuptools>=77' '.[$(2)]'
+INSTALL = $(UNPINNED)
 endif
 VENV = test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/it" >&2; exit 1; }; \
 	$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv

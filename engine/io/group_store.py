@@ -155,8 +155,8 @@ class GroupStore:
         self._own.tick(now)
         if (until := self._connecting_until) is not None and (self.is_ready or now > until):
             self._connecting_until = None
-            for start in self._early:
-                start()
+            while self._early:
+                self._early.pop(0)()
         with suppress(Empty):
             while True:
                 self._actions.get_nowait()()

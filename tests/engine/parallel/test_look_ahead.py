@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
+from tests.e2e.test_ranks import at_length
 from tests.engine.parallel.forced_ranks import MODULE, PROMPTS
 from tests.oracle import Oracle
 
 TIMEOUT_S = 300.0
 
 
-@pytest.mark.skipif("TEST_RANKS" not in os.environ, reason="make test-ranks")
+@at_length
 def test_ranks_that_look_ahead_give_mlx_lms_tokens(tiny_model: Callable[..., Path]) -> None:
     """In batches, beside chunks of others, and after a prefix in RAM."""
     path = tiny_model("llama")

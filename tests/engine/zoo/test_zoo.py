@@ -1,6 +1,5 @@
 """The zoo: a few representative kinds, and the faults that its comparison must catch."""
 
-import os
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
 from engine.zoo.farm import Way, examine_all
+from tests.e2e.test_ranks import at_length
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_models_are_batched_correctly_as_on_a_gpu(
         assert "looking ahead: logits differ" in found(name).error
 
 
-@pytest.mark.skipif("TEST_RANKS" not in os.environ, reason="make test-ranks")
+@at_length
 def test_a_hybrid_is_divided_between_two_ranks_as_on_a_gpu() -> None:
     """And a model that mlx-lm cannot divide is not counted as wrong."""
     whole, divided = examine_all(["mamba", "qwen3_5"], way=Way(gpu_path=True, ranks=2))

@@ -25,7 +25,7 @@ OURS = "mlx-lm-server"
 FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32")
 """Of this server, as llama.cpp's is given 16 slots; the others take 32 and more by default."""
 CONCURRENCY = (1, 2, 4, 8, 16)
-QUESTION, RIGHT = "What is the capital of France?", "Paris"
+QUESTION, RIGHT = "Which city is the capital of France?", "Paris"
 _CELL_S, _ANSWER_S = 900, 120
 
 
@@ -106,7 +106,7 @@ def measure(peer: Peer, cells: Sequence[Cell], runs: int, ends: float) -> bool:
     with ExitStack() as stack:
         their_port = stack.enter_context(serving(peer))
         ask(peer, their_port)
-        our_port = stack.enter_context(ours(peer.reads, *FLAGS))
+        our_port = stack.enter_context(ours(peer.reads, *FLAGS, *peer.flags))
         for run, cell in missing:
             if time.monotonic() > ends:
                 return False

@@ -44,6 +44,8 @@ class Peer(NamedTuple):
     """What requests call it; empty for the first that the server names."""
     install: Callable[[Path], None] | None = None
     """In the place of its ``packages``."""
+    flags: tuple[str, ...] = ()
+    """Of this server meanwhile, to compute as it does."""
 
 
 def folder_of(peer: Peer) -> Path:
@@ -199,6 +201,14 @@ PEERS = (
             *("--model-path", str(weights), "--host", "127.0.0.1", "--no-log-file"),
         ],
     ),
-    Peer("llama.cpp", (), _llama, reads="demo-4bit", probe="/health", install=_install_llama),
+    Peer(
+        "llama.cpp",
+        (),
+        _llama,
+        reads="demo-4bit",
+        probe="/health",
+        install=_install_llama,
+        flags=("--cpu-precision", "fast"),
+    ),
 )
 """Each with the defaults that its command line has, but for batching, which is on."""

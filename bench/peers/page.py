@@ -83,7 +83,8 @@ def _lines(
     yield "| server | versions | weights |"
     yield "|---|---|---|"
     for peer in found:
-        yield f"| {peer.name} | {versions[peer]} | `{peer.reads}` |"
+        computed = f", {' '.join(peer.flags)}" if peer.flags else ""
+        yield f"| {peer.name} | {versions[peer]} | `{peer.reads}{computed}` |"
     for title, workloads, value, is_better_high in _TABLES:
         cells = sorted(
             {cell for each in found.values() for cell in each if cell.workload in workloads},

@@ -76,9 +76,11 @@ def test_pairs_that_are_whole_are_written(peer: Peer, tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text(f"before\n{page.BEGIN}\nof an earlier run\n{page.END}\nafter\n")
     (tmp_path / "pictures").mkdir()
+    peer = peer._replace(reads="weights", flags=("--precision", "fast"))
     page.write(document, {peer: found}, {peer: "other 1.0"}, {"third": "no wheel"})
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "earlier" not in text
+    assert "| other | other 1.0 | `weights, --precision fast` |" in text
     assert "| 128 tokens in, 32 out | 1 | 15.0 / 10.0 = 1.50 |" in text
     assert "| 128 tokens in, 32 out | 2 | **5.0 / 20.0 = 0.25** |" in text
     assert "join" not in text and "| 4 |" not in text

@@ -173,6 +173,7 @@ def test_new_weights_come_under_one_name_and_go_back(
     models.server.wait_until(has_another_text, PATIENCE_S, "the other path")
     shutil.copy(third / "model.safetensors", own / "new")
     (own / "new").replace(own / "model.safetensors")
+    models.server.wait_until(lambda: len(models.engines_of("b")) == 1, PATIENCE_S, "one engine")
     (engine,) = models.engines_of("b")
     url = f"--url=http://127.0.0.1:{models.server.port}"
     assert cli.main(["restart", engine, "--wait", url, "--admin-key=boss"]) == 0

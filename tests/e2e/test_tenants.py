@@ -53,11 +53,13 @@ def tenanted(
 def test_no_child_has_a_key_in_its_arguments(tenanted: Tenanted) -> None:
     assert tenanted.complete("sesame-flag").status_code == 200
     children = tenanted.server.pids("services.")
-    assert len(children) == 2
+    ranks = tenanted.server.pids("services.rank ")
+    assert len(children) == 2 + len(ranks)
     for pid in children:
         assert "sesame" not in Path(f"/proc/{pid}/cmdline").read_text()
     (engine,) = tenanted.server.pids("services.engine")
-    assert "sesame" not in Path(f"/proc/{engine}/environ").read_text()
+    for pid in (engine, *ranks):
+        assert "sesame" not in Path(f"/proc/{pid}/environ").read_text()
 
 
 def test_a_hang_up_of_the_server_makes_its_router_read_the_keys_again(tenanted: Tenanted) -> None:

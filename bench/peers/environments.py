@@ -142,7 +142,8 @@ def _install_llama(folder: Path) -> None:
         packed.extractall(sources, filter="data")
     (root,) = sources.glob("*/vendor/llama.cpp")
     _run([folder / "bin" / "cmake", "-S", root, "-B", build, *_CMAKE])
-    _run([folder / "bin" / "cmake", "--build", build, "--target", "llama-server"])
+    parallel = ["--parallel", str(num_threads())]
+    _run([folder / "bin" / "cmake", "--build", build, "--target", "llama-server", *parallel])
 
 
 def _run(command: Sequence[str | Path]) -> None:

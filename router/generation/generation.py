@@ -161,10 +161,7 @@ class Generation:
             )
             sequence = RemoteSequence(message, self._tenant, self.notify, spec.prompt_blocks)
             detokenizer = IncrementalDetokenizer(
-                renderer.detokenizer(),
-                request.stop_strings,
-                request.min_tokens or 0,
-                renderer.known_texts,
+                renderer.vocabulary.decoder(), request.stop_strings, request.min_tokens or 0
             )
             before = renderer.without_bos("", spec.prompt_token_ids[-_TAIL_TOKENS:])
             continued = renderer.vocabulary.last_text(before) if request.continues_prompt else []

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
-_MOST_TOKENS = 64
-_CONTEXT_TOKENS = 16
-"""How many tokens of a line are decoded again with the next one, and how many are left after that.
-Spaces depend on the token before, and characters have four tokens at most."""
-
-
-class StreamingDetokenizer(Protocol):
-    """The part of mlx-lm's streaming detokenizers that is used here."""
-
-    def add_token(self, token: int) -> None: ...
-    def finalize(self) -> None: ...
-    @property
-    def last_segment(self) -> str: ...
+from router.tokens.decoders import TokenDecoder
 
 
 class StopScanner:
@@ -70,23 +57,12 @@ def partial_match_length(text: str, targets: Sequence[str]) -> int:
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence while its tokens arrive.
-
-    ``known_texts`` may be shared by all sequences of a model: the texts of tokens that are the same
-    wherever they stand, which are filled in here.
-    """
+    """The text of one sequence while its tokens arrive, up to a stop string."""
 
     def __init__(
-        self,
-        detokenizer: StreamingDetokenizer,
-        stops: Sequence[str] = (),
-        min_tokens: int = 0,
-        known_texts: dict[int, str] | None = None,
+        self, decoder: TokenDecoder, stops: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
-        self._detokenizer = detokenizer
-        self._known_texts = {} if known_texts is None else known_texts
-        self._is_between = False
-        """Whether the next token's text depends on that token alone."""
+        self._decoder = decoder
         self._scanner = StopScanner(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -105,23 +81,15 @@ class IncrementalDetokenizer:
     def prime(self, prompt: Sequence[int]) -> str:
         """Put ``prompt`` before the text. Return the prompt's own text, without half a character at
         its end."""
-        for token in prompt:
-            self._add(token)
-        return self._read()
+        return "".join(map(self._decoder.add, prompt))
 
     def feed(self, token: int) -> str:
         """Return the text that can be shown now. Once ``stopped``, ignore ``token``."""
         if self.stopped:
             return ""
         self.num_tokens += 1
-        segment = self._known_texts.get(token) if self._is_between else None
-        if segment is None:
-            was_between = self._is_between
-            self._add(token)
-            segment = self._read()
-            if was_between and self._is_between:
-                self._known_texts[token] = segment
-        return segment if self.num_tokens < self._min_tokens else self._scanner.feed(segment)
+        text = self._decoder.add(token)
+        return text if self.num_tokens < self._min_tokens else self._scanner.feed(text)
 
     def count_stop_token(self) -> None:
         """Count a token without text: the one that ended the sequence."""
@@ -131,39 +99,5 @@ class IncrementalDetokenizer:
         """Return the rest: what was held back for a character or a stop string to complete."""
         if self.stopped:
             return ""
-        try:
-            self._detokenizer.finalize()
-        except KeyError:
-            # mlx-lm's BPE detokenizer raises on a token with characters outside its byte alphabet
-            # after half a character. The half character is dropped.
-            return self._scanner.flush()
-        shown = self._scanner.feed(self._detokenizer.last_segment)
+        shown = self._scanner.feed(self._decoder.finish())
         return shown if self.stopped else shown + self._scanner.flush()
-
-    def _read(self) -> str:
-        """Return the text since the last call, and take from mlx-lm's detokenizers what they no
-        longer need: with each token they copy, or decode, all that they have.
-
-        Those for BPE and SentencePiece look at no more than whether there was text before, and at
-        the bytes of a character that is not whole (``_unflushed``). The one for all other
-        tokenizers decodes a line from its beginning.
-        """
-        detokenizer: Any = self._detokenizer
-        segment: str = detokenizer.last_segment
-        if hasattr(detokenizer, "_unflushed"):
-            if detokenizer.text:
-                self._is_between = not detokenizer._unflushed
-                detokenizer.text, detokenizer.offset = detokenizer.text[-1:], 1
-                detokenizer.tokens.clear()
-        elif len(detokenizer.tokens) > _MOST_TOKENS:
-            detokenizer._current_tokens = detokenizer._current_tokens[-_CONTEXT_TOKENS:]
-            detokenizer._text = detokenizer._current_text = ""
-            detokenizer.offset = len(detokenizer.text)
-            detokenizer.tokens.clear()
-        return segment
-
-    def _add(self, token: int) -> None:
-        try:
-            self._detokenizer.add_token(token)
-        except (IndexError, KeyError, TypeError):
-            pass  # an id of a padded vocabulary, which the tokenizer does not know, has no text

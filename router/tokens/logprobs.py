@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -46,37 +45,30 @@ class TokenAligner:
 
     def __init__(self, vocabulary: Vocabulary, continues: bool = False) -> None:
         self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = vocabulary.byte_decoder(vocabulary.trims_space and not continues)
         self._pending: deque[ScoredToken] = deque()
         self._length = 0  # of the text, in characters
-        self._begun = continues  # whether there is any text before
 
     def add_prompt(
         self, prompt: Sequence[int], logprobs: Iterable[TokenLogprobs], text: str
     ) -> None:
         """Add the prompt, ahead of all other tokens. ``text`` is what the answer shows of it."""
-        whole = "".join(
-            self._decoder.decode(self._vocabulary.token_bytes(token)) for token in prompt
-        )
+        whole = "".join(map(self._vocabulary.byte_decoder(False).add, prompt))
         # A tokenizer may put a begin token or a space in front that is not in the text.
         ahead = len(whole) - len(text) if whole.endswith(text) else 0
-        self._decoder.reset()
+        self._decoder = self._vocabulary.byte_decoder(False)
         position = 0
         for token, own in zip(prompt, [None, *logprobs], strict=True):
             offset = min(max(0, position - ahead), len(text))
             self._pending.append(ScoredToken(token, offset, own))
-            position += len(self._decoder.decode(self._vocabulary.token_bytes(token)))
-        self._length, self._begun = len(text), True
+            position += len(self._decoder.add(token))
+        self._length = len(text)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Add output tokens."""
         for token, own in zip(tokens, logprobs, strict=True):
             self._pending.append(ScoredToken(token, self._length, own))
-            text = self._decoder.decode(self._vocabulary.token_bytes(token))
-            if text and not self._begun:
-                self._begun = True
-                text = text[1:] if self._vocabulary.trims_space and text[0] == " " else text
-            self._length += len(text)
+            self._length += len(self._decoder.add(token))
 
     def take(self, length: int) -> list[ScoredToken]:
         """Return the tokens that begin within the first ``length`` characters, once each."""

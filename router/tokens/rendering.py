@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from router.schemas.conversation import ChatMessage, PromptEnding, Tool
-from router.tokens.detokenizer import StreamingDetokenizer
 from router.tokens.model_replies import ModelReplies
 from router.tokens.parsing.formats import ReplyFormat, detect_format
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
@@ -57,11 +56,8 @@ class Renderer:
         format: ReplyFormat,
     ) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer_source = detokenizer_source
         self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
-        self.known_texts: dict[int, str] = {}
-        """Those of an `IncrementalDetokenizer`."""
         self.vocabulary = Vocabulary(detokenizer_source)
         self._encoder = _Encoder(tokenizer)
         self.replies = ModelReplies(
@@ -99,10 +95,6 @@ class Renderer:
             return cls(tokenizer, detokenizer_source, defaults, template_args, format)
 
         return await asyncio.to_thread(load)
-
-    def detokenizer(self) -> StreamingDetokenizer:
-        """Return a new streaming detokenizer. It is cheap, for use on the event loop."""
-        return cast(StreamingDetokenizer, self._detokenizer_source.detokenizer)
 
     @property
     def capabilities(self) -> list[str]:

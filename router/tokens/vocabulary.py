@@ -1,4 +1,4 @@
-"""Bytes and text of single tokens, for log-probabilities."""
+"""Bytes and text of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from router.tokens.decoders import ByteDecoder, LineDecoder, TokenDecoder
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -28,10 +30,29 @@ class Vocabulary:
         """Whether the detokenizer leaves out the leading space of a text."""
         first = next(iter(self._token_map or ()), None)
         self._adds_space = self.trims_space and not isinstance(first, str)
+        self._known: dict[int, bytes] = {}
+
+    def decoder(self) -> TokenDecoder:
+        """Return a decoder of a text, for one thread."""
+        if self._token_map is None:
+            return LineDecoder(self._tokenizer.detokenizer)
+        return self.byte_decoder(self.trims_space)
+
+    def byte_decoder(self, trims_space: bool) -> ByteDecoder:
+        """Return a decoder that takes all tokens for bytes, as log-probabilities do."""
+        return ByteDecoder(self.token_bytes, trims_space)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of ``token``: none for an id of a padded vocabulary, which the tokenizer
         does not know."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._bytes_of(token)
+            if found:  # so that what clients count up to does not stay
+                self._known[token] = found
+        return found
+
+    def _bytes_of(self, token: int) -> bytes:
         if self._token_map is None:
             return self._decoded(token)
         piece = self._token_map[token] if token < len(self._token_map) else None
@@ -59,9 +80,9 @@ class Vocabulary:
         return text[1:] if self._adds_space and text.startswith(" ") else text
 
     def last_text(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last of ``tokens`` that has text of its own, or nothing. A detokenizer that
-        has seen it keeps the leading space of what follows. It holds back a part of a character
-        and a single space, so it would show them with the text that follows."""
+        """Return the last of ``tokens`` that has text of its own, or nothing. A decoder that has
+        seen it keeps the leading space of what follows. It may hold back a part of a character and
+        a single space, so it would show them with the text that follows."""
         for token in reversed(tokens):
             text = self.token_text(token)
             if text.strip(" ") and not text.endswith("\ufffd"):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.tokens.decoders import LineDecoder
 from router.tokens.detokenizer import IncrementalDetokenizer, StopScanner
+from router.tokens.vocabulary import Vocabulary
 
 
 def scanned(pieces: list[str], stops: list[str]) -> str:
@@ -49,21 +50,27 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
 
 
 @pytest.fixture(scope="module")
-def detokenizer(model_dir: Path) -> Any:
+def loaded(model_dir: Path) -> Any:
+    """The tokenizer as mlx-lm loads it."""
     from mlx_lm import tokenizer_utils
 
     return tokenizer_utils.load(model_dir, {"trust_remote_code": False})
 
 
+@pytest.fixture(scope="module")
+def vocabulary(loaded: Any) -> Vocabulary:
+    return Vocabulary(loaded)
+
+
 @pytest.mark.parametrize("text", ["wait 🌍🏽 STOP", "日本語STOP日本", "a\n\nb STOPST", "é́STOP"])
 def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
-    text: str, detokenizer: Any, tokenizer: Any
+    text: str, vocabulary: Vocabulary, tokenizer: Any
 ) -> None:
     ids = tokenizer.encode(text).ids
     for start in range(len(text)):
         for end in range(start + 1, min(start + 5, len(text)) + 1):
             stop = text[start:end]
-            stream = IncrementalDetokenizer(detokenizer.detokenizer, [stop])
+            stream = IncrementalDetokenizer(vocabulary.decoder(), [stop])
             pieces = [stream.feed(token) for token in ids]
             shown = "".join(pieces) + stream.finish()
             assert shown == cut_by_hand(text, [stop])
@@ -71,15 +78,15 @@ def test_a_stop_string_at_every_offset_neither_leaks_nor_splits_a_character(
             assert stream.stopped
 
 
-def test_half_a_character_waits_for_its_other_half(detokenizer: Any, tokenizer: Any) -> None:
+def test_half_a_character_waits_for_its_other_half(vocabulary: Vocabulary, tokenizer: Any) -> None:
     ids = tokenizer.encode("é🌍").ids
     assert len(ids) == 6
-    stream = IncrementalDetokenizer(detokenizer.detokenizer)
+    stream = IncrementalDetokenizer(vocabulary.decoder())
     assert [stream.feed(token) for token in ids] == ["", "é", "", "", "", "🌍"]
 
 
-class _Pieces:
-    """What mlx-lm's detokenizer for SentencePiece asks of a tokenizer."""
+class _SentencePiece:
+    """What is asked of a tokenizer of SentencePiece's kind."""
 
     pieces = ("\u2581", "\u2581a", "b", "<0xF0>", "<0x9F>", "<0x8C>", "<0x8D>", "<0x41>", "\u65e5")
 
@@ -89,40 +96,61 @@ class _Pieces:
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [self.pieces[each] for each in ids]
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [self.pieces.index(text.replace(" ", "\u2581"))]
+
+    @property
+    def detokenizer(self) -> Any:
+        from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
+
+        return SPMStreamingDetokenizer(self)
+
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
-def test_text_does_not_depend_on_what_is_known_of_tokens(
-    kind: str, detokenizer: Any, data: st.DataObject
+def test_text_is_the_bytes_of_its_tokens(
+    kind: str, vocabulary: Vocabulary, data: st.DataObject
 ) -> None:
-    from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
+    known = vocabulary if kind == "bpe" else Vocabulary(_SentencePiece())
+    ids = data.draw(st.lists(st.integers(0, 300 if kind == "bpe" else 9), max_size=12))
+    stream = IncrementalDetokenizer(known.decoder())
+    text = "".join(map(stream.feed, ids)) + stream.finish()
+    whole = b"".join(map(known.token_bytes, ids)).decode(errors="replace")
+    assert text == whole.removeprefix(" ")
 
-    def new() -> Any:
-        return detokenizer.detokenizer if kind == "bpe" else SPMStreamingDetokenizer(_Pieces())
 
-    known: dict[int, str] = {}
-    token = st.integers(0, len(new().tokenmap))  # the last is none of the tokenizer's
-    for tokens in data.draw(st.lists(st.lists(token, max_size=12), min_size=1, max_size=4)):
-        own, theirs = new(), new()
-        stream = IncrementalDetokenizer(own, known_texts=known)
-        text = "".join(map(stream.feed, tokens)) + stream.finish()
-        for each in tokens:
-            with suppress(IndexError, KeyError, TypeError):
-                theirs.add_token(each)
-        with suppress(KeyError):
-            theirs.finalize()
-        assert text == theirs.text
+@pytest.mark.parametrize("text", ["é 🌍🏽 日本, and  words.", "  two spaces", "no space\n\n  x"])
+def test_text_is_that_of_mlx_lm(text: str, loaded: Any, vocabulary: Vocabulary) -> None:
+    theirs = loaded.detokenizer
+    stream = IncrementalDetokenizer(vocabulary.decoder())
+    ids = loaded.encode(text, add_special_tokens=False)
+    for token in ids:
+        theirs.add_token(token)
+    theirs.finalize()
+    assert "".join(map(stream.feed, ids)) + stream.finish() == theirs.text
+
+
+@pytest.mark.parametrize("byte", [b" ", b"\x80", b"\xf0"])
+def test_a_token_is_shown_at_once_however_often_it_comes(
+    byte: bytes, vocabulary: Vocabulary
+) -> None:
+    """mlx-lm's detokenizer keeps single spaces and what is no character back, and goes through all
+    of it with each token."""
+    (token,) = (each for each in range(300) if vocabulary.token_bytes(each) == byte)
+    stream = IncrementalDetokenizer(vocabulary.decoder())
+    shown = [stream.feed(token) for _ in range(100)]
+    assert all(len(piece) == 1 for piece in shown[2:])
 
 
 @pytest.mark.parametrize("text", ["日本語 🌍🏽 é, and words . " * 40, "a line\n" * 60, "🌍" * 100])
 def test_a_line_is_not_decoded_from_its_beginning(
-    text: str, detokenizer: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    text: str, loaded: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
     decoded: list[int] = []
-    inner = detokenizer._tokenizer
+    inner = loaded._tokenizer
     decode = inner.decode
 
     def counted(ids: list[int]) -> Any:
@@ -130,37 +158,32 @@ def test_a_line_is_not_decoded_from_its_beginning(
         return decode(ids)
 
     monkeypatch.setattr(inner, "decode", counted)
-    stream = IncrementalDetokenizer(NaiveStreamingDetokenizer(inner))
+    stream = IncrementalDetokenizer(LineDecoder(NaiveStreamingDetokenizer(inner)))
     pieces = [stream.feed(token) for token in tokenizer.encode(text).ids]
     assert "".join(pieces) + stream.finish() == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert max(decoded) <= 16 + 65
 
 
-def test_a_detokenizer_keeps_no_text(detokenizer: Any, tokenizer: Any) -> None:
-    own = detokenizer.detokenizer
-    stream = IncrementalDetokenizer(own)
-    shown = "".join(map(stream.feed, tokenizer.encode("hello world " * 50).ids))
-    assert len(shown) >= 590 and len(own.text) + len(own.tokens) < 10
-
-
-def test_tokens_after_the_stop_string_are_not_counted(detokenizer: Any, tokenizer: Any) -> None:
+def test_tokens_after_the_stop_string_are_not_counted(
+    vocabulary: Vocabulary, tokenizer: Any
+) -> None:
     ids = tokenizer.encode("ab.cd").ids
-    stream = IncrementalDetokenizer(detokenizer.detokenizer, ["."])
+    stream = IncrementalDetokenizer(vocabulary.decoder(), ["."])
     assert "".join(map(stream.feed, ids)) == "ab"
     assert stream.num_tokens == 3
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens(
-    detokenizer: Any, tokenizer: Any
+    vocabulary: Vocabulary, tokenizer: Any
 ) -> None:
     ids = tokenizer.encode("a.b.c").ids
-    stream = IncrementalDetokenizer(detokenizer.detokenizer, ["."], min_tokens=3)
+    stream = IncrementalDetokenizer(vocabulary.decoder(), ["."], min_tokens=3)
     assert "".join(map(stream.feed, ids)) + stream.finish() == "a.b"
 
 
-def test_a_token_that_the_tokenizer_does_not_know_has_no_text(detokenizer: Any) -> None:
-    stream = IncrementalDetokenizer(detokenizer.detokenizer)
+def test_a_token_that_the_tokenizer_does_not_know_has_no_text(vocabulary: Vocabulary) -> None:
+    stream = IncrementalDetokenizer(vocabulary.decoder())
     stream.feed(10**6)
     stream.finish()
     assert stream.num_tokens == 1

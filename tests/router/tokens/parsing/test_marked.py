@@ -27,6 +27,7 @@ from router.tokens.parsing.formats import (
 )
 from router.tokens.parsing.marked import MarkedReplyParser
 from router.tokens.reply_parser import CallDelta, ReplyDelta
+from router.tokens.vocabulary import Vocabulary
 from shared.settings import ReasoningParserName, ToolParserName
 from shared.wire import Delta, SamplingParams, Submit
 from tests.router.chat_tokenizer import write_chat_tokenizer
@@ -358,7 +359,7 @@ def answers(
     )
     sequence = RemoteSequence(submit, EVERYBODY, lambda: None)
     reply = MarkedReplyParser(format, format.initial_state, TOOLS)
-    text = IncrementalDetokenizer(tokenizer.detokenizer, stops)
+    text = IncrementalDetokenizer(Vocabulary(tokenizer).decoder(), stops)
     choice = Choice(
         0,
         sequence,

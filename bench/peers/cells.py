@@ -25,7 +25,13 @@ OURS = "mlx-lm-server"
 FLAGS = ("--max-batch-size", "16", "--completion-batch-size", "32")
 """Of this server, as llama.cpp's is given 16 slots; the others take 32 and more by default."""
 CONCURRENCY = (1, 2, 4, 8, 16)
-QUESTION, RIGHT = "Which city is the capital of France?", "Paris"
+QUESTIONS = {
+    "Which city is the capital of France?": "Paris",
+    "What is the capital of France?": "Paris",
+    "How many days are there in a week?": "7",
+}
+"""With a part of the right answer. A small model misses some, with codes of 4 bits not always the
+same; a server that computes wrong answers none."""
 _CELL_S, _ANSWER_S = 900, 120
 
 
@@ -147,22 +153,26 @@ def serving(peer: Peer) -> Iterator[int]:
 
 
 def ask(peer: Peer, port: int) -> str:
-    """Return what ``peer`` answers to `QUESTION`. Raises `PeerUnavailable` if that is wrong."""
-    answer = asyncio.run(_answer(peer, port))
-    if answer.error:
-        raise PeerUnavailable(f"it fails: {answer.error}: {answer.detail}")
-    if RIGHT not in answer.text:
-        raise PeerUnavailable(f"it answers {QUESTION!r} with {answer.text!r}")
-    return answer.text
+    """Return the first right answer of ``peer`` to one of `QUESTIONS`. Raises `PeerUnavailable` if
+    there is none."""
+    wrong = []
+    for question, right in QUESTIONS.items():
+        answer = asyncio.run(_answer(peer, port, question))
+        if answer.error:
+            raise PeerUnavailable(f"it fails: {answer.error}: {answer.detail}")
+        if right in answer.text:
+            return answer.text
+        wrong.append(f"{question!r} with {answer.text!r}")
+    raise PeerUnavailable(f"it answers {', '.join(wrong)}")
 
 
-async def _answer(peer: Peer, port: int) -> StreamedAnswer:
+async def _answer(peer: Peer, port: int, question: str) -> StreamedAnswer:
     with closing(ApiClient(f"http://127.0.0.1:{port}", timeout_s=_ANSWER_S)) as client:
         try:
             model = peer.model or (await client.models())[0]
         except (OSError, ValueError, IndexError) as error:
             return StreamedAnswer(error=type(error).__name__, detail=str(error))
-        messages = [{"role": "user", "content": QUESTION}]
+        messages = [{"role": "user", "content": question}]
         body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}
         return await client.stream("/chat/completions", body)
 

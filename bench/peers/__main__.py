@@ -85,7 +85,7 @@ def _options() -> argparse.Namespace:
         "--again", action="store_true", help="forget what was measured, and why some did not run"
     )
     parser.add_argument("--install", action="store_true", help="install, and measure nothing")
-    parser.add_argument("--check", action="store_true", help="start each, and ask it a question or three")
+    parser.add_argument("--check", action="store_true", help="start each and ask it a question")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page's section")
     options = parser.parse_args()
     options.cells = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ SPIN_US = 10
 a session begins. Waking one takes longer."""
 
 _CHECKED_ROWS = (1, 2, 3, 5, 8, 13, 16, 33)
+
+
+_making = Lock()
+_scratch: dict[tuple[int, ...], Any] = {}
 
 
 class Unsupported(Exception):
@@ -72,6 +77,7 @@ class Graph:
         self._inputs: list[_Declared] = []
         self._outputs: list[_Declared] = []
         self._constants: dict[str, NDArray[Any]] = {}
+        self._packed: list[str] = []  # names of constants
         self._count = 0
 
     def input(self, name: str, *dims: int | str, dtype: Any = np.float32) -> str:
@@ -83,11 +89,15 @@ class Graph:
         """Declare ``value`` as the next output."""
         self._outputs.append(_Declared(value, dims, dtype))
 
-    def constant(self, array: NDArray[Any]) -> str:
-        """Return the name of a constant. Its memory is read when the session is made, and is kept
-        only if nothing packs it."""
+    def constant(self, array: NDArray[Any], *, packed: bool = False) -> str:
+        """Return the name of a constant. Its memory is read when the session is made.
+
+        The session keeps a copy if nothing packs it. Some operators pack a constant and have it
+        kept all the same: with ``packed`` it is not, and reading it later would give nonsense."""
         name = self._name("constant")
         self._constants[name] = np.ascontiguousarray(array)
+        if packed:
+            self._packed.append(name)
         return name
 
     def integers(self, *numbers: int) -> str:
@@ -130,9 +140,12 @@ class Graph:
         large = {name: array for name, array in self._constants.items() if array.nbytes > 1024}
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in large.values()]
         options.add_external_initializers(list(large), values)
-        made = onnxruntime.InferenceSession(
-            self._model(large), options, providers=["CPUExecutionProvider"]
-        )
+        with _making:
+            for number, name in enumerate(name for name in self._packed if name in large):
+                options.add_initializer(name, _lent(large[name], number))
+            made = onnxruntime.InferenceSession(
+                self._model(large), options, providers=["CPUExecutionProvider"]
+            )
         self._constants.clear()
         return Session(made, self._inputs)
 
@@ -161,6 +174,18 @@ class Graph:
     def _name(self, kind: str) -> str:
         self._count += 1
         return f"{kind}_{self._count}"
+
+
+def _lent(array: NDArray[Any], number: int) -> Any:
+    """Return ``array`` as a value of ONNX Runtime, until the next one of its shape and number."""
+    import onnxruntime
+
+    key = (number, *array.shape)
+    if key in _scratch:
+        _scratch[key].update_inplace(array)
+    else:
+        _scratch[key] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+    return _scratch[key]
 
 
 def _reference(name: str, array: NDArray[Any]) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backend.codes import Array, Codes, joined
-from engine.backend.graphs import CONTRIB, Graph
+from engine.backend.graphs import CONTRIB, Graph, Session
 
 Precision = Literal["exact", "compact", "fast"]
 """``exact`` and ``compact`` multiply activations in fp32, ``fast`` rounds them to 8 bits in each
@@ -59,21 +59,11 @@ class QuantizedWeight:
 
     def product(self, graph: Graph, x: str) -> str:
         """Add the product of ``x`` (rows, in) to ``graph``; return its name (rows, out)."""
-        out, width = self.shape
+        level = ACCURACY_LEVELS[self.precision]
         total = ""
         for part in self._parts:
-            found = graph.node(
-                "MatMulNBits",
-                x,
-                graph.constant(part.packed),
-                graph.constant(part.scales),
-                domain=CONTRIB,
-                K=width,
-                N=out,
-                bits=part.bits,
-                block_size=part.group_size,
-                accuracy_level=ACCURACY_LEVELS[self.precision],
-            )
+            packed = packs_scales(part.bits, part.group_size, level)
+            found = _around_middle(graph, x, part, level, packed=packed)
             total = graph.node("Add", total, found) if total else found
         offsets = [part.offsets + part.middle * part.scales for part in self._parts]
         rest: Array = np.sum(offsets, axis=0)
@@ -100,6 +90,24 @@ class QuantizedWeight:
         )
 
 
+def _around_middle(graph: Graph, x: str, codes: Codes, level: int, *, packed: bool) -> str:
+    """Add the product of ``x`` with the codes' distances from their middle, times the scales. With
+    ``packed`` the scales are forgotten once the session is made."""
+    out, width = codes.shape
+    return graph.node(
+        "MatMulNBits",
+        x,
+        graph.constant(codes.packed),
+        graph.constant(codes.scales, packed=packed),
+        domain=CONTRIB,
+        K=width,
+        N=out,
+        bits=codes.bits,
+        block_size=codes.group_size,
+        accuracy_level=level,
+    )
+
+
 def of_all(kinds: Iterable[SameBits]) -> SameBits:
     """Return what holds for a computation with products of all these kinds."""
     found = set(kinds)
@@ -109,20 +117,50 @@ def of_all(kinds: Iterable[SameBits]) -> SameBits:
 @cache
 def rows_with_same_bits(bits: int, group_size: int, level: int) -> SameBits:
     """Return what this processor does with codes of this kind."""
+    codes = _tried(bits, group_size)
+    graph = Graph()
+    x = graph.input("x", "rows", codes.shape[1])
+    weight = QuantizedWeight(codes, "exact" if level == ACCURACY_LEVELS["exact"] else "fast")
+    graph.output(weight.product(graph, x), "rows", codes.shape[0])
+    multiply, rows = graph.session(), _rows(codes)
+    (many,) = multiply(rows)
+    differ = [n for n in _CHECKED_ROWS if not np.array_equal(multiply(rows[:n])[0], many[:n])]
+    return "none" if any(n % 2 == 0 for n in differ) else "even" if differ else "any"
+
+
+@cache
+def packs_scales(bits: int, group_size: int, level: int) -> bool:
+    """Return whether products with codes of this kind never read the scales that they were given,
+    once they have packed them. ONNX Runtime keeps both."""
+    codes = _tried(bits, group_size)
+    rows = _rows(codes)
+
+    def session(scales: Array) -> Session:
+        graph = Graph()
+        x = graph.input("x", "rows", rows.shape[1])
+        given = Codes(bits, codes.packed, scales, codes.offsets)
+        graph.output(_around_middle(graph, x, given, level, packed=True), "rows", len(scales))
+        return graph.session()
+
+    multiply = session(codes.scales)
+    found = [multiply(rows[:n])[0] for n in _CHECKED_ROWS]
+    session(np.full_like(codes.scales, np.nan))  # takes the place of the first one's scales
+    pairs = zip(_CHECKED_ROWS, found, strict=True)
+    return all(np.array_equal(multiply(rows[:n])[0], before) for n, before in pairs)
+
+
+def _tried(bits: int, group_size: int) -> Codes:
+    """Return codes to try a kind of products with."""
     rng = np.random.default_rng(0)
-    out, groups = 96, max(2, 256 // group_size)
-    codes = Codes(
+    out, groups = 96, max(4, 256 // group_size)
+    return Codes(
         bits,
         rng.integers(0, 256, (out, groups, group_size * bits // 8), np.uint8),
         rng.random((out, groups), np.float32),
         rng.random((out, groups), np.float32),
     )
-    graph = Graph()
-    x = graph.input("x", "rows", groups * group_size)
-    weight = QuantizedWeight(codes, "exact" if level == ACCURACY_LEVELS["exact"] else "fast")
-    graph.output(weight.product(graph, x), "rows", out)
-    multiply = graph.session()
-    rows = rng.standard_normal((max(_CHECKED_ROWS), groups * group_size), np.float32)
-    (many,) = multiply(rows)
-    differ = [n for n in _CHECKED_ROWS if not np.array_equal(multiply(rows[:n])[0], many[:n])]
-    return "none" if any(n % 2 == 0 for n in differ) else "even" if differ else "any"
+
+
+def _rows(codes: Codes) -> Array:
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((max(_CHECKED_ROWS), codes.shape[1]), np.float32)

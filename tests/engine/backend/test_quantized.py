@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
+from engine.backend import graphs
 from engine.backend.codes import codes_of
 from engine.backend.graphs import Graph, Unsupported
 from engine.backend.multiplier import ExpertMultiplier, Multiplier
@@ -68,6 +69,25 @@ def bound(x: Any, arrays: Any, whole: Any, precision: Precision, mode: str) -> f
         return float(fp32)
     step = np.abs(x).max() / 254
     return float(fp32 + 5 * step / np.sqrt(3) * 2 * np.abs(whole).max() * np.sqrt(WIDTH))
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_product_does_not_change_when_another_is_made(
+    mode: str, bits: int, group: int, precision: Precision
+) -> None:
+    """Weights of one shape lend each other the memory of scales that are packed."""
+    kind: Any = {"group_size": group, "bits": bits, "mode": mode}
+    first, second = (
+        quantized_weight(*quantized(mode, bits, group, seed), precision, **kind) for seed in (0, 1)
+    )
+    multiply, x = Multiplier(first), activations(40)
+    before = [multiply(x[:rows]) for rows in (1, 2, 40)]
+    lent = len(graphs._scratch)
+    assert not np.array_equal(Multiplier(second)(x), before[-1])
+    assert len(graphs._scratch) == lent, "scales that are packed are not kept"
+    for rows, found in zip((1, 2, 40), before, strict=True):
+        assert np.array_equal(multiply(x[:rows]), found)
 
 
 def test_the_scale_of_a_whole_nvfp4_weight_counts() -> None:

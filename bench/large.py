@@ -58,7 +58,10 @@ def large(model: str, runs: int) -> None:
                     f"{1e3 * reading:.0f} ms: {step / reading:.2f} times",
                     flush=True,
                 )
-            print(f"memory of the process: {base / size:.2f} times the checkpoint")
+            print(
+                f"memory of the process: {base / size:.2f} times the checkpoint, "
+                f"of which weights {(base - one.call('bytes_before')) / size:.2f}"
+            )
             stock = one.call("stock_layers") * SHAPE["num_hidden_layers"] / STOCK_LAYERS
             print(f"products of all layers in MLX, 1 row: {1e3 * stock:.0f} ms")
 
@@ -67,6 +70,7 @@ class LargeSide(OurSide):
     """A model whose layers are computed here without a proof."""
 
     def __init__(self, path: str) -> None:
+        from engine.backend import allocation
         from engine.batch import device
         from engine.cache.layout import probe_layout
         from engine.executor.batched import BatchedExecutor
@@ -74,13 +78,16 @@ class LargeSide(OurSide):
 
         device.prepare()
         self._path = Path(path)
-        model = load(self._path).model
+        self._before = self.resident_bytes()
+        loaded = load(self._path)
+        model = loaded.model
         layers = device.tune(model, "fast", 1 << 40)
         layout = probe_layout(model)
         kind = device.batch_classes(model, layout)[0]
         assert layers is not None and not kind.runs_model
         layers.drop()
-        kind.release_weights()
+        kind.release_weights(loaded.weight_files)
+        allocation.give_back()
         self._executor = BatchedExecutor(model, layout, 16, kind)
         self._as_weights = None
 
@@ -89,6 +96,10 @@ class LargeSide(OurSide):
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * 4096
+
+    def bytes_before(self) -> float:
+        """Return the bytes of memory that the process had without weights."""
+        return self._before
 
     def stock_layers(self) -> float:
         """Return the seconds of MLX's own products of some layers, one row each."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import msgspec
 
+from engine.backend.file_rows import FilesChanged
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
 from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
@@ -147,6 +148,8 @@ class EngineCore:
             failure: _Failure | None = None
             try:
                 result = next(results, None)
+            except FilesChanged:
+                raise  # the next engine loads what is there now
             except Exception as error:  # of MLX, most likely because it finds no memory
                 logger.exception("a step failed: what was running begins again")
                 failure = _Failure(f"{type(error).__name__}: {error}", is_allocation_failure(error))

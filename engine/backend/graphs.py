@@ -184,7 +184,8 @@ def _lent(array: NDArray[Any], number: int) -> Any:
     if key in _scratch:
         _scratch[key].update_inplace(array)
     else:
-        _scratch[key] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+        # A value is no copy of its array, which has other users.
+        _scratch[key] = onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
     return _scratch[key]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -11,7 +12,9 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from numpy.typing import NDArray
 
+from engine.backend import file_rows
 from engine.backend.codes import Array, codes_of
+from engine.backend.file_rows import FileRows
 from engine.backend.graphs import Graph, Unsupported
 from engine.backend.quantized import Precision, QuantizedWeight, SameBits
 
@@ -72,6 +75,40 @@ def weight_of(module: Any, precision: Precision | None = None) -> Weight:
     if not isinstance(module, (nn.Linear, nn.Embedding)) or module["weight"].dtype != mx.float32:
         raise Unsupported(f"a {type(module).__name__} is not a layer in fp32 or quantized")
     return DenseWeight(np.asarray(module["weight"]))
+
+
+class EmbeddingInFiles:
+    """An embedding whose rows are read from its checkpoint when they are looked up."""
+
+    def __init__(self, parts: Mapping[str, FileRows], kind: Mapping[str, Any]) -> None:
+        """``kind``: group size, bits and mode, nothing if it is not quantized."""
+        self._parts, self._kind = parts, kind
+
+    @property
+    def arrays(self) -> Iterable[str]:
+        """Names of the module's arrays that are not needed any more."""
+        return self._parts.keys()
+
+    def gather(self, numbers: NDArray[Any]) -> Array:
+        """Return these rows, (n, in). Raises `FilesChanged`."""
+        rows = {name: part[numbers] for name, part in self._parts.items()}
+        if not self._kind:
+            return np.asarray(rows["weight"])
+        given = rows["weight"], rows["scales"], rows.get("biases")
+        return quantized_weight(*given, "fast", **self._kind).gather(np.arange(len(numbers)))
+
+
+def embedding_in(files: Sequence[Path], module: Any) -> EmbeddingInFiles | None:
+    """Return the embedding ``module`` as it lies in safetensors ``files``. None if it is not there
+    as it is in memory, since it was converted, divided or merged."""
+    parts = {}
+    for name in (name for name in ("weight", "scales", "biases") if name in module):
+        if (found := file_rows.find(files, module[name])) is None:
+            return None
+        parts[name] = found
+    quantized = "scales" in parts
+    kind = {name: getattr(module, name) for name in ("group_size", "bits", "mode") if quantized}
+    return EmbeddingInFiles(parts, kind)
 
 
 def expert_weights(module: Any, precision: Precision | None = None) -> list[Weight]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -114,8 +115,9 @@ class RaggedBatch(ABC):
         return False
 
     @classmethod
-    def release_weights(cls) -> None:
-        """Give up those of the model's weights that passes do not use. Called after the proof."""
+    def release_weights(cls, files: Sequence[Path] = ()) -> None:
+        """Give up those of the model's weights that passes do not use, or that can be looked up in
+        ``files`` of its checkpoint. Called after the proof."""
         return
 
     def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:

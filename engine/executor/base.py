@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -84,8 +85,9 @@ class Executor(ABC):
         whether that is possible."""
         return False
 
-    def release_weights(self) -> None:
-        """Give up those of the model's weights that are not used. The model itself cannot be
+    def release_weights(self, files: Sequence[Path] = ()) -> None:
+        """Give up those of the model's weights that are not used, or that can be
+        looked up in ``files`` of its checkpoint. The model itself cannot be
         called any more."""
         return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -77,8 +78,8 @@ class BatchedExecutor(Executor):
     def make_deterministic(self) -> bool:
         return self.batch_class.make_deterministic()
 
-    def release_weights(self) -> None:
-        self.batch_class.release_weights()
+    def release_weights(self, files: Sequence[Path] = ()) -> None:
+        self.batch_class.release_weights(files)
 
     def dispatch(self, plan: Plan) -> BatchedStep:
         started = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from engine.backend.file_rows import FilesChanged
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.slabs import Slabs
 from engine.executor.base import is_allocation_failure
@@ -55,7 +56,7 @@ class Prefill:
                 with self.stopwatch.computing():
                     built = ChunkPass(self._forward(ordered), is_last)
             except Exception as error:
-                if is_allocation_failure(error):
+                if is_allocation_failure(error) or isinstance(error, FilesChanged):
                     raise
                 if len(chunks) == 1:
                     self.failed.append((chunks[0].slot, f"{type(error).__name__}: {error}"))

@@ -53,6 +53,10 @@ class LoadedModel:
     tokenizer_files: dict[str, Path]
     """By name, those of `shared.wire.TOKENIZER_FILES` that the model has."""
 
+    @property
+    def weight_files(self) -> list[Path]:
+        return _weight_files(self.path)
+
 
 def resolve(model: str) -> Path:
     """Return the directory of ``model``: of the demo, a local path, or an id of the hub.
@@ -142,7 +146,11 @@ def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:
 
 def fingerprint(path: Path) -> str:
     """Return a hex name for config and weights in ``path``, the same on every machine."""
-    return digest(path / "config.json", sorted(path.glob("model*.safetensors")))
+    return digest(path / "config.json", _weight_files(path))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return sorted(path.glob("model*.safetensors"))
 
 
 def _load_with_mlx_lm(
@@ -171,6 +179,6 @@ def _load_with_mlx_lm(
 def _checked(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise ModelUnavailable(f"{path} is not a model directory: it has no config.json")
-    if not any(path.glob("model*.safetensors")):
+    if not _weight_files(path):
         raise ModelUnavailable(f"{path} is not a model directory: it has no model*.safetensors")
     return path

@@ -89,7 +89,7 @@ def build_replica(
     other_bytes = packed_bytes + draft_bytes + slots_bytes
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
     memory.set_limits(own)
-    executor.release_weights()
+    executor.release_weights(loaded.weight_files)
     gc.collect()  # the proof's leftovers
     mx.clear_cache()
     allocation.give_back()
@@ -120,7 +120,7 @@ def build_rank(
     root of the block hashes."""
     executor = choose_executor_of(loaded, settings, record, group)
     memory.set_limits(EngineMemory.of(settings))
-    executor.release_weights()
+    executor.release_weights(loaded.weight_files)
     gc.collect()
     mx.clear_cache()
     allocation.give_back()

@@ -97,7 +97,7 @@ def _open_executor(
         weights_bytes += layers.nbytes
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
-    executor.release_weights()
+    executor.release_weights(loaded.weight_files)
     return executor, weights_bytes
 
 

@@ -11,8 +11,9 @@ Arrays are (tokens, ...): rows of a prefill are packed one after the other witho
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from mlx import nn
 from engine.backend import graphs
 from engine.backend.graphs import Session, Unsupported
 from engine.backend.quantized import of_all
-from engine.backend.weights import weight_of
+from engine.backend.weights import embedding_in, weight_of
 from engine.batch.cpu import stretches
 from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
@@ -61,11 +62,13 @@ class Decoder:
             raise Unsupported("it keeps something else than keys and values of each layer")
         model = getattr(model, "language_model", model)
         inner = model.model
-        self._embedding = weight_of(inner.embed_tokens)
+        embedding = weight_of(inner.embed_tokens)
+        self._look_up: Callable[[Array], Array] = embedding.gather
+        self._embedding = inner.embed_tokens
         self._embedding_scale = _embedding_scale(model)
         head = Head(
             Norm.of(inner.norm),
-            self._embedding if "lm_head" not in model else weight_of(model.lm_head),
+            embedding if "lm_head" not in model else weight_of(model.lm_head),
             1 / getattr(model, "logits_scaling", 1),
             getattr(model, "final_logit_softcapping", None),
         )
@@ -75,7 +78,7 @@ class Decoder:
         self._layers: list[_Layer] = []
         self.stretches: list[Session] = []
         """What is computed before, between and after the layers' attentions, in this order."""
-        hidden = self._embedding.shape[1]
+        hidden = embedding.shape[1]
         before: TransformerBlock | None = None
         kinds = [head.weight.same_bits]
         for module, rotary in zip(inner.layers, self._rotaries, strict=True):
@@ -98,7 +101,7 @@ class Decoder:
         count, positions = len(tokens), batch.positions
         if batch.deterministic and self.same_bits == "even" and count % 2:
             tokens, positions = np.append(tokens, tokens[:1]), np.append(positions, 0)
-        x = self._embedding.gather(tokens)
+        x = self._look_up(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         tables = self._tables(positions)
@@ -153,10 +156,15 @@ class Decoder:
             for rotary in set(self._rotaries)
         }
 
-    def release_weights(self) -> None:
-        """Drop MLX's copies of the weights that are packed here."""
+    def release_weights(self, files: Sequence[Path]) -> None:
+        """Drop MLX's copies of the weights that are packed here, or can be looked up in ``files``
+        of the checkpoint."""
         for module in self._owned:
             module.weight = mx.zeros((0,))
+        if (found := embedding_in(files, self._embedding)) is not None:
+            self._look_up = found.gather
+            for name in found.arrays:
+                self._embedding[name] = mx.zeros((0,))
 
 
 def _embedding_scale(model: Any) -> np.float32:
@@ -205,8 +213,8 @@ class DecoderBatch(HostBatch):
         return cls.deterministic
 
     @classmethod
-    def release_weights(cls) -> None:
-        cls.decoder.release_weights()
+    def release_weights(cls, files: Sequence[Path] = ()) -> None:
+        cls.decoder.release_weights(files)
 
     def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
         return mx.array(self.decoder(self, self._packed(inputs), silent=False))

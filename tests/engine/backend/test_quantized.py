@@ -88,6 +88,8 @@ def test_a_product_does_not_change_when_another_is_made(
     assert len(graphs._scratch) == lent, "scales that are packed are not kept"
     for rows, found in zip((1, 2, 40), before, strict=True):
         assert np.array_equal(multiply(x[:rows]), found)
+    whole = dequantized(quantized(mode, bits, group), mode, bits, group)
+    assert np.allclose(first.gather(np.arange(OUT)), whole, atol=1e-6)
 
 
 def test_the_scale_of_a_whole_nvfp4_weight_counts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from engine.backend.file_rows import FilesChanged
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import UnsupportedLayout
 from engine.cache.slabs import Slab
@@ -185,3 +187,18 @@ def test_the_serial_executor_recovers_too(
     whole.run()
     assert {end.finish for end in whole.ends.values()} == {"length"}
     check_texts(whole, path)
+
+
+def test_an_engine_ends_if_its_model_was_written_to(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its embedding is looked up in the file."""
+    path = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    whole = Whole(path, num_blocks=256)
+    whole.submit("a", prompts()[0], 4)
+    whole.run()
+    assert whole.ends["a"].finish == "length"
+    (path / "model.safetensors").touch()
+    whole.submit("b", prompts()[1], 4)
+    with pytest.raises(FilesChanged, match=r"model\.safetensors was changed while its model"):
+        whole.run()

@@ -1,6 +1,7 @@
 """Decoders in NumPy against the same models in MLX, by logits."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -203,6 +204,23 @@ def test_weights_are_kept_once_when_the_model_has_given_them_up(model: Any) -> N
     left = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     embedding = model.model.embed_tokens.weight.nbytes  # rows of it are looked up
     assert left < embedding + before / 10
+    assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_embedding_is_looked_up_in_its_file(
+    model: Any, bits: int | None, tmp_path: Path
+) -> None:
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    file = tmp_path / "model.safetensors"
+    mx.save_safetensors(str(file), dict(tree_flatten(model.parameters())))
+    layout, kind = probe_layout(model), bound(model)
+    slabs, rows, tokens = Slabs(), [Row(Slot(0, 0), 0, 2)], mx.array([[5, 6]])
+    slabs[0] = Slab(layout, 1, 16)
+    logits = kind(layout, slabs, rows).logits(model, tokens)
+    kind.release_weights([file])
+    assert not any(array.size for array in model.model.embed_tokens.parameters().values())
     assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
 
 

@@ -7,6 +7,7 @@ of them it may drop, and read again.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _TYPES = {
-    mx.float32: ("F32", mx.uint32),
-    mx.float16: ("F16", mx.uint16),
-    mx.bfloat16: ("BF16", mx.uint16),
-    mx.uint32: ("U32", mx.uint32),
-    mx.uint8: ("U8", mx.uint8),
+    "F32": (mx.float32, np.uint32),
+    "F16": (mx.float16, np.uint16),
+    "BF16": (mx.bfloat16, np.uint16),
+    "U32": (mx.uint32, np.uint32),
+    "U8": (mx.uint8, np.uint8),
 }
-"""Names of types in safetensors, and as many bits as integers: NumPy has no bfloat16."""
+"""By their names in safetensors, with as many bits as integers: NumPy has no bfloat16."""
 _ROWS_AT_ONCE = 4096
 
 
@@ -35,19 +36,20 @@ class FilesChanged(Exception):
 class FileRows:
     """The rows of one array, in the file that it was loaded from."""
 
-    def __init__(self, file: Path, start: int, array: mx.array) -> None:
-        """``start``: where the content of ``array`` should begin in ``file``, in bytes."""
-        self._file, self._dtype = file.open("rb"), array.dtype
+    def __init__(self, file: Path, start: int, shape: Sequence[int], kind: str) -> None:
+        """``start``: where the array begins in ``file``, in bytes. ``kind``: its type there."""
+        self._file = file.open("rb")
         self._state = self._found_state()
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        bits = _bits(array)
-        self._array = np.frombuffer(self._map, bits.dtype, bits.size, start).reshape(bits.shape)
+        self._dtype, bits = _TYPES[kind]
+        flat = np.frombuffer(self._map, bits, math.prod(shape), start)
+        self._array: NDArray[Any] = flat.reshape(shape)
 
     def has(self, array: mx.array) -> bool:
-        """Return whether the file has the content of ``array``."""
-        bits, pieces = _bits(array), range(0, array.shape[0], _ROWS_AT_ONCE)
-        places = (slice(start, start + _ROWS_AT_ONCE) for start in pieces)
-        same = all(np.array_equal(self._array[place], bits[place]) for place in places)
+        """Return whether the file has the content of ``array``, which may be of a wider type."""
+        starts = range(0, array.shape[0], _ROWS_AT_ONCE)
+        places = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
+        same = all(mx.array_equal(self._rows(place), array[place]) for place in places)
         self._map.madvise(mmap.MADV_DONTNEED)  # what was read is not the process's any more
         return same
 
@@ -55,7 +57,10 @@ class FileRows:
         """Return these rows. Raises `FilesChanged`."""
         if self._found_state() != self._state:
             raise FilesChanged(f"{self._file.name} was changed while its model is served")
-        return mx.array(self._array[numbers]).view(self._dtype)
+        return self._rows(numbers)
+
+    def _rows(self, place: slice | NDArray[Any]) -> mx.array:
+        return mx.array(self._array[place]).view(self._dtype)
 
     def _found_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())
@@ -64,28 +69,27 @@ class FileRows:
 
 def find(files: Sequence[Path], array: mx.array) -> FileRows | None:
     """Return the rows of ``array`` in the one of these safetensors ``files`` that has it, whatever
-    its name is there; None if none has it as it is in memory."""
+    its name is there, in its own or in a narrower type. None if none has it as it is in memory."""
     try:
-        found = (FileRows(file, start, array) for file, start in _places(files, array))
+        found = (FileRows(*place) for place in _places(files, array))
         return next((rows for rows in found if rows.has(array)), None)
     except (OSError, ValueError):  # files that cannot be mapped, or were cut off
         return None
 
 
-def _places(files: Sequence[Path], array: mx.array) -> Iterator[tuple[Path, int]]:
-    """Yield files, and where arrays of this type and shape begin in them."""
-    if array.dtype not in _TYPES:
-        return
-    kind = _TYPES[array.dtype][0], list(array.shape)
+def _places(files: Sequence[Path], array: mx.array) -> Iterator[tuple[Path, int, list[int], str]]:
+    """Yield what `FileRows` takes, for arrays that may be this one."""
+    kinds = {
+        kind
+        for kind, (dtype, _) in _TYPES.items()
+        if dtype == array.dtype or (array.dtype == mx.float32 and kind in ("F16", "BF16"))
+    }
     for path in files:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         for tensor in header.values():
-            if (tensor["dtype"], tensor["shape"]) == kind:
-                yield path, 8 + length + tensor["data_offsets"][0]
-
-
-def _bits(array: mx.array) -> NDArray[Any]:
-    return np.asarray(array.view(_TYPES[array.dtype][1]))
+            kind, shape = tensor["dtype"], tensor["shape"]
+            if kind in kinds and shape == list(array.shape):
+                yield path, 8 + length + tensor["data_offsets"][0], shape, kind

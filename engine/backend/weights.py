@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,38 +77,37 @@ def weight_of(module: Any, precision: Precision | None = None) -> Weight:
     return DenseWeight(np.asarray(module["weight"]))
 
 
-class EmbeddingInFiles:
-    """An embedding whose rows are read from its checkpoint when they are looked up."""
+class Embedding:
+    """The rows of an embedding, in memory or, after `read_from`, in the files of its checkpoint."""
 
-    def __init__(self, parts: Mapping[str, FileRows], kind: Mapping[str, Any]) -> None:
-        """``kind``: group size, bits and mode, nothing if it is not quantized."""
-        self._parts, self._kind = parts, kind
-
-    @property
-    def arrays(self) -> Iterable[str]:
-        """Names of the module's arrays that are not needed any more."""
-        return self._parts.keys()
+    def __init__(self, module: Any) -> None:
+        self.weight: Weight | None = weight_of(module)
+        """None if the rows are in files."""
+        self._module, self._arrays = module, dict(module.parameters())
+        names = ("group_size", "bits", "mode") if "scales" in module else ()
+        self._kind = {name: getattr(module, name) for name in names}
+        self._parts: dict[str, FileRows] = {}
 
     def gather(self, numbers: NDArray[Any]) -> Array:
         """Return these rows, (n, in). Raises `FilesChanged`."""
+        if self.weight is not None:
+            return self.weight.gather(numbers)
         rows = {name: part[numbers] for name, part in self._parts.items()}
         if not self._kind:
-            return np.asarray(rows["weight"])
+            return np.asarray(rows["weight"].astype(mx.float32))
         given = rows["weight"], rows["scales"], rows.get("biases")
         return quantized_weight(*given, "fast", **self._kind).gather(np.arange(len(numbers)))
 
-
-def embedding_in(files: Sequence[Path], module: Any) -> EmbeddingInFiles | None:
-    """Return the embedding ``module`` as it lies in safetensors ``files``. None if it is not there
-    as it is in memory, since it was converted, divided or merged."""
-    parts = {}
-    for name in (name for name in ("weight", "scales", "biases") if name in module):
-        if (found := file_rows.find(files, module[name])) is None:
-            return None
-        parts[name] = found
-    quantized = "scales" in parts
-    kind = {name: getattr(module, name) for name in ("group_size", "bits", "mode") if quantized}
-    return EmbeddingInFiles(parts, kind)
+    def read_from(self, files: Sequence[Path]) -> None:
+        """Drop the rows in memory, of the module too, if safetensors ``files`` have the same. They
+        do not if it was converted, divided or merged."""
+        arrays, self._arrays = self._arrays, {}
+        found = {name: file_rows.find(files, array) for name, array in arrays.items()}
+        parts = {name: part for name, part in found.items() if part is not None}
+        if len(parts) == len(arrays):
+            self.weight, self._parts = None, parts
+            for name in parts:
+                self._module.pop(name, None)
 
 
 def expert_weights(module: Any, precision: Precision | None = None) -> list[Weight]:

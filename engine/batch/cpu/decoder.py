@@ -11,7 +11,7 @@ Arrays are (tokens, ...): rows of a prefill are packed one after the other witho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -23,7 +23,7 @@ from mlx import nn
 from engine.backend import graphs
 from engine.backend.graphs import Session, Unsupported
 from engine.backend.quantized import of_all
-from engine.backend.weights import embedding_in, weight_of
+from engine.backend.weights import Embedding, weight_of
 from engine.batch.cpu import stretches
 from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
@@ -62,9 +62,9 @@ class Decoder:
             raise Unsupported("it keeps something else than keys and values of each layer")
         model = getattr(model, "language_model", model)
         inner = model.model
-        embedding = weight_of(inner.embed_tokens)
-        self._look_up: Callable[[Array], Array] = embedding.gather
-        self._embedding = inner.embed_tokens
+        self._embedding = Embedding(inner.embed_tokens)
+        embedding = self._embedding.weight
+        assert embedding is not None
         self._embedding_scale = _embedding_scale(model)
         head = Head(
             Norm.of(inner.norm),
@@ -101,7 +101,7 @@ class Decoder:
         count, positions = len(tokens), batch.positions
         if batch.deterministic and self.same_bits == "even" and count % 2:
             tokens, positions = np.append(tokens, tokens[:1]), np.append(positions, 0)
-        x = self._look_up(tokens)
+        x = self._embedding.gather(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         tables = self._tables(positions)
@@ -161,10 +161,7 @@ class Decoder:
         of the checkpoint."""
         for module in self._owned:
             module.weight = mx.zeros((0,))
-        if (found := embedding_in(files, self._embedding)) is not None:
-            self._look_up = found.gather
-            for name in found.arrays:
-                self._embedding[name] = mx.zeros((0,))
+        self._embedding.read_from(files)
 
 
 def _embedding_scale(model: Any) -> np.float32:

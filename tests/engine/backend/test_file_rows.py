@@ -10,7 +10,7 @@ import pytest
 from mlx import nn
 
 from engine.backend.file_rows import FilesChanged
-from engine.backend.weights import embedding_in, weight_of
+from engine.backend.weights import Embedding, weight_of
 
 KINDS = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
@@ -34,64 +34,81 @@ def saved(path: Path, module: Any, **others: mx.array) -> list[Path]:
     return files
 
 
+def in_files(files: list[Path], module: Any) -> Embedding:
+    """Return the embedding ``module`` after it was looked for in ``files``."""
+    found = Embedding(module)
+    found.read_from(files)
+    return found
+
+
+@pytest.mark.parametrize("widened", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize(("mode", "bits", "group"), KINDS)
 def test_rows_are_those_of_the_embedding_in_memory(
-    mode: str, bits: int, group: int, dtype: Any, tmp_path: Path
+    mode: str, bits: int, group: int, dtype: Any, widened: bool, tmp_path: Path
 ) -> None:
     plain = embedding()
     plain.weight = plain.weight.astype(dtype)
     module = plain.to_quantized(group_size=group, bits=bits, mode=mode)
-    found = embedding_in(saved(tmp_path, module), module)
-    assert found is not None and set(found.arrays) == set(module.parameters())
+    files = saved(tmp_path, module)
+    if widened and mode == "affine":  # as they are in a model that is computed in fp32
+        module.scales, module.biases = (
+            array.astype(mx.float32) for array in (module.scales, module.biases)
+        )
     expected = weight_of(module).gather(CHOSEN)
+    found = in_files(files, module)
+    assert found.weight is None and not module.parameters()
     assert np.array_equal(found.gather(CHOSEN), expected) and expected.dtype == np.float32
 
 
-def test_rows_in_fp32_are_found_among_others_of_their_shape(tmp_path: Path) -> None:
-    module = embedding()
-    found = embedding_in(saved(tmp_path, module, before=embedding(1).weight), module)
-    assert found is not None
-    assert np.array_equal(found.gather(CHOSEN), np.asarray(module.weight)[CHOSEN])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_dense_rows_are_found_among_others_of_their_shape(dtype: Any, tmp_path: Path) -> None:
+    module, other = embedding(), embedding(1).weight.astype(dtype)
+    module.weight = module.weight.astype(dtype)
+    files = saved(tmp_path, module, before=other)
+    module.weight = module.weight.astype(mx.float32)
+    expected = np.asarray(module.weight)[CHOSEN]
+    found = in_files(files, module)
+    assert found.weight is None and np.array_equal(found.gather(CHOSEN), expected)
 
 
 def test_what_is_not_in_the_files_stays_in_memory(tmp_path: Path) -> None:
     module = embedding()
     files = saved(tmp_path, module)
-    assert embedding_in([], module) is None
+    assert in_files([], module).weight is not None
     module.weight[4999, 127] += 1
-    assert embedding_in(files, module) is None
+    assert in_files(files, module).weight is not None
     module = embedding().to_quantized(group_size=64, bits=4)
     files = saved(tmp_path, module)
-    module.scales = module.scales.astype(mx.bfloat16)
-    assert embedding_in(files, module) is None
+    module.biases = module.biases + 1
+    found = in_files(files, module)
+    assert found.weight is not None and len(module.parameters()) == 3
+    assert np.array_equal(found.gather(CHOSEN), weight_of(module).gather(CHOSEN))
 
 
 def test_files_that_are_cut_off_or_gone_are_not_used(tmp_path: Path) -> None:
     module = embedding()
     files = saved(tmp_path, module)
     os.truncate(files[1], files[1].stat().st_size - 1)
-    assert embedding_in(files, module) is None
+    assert in_files(files, module).weight is not None
     files[1].unlink()
-    assert embedding_in(files, module) is None
+    assert in_files(files, module).weight is not None
 
 
 def test_a_file_that_is_replaced_keeps_its_rows(tmp_path: Path) -> None:
     module = embedding()
-    files = saved(tmp_path, module)
-    found = embedding_in(files, module)
+    files, expected = saved(tmp_path, module), np.asarray(module.weight)[CHOSEN]
+    found = in_files(files, module)
     mx.save_safetensors(str(tmp_path / "new.safetensors"), dict(embedding(1).parameters()))
     (tmp_path / "new.safetensors").rename(files[1])
-    assert found is not None
-    assert np.array_equal(found.gather(CHOSEN), np.asarray(module.weight)[CHOSEN])
+    assert np.array_equal(found.gather(CHOSEN), expected)
 
 
 @pytest.mark.parametrize("size", [0, None])
 def test_a_file_that_is_written_to_is_not_read(size: int | None, tmp_path: Path) -> None:
     module = embedding()
     files = saved(tmp_path, module)
-    found = embedding_in(files, module)
-    assert found is not None
+    found = in_files(files, module)
     with files[1].open("r+b") as file:
         file.truncate(size) if size is not None else file.write(b"x")
     with pytest.raises(FilesChanged, match=r"model-2\.safetensors was changed while"):

@@ -220,7 +220,7 @@ def test_an_embedding_is_looked_up_in_its_file(
     slabs[0] = Slab(layout, 1, 16)
     logits = kind(layout, slabs, rows).logits(model, tokens)
     kind.release_weights([file])
-    assert not any(array.size for array in model.model.embed_tokens.parameters().values())
+    assert not model.model.embed_tokens.parameters()
     assert mx.array_equal(kind(layout, slabs, rows).logits(model, tokens), logits)
 
 

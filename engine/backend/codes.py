@@ -124,20 +124,23 @@ def codes_of(
         raise Unsupported(f"there are no integer codes for weights in {mode} with {bits} bits")
     floats, offsets = _float32(scales), _float32(biases)
     if WIDER[bits] == bits:
-        lying = np.asarray(weight).view(np.uint8).reshape(*floats.shape, group_size * bits // 8)
-    else:
-        # The middle stays the middle: activations in 8 bits would lose by a distance from it.
-        shift = (2 ** (WIDER[bits] - 1)) - 2 ** (bits - 1)
-        offsets = offsets - floats * np.float32(shift)
-        one, zero = mx.ones_like(scales), mx.zeros_like(scales)
-        wide = [
-            _unpacked(weight[some], one[some], zero[some], group_size, bits, mode)
-            for some in _pieces(weight, bits)
-        ]
-        each = (np.concatenate(wide) + shift).astype(np.uint8)
-        each = each.reshape(*floats.shape, group_size)
-        lying = packed(each) if WIDER[bits] == 4 else each
-    return Codes(WIDER[bits], lying, floats, offsets)
+        return lying_codes(np.asarray(weight), floats, offsets, bits)
+    # The middle stays the middle: activations in 8 bits would lose by a distance from it.
+    shift = (2 ** (WIDER[bits] - 1)) - 2 ** (bits - 1)
+    offsets = offsets - floats * np.float32(shift)
+    one, zero = mx.ones_like(scales), mx.zeros_like(scales)
+    wide = [
+        _unpacked(weight[some], one[some], zero[some], group_size, bits, mode)
+        for some in _pieces(weight, bits)
+    ]
+    each = (np.concatenate(wide) + shift).astype(np.uint8)
+    each = each.reshape(*floats.shape, group_size)
+    return Codes(WIDER[bits], packed(each) if WIDER[bits] == 4 else each, floats, offsets)
+
+
+def lying_codes(words: NDArray[Any], scales: Array, offsets: Array, bits: int) -> Codes:
+    """Return codes that are used as MLX packed them into ``words`` (out, in * bits / 32)."""
+    return Codes(bits, words.view(np.uint8).reshape(*scales.shape, -1), scales, offsets)
 
 
 def _of_small_floats(

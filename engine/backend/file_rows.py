@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _TYPES = {
-    "F32": (mx.float32, np.uint32),
-    "F16": (mx.float16, np.uint16),
-    "BF16": (mx.bfloat16, np.uint16),
+    "F32": (mx.float32, np.float32),
+    "F16": (mx.float16, np.float16),
+    "BF16": (mx.bfloat16, np.uint16),  # which NumPy does not have
     "U32": (mx.uint32, np.uint32),
     "U8": (mx.uint8, np.uint8),
 }
-"""By their names in safetensors, with as many bits as integers: NumPy has no bfloat16."""
+"""MLX's and NumPy's types by their names in safetensors."""
 _ROWS_AT_ONCE = 4096
 
 
@@ -41,26 +41,29 @@ class FileRows:
         self._file = file.open("rb")
         self._state = self._found_state()
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._dtype, bits = _TYPES[kind]
-        flat = np.frombuffer(self._map, bits, math.prod(shape), start)
+        self._kind = kind
+        flat = np.frombuffer(self._map, _TYPES[kind][1], math.prod(shape), start)
         self._array: NDArray[Any] = flat.reshape(shape)
 
     def has(self, array: mx.array) -> bool:
         """Return whether the file has the content of ``array``, which may be of a wider type."""
         starts = range(0, array.shape[0], _ROWS_AT_ONCE)
         places = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
-        same = all(mx.array_equal(self._rows(place), array[place]) for place in places)
+        same = all(mx.array_equal(mx.array(self._rows(at)), array[at]) for at in places)
         self._map.madvise(mmap.MADV_DONTNEED)  # what was read is not the process's any more
         return same
 
-    def __getitem__(self, numbers: NDArray[Any]) -> mx.array:
-        """Return these rows. Raises `FilesChanged`."""
+    def __getitem__(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Return these rows, floats in fp32. Raises `FilesChanged`."""
         if self._found_state() != self._state:
             raise FilesChanged(f"{self._file.name} was changed while its model is served")
         return self._rows(numbers)
 
-    def _rows(self, place: slice | NDArray[Any]) -> mx.array:
-        return mx.array(self._array[place]).view(self._dtype)
+    def _rows(self, place: slice | NDArray[Any]) -> NDArray[Any]:
+        rows: NDArray[Any] = self._array[place]
+        if self._kind == "BF16":
+            return (rows.astype(np.uint32) << 16).view(np.float32)
+        return rows.astype(np.float32) if self._kind == "F16" else rows
 
     def _found_state(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())

@@ -26,7 +26,7 @@ from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.executor.unchecked import UncheckedSlots
 from engine.mtp.head import MTPHead
 from engine.plan import Chunk, Decode, Plan, Slot
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, nan_at
 
 FIRST_ARRAYS = 4
 """So many of a slab's first arrays are dispatched before the rest of a step, two layers or more:
@@ -290,7 +290,7 @@ class BatchedExecutor(Executor):
             self.logits_observer(ordered, logits)
         with self._stopwatch.sampling():
             sampled = self._sampler.sample(logits, ordered, inputs, masks)
-            is_nan = mx.isnan(mx.take_along_axis(logits, sampled.tokens[:, None], axis=1)[:, 0])
+            is_nan = nan_at(logits, sampled.tokens)
             if not step.ahead:
                 mx.eval(sampled.arrays, is_nan)
         step.decoded = DecodeOutput(sampled, is_nan, rows)

@@ -134,3 +134,15 @@ def test_one_that_computes_wrongly_is_not_measured(
     wrong = peer._replace(command=lambda folder, weights: [sys.executable, "-c", OTHER])
     with serving(wrong) as port, pytest.raises(PeerUnavailable, match="with '!!!!'"):
         ask(wrong, port)
+
+
+def test_a_server_begins_in_an_empty_home(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it kept of the prompts of another run would be found again."""
+    monkeypatch.setattr("bench.peers.cells.demo_gguf", lambda folder: folder)
+    monkeypatch.setattr("bench.peers.cells.resolve", Path)
+    install(peer)
+    keeps = "from pathlib import Path\n(Path.home() / 'kept').touch(exist_ok=False)\n" + OTHER
+    keeping = peer._replace(command=lambda folder, weights: [sys.executable, "-c", keeps])
+    for _ in range(2):
+        with serving(keeping) as port, pytest.raises(PeerUnavailable, match="with '!!!!'"):
+            ask(keeping, port)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from bench.peers.environments import Peer, PeerUnavailable, environment, folder_of, install
@@ -139,9 +140,10 @@ def serving(peer: Peer) -> Iterator[int]:
     command = peer.command(folder_of(peer), weights)
     started = False
     log = folder_of(peer) / "server.log"
-    with log.open("w+b") as written:
+    with log.open("w+b") as written, TemporaryDirectory(prefix="bench-") as home:
+        variables = dict(environment(peer, Path(home)))
         try:
-            with running(command, peer.probe, dict(environment(peer)), written) as (port, _):
+            with running(command, peer.probe, variables, written) as (port, _):
                 started = True
                 yield port
         except (RuntimeError, OSError) as error:

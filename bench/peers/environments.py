@@ -100,11 +100,13 @@ def version(peer: Peer, folder: Path) -> str:
     return ", ".join(f"{name} {found[name]}" for name in dict.fromkeys(names) if name in found)
 
 
-def environment(peer: Peer) -> Mapping[str, str]:
-    """Return the variables of its process: MLX gets the BLAS that this server has."""
+def environment(peer: Peer, home: Path) -> Mapping[str, str]:
+    """Return the variables of its process: MLX gets the BLAS that this server has. In an empty
+    ``home`` it finds no prefixes that it kept before, as rapid-mlx does."""
     blas = load_fast_blas()
     fast = {"LD_PRELOAD": blas} if blas and peer.packages else {}
-    return {**os.environ, **fast, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    own = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
+    return {**os.environ, **fast, **own, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
 
 
 def _install_packages(folder: Path, packages: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ _CHECKED_ROWS = (1, 2, 3, 5, 8, 13, 16, 33)
 
 _making = Lock()
 _scratch: dict[tuple[int, ...], Any] = {}
+"""What `_lent` returns, by number and shape; a session reads it while it is made."""
 
 
 class Unsupported(Exception):

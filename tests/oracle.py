@@ -75,13 +75,11 @@ class Oracle:
         return found
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text of ``tokens`` as `stream_generate` does."""
-        detokenizer = self.tokenizer.detokenizer
-        for token in tokens:
-            if token not in self.tokenizer.eos_token_ids:
-                detokenizer.add_token(token)
-        detokenizer.finalize()
-        return str(detokenizer.text)
+        """Return the text of ``tokens`` as the tokenizer decodes it, without a leading space, which
+        mlx-lm drops. (Of a zero byte mlx-lm's own detokenizer makes the character U+0100.)"""
+        kept = [token for token in tokens if token not in self.tokenizer.eos_token_ids]
+        text = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        return str(text).removeprefix(" ")
 
     def check(self, prompt: list[int], max_tokens: int, text: str) -> None:
         """Check that ``text`` is the oracle's greedy text, or parts from it at a tie. mlx-lm drops

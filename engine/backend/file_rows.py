@@ -6,17 +6,18 @@ of them it may drop, and read again.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
+
+from shared.safetensors_header import read_header
 
 _TYPES = {
     "F32": (mx.float32, np.float32),
@@ -70,29 +71,28 @@ class FileRows:
         return found.st_mtime_ns, found.st_size
 
 
-def find(files: Sequence[Path], array: mx.array) -> FileRows | None:
-    """Return the rows of ``array`` in the one of these safetensors ``files`` that has it, whatever
-    its name is there, in its own or in a narrower type. None if none has it as it is in memory."""
+def find(files: Sequence[Path], arrays: Mapping[str, mx.array]) -> dict[str, FileRows]:
+    """Return by name the rows of those ``arrays`` that safetensors ``files`` have as they are in
+    memory, whatever their names are there, in their own or in a narrower type."""
     try:
-        found = (FileRows(*place) for place in _places(files, array))
-        return next((rows for rows in found if rows.has(array)), None)
+        headers = [(file, *read_header(file)) for file in files]
+        found = {name: _found(headers, array) for name, array in arrays.items()}
     except (OSError, ValueError):  # files that cannot be mapped, or were cut off
-        return None
+        return {}
+    return {name: rows for name, rows in found.items() if rows is not None}
 
 
-def _places(files: Sequence[Path], array: mx.array) -> Iterator[tuple[Path, int, list[int], str]]:
-    """Yield what `FileRows` takes, for arrays that may be this one."""
+def _found(headers: Iterable[tuple[Path, int, dict[str, Any]]], array: mx.array) -> FileRows | None:
     kinds = {
         kind
         for kind, (dtype, _) in _TYPES.items()
         if dtype == array.dtype or (array.dtype == mx.float32 and kind in ("F16", "BF16"))
     }
-    for path in files:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for tensor in header.values():
+    for file, start, tensors in headers:
+        for tensor in tensors.values():
             kind, shape = tensor["dtype"], tensor["shape"]
             if kind in kinds and shape == list(array.shape):
-                yield path, 8 + length + tensor["data_offsets"][0], shape, kind
+                rows = FileRows(file, start + tensor["data_offsets"][0], shape, kind)
+                if rows.has(array):
+                    return rows
+    return None

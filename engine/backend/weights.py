@@ -107,8 +107,7 @@ class Embedding:
         """Drop the rows in memory, of the module too, if safetensors ``files`` have the same. They
         do not if it was converted, divided or merged."""
         arrays, self._arrays = self._arrays, {}
-        found = {name: file_rows.find(files, array) for name, array in arrays.items()}
-        parts = {name: part for name, part in found.items() if part is not None}
+        parts = file_rows.find(files, arrays)
         if len(parts) == len(arrays):
             self.weight, self._parts = None, parts
             for name in parts:

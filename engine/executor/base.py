@@ -86,9 +86,8 @@ class Executor(ABC):
         return False
 
     def release_weights(self, files: Sequence[Path] = ()) -> None:
-        """Give up those of the model's weights that are not used, or that can be
-        looked up in ``files`` of its checkpoint. The model itself cannot be
-        called any more."""
+        """Give up those of the model's weights that are not used, or that can be looked up in
+        ``files`` of its checkpoint. The model itself cannot be called any more."""
         return
 
     @abstractmethod

@@ -1,0 +1,23 @@
+"""The header of a safetensors file, which says where its tensors are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_MAX_BYTES = 100 << 20
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the tensors begin, in bytes, and by name what the header says of each: their
+    ``dtype``, ``shape`` and ``data_offsets`` from there on. Raises: OSError and ValueError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_BYTES:
+            raise ValueError(f"{path} is not a safetensors file")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file")
+    header.pop("__metadata__", None)
+    return 8 + length, header

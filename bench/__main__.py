@@ -36,6 +36,7 @@ from bench.precision import precision  # noqa: E402
 from bench.ranks import ranks, ranks_restart  # noqa: E402
 from bench.restart import restart  # noqa: E402
 from bench.router import router  # noqa: E402
+from bench.same_text import same_text  # noqa: E402
 from bench.scheduling import scheduling  # noqa: E402
 from bench.servers import mlx_lm_server, ours  # noqa: E402
 from bench.side import side  # noqa: E402
@@ -48,6 +49,7 @@ NAMES = ("ours", "mlx_lm.server")
 SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
     *("localai", "fleet", "page", "growth", "ranks", "ranks-restart", "profile"),
+    "same-text",
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, an
 extra, or py-spy, or that compare with nothing."""
@@ -229,6 +231,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "ranks-restart": ranks_restart,
     "large": large,
     "speculation": speculation,
+    "same-text": same_text,
 }
 """The comparisons that need no server with a model, or start their own."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

@@ -9,12 +9,23 @@ from typing import Any
 from services.benchmark.answers import StreamedAnswer
 from services.benchmark.client import ApiClient
 
+Message = dict[str, str]
+"""The role and the content of a message."""
+
 
 async def complete(port: int, prompt: Any, max_tokens: int, **fields: Any) -> StreamedAnswer:
     """Stream one greedy completion. A failure is in ``error``."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **fields}
     with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
         return await client.stream("/completions", body)
+
+
+async def chat(port: int, messages: list[Message], max_tokens: int) -> StreamedAnswer:
+    """Stream one greedy answer, with the log-probabilities of its tokens. A failure is in
+    ``error``."""
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.0, "logprobs": True}
+    with closing(ApiClient(f"http://127.0.0.1:{port}")) as client:
+        return await client.stream("/chat/completions", body)
 
 
 async def complete_all(

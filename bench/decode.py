@@ -15,7 +15,12 @@ from bench.side import side
 from engine.backend.threads import num_threads
 from engine.model.demo import demo_gguf
 
-SIDES = (("demo-fp32", "exact"), ("demo-4bit", "exact"), ("demo-4bit", "fast"))
+SIDES = (
+    ("demo-fp32", "exact"),
+    *(("demo-4bit", precision) for precision in ("exact", "compact", "fast")),
+)
+PAIR = 2
+"""Rows that one row of codes takes, to have the same bits as among others."""
 ROWS = (1, 4, 8, 16)
 CONTEXT_TOKENS, STEPS, CHUNK_TOKENS = 200, 8, 256
 PROGRAM = "llama-batched-bench"
@@ -28,23 +33,33 @@ def decode(model: str, runs: int) -> None:
     whatever ``model`` says: the one that is there in all precisions."""
     with ExitStack() as stack:
         sides = [stack.enter_context(side("ours", *each)) for each in SIDES]
-        names = ["fp32", "4 bits, exact", "4 bits, fast", "reading fp32"]
+        names = ["fp32", *(f"4 bits, {precision}" for _, precision in SIDES[1:]), "reading fp32"]
         print(f"{'rows':>8}  " + "  ".join(f"{name:>15}" for name in names), flush=True)
         for rows in ROWS:
             times: list[list[float]] = [[] for _ in names]
             products: list[list[float]] = [[] for _ in sides]
+            paired: list[list[float]] = [[] for _ in sides]
             for _ in range(2 * runs):
                 for each, alone, one in zip(times, products, sides, strict=False):
                     each.append(one.call("decode", [CONTEXT_TOKENS] * rows, STEPS))
                     alone += [one.call("products", rows) for _ in range(STEPS)]
+                if rows < PAIR:
+                    for alone, one in zip(paired, sides, strict=True):
+                        alone += [one.call("products", PAIR) for _ in range(STEPS)]
                 times[-1].append(sides[0].call("read"))
             _print(f"{rows}", times)
             _print("products", products)
+            if rows < PAIR:
+                _print("padded", paired)
             step, reading = min(times[0]), min(times[-1])
             print(
                 f"{'':8}  fp32 {step / reading:.2f} times reading, "
                 f"its products alone {min(products[0]) / reading:.2f}; "
-                f"exact {min(times[1]) / step:.2f}, fast {min(times[2]) / step:.2f} times fp32",
+                + ", ".join(
+                    f"{precision} {min(each) / step:.2f}"
+                    for (_, precision), each in zip(SIDES[1:], times[1:], strict=False)
+                )
+                + " times fp32",
                 flush=True,
             )
         chunks = [

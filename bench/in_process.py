@@ -27,7 +27,7 @@ class InProcessEngine:
         self,
         model: str,
         kv_bits: Literal[4, 8, 16] = 16,
-        precision: Literal["exact", "fast", "auto"] = "auto",
+        precision: Literal["exact", "compact", "fast", "auto"] = "auto",
         **others: Any,
     ) -> None:
         """``others`` are more settings of the server."""

@@ -26,14 +26,14 @@ class _Found(NamedTuple):
 
 
 def precision(model: str, runs: int) -> None:
-    """Compare exact and fast products with the same weights in fp32."""
+    """Compare products with codes, compact and fast ones, with the same weights in fp32."""
     load_fast_blas()
     from engine.batch import device
     from engine.model.load import load, resolve
 
     device.prepare()
     path = resolve(model)
-    loaded = {name: load(path) for name in ("fp32", "exact", "fast")}
+    loaded = {name: load(path) for name in ("fp32", "compact", "fast")}
     models = {name: _prepared(each.model, name) for name, each in loaded.items()}
     found: dict[str, list[_Found]] = {name: [] for name in models}
     for ids in _windows(loaded["fp32"].tokenizer, runs * WINDOWS_OF_A_RUN):
@@ -42,14 +42,14 @@ def precision(model: str, runs: int) -> None:
     tokens = sum(len(each.best) for each in found["fp32"])
     plain = _perplexity(found["fp32"])
     print(f"{model}: {tokens} tokens of Python's reference, perplexity {plain:.3f} in fp32")
-    for name in ("exact", "fast"):
+    for name in ("compact", "fast"):
         more = _perplexity(found[name]) / plain - 1
         pairs = zip(found[name], found["fp32"], strict=True)
         agreed = sum(int((a.best == b.best).sum()) for a, b in pairs) / tokens
         suits = more <= MOST_PERPLEXITY and agreed >= LEAST_AGREEMENT
         print(
-            f"{name:5}  perplexity {more:+.3%}, the same most likely token in {agreed:.2%}"
-            f"{'' if name == 'exact' else '; auto may be fast' if suits else '; auto is exact'}",
+            f"{name:7}  perplexity {more:+.3%}, the same most likely token in {agreed:.2%}"
+            f"{'' if name == 'compact' else '; auto may be fast' if suits else '; auto is exact'}",
             flush=True,
         )
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import IO
 
 from bench import prompts
 from bench.client import complete
-from bench.servers import running
+from bench.servers import kill_engine, running
 from services.benchmark.answers import StreamedAnswer
 
 SPARE_S, BEFORE_S, TOKENS = 20.0, 3.0, 250
@@ -46,10 +43,7 @@ async def _killed(port: int, server: int, run: int) -> StreamedAnswer:
     await asyncio.sleep(SPARE_S)
     stream = asyncio.create_task(complete(port, prompts.text(run, 128), TOKENS, ignore_eos=True))
     await asyncio.sleep(BEFORE_S)
-    found = subprocess.run(
-        ["pgrep", "-P", str(server), "-f", "services.engine"], capture_output=True, text=True
-    )
-    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    kill_engine(server)
     return await stream
 
 

@@ -37,6 +37,14 @@ def ours(model: str, *flags: str, ssd: Path | None = None) -> Iterator[int]:
         yield port
 
 
+def kill_engine(server: int) -> None:
+    """Kill the first engine of the server with the process id ``server``."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(server), "-f", "services.engine"], capture_output=True, text=True
+    )
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+
+
 @contextmanager
 def mlx_lm_server(model: Path) -> Iterator[int]:
     """Run mlx-lm's server on the same weights and the same fast BLAS; yield its port."""

@@ -20,22 +20,25 @@ from engine.backend.graphs import CONTRIB, Graph, Session
 
 Precision = Literal["exact", "compact", "fast"]
 """``exact`` and ``compact`` multiply activations in fp32, ``fast`` rounds them to 8 bits in each
-group. With activations in fp32 only codes of 4 bits are fast: ``exact`` makes codes of 8 bits
-fp32, ``compact`` makes two products of them, in a quarter of the memory and twice the time."""
+group. ``exact`` makes fp32 of the codes once. ``compact`` keeps codes, of which each product makes
+fp32: 4 bits in an eighth of the memory, 8 bits as two products of 4 in a quarter."""
 
 SameBits = Literal["any", "even", "none"]
 """The numbers of rows among which a row of a product has the same bits."""
 
-_CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 34, 65, 130)
+_CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 34, 65, 129, 130)
+"""MatMulNBits divides rows into blocks of 128 for its threads: of 129, one is alone."""
 
-ACCURACY_LEVELS: dict[Precision, int] = {"exact": 1, "compact": 1, "fast": 4}
+CodesPrecision = Literal["compact", "fast"]
+"""The precisions in which weights stay codes."""
+ACCURACY_LEVELS: dict[CodesPrecision, int] = {"compact": 1, "fast": 4}
 """Their names in MatMulNBits."""
 
 
 class QuantizedWeight:
     """A quantized matrix (out, in)."""
 
-    def __init__(self, codes: Codes, precision: Precision) -> None:
+    def __init__(self, codes: Codes, precision: CodesPrecision) -> None:
         self.codes, self.precision = codes, precision
         self.shape = codes.shape
         self._parts = [codes]
@@ -48,8 +51,8 @@ class QuantizedWeight:
     def pads_rows(self) -> bool:
         """Whether an odd number of rows becomes even, so that each row has the same bits in both.
 
-        In fp32 one row alone has a kernel of its own, which takes a quarter of the time of two
-        rows: there it is not padded, and its result differs by rounding."""
+        With activations in fp32 one row alone has a kernel of its own, which takes half the time
+        of two rows: there it is not padded, and its result differs by rounding."""
         return self.precision == "fast" and self.same_bits == "even"
 
     @property
@@ -120,7 +123,7 @@ def rows_with_same_bits(bits: int, group_size: int, level: int) -> SameBits:
     codes = _tried(bits, group_size)
     graph = Graph()
     x = graph.input("x", "rows", codes.shape[1])
-    weight = QuantizedWeight(codes, "exact" if level == ACCURACY_LEVELS["exact"] else "fast")
+    weight = QuantizedWeight(codes, "compact" if level == ACCURACY_LEVELS["compact"] else "fast")
     graph.output(weight.product(graph, x), "rows", codes.shape[0])
     multiply, rows = graph.session(), _rows(codes)
     (many,) = multiply(rows)

@@ -81,7 +81,7 @@ class Embedding:
     """The rows of an embedding, in memory or, after `read_from`, in the files of its checkpoint."""
 
     def __init__(self, module: Any) -> None:
-        self.weight: Weight | None = weight_of(module)
+        self.weight: Weight | None = weight_of(module, "fast")  # codes as they lie in memory
         """None if the rows are in files."""
         self._module, self._arrays = module, dict(module.parameters())
         names = ("group_size", "bits", "mode") if "scales" in module else ()
@@ -145,7 +145,7 @@ def quantized_weight(
         whole = mx.dequantize(weight, scales, biases, dtype=mx.float32, **kind)
         return DenseWeight(np.asarray(whole))
     codes = codes_of(weight, scales, biases, global_scale=global_scale, **kind)
-    if codes.bits == 8 and precision == "exact":
+    if precision == "exact":
         return DenseWeight(codes.dense())
     return QuantizedWeight(codes, precision)
 

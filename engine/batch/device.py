@@ -46,8 +46,8 @@ def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> Layers | None:
     if graphs.unusable():
         logger.warning("products on the CPU will be slow: %s", graphs.unusable())
         return None
-    precision = layers.chosen_precision(model, wanted, memory_bytes)
-    return layers.Layers(model, precision, dense=not decoder.knows(model))
+    precisions = layers.chosen_precisions(model, wanted, memory_bytes)
+    return layers.Layers(model, precisions, dense=not decoder.knows(model))
 
 
 def rounds_activations(model: Any) -> bool:

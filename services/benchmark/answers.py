@@ -16,6 +16,7 @@ class StreamedAnswer:
     began: float = 0.0  # of time.perf_counter()
     text: str = ""
     times: list[float] = field(default_factory=list)  # one for each event that brought text
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, if a chat asked for them
     total_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -84,6 +85,8 @@ class EventReader:
             answer.cached_tokens = details.get("cached_tokens") or 0
         for choice in event.get("choices") or ():
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            scores = (choice.get("logprobs") or {}).get("content") or ()
+            answer.logprobs += [score["logprob"] for score in scores]
             delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or ""
             thought = delta.get("reasoning_content") or delta.get("reasoning")

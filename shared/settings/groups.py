@@ -115,9 +115,10 @@ class ModelSettings:
     reasoning_parser: ReasoningParserName = flag(
         "auto", "how the model marks its reasoning; auto: as its tokenizer says"
     )
-    cpu_precision: Literal["exact", "fast", "auto"] = flag(
+    cpu_precision: Literal["exact", "compact", "fast", "auto"] = flag(
         "auto",
-        "activations beside quantized weights on a CPU: in fp32, or in 8 bits; auto: exact",
+        "products with quantized weights on a CPU: with weights in fp32 as far as a quarter of the "
+        "memory holds them, with codes only, or with codes and activations in 8 bits; auto: exact",
     )
     prove: Literal["once", "always"] = flag(
         "once",

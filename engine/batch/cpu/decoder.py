@@ -68,7 +68,7 @@ class Decoder:
         self._embedding_scale = _embedding_scale(model)
         head = Head(
             Norm.of(inner.norm),
-            embedding if "lm_head" not in model else weight_of(model.lm_head),
+            weight_of(model.lm_head if "lm_head" in model else inner.embed_tokens),
             1 / getattr(model, "logits_scaling", 1),
             getattr(model, "final_logit_softcapping", None),
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,10 +29,10 @@ from engine.backend.weights import expert_weights, weight_of
 
 logger = logging.getLogger(__name__)
 
-CPUPrecision = Literal["exact", "fast", "auto"]
+CPUPrecision = Literal["exact", "compact", "fast", "auto"]
 """The values of ``--cpu-precision``."""
 FP32_SHARE = 0.25
-"""The part of the memory that weights may take in fp32 whose codes have 8 bits."""
+"""The part of the memory that weights may take in fp32 which the checkpoint has as codes."""
 ARRAYS = ("weight", "scales", "biases")
 HALVES = (mx.float16, mx.bfloat16)
 ROWS = (1, 8, 64)
@@ -120,28 +122,46 @@ _OURS: dict[type, Any] = {
 _QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 
 
-def chosen_precision(model: nn.Module, wanted: CPUPrecision, memory_bytes: int) -> Precision:
-    """Return how to multiply by quantized weights: ``compact`` in place of ``exact`` where codes of
-    8 bits would take more than a part of ``memory_bytes`` in fp32."""
-    if wanted == "fast":
-        return "fast"
-    modules = [module for _, module in model.named_modules()]
-    wide = [
-        each
-        for each in modules
-        if type(each) in _QUANTIZED and code_bits(each.bits, each.mode) == 8
-    ]
-    elements = sum(module["weight"].size * 32 // module.bits for module in wide)
-    return "exact" if elements * 4 <= FP32_SHARE * memory_bytes else "compact"
+def chosen_precisions(
+    model: nn.Module, wanted: CPUPrecision, memory_bytes: int
+) -> dict[str, Precision]:
+    """Return how to multiply by each quantized weight, by the layer's name.
+
+    Layers are ``exact``, one after the other, until a part of ``memory_bytes`` is full, and then
+    ``compact``. Experts come last, as a row needs few of them. Layers of one module have one
+    precision, since those with the same input are one product."""
+    quantized = {name: each for name, each in model.named_modules() if type(each) in _QUANTIZED}
+    if wanted in ("compact", "fast"):
+        return dict.fromkeys(quantized, "compact" if wanted == "compact" else "fast")
+    tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
+    together: dict[str, list[str]] = defaultdict(list)
+    for name, module in quantized.items():
+        if tied or not isinstance(module, nn.QuantizedEmbedding):
+            together[name.rpartition(".")[0]].append(name)
+    left = int(FP32_SHARE * memory_bytes)
+    found: dict[str, Precision] = dict.fromkeys(quantized, "compact")
+    for names in sorted(together.values(), key=lambda names: _has_experts(quantized, names)):
+        size = sum(_packed_bytes(quantized[name], "exact") for name in names)
+        if size <= left:
+            left -= size
+            found |= dict.fromkeys(names, "exact")
+    return found
+
+
+def _has_experts(modules: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
+    return any(type(modules[name]) is QuantizedSwitchLinear for name in names)
 
 
 class Layers:
     """The layers of ``model`` that leave MLX: those with quantized weights, and with ``dense``
     those in fp32 whose shape is measured to be faster outside.
 
-    What is not quantized in a quantized model becomes fp32, and so do its activations."""
+    ``precision`` is that of all layers, or of each quantized one by its name. What is not
+    quantized in a quantized model becomes fp32, and so do its activations."""
 
-    def __init__(self, model: nn.Module, precision: Precision, *, dense: bool) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision | Mapping[str, Precision], *, dense: bool
+    ) -> None:
         names, modules = zip(*model.named_modules(), strict=True)
         if any(type(module) in (*_QUANTIZED, QuantizedMultiLinear) for module in modules):
             for module in modules:
@@ -152,12 +172,13 @@ class Layers:
         faster: dict[tuple[int, ...], bool] = {}
         for name, module in zip(names, modules, strict=True):
             if type(module) in _QUANTIZED or (dense and _is_faster(module, faster)):
-                _replace(module, precision)
+                own = precision if isinstance(precision, str) else precision.get(name, "exact")
+                _replace(module, own)
                 self._replaced.append(module)
-                self.names.append(f"{name} {precision}")
+                self.names.append(f"{name} {own}")
         tied = not any(name.endswith("lm_head") for name in names)
         self.nbytes = sum(
-            _packed_bytes(module, precision)
+            _packed_bytes(module, module.precision)
             for module in self._replaced
             if tied or not isinstance(module, _OutsideEmbedding)
         )
@@ -167,7 +188,7 @@ class Layers:
                 "ONNX Runtime computes %d layers, with %.2f GB of weights, precision %s",
                 len(self._replaced),
                 self.nbytes / 1e9,
-                precision,
+                " and ".join(sorted({module.precision for module in self._replaced})),
             )
 
     def keep_packed(self) -> None:
@@ -224,15 +245,15 @@ def _replace(module: Any, precision: Precision) -> None:
 def forecast_packed_bytes(model: nn.Module, wanted: CPUPrecision, memory_bytes: int) -> int:
     """Give the parts of ``model`` the types that `Layers` gives them, and return the bytes of the
     packed quantized weights, without reading any: the weights need not be there."""
-    precision = chosen_precision(model, wanted, memory_bytes)
+    precisions = chosen_precisions(model, wanted, memory_bytes)
     names, modules = zip(*model.named_modules(), strict=True)
     if any(type(module) in (*_QUANTIZED, QuantizedMultiLinear) for module in modules):
         for module in modules:
             _widen(module)
     tied = not any(name.endswith("lm_head") for name in names)
     return sum(
-        _packed_bytes(module, precision)
-        for module in modules
+        _packed_bytes(module, precisions[name])
+        for name, module in zip(names, modules, strict=True)
         if type(module) in _QUANTIZED and (tied or not isinstance(module, nn.QuantizedEmbedding))
     )
 
@@ -244,7 +265,7 @@ def _packed_bytes(module: Any, precision: Precision) -> int:
         return 4 * size
     size = size * 32 // module.bits
     bits = code_bits(module.bits, module.mode)
-    if bits is None or (bits == 8 and precision == "exact"):
+    if bits is None or precision == "exact":
         return 4 * size
     kept = max(bits, 4) if precision != "fast" else bits
     parts = 2 if bits == 8 and precision == "compact" else 1

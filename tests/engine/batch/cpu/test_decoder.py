@@ -326,3 +326,21 @@ def test_every_number_of_rows_gives_the_logits_of_mlx() -> None:
         tokens = mx.array([prompt(rows, rows)])
         ours = kind(layout, slabs, [Row(Slot(0, 0), 0, rows)]).logits(model, tokens)
         assert mx.allclose(ours, model(tokens), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_with_codes_made_fp32_a_row_has_the_same_bits_alone_and_among_others(name: str) -> None:
+    """As with the weights of a model in fp32; experts included."""
+    model = tiny(name)
+    nn.quantize(model, 32, 4)
+    device.tune(model, "auto", 1 << 40)
+    bound = decoder.bind(model, probe_layout(model))
+    assert bound is not None and bound.decoder.same_bits == "any"
+    random = np.random.default_rng(0)
+    for stretch in bound.decoder.stretches:
+        given = [random.standard_normal(x.shape, np.float32) for x in stretch.zeros(130)]
+        among = stretch(*given)
+        for rows in (1, 3, 129):
+            alone = stretch(*(x[1 : 1 + rows] for x in given))
+            for found, expected in zip(alone, among, strict=True):
+                assert np.array_equal(found, expected[1 : 1 + rows]), rows

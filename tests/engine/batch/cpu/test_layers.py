@@ -12,9 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
 
-from engine.backend.quantized import Precision
 from engine.batch.cpu import layers
-from engine.batch.cpu.layers import Layers, chosen_precision
+from engine.batch.cpu.layers import FP32_SHARE, Layers, chosen_precisions
 from engine.zoo.build import build
 
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
@@ -163,19 +162,49 @@ def test_dense_layers_are_timed_once_for_each_shape(monkeypatch: pytest.MonkeyPa
     assert len(shapes) == 2 * len(set(shapes)) > 4  # by MLX and by ONNX Runtime
 
 
-@pytest.mark.parametrize(
-    ("wanted", "bits", "memory_bytes", "expected"),
-    [
-        ("fast", 8, 0, "fast"),
-        ("exact", 4, 0, "exact"),
-        ("exact", 8, 1 << 40, "exact"),
-        ("exact", 8, 1000, "compact"),
-    ],
-)
-def test_exact_products_of_8_bits_are_fp32_if_that_fits(
-    wanted: Any, bits: int, memory_bytes: int, expected: Precision
-) -> None:
-    assert chosen_precision(quantized("llama", bits), wanted, memory_bytes) == expected
+@pytest.mark.parametrize("wanted", ["compact", "fast"])
+def test_codes_stay_codes_if_that_is_wanted(wanted: Any) -> None:
+    found = chosen_precisions(quantized("llama"), wanted, 1 << 40)
+    assert set(found.values()) == {wanted}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_codes_become_fp32_as_far_as_a_part_of_the_memory_holds_them(name: str, bits: int) -> None:
+    model = quantized(name, bits)
+
+    def in_fp32(memory_bytes: int) -> list[str]:
+        found = chosen_precisions(model, "auto", memory_bytes)
+        assert set(found.values()) <= {"exact", "compact"}
+        return [name for name, precision in found.items() if precision == "exact"]
+
+    every = in_fp32(1 << 40)
+    kinds = {"Linear", "Embedding", "SwitchLinear"}
+    multiplied = [
+        (each, module)
+        for each, module in model.named_modules()
+        if type(module).__name__.removeprefix("Quantized") in kinds
+        and (each != "model.embed_tokens" or "lm_head" not in model)
+    ]
+    assert sorted(every) == sorted(each for each, module in multiplied if "scales" in module)
+    sizes = {each: module["weight"].size * 32 // bits * 4 for each, module in multiplied}
+    half = in_fp32(int(sum(sizes.values()) / 2 / FP32_SHARE))
+    assert 0 < sum(sizes[each] for each in half) <= sum(sizes.values()) / 2
+    assert not any("switch_mlp" in each for each in half)  # a row needs few of them
+    for each in half:  # those with one input are one product
+        parent = each.rpartition(".")[0]
+        assert {other for other in every if other.rpartition(".")[0] == parent} <= {*half}
+    assert not in_fp32(0)
+
+
+def test_a_model_with_layers_of_both_kinds_is_exact() -> None:
+    expected = logits(quantized("llama"))
+    model = quantized("llama")
+    found = chosen_precisions(model, "auto", 1 << 40)
+    found |= {name: "compact" for name in found if ".layers.1." in name}
+    assert len(set(found.values())) == 2
+    Layers(model, found, dense=False)
+    assert distance(logits(model), expected) < 3e-5
 
 
 def test_experts_in_any_shape_of_rows() -> None:

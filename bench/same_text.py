@@ -1,0 +1,229 @@
+"""`python -m bench same-text`: how often a question gets the same answer, however it is asked.
+
+Greedy answers of a new server, one after the other, are compared with those that the same
+questions get in other ways, each from real processes over HTTP. The text may be the same while
+log-probabilities are not, so both are counted. ``python -m bench.same_text --help`` lists the
+ways and the choice of questions; what follows ``--`` are flags of all servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.client import Message, chat
+from bench.questions import KINDS, Question, questions
+from bench.servers import kill_engine, running
+from services.benchmark.answers import StreamedAnswer
+
+TOKENS, QUESTIONS_OF_A_RUN = 96, 6
+KILLED_AFTER = 0.4
+"""The part of a crowd's usual time after which its engine is killed."""
+SAVED_S = 2.0
+"""Seconds for the last blocks to reach the SSD."""
+LITTLE_BLOCKS = 96
+"""Blocks of KV cache that a crowd of `--max-batch-size` sequences does not fit into."""
+
+Asked = list[Message]
+Answers = list[StreamedAnswer]
+
+
+class Server(NamedTuple):
+    """A running server."""
+
+    port: int
+    pid: int
+
+
+Ask = Callable[[Server, list[Asked], int], Answers]
+
+
+def one_by_one(server: Server, asked: list[Asked], tokens: int) -> Answers:
+    return [asyncio.run(chat(server.port, each, tokens)) for each in asked]
+
+
+def all_at_once(server: Server, asked: list[Asked], tokens: int) -> Answers:
+    async def crowd() -> Answers:
+        return await asyncio.gather(*(chat(server.port, each, tokens) for each in asked))
+
+    return asyncio.run(crowd())
+
+
+def killed(server: Server, asked: list[Asked], tokens: int) -> Answers:
+    """Ask all at once, and kill the engine meanwhile."""
+    begun = time.perf_counter()
+    all_at_once(server, [[*each[:-1], _user(f"{each[-1]['content']} ")] for each in asked], tokens)
+    usual_s = time.perf_counter() - begun
+
+    async def crowd() -> Answers:
+        running = [asyncio.create_task(chat(server.port, each, tokens)) for each in asked]
+        await asyncio.sleep(KILLED_AFTER * usual_s)
+        kill_engine(server.pid)
+        return [await each for each in running]
+
+    return asyncio.run(crowd())
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to ask. With ``on`` it is asked at the server of that name, after what comes before it
+    in `WAYS`; otherwise at a new one with ``flags``."""
+
+    ask: Ask
+    on: str = ""
+    flags: tuple[str, ...] = ()
+
+
+FIRST, SSD = "first", "SSD"
+WAYS = {
+    "again, one by one": Way(one_by_one, on=FIRST),
+    "again, all at once": Way(all_at_once, on=FIRST),
+    "from SSD, after a restart": Way(one_by_one, on=SSD),
+    "new, one by one": Way(one_by_one),
+    "new, all at once": Way(all_at_once),
+    "--max-batch-size 1": Way(all_at_once, flags=("--max-batch-size", "1")),
+    "--max-batch-size 16": Way(all_at_once, flags=("--max-batch-size", "16")),
+    "--prefill-chunk-tokens 64": Way(all_at_once, flags=("--prefill-chunk-tokens", "64")),
+    "--prefill-chunk-tokens 1024": Way(all_at_once, flags=("--prefill-chunk-tokens", "1024")),
+    "--spec-decode auto": Way(all_at_once, flags=("--spec-decode", "auto")),
+    "little memory": Way(all_at_once, flags=("--num-blocks", str(LITTLE_BLOCKS))),
+    "engine killed": Way(killed),
+}
+
+
+@dataclass
+class Outcome:
+    """The comparison of one way with the first answers."""
+
+    kinds: list[str]
+    seconds: float = 0.0
+    texts: list[bool] = field(default_factory=list)
+    bits: list[bool] = field(default_factory=list)
+
+    def add(self, found: StreamedAnswer, expected: StreamedAnswer) -> None:
+        self.texts.append(found.text == expected.text)
+        self.bits.append(self.texts[-1] and found.logprobs == expected.logprobs)
+
+    def __str__(self) -> str:
+        count = len(self.texts)
+        other = sorted({kind for kind, same in zip(self.kinds, self.bits, strict=True) if not same})
+        shares = f"{sum(self.texts):4d}/{count}  {sum(self.bits):9d}/{count}  {self.seconds:6.1f} s"
+        return f"{shares}  {', '.join(other)}"
+
+
+def same_text(model: str, runs: int) -> None:
+    """Compare answers to questions of all kinds in all ways."""
+    compare(model, QUESTIONS_OF_A_RUN * runs)
+
+
+def compare(
+    model: str,
+    count: int,
+    kinds: Sequence[str] = tuple(KINDS),
+    ways: Sequence[str] = tuple(WAYS),
+    tokens: int = TOKENS,
+    flags: Sequence[str] = (),
+) -> bool:
+    """Print a row for each of the ``ways``. Return whether everything was the same."""
+    asked_kinds, chosen = zip(*questions(list(kinds), count), strict=True)
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        cache = Path(name)
+        keeping = (*flags, "--ssd-policy", "write_through")
+        print(f"{'':28}{'texts':>8}{'bits':>13}{'time':>10}  kinds with other bits", flush=True)
+        with _server(model, cache, keeping) as server:
+            begun = time.perf_counter()
+            asked, expected = _first(server, chosen, tokens)
+            print(f"{'one by one':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
+
+            def take(way: str, server: Server) -> None:
+                begun = time.perf_counter()
+                answers = WAYS[way].ask(server, asked, tokens)
+                outcome = Outcome(list(asked_kinds), time.perf_counter() - begun)
+                for found, best in zip(_checked(answers), expected, strict=True):
+                    outcome.add(found, best)
+                outcomes[way] = outcome
+                print(f"{way:28}{outcome}", flush=True)
+
+            for way in ways:
+                if WAYS[way].on == FIRST:
+                    take(way, server)
+            time.sleep(SAVED_S)
+        on_ssd = [way for way in ways if WAYS[way].on == SSD]
+        if on_ssd:
+            with _server(model, cache, keeping) as server:
+                for way in on_ssd:
+                    take(way, server)
+    for way in ways:
+        if not WAYS[way].on:
+            with (
+                tempfile.TemporaryDirectory(prefix="bench-") as name,
+                _server(model, Path(name), (*flags, *WAYS[way].flags)) as server,
+            ):
+                take(way, server)
+    return all(all(outcome.bits) for outcome in outcomes.values())
+
+
+@contextmanager
+def _server(model: str, cache: Path, flags: Sequence[str]) -> Iterator[Server]:
+    command = [sys.executable, "-m", "mlx_lm_server", "--model", model, "--host", "127.0.0.1"]
+    command += ["--ssd-cache-dir", str(cache), *flags]
+    with running(command, "/readyz") as found:
+        yield Server(*found)
+
+
+def _first(
+    server: Server, chosen: Sequence[Question], tokens: int
+) -> tuple[list[Asked], list[StreamedAnswer]]:
+    """Return the messages, with first answers where there is a second question, and the answers."""
+    asked: list[Asked] = []
+    for question in chosen:
+        messages = [_user(question.text)]
+        if question.then:
+            (answer,) = _checked(one_by_one(server, [messages], tokens))
+            messages += [{"role": "assistant", "content": answer.text}, _user(question.then)]
+        asked.append(messages)
+    return asked, _checked(one_by_one(server, asked, tokens))
+
+
+def _checked(answers: Answers) -> Answers:
+    for answer in answers:
+        if answer.error:
+            sys.exit(f"a request failed: {answer.error} {answer.detail}")
+    return answers
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.same_text", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--questions", type=int, default=4 * QUESTIONS_OF_A_RUN)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer, at most")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("flags", nargs="*", help="of the servers, after --")
+    options = parser.parse_args()
+    same = compare(
+        options.model,
+        options.questions,
+        options.kinds,
+        options.ways,
+        options.tokens,
+        options.flags,
+    )
+    return int(not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bench.repetitive import CITIES, QUESTIONS, code_edit
@@ -65,10 +65,9 @@ KINDS: dict[str, Callable[[int], Question]] = {
 """``edit`` has a prompt of some 300 tokens, ``talk`` a second question after an answer."""
 
 
-def questions(kinds: list[str], count: int) -> list[tuple[str, Question]]:
-    """Return ``count`` questions with their kinds, which take turns. Raises KeyError for unknown
-    ones."""
-    return [
-        (kind, KINDS[kind](number // len(kinds)))
-        for number, kind in zip(range(count), kinds * count, strict=False)
-    ]
+def questions(kinds: Sequence[str], first: int, count: int) -> list[tuple[str, Question]]:
+    """Return ``count`` questions with their kinds, which take turns, from number ``first`` on."""
+    numbers = range(first, first + count)
+    names = [kinds[number % len(kinds)] for number in numbers]
+    found = zip(names, numbers, strict=True)
+    return [(name, KINDS[name](number // len(kinds))) for name, number in found]

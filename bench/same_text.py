@@ -131,9 +131,10 @@ def compare(
     ways: Sequence[str] = tuple(WAYS),
     tokens: int = TOKENS,
     flags: Sequence[str] = (),
+    first: int = 0,
 ) -> bool:
     """Print a row for each of the ``ways``. Return whether everything was the same."""
-    asked_kinds, chosen = zip(*questions(list(kinds), count), strict=True)
+    asked_kinds, chosen = zip(*questions(kinds, first, count), strict=True)
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         cache = Path(name)
@@ -209,6 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.same_text", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--questions", type=int, default=4 * QUESTIONS_OF_A_RUN)
+    parser.add_argument("--first", type=int, default=0, help="number of the first question")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer, at most")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
@@ -221,6 +223,7 @@ def main() -> int:
         options.ways,
         options.tokens,
         options.flags,
+        options.first,
     )
     return int(not same)
 

@@ -24,11 +24,13 @@ def namespace_root(
     adapter: str = "",
     tensor_parallel: int = 1,
     head: str = "",
+    products: Sequence[str] = (),
 ) -> bytes:
     """Return the root of all hashes of engines whose blocks are interchangeable.
 
     ``kv_group_size`` is ignored at 16 bits, where nothing is quantized. ``head`` names the weights
     of a head for multi-token prediction, whose keys and values blocks have; empty without one.
+    ``products`` say how layers multiply, where that is a choice: keys have other bits with another.
     """
     parts = [
         "block-v1" if kv_bits != 8 else "block-v2",  # its codes had other scales and biases
@@ -39,6 +41,7 @@ def namespace_root(
         str(block_size),
         str(tensor_parallel),
         *([head] if head else []),
+        *products,
     ]
     digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,9 @@ def build_replica(
     _log_sizes(executor.spec, loaded, settings, sizes)
     if leader is not None:
         executor = leader.lead(executor)
-    config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, head)
+    products = () if layers is None or leader is not None else layers.products
+    namespace = _block_namespace(loaded, settings, head, products)
+    config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
     return Replica(
         executor=executor,
         scheduler=Scheduler(
@@ -216,7 +219,7 @@ def _scheduler_config(
     settings: Settings,
     sizes: MemorySizes,
     draft_bytes: int,
-    head: ServedHead | None,
+    namespace: bytes,
 ) -> SchedulerConfig:
     reuses_prefixes = spec.prefix_cache and (sizes.max_snapshots > 0 or not spec.state_bytes)
     return SchedulerConfig(
@@ -237,7 +240,7 @@ def _scheduler_config(
         completion_batch_size=sizes.num_slots,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_chunk_tokens=spec.max_chunk_tokens,
-        namespace=_block_namespace(loaded, settings, head),
+        namespace=namespace,
         prefix_cache=reuses_prefixes,
         store_enabled=_uses_store(settings),
         store_policy=settings.ssd_policy,
@@ -251,7 +254,12 @@ def _uses_store(settings: Settings) -> bool:
     return bool(settings.kvstore_socket) and not settings.no_ssd
 
 
-def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead | None) -> bytes:
+def _block_namespace(
+    loaded: LoadedModel,
+    settings: Settings,
+    head: ServedHead | None,
+    products: Sequence[str] = (),
+) -> bytes:
     return namespace_root(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
@@ -260,4 +268,5 @@ def _block_namespace(loaded: LoadedModel, settings: Settings, head: ServedHead |
         block_size=settings.block_size,
         head="" if head is None else head.fingerprint,
         tensor_parallel=settings.ranks,
+        products=products,
     )

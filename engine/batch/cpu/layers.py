@@ -169,13 +169,19 @@ class Layers:
         self._replaced: list[Any] = []
         self.names: list[str] = []
         """Those of the layers that left, with their precision."""
+        self.products: list[str] = []
+        """Those of the quantized ones, with their precision: how they multiply is a setting, while
+        how those in fp32 do is measured."""
         faster: dict[tuple[int, ...], bool] = {}
         for name, module in zip(names, modules, strict=True):
-            if type(module) in _QUANTIZED or (dense and _is_faster(module, faster)):
+            is_quantized = type(module) in _QUANTIZED
+            if is_quantized or (dense and _is_faster(module, faster)):
                 own = precision if isinstance(precision, str) else precision.get(name, "exact")
                 _replace(module, own)
                 self._replaced.append(module)
                 self.names.append(f"{name} {own}")
+                if is_quantized:
+                    self.products.append(self.names[-1])
         tied = not any(name.endswith("lm_head") for name in names)
         self.nbytes = sum(
             _packed_bytes(module, module.precision)

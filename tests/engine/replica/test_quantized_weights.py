@@ -17,7 +17,7 @@ from tests.tiny_models import make_quantized
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
 
 
-@pytest.mark.parametrize("precision", ["exact", "fast"])
+@pytest.mark.parametrize("precision", ["exact", "compact", "fast"])
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3"])  # layer by layer, and as a whole
 def test_requests_are_batched_and_weights_are_in_memory_once(
     kind: Any,
@@ -62,3 +62,18 @@ def test_texts_are_the_same_alone_and_together_in_fast_precision(
         whole.submit(f"alone {number}", prompt, 16)
         whole.run()
         assert whole.texts[f"alone {number}"] == whole.texts[f"together {number}"]
+
+
+def test_blocks_are_found_by_engines_that_multiply_the_same_way(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Keys have other bits with activations in 8 bits, and with codes in the place of fp32."""
+    path = make_quantized(tiny_model("qwen3"), tmp_path / "q")
+
+    def root(precision: str, path: Path = path) -> bytes:
+        return Whole(path, cpu_precision=precision).replica.namespace
+
+    assert root("exact") == root("auto")
+    assert len({root("exact"), root("compact"), root("fast")}) == 3
+    dense = tiny_model("qwen3")
+    assert root("exact", dense) == root("fast", dense)

@@ -27,14 +27,16 @@ def test_an_answer_keeps_the_scores_of_its_tokens() -> None:
 
 
 def test_texts_and_bits_are_counted_apart() -> None:
-    """Of four answers one has another text, and one other scores."""
+    """Of five answers one has another text, one other scores, and one failed."""
     outcome = Outcome(["chat", "story", "chat", "list"])
     for text, score in (("a", -0.5), ("b", -0.5), ("a", -0.5), ("a", -0.25)):
         outcome.add(
             StreamedAnswer(text=text, logprobs=[score]), StreamedAnswer(text="a", logprobs=[-0.5])
         )
+    outcome.kinds.append("talk")
+    outcome.add(StreamedAnswer(error="engine_lost"), StreamedAnswer())
     shown = str(outcome).split()
-    assert shown[:2] == ["3/4", "2/4"] and shown[-2:] == ["list,", "story"]
+    assert shown[:2] == ["3/5", "2/5"] and shown[-4:] == ["list,", "story,", "talk,", "engine_lost"]
 
 
 def test_a_server_is_asked_in_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

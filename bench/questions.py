@@ -20,41 +20,41 @@ LANGUAGES = "Python JavaScript C Go Rust".split()
 CODE_CHARACTERS = 900
 
 
-class Question(NamedTuple):
+class ChatQuestion(NamedTuple):
     """A question, and the one that follows its answer."""
 
     text: str
     then: str = ""
 
 
-def _chat(number: int) -> Question:
-    return Question(QUESTIONS[number % len(QUESTIONS)])
+def _chat(number: int) -> ChatQuestion:
+    return ChatQuestion(QUESTIONS[number % len(QUESTIONS)])
 
 
-def _story(number: int) -> Question:
+def _story(number: int) -> ChatQuestion:
     place = CITIES[number // len(TOPICS) % len(CITIES)]
-    return Question(f"Tell me a story about {TOPICS[number % len(TOPICS)]} in {place}.")
+    return ChatQuestion(f"Tell me a story about {TOPICS[number % len(TOPICS)]} in {place}.")
 
 
-def _code(number: int) -> Question:
+def _code(number: int) -> ChatQuestion:
     language = LANGUAGES[number // len(TASKS) % len(LANGUAGES)]
-    return Question(f"Write a function in {language} that {TASKS[number % len(TASKS)]}.")
+    return ChatQuestion(f"Write a function in {language} that {TASKS[number % len(TASKS)]}.")
 
 
-def _list(number: int) -> Question:
+def _list(number: int) -> ChatQuestion:
     count, place = 5 + number % 7, CITIES[number % len(CITIES)]
-    return Question(f"List {count} things to see in {place}, with a sentence about each.")
+    return ChatQuestion(f"List {count} things to see in {place}, with a sentence about each.")
 
 
-def _edit(number: int) -> Question:
-    return Question(code_edit(number, most=CODE_CHARACTERS))
+def _edit(number: int) -> ChatQuestion:
+    return ChatQuestion(code_edit(number, most=CODE_CHARACTERS))
 
 
-def _talk(number: int) -> Question:
-    return Question(QUESTIONS[(number + 7) % len(QUESTIONS)], "Say the same in other words.")
+def _talk(number: int) -> ChatQuestion:
+    return ChatQuestion(QUESTIONS[(number + 7) % len(QUESTIONS)], "Say the same in other words.")
 
 
-KINDS: dict[str, Callable[[int], Question]] = {
+KINDS: dict[str, Callable[[int], ChatQuestion]] = {
     "chat": _chat,
     "story": _story,
     "code": _code,
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[int], Question]] = {
 """``edit`` has a prompt of some 300 tokens, ``talk`` a second question after an answer."""
 
 
-def questions(kinds: Sequence[str], first: int, count: int) -> list[tuple[str, Question]]:
+def questions(kinds: Sequence[str], first: int, count: int) -> list[tuple[str, ChatQuestion]]:
     """Return ``count`` questions with their kinds, which take turns, from number ``first`` on."""
     numbers = range(first, first + count)
     names = [kinds[number % len(kinds)] for number in numbers]

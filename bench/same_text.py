@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.client import Message, chat
-from bench.questions import KINDS, Question, questions
+from bench.questions import KINDS, ChatQuestion, questions
 from bench.servers import kill_engine, running
 from services.benchmark.answers import StreamedAnswer
 
@@ -37,28 +37,28 @@ Asked = list[Message]
 Answers = list[StreamedAnswer]
 
 
-class Server(NamedTuple):
+class AskedServer(NamedTuple):
     """A running server."""
 
     port: int
     pid: int
 
 
-Ask = Callable[[Server, list[Asked], int], Answers]
+Ask = Callable[[AskedServer, list[Asked], int], Answers]
 
 
-def one_by_one(server: Server, asked: list[Asked], tokens: int) -> Answers:
+def one_by_one(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     return [asyncio.run(chat(server.port, each, tokens)) for each in asked]
 
 
-def all_at_once(server: Server, asked: list[Asked], tokens: int) -> Answers:
+def all_at_once(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     async def crowd() -> Answers:
         return await asyncio.gather(*(chat(server.port, each, tokens) for each in asked))
 
     return asyncio.run(crowd())
 
 
-def killed(server: Server, asked: list[Asked], tokens: int) -> Answers:
+def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     """Ask all at once, and kill the engine meanwhile."""
     begun = time.perf_counter()
     all_at_once(server, [[*each[:-1], _user(f"{each[-1]['content']} ")] for each in asked], tokens)
@@ -74,7 +74,7 @@ def killed(server: Server, asked: list[Asked], tokens: int) -> Answers:
 
 
 @dataclass(frozen=True)
-class Way:
+class WayToAsk:
     """A way to ask. With ``on`` it is asked at the server of that name, after what comes before it
     in `WAYS`; otherwise at a new one with ``flags``."""
 
@@ -85,23 +85,23 @@ class Way:
 
 FIRST, SSD = "first", "SSD"
 WAYS = {
-    "again, one by one": Way(one_by_one, on=FIRST),
-    "again, all at once": Way(all_at_once, on=FIRST),
-    "from SSD, after a restart": Way(one_by_one, on=SSD),
-    "new, one by one": Way(one_by_one),
-    "new, all at once": Way(all_at_once),
-    "--max-batch-size 1": Way(all_at_once, flags=("--max-batch-size", "1")),
-    "--max-batch-size 16": Way(all_at_once, flags=("--max-batch-size", "16")),
-    "--prefill-chunk-tokens 64": Way(all_at_once, flags=("--prefill-chunk-tokens", "64")),
-    "--prefill-chunk-tokens 1024": Way(all_at_once, flags=("--prefill-chunk-tokens", "1024")),
-    "--spec-decode auto": Way(all_at_once, flags=("--spec-decode", "auto")),
-    "little memory": Way(all_at_once, flags=("--num-blocks", str(LITTLE_BLOCKS))),
-    "engine killed": Way(killed),
+    "again, one by one": WayToAsk(one_by_one, on=FIRST),
+    "again, all at once": WayToAsk(all_at_once, on=FIRST),
+    "from SSD, after a restart": WayToAsk(one_by_one, on=SSD),
+    "new, one by one": WayToAsk(one_by_one),
+    "new, all at once": WayToAsk(all_at_once),
+    "--max-batch-size 1": WayToAsk(all_at_once, flags=("--max-batch-size", "1")),
+    "--max-batch-size 16": WayToAsk(all_at_once, flags=("--max-batch-size", "16")),
+    "--prefill-chunk-tokens 64": WayToAsk(all_at_once, flags=("--prefill-chunk-tokens", "64")),
+    "--prefill-chunk-tokens 1024": WayToAsk(all_at_once, flags=("--prefill-chunk-tokens", "1024")),
+    "--spec-decode auto": WayToAsk(all_at_once, flags=("--spec-decode", "auto")),
+    "little memory": WayToAsk(all_at_once, flags=("--num-blocks", str(LITTLE_BLOCKS))),
+    "engine killed": WayToAsk(killed),
 }
 
 
 @dataclass
-class Outcome:
+class ComparedWay:
     """The comparison of one way with the first answers."""
 
     kinds: list[str]
@@ -139,7 +139,7 @@ def compare(
 ) -> bool:
     """Print a row for each of the ``ways``. Return whether everything was the same."""
     asked_kinds, chosen = zip(*questions(kinds, first, count), strict=True)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ComparedWay] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         cache = Path(name)
         keeping = (*flags, "--ssd-policy", "write_through")
@@ -149,10 +149,10 @@ def compare(
             asked, expected = _first(server, chosen, tokens)
             print(f"{'one by one':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
 
-            def take(way: str, server: Server) -> None:
+            def take(way: str, server: AskedServer) -> None:
                 begun = time.perf_counter()
                 answers = WAYS[way].ask(server, asked, tokens)
-                outcome = Outcome(list(asked_kinds), time.perf_counter() - begun)
+                outcome = ComparedWay(list(asked_kinds), time.perf_counter() - begun)
                 for found, best in zip(answers, expected, strict=True):
                     outcome.add(found, best)
                 outcomes[way] = outcome
@@ -178,15 +178,15 @@ def compare(
 
 
 @contextmanager
-def _server(model: str, cache: Path, flags: Sequence[str]) -> Iterator[Server]:
+def _server(model: str, cache: Path, flags: Sequence[str]) -> Iterator[AskedServer]:
     command = [sys.executable, "-m", "mlx_lm_server", "--model", model, "--host", "127.0.0.1"]
     command += ["--ssd-cache-dir", str(cache), *flags]
     with running(command, "/readyz") as found:
-        yield Server(*found)
+        yield AskedServer(*found)
 
 
 def _first(
-    server: Server, chosen: Sequence[Question], tokens: int
+    server: AskedServer, chosen: Sequence[ChatQuestion], tokens: int
 ) -> tuple[list[Asked], list[StreamedAnswer]]:
     """Return the messages, with first answers where there is a second question, and the answers."""
     asked: list[Asked] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.questions import KINDS, questions
-from bench.same_text import Outcome, compare
+from bench.same_text import ComparedWay, compare
 from services.benchmark.answers import EventReader, StreamedAnswer
 from tests.tiny_models import make_tiny
 
@@ -28,7 +28,7 @@ def test_an_answer_keeps_the_scores_of_its_tokens() -> None:
 
 def test_texts_and_bits_are_counted_apart() -> None:
     """Of five answers one has another text, one other scores, and one failed."""
-    outcome = Outcome(["chat", "story", "chat", "list"])
+    outcome = ComparedWay(["chat", "story", "chat", "list"])
     for text, score in (("a", -0.5), ("b", -0.5), ("a", -0.5), ("a", -0.25)):
         outcome.add(
             StreamedAnswer(text=text, logprobs=[score]), StreamedAnswer(text="a", logprobs=[-0.5])

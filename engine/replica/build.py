@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +99,7 @@ def build_replica(
     _log_sizes(executor.spec, loaded, settings, sizes)
     if leader is not None:
         executor = leader.lead(executor)
-    products = () if layers is None or leader is not None else layers.products
-    namespace = _block_namespace(loaded, settings, head, products)
+    namespace = _block_namespace(loaded, settings, head, layers)
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
     return Replica(
         executor=executor,
@@ -127,7 +125,7 @@ def build_rank(
     gc.collect()
     mx.clear_cache()
     allocation.give_back()
-    return executor, _block_namespace(loaded, settings, None)
+    return executor, _block_namespace(loaded, settings, None, None)
 
 
 def _record(
@@ -258,8 +256,9 @@ def _block_namespace(
     loaded: LoadedModel,
     settings: Settings,
     head: ServedHead | None,
-    products: Sequence[str] = (),
+    layers: Layers | None,
 ) -> bytes:
+    """Return the root of the block hashes. All ranks of an engine have the same one."""
     return namespace_root(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
@@ -268,5 +267,5 @@ def _block_namespace(
         block_size=settings.block_size,
         head="" if head is None else head.fingerprint,
         tensor_parallel=settings.ranks,
-        products=products,
+        products=() if layers is None or settings.ranks > 1 else layers.products,
     )

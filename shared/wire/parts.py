@@ -214,6 +214,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows_total: int = 0
     prompt_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    prefill_stretches_total: int = 0
     cached_ram_tokens_total: int = 0
     cached_ssd_tokens_total: int = 0
     generated_tokens_total: int = 0

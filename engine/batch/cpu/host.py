@@ -79,6 +79,9 @@ class HostBatch(RaggedBatch):
         self.first_tokens = [0, *accumulate(row.width for row in rows)]
         self._stretches = [self._stretch(*each) for each in self.by_slab()]
 
+    def pause(self) -> None:
+        self._views.clear()
+
     def _stretch(self, slab: Slab, first: int, rows: Sequence[Row]) -> _Stretch:
         tokens = slice(self.first_tokens[first], self.first_tokens[first + len(rows)])
         if self.decoding:

@@ -253,11 +253,13 @@ class Scheduler:
         return len(self.memory.backlog)
 
     def live(self) -> list[wire.LiveRequest]:
+        """Return every request, and how far it is."""
         return [
             wire.LiveRequest(
                 request_id=seq.request.request_id,
                 attempt=seq.request.attempt,
                 generated=seq.num_output_tokens,
+                computed_prompt_tokens=min(seq.num_computed_tokens, seq.num_prompt_tokens),
             )
             for seq in self.sequences.live.values()
         ]

@@ -10,6 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def experts(options: Options) -> None:
     bytes of experts these read.
 
     The bytes are an upper bound: that each chunk reads all experts of each layer. If the choices
-    of its tokens were random, a chunk of 256 would leave out one expert in ten million."""
+    of its tokens were random, of 100,000 chunks of 256 one would leave out an expert."""
     config = CONFIG | ({"num_hidden_layers": CHECK_LAYERS} if options.check else {})
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch, ExitStack() as stack:
         weights = write(Path(scratch), config)
@@ -70,21 +71,20 @@ def experts(options: Options) -> None:
             name: options.start(stack, ours(scratch, *FLAGS, *flags))
             for name, flags in (("default", ()), (f"chunks of {FIXED_CHUNK}", fixed))
         }
+        before = _counted(ports)
         found = options.in_turn(
             {
                 name: partial(_first, port=port, tokens=512 if options.check else TOKENS)
                 for name, port in ports.items()
             }
         )
-        one = {name: statistics.median(times) for name, times in found.items()}
-        for name, port in ports.items():
-            time.sleep(_BEATS_S)
-            before = counters_of(port, (STEPS, STRETCHES))
-            first_s(port, 77, 512 if options.check else TOKENS)
-            time.sleep(_BEATS_S)
-            after = counters_of(port, (STEPS, STRETCHES))
-            steps, stretches = (int(after[each] - before[each]) for each in (STEPS, STRETCHES))
-            print(f"{name}: {ms(one[name])}, {_read(steps, stretches, weights)}", flush=True)
+        after = _counted(ports)
+    for name, times in found.items():
+        steps, stretches = (
+            (after[name][each] - before[name][each]) / options.runs for each in (STEPS, STRETCHES)
+        )
+        read = _read(steps, stretches, weights)
+        print(f"{name}: {ms(statistics.median(times))}, {read}", flush=True)
     mine, short = found.values()
     ratio = statistics.median(a / b for a, b in zip(mine, short, strict=True))
     print(f"by default {ratio:.2f} x the time of chunks of {FIXED_CHUNK}", flush=True)
@@ -94,12 +94,19 @@ def _first(run: int, port: int, tokens: int) -> float:
     return first_s(port, 1000 * run + 5, tokens)
 
 
-def _read(steps: int, stretches: int, weights: int) -> str:
-    """Say what a prompt read. Its last step decodes; the others have a chunk each, unless chunks
-    are computed in stretches of layers, whose steps do not say how many chunks there were."""
+def _counted(ports: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    time.sleep(_BEATS_S)
+    return {name: counters_of(port, (STEPS, STRETCHES)) for name, port in ports.items()}
+
+
+def _read(steps: float, stretches: float, weights: int) -> str:
+    """Say what a prompt read, by the counters of it.
+
+    Its last step decodes. Each other one has a chunk, unless chunks are computed in stretches of
+    layers: then steps do not say how many chunks there were."""
     if stretches:
-        return f"{steps} steps, {stretches} stretches of layers"
-    return f"{steps - 1} chunks, at most {(steps - 1) * weights / 1e9:.2f} GB of experts read"
+        return f"{steps:.1f} steps, {stretches:.1f} stretches of layers"
+    return f"{steps - 1:.1f} chunks, at most {(steps - 1) * weights / 1e9:.2f} GB of experts read"
 
 
 def write(path: Path, config: dict[str, Any]) -> int:

@@ -25,38 +25,40 @@ CASES = {
 LENGTHS, CHECK_LENGTHS = (512, 1000, 2000, 4000, 7500), (512, 1000)
 CHUNKS, CHECK_CHUNKS = (128, 256, 512, 1024, 2048), (256, 1024)
 DEFAULT = 0
-_SIZE, _TRIES = 2048, 8
+_SHAPES, _SECONDS = ((2048, 2048, 2048), (1024, 1536, 1536), (512, 3072, 1024)), 0.5
+"""Of products: rows, columns, and what they have in common; each is repeated for so long."""
 
 
 def alone(options: Options) -> None:
     """Print times to first tokens of new prompts, one client.
 
     Arithmetic: two operations a parameter of the layers and token, and attention to the half of
-    all pairs, at the rate of large fp32 products in this run. Codes of 4 bits may be faster."""
+    all pairs, at the best rate of large fp32 products that was seen in this run so far. Codes of 4
+    bits may be faster."""
     lengths = options.lengths or (CHECK_LENGTHS if options.check else LENGTHS)
     chunks = (DEFAULT, *(options.chunks or (CHECK_CHUNKS if options.check else CHUNKS)))
-    with options.turn():
-        rate = product_rate()
-    print(f"fp32 products of this machine: {rate / 1e9:.0f} GFLOP/s")
+    rate = 0.0
     for name in options.cases or (("fp32",) if options.check else tuple(CASES)):
         model, flags = CASES[name]
         config = json.loads((Path(resolve(model)) / "config.json").read_text())
         print(f"--model {model} {' '.join((*flags, *FLAGS))} --kv-bits 16 [--prefill-chunk-tokens]")
         shown = "".join(f"{size or 'default':>9}" for size in chunks)
-        print(f"tokens  arithmetic{shown}   to the best fixed   to arithmetic", flush=True)
+        print(f"tokens  GFLOP/s  arithmetic{shown}   to the best fixed   to arithmetic", flush=True)
         with ExitStack() as stack:
             ports = {
                 size: options.start(stack, ours(model, *flags, *FLAGS, *fixed(size)))
                 for size in chunks
             }
             for tokens in lengths:
+                with options.turn():
+                    rate = max(rate, product_rate())
                 found = options.in_turn(
                     {
                         size: partial(_first, port=port, tokens=tokens)
                         for size, port in ports.items()
                     }
                 )
-                _show(tokens, operations(config, tokens) / rate, found)
+                _show(tokens, rate, operations(config, tokens) / rate, found)
 
 
 def fixed(size: int) -> tuple[str, ...]:
@@ -67,14 +69,14 @@ def _first(run: int, port: int, tokens: int) -> float:
     return first_s(port, 10_000 * run + tokens, tokens)
 
 
-def _show(tokens: int, least_s: float, found: dict[int, list[float]]) -> None:
+def _show(tokens: int, rate: float, least_s: float, found: dict[int, list[float]]) -> None:
     middle = {size: statistics.median(times) for size, times in found.items()}
     best = min((size for size in middle if size != DEFAULT), key=lambda size: middle[size])
     pairs = zip(found[DEFAULT], found[best], strict=True)
     ratio = statistics.median(mine / fixed for mine, fixed in pairs)
     shown = "".join(f"{ms(seconds):>9}" for seconds in middle.values())
     print(
-        f"{tokens:6d}  {ms(least_s):>10}{shown}   {ratio:5.2f} ({best})"
+        f"{tokens:6d}  {rate / 1e9:7.0f}  {ms(least_s):>10}{shown}   {ratio:5.2f} ({best})"
         f"   {middle[DEFAULT] / least_s:5.2f}",
         flush=True,
     )
@@ -92,17 +94,19 @@ def operations(config: dict[str, Any], tokens: int) -> float:
 
 
 def product_rate() -> float:
-    """Return the operations a second of a large product in ONNX Runtime, with all threads."""
+    """Return the operations a second of large products in ONNX Runtime, with all threads: the
+    best of some shapes and of some times."""
     random = np.random.default_rng(0)
-    graph = Graph()
-    weight = graph.constant(random.standard_normal((_SIZE, _SIZE), np.float32), packed=True)
-    x = graph.input("x", "rows", _SIZE)
-    graph.output(graph.node("MatMul", x, weight), "rows", _SIZE)
-    session, rows = graph.session(), random.standard_normal((_SIZE, _SIZE), np.float32)
-    session(rows)
-    best = float("inf")
-    for _ in range(_TRIES):
-        begun = time.perf_counter()
-        session(rows)
-        best = min(best, time.perf_counter() - begun)
-    return float(2.0 * _SIZE**3 / best)
+    best = 0.0
+    for rows, columns, inner in _SHAPES:
+        graph = Graph()
+        weight = graph.constant(random.standard_normal((inner, columns), np.float32), packed=True)
+        x = graph.input("x", "rows", inner)
+        graph.output(graph.node("MatMul", x, weight), "rows", columns)
+        session, values = graph.session(), random.standard_normal((rows, inner), np.float32)
+        session(values)
+        ends = time.perf_counter() + _SECONDS
+        while (begun := time.perf_counter()) < ends:
+            session(values)
+            best = max(best, 2.0 * rows * columns * inner / (time.perf_counter() - begun))
+    return best

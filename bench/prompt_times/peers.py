@@ -24,6 +24,8 @@ PRECISIONS, LLAMA = ("fast", "exact"), "llama.cpp"
 LENGTHS, CHECK_LENGTHS, CONTEXT_TOKENS = (512, 2000, 7500), (512,), 8192
 CLIENTS, REQUESTS = (4, 8, 16), 2
 """Each client has so many requests."""
+MODELS = {"mlx_lm.server": "default_model"}
+"""What a server is asked for that does not name its model, or also names others."""
 BATCH = ("--max-batch-size", "16", "--completion-batch-size", "32")
 LOAD = ("--workload=mixed", "--input-tokens=16:1024", "--output-tokens=16:64", "--timeout-s=300")
 
@@ -79,7 +81,7 @@ def percentiles(options: Options) -> None:
             for run in range(options.runs):
                 for name in ports if run % 2 == 0 else reversed(list(ports)):
                     with options.turn():
-                        found[name].append(_figures(_load(ports[name], clients, run)))
+                        found[name].append(_figures(_load(name, ports[name], clients, run)))
             middle = {
                 name: [statistics.median(each) for each in zip(*rows, strict=True)]
                 for name, rows in found.items()
@@ -96,12 +98,13 @@ def percentiles(options: Options) -> None:
             print(f"{'':60}{'  '.join(f'{ratio:.2f}' for ratio in ratios)}", flush=True)
 
 
-def _load(port: int, clients: int, run: int) -> LoadReport:
+def _load(name: str, port: int, clients: int, run: int) -> LoadReport:
     """Put the load of so many clients on a server, from a process of its own."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         file = Path(scratch) / "report.json"
         command = [sys.executable, "-m", "mlx_lm_server", "bench", "serve", *LOAD]
         command += [f"--url=http://127.0.0.1:{port}", f"--concurrency={clients}"]
+        command += [f"--model={MODELS[name]}"] if name in MODELS else []
         command += [f"--requests={REQUESTS * clients}", f"--seed={1000 * run + clients}"]
         subprocess.run(
             [*command, f"--save={file}"],

@@ -267,14 +267,25 @@ class Scheduler:
         return len(self.memory.backlog)
 
     def live(self) -> list[wire.LiveRequest]:
+        """Return every request, and how far it is."""
         return [
             wire.LiveRequest(
                 request_id=seq.request.request_id,
                 attempt=seq.request.attempt,
                 generated=seq.num_output_tokens,
+                computed_prompt_tokens=self._computed_prompt_tokens(seq),
             )
             for seq in self.sequences.live.values()
         ]
+
+    def _computed_prompt_tokens(self, seq: Sequence) -> int:
+        """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have
+        run. Those of a pass that is open count by the part of its layers."""
+        computed = seq.num_computed_tokens
+        if (one := self.planner.prefilling.passes.of(seq)) is not None:
+            tokens = seq.pass_end - seq.num_computed_tokens
+            computed += tokens * one.layers_done // self.config.layers
+        return min(computed, seq.num_prompt_tokens)
 
     def cached_hashes(self) -> list[bytes]:
         """Return every hash that sequences may start from. `Outputs` has the changes of it."""
@@ -297,6 +308,7 @@ class Scheduler:
             limit_bytes=ledger.limit_bytes,
             unevictable_bytes=self.memory.unevictable_bytes,
             kept_states=len(self.memory.snapshots),
+            open_passes=len(self.planner.prefilling.passes),
             drafts=self._drafting.stats(),
             **totals,
         )

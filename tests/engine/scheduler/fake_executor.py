@@ -145,7 +145,7 @@ class FakeExecutor:
             raise StepRaised
         self._begin_pass(plan)
         open_chunks = [chunk for one in self.passes.values() for chunk in one.chunks]
-        used = [operation.slot for operation in (*plan.decodes, *open_chunks)]
+        used = [decode.slot for decode in plan.decodes] + [chunk.slot for chunk in open_chunks]
         assert len(set(used)) == len(used), "a slot has one decode, or a chunk in one pass"
         self._fill_rings(plan)
         runs = self._decode(plan)
@@ -262,7 +262,8 @@ class FakeExecutor:
     def _check_open_slots(self, plan: Plan) -> None:
         """Check that nothing else happens to the slots of passes that are open."""
         slots = {chunk.slot for one in self.passes.values() for chunk in one.chunks}
-        touched = {restore.slot for restore in (*plan.restores, *plan.state_restores)}
+        touched = {restore.slot for restore in plan.restores}
+        touched |= {restore.slot for restore in plan.state_restores}
         touched |= {slot for move in plan.moves for slot in (move.source, move.target)}
         touched |= {chunk.slot for chunk in plan.chunks}
         assert slots.isdisjoint(touched), "the slot of an open pass is left alone"

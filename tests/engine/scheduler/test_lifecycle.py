@@ -45,6 +45,22 @@ def test_the_last_prompt_token_goes_through_the_decode_that_samples_output_0(len
     engine.assert_right(client)
 
 
+def test_live_says_how_much_of_a_prompt_is_computed() -> None:
+    engine = Engine(config())
+    engine.submit(request("a", prompt(40)))
+    seen = []
+    while engine.scheduler.live():
+        seen.append(engine.scheduler.live()[0].computed_prompt_tokens)
+        engine.turn()
+    assert seen == [0, 16, 32, 39, 40, 40, 40, 40]
+    again = engine.submit(request("b", prompt(40)))
+    engine.turn()
+    assert engine.scheduler.live()[0].computed_prompt_tokens == 39  # most of it was found
+    engine.run()
+    assert again.end is not None and again.end.usage is not None
+    assert again.end.usage.cached_ram_tokens == 36
+
+
 def test_with_look_ahead_an_unknown_input_token_is_none() -> None:
     engine = Engine(config(look_ahead=True))
     client = engine.submit(request("a", prompt(3)))

@@ -18,8 +18,8 @@ from engine.batch.cpu.pieces import How, RowsPiece
 from engine.batch.cpu.tiles import TILE, tiled
 from engine.cache.rounding import Array
 
-_DIMS = 16
-"""Heads are a multiple of this wide; the op refuses some others."""
+_DIMS = 8
+"""Heads are a multiple of this wide; the op refuses others."""
 
 
 def possible(kept: tuple[Array, Array], how: How) -> bool:

@@ -40,7 +40,7 @@ CASES = {
     "eight": Case(group=8, dim=32),
     "narrow": Case(dim=16),
     "wide": Case(group=2, dim=256),
-    "of an odd width": Case(dim=40),
+    "of no width for the op": Case(dim=36),
     "80 wide": Case(dim=80),
     "other values": Case(dim=64, value_dim=32),
     "a slot that ends with the text": Case(room=0),

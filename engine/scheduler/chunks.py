@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-UNIT_PASSES = 1.5
+UNIT_PASSES = 2.0
 """What is computed of a chunk without a break, one layer at least, takes about as long as so many
 decode steps: a newcomer waits for it."""
+STREAMING_UNIT_PASSES = 1.5
+"""The same while others wait for their next token."""
 LEAST_UNIT_S = 0.03
 """The same where a decode step takes less: nobody notices such a wait."""
 STREAMING_TARGET_S = 0.4
@@ -15,7 +17,7 @@ ALONE_TARGET_S = 0.75
 """The same when none waits."""
 _DECODE_MIN_GROWTH = 1.02
 """Growth of the remembered shortest decode with each step, so that it is forgotten."""
-MAX_TOKENS = 512
+MAX_TOKENS = 1024
 """The most tokens of a chunk on a CPU, where longer ones are not faster (`bench prompts`). A GPU
 computes longer ones as fast as it can; there the executor says how many
 (`engine.executor.base`)."""
@@ -77,8 +79,10 @@ class ChunkPolicy:
 
     def unit_s(self, *, streaming: bool) -> float:
         """Return the seconds that a divisible pass may compute without a break."""
-        decode_s = max(self.pass_s, self._decode_s) if streaming else self.pass_s
-        return max(UNIT_PASSES * decode_s, LEAST_UNIT_S)
+        unit_s = UNIT_PASSES * self.pass_s
+        if streaming:
+            unit_s = STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s)
+        return max(unit_s, LEAST_UNIT_S)
 
     def predict_s(self, start: int, tokens: int) -> float:
         """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""

@@ -74,7 +74,7 @@ class HostBatch(RaggedBatch):
         super().__init__(layout, slabs, rows)
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
         # For this pass only: MLX would copy a slab that a view still refers to.
-        self._views: dict[Slab, list[Array]] = {}
+        self._views: dict[tuple[Slab, int], Array] = {}
         self._shared: dict[tuple[int, int], list[list[Piece]]] = {}
         few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MOST_SCORES
         self.by_token = self.decoding or few
@@ -97,11 +97,10 @@ class HostBatch(RaggedBatch):
 
     def _array(self, slab: Slab, number: int) -> Array:
         """Return array ``number`` of ``slab``."""
-        if slab not in self._views:
-            self._views[slab] = [
-                slab.host_part(number) for number in range(len(self.layout.arrays))
-            ]
-        return self._views[slab][number]
+        view = self._views.get((slab, number))
+        if view is None:
+            view = self._views[slab, number] = slab.host_part(number)
+        return view
 
     def _both(self, layer: int, slab: Slab) -> tuple[Array, Array]:
         """Return keys and values of ``layer``."""

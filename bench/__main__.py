@@ -33,6 +33,7 @@ from bench.localai import localai  # noqa: E402
 from bench.metal import metal  # noqa: E402
 from bench.page import page  # noqa: E402
 from bench.precision import precision  # noqa: E402
+from bench.prompt_times.parts import prompt_times  # noqa: E402
 from bench.ranks import ranks, ranks_restart  # noqa: E402
 from bench.restart import restart  # noqa: E402
 from bench.router import router  # noqa: E402
@@ -48,7 +49,7 @@ Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")
 SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
-    *("localai", "fleet", "page", "growth", "ranks", "ranks-restart", "profile"),
+    *("localai", "fleet", "page", "growth", "ranks", "ranks-restart", "profile", "prompts"),
     "same-text",
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, an
@@ -217,6 +218,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "kv-bits": kv_bits,
     "kernels": kernels,
     "precision": precision,
+    "prompts": prompt_times,
     "metal": metal,
     "router": router,
     "fleet": fleet,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -153,11 +153,11 @@ def processes_of(pid: int) -> dict[str, list[int]]:
     return found
 
 
-def counters_of(port: int) -> dict[str, float]:
-    """Return the counters of `COUNTERS`, each the sum over its labels."""
+def counters_of(port: int, names: Sequence[str] = COUNTERS) -> dict[str, float]:
+    """Return some counters, each the sum over its labels; 0 for one that there is not."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    found = dict.fromkeys(COUNTERS, 0.0)
+    found = dict.fromkeys(names, 0.0)
     for line in lines:
         name = line.partition("{")[0].removeprefix("mlx_lm_server_")
         if name in found:

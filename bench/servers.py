@@ -59,10 +59,12 @@ def mlx_lm_server(model: Path) -> Iterator[int]:
 
 
 @contextmanager
-def llama_server(program: str, gguf: Path, streams: int, threads: int) -> Iterator[int]:
-    """Run llama.cpp's server with so many slots of `CONTEXT_TOKENS`; yield its port."""
+def llama_server(
+    program: str, gguf: Path, streams: int, threads: int, context: int = CONTEXT_TOKENS
+) -> Iterator[int]:
+    """Run llama.cpp's server with so many slots of ``context`` tokens; yield its port."""
     command = [program, "--model", str(gguf), "--host", "127.0.0.1", "--no-webui"]
-    command += ["--parallel", str(streams), "--ctx-size", str(streams * CONTEXT_TOKENS)]
+    command += ["--parallel", str(streams), "--ctx-size", str(streams * context)]
     command += ["--threads", str(threads), "--threads-batch", str(threads)]
     with running(command, "/health") as (port, _):
         yield port

@@ -169,7 +169,8 @@ class Decode(PlanOp, frozen=True):
 
 class Chunk(PlanOp, frozen=True):
     """Compute the KV of consecutive tokens. It samples nothing: the last token of a prompt goes
-    through a `Decode`."""
+    through a `Decode`. The chunks of a plan are a pass with the number of the plan. Later plans may
+    compute the rest of it (`Stretch`); until then no other operation concerns their slots."""
 
     slot: Slot
     start: int  # position of the first token
@@ -178,6 +179,19 @@ class Chunk(PlanOp, frozen=True):
     """The tokens that follow each of the first of ``token_ids``. Their log-probabilities are
     returned (`PromptLogprobs`)."""
     logprobs: int = 0  # number of alternatives to return with each
+
+
+class Stretch(PlanOp, frozen=True):
+    """Go on with a pass of chunks. Rows of different sequences never depend on each other, so the
+    decodes and passes that are computed between two stretches of a pass change none of its bits.
+
+    Source: "From Tokens to Layers: Redefining Stall-Free Scheduling for LLM Serving with Layered
+    Prefill" (2025)."""
+
+    number: int  # of the pass: the step of the plan with its chunks, this one or an earlier one
+    end: int
+    """How many layers of the pass are computed then. It is complete with `ExecutorSpec.layers`, or
+    with more."""
 
 
 class Save(PlanOp, frozen=True):
@@ -202,6 +216,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The operations of one step. The executor runs them in the order of these fields."""
 
     step: int
+    dropped_passes: tuple[int, ...] = ()  # passes of which nothing more is computed
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
     freed_slots: tuple[Slot, ...] = ()
@@ -214,6 +229,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     moves: tuple[Move, ...] = ()
     decodes: tuple[Decode, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    """The pass of ``chunks`` is computed whole if no stretch has its number."""
     saves: tuple[Save, ...] = ()
     state_saves: tuple[SaveState, ...] = ()
     exports: tuple[int, ...] = ()  # ids of blocks and snapshots
@@ -245,12 +262,13 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     gaps, and before the result of the slot's first decode."""
     exported: tuple[Exported, ...] = ()  # of this plan or an earlier one
     failed: tuple[tuple[Slot, str], ...] = ()
-    """The slots whose chunk or grammar raised, with the reason. Nothing of theirs was saved;
-    everything else in the plan was done."""
+    """The slots whose chunk or grammar raised, with the reason. Nothing of theirs was saved, and
+    what was left of the chunk's pass is dropped; everything else in the plan was done."""
     elapsed_s: float = 0.0  # time of the step on the device that it shared with no other step
     chunks_apart: bool = False  # whether ``elapsed_s`` is without the chunks
     chunk_times: tuple[tuple[int, float], ...] = ()
-    """What became known of the time of chunks of such steps: number of the step, and seconds."""
+    """What became known of the time that such steps took for chunks: number of the step, and
+    seconds."""
     build_s: float = 0.0  # time of the host to put the step together and to dispatch it
     sample_s: float = 0.0
     """Time of the host to choose tokens. Where the host itself is the device, neither this nor

@@ -24,7 +24,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.http.status import EngineFigures, ModelFigures, Point, ServerStatus
+from router.http.status import (
+    EngineFigures,
+    ModelFigures,
+    Point,
+    PromptProgress,
+    ServerStatus,
+)
 from services.admin_client import NoServer, ServerRefused
 from services.event_stream import StreamRefused, events, opened
 from services.printing import printable
@@ -220,7 +226,7 @@ def _engines(engines: Sequence[EngineFigures]) -> RenderableType:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("ENGINE", no_wrap=True, max_width=16)
     shown.add_column("STATE", no_wrap=True, max_width=14)
-    for name in ("REQ", "TOK/S", "BATCH", "STEP", "KV", "CACHED", "LOST"):
+    for name in ("REQ", "TOK/S", "PROMPTS", "BATCH", "STEP", "KV", "CACHED", "LOST"):
         shown.add_column(name, justify="right", no_wrap=True)
     for each in engines:
         rates, prompts = each.rates, each.recent_prompts
@@ -230,6 +236,7 @@ def _engines(engines: Sequence[EngineFigures]) -> RenderableType:
             Text(printable(each.trouble or "ready"), "green" if each.ready else "red"),
             f"{each.sequences}/{each.max_sequences}",
             f"{rates.generated:.1f}" if rates else "-",
+            _progress(each.computing),
             f"{rates.batch:.1f}" if rates and rates.batch is not None else "-",
             _seconds(rates.step_s if rates else None),
             _percent(each.memory_pressure),
@@ -237,6 +244,11 @@ def _engines(engines: Sequence[EngineFigures]) -> RenderableType:
             str(each.losses),
         )
     return shown
+
+
+def _progress(computing: PromptProgress | None) -> str:
+    """Return which part of the prompts that take long is computed."""
+    return _percent(computing.computed / computing.tokens if computing else None)
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> str:

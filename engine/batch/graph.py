@@ -42,6 +42,7 @@ class GraphBatch(RaggedBatch):
         self._sources = None if self.decoding else sources(self.by_slab())
         self._writers: dict[int | None, SlabWriter] = {}
         self._reaches: dict[tuple[int | None, int | None], list[GroupReach]] = {}
+        self._slab_rows = self._rows_of_slabs()
         # Slots hold values, so attention reads them as they are.
         self._holds_values = layout.dequantized or layout.precision.bits == 16
 
@@ -51,6 +52,18 @@ class GraphBatch(RaggedBatch):
     @cached_property
     def _stretches(self) -> list[tuple[Slab, int, Sequence[Row]]]:
         return list(super().by_slab())
+
+    def resume(self) -> None:
+        """Look up places anew if slabs have another number of rows by now: values come after the
+        keys of all rows."""
+        if (rows := self._rows_of_slabs()) != self._slab_rows:
+            self.finish_writes()
+            self._writers.clear()
+            self._reaches.clear()
+            self._slab_rows = rows
+
+    def _rows_of_slabs(self) -> list[int]:
+        return [slab.rows for slab, _, _ in self.by_slab()]
 
     @cached_property
     def _groups(self) -> list[RowGroup]:

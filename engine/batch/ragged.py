@@ -20,6 +20,7 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import ArraysCache
 
 from engine.backend.patching import patch
+from engine.batch.layered import LayeredPass
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.slabs import Slab, Slabs
 from engine.plan import Slot
@@ -59,11 +60,17 @@ class RaggedBatch(ABC):
     runs_model = True
     """Whether a pass calls the model's own code, which needs its weights."""
 
+    attends = True
+    """Whether attention is computed here, and not by the model's own code."""
+
     has_rings = False
     """Whether slots may keep of a layer with a window that alone, see `Layout.with_rings`."""
 
     writes_in_place = False
     """Whether slabs are written directly in the host's memory, outside MLX's graph."""
+
+    division: LayeredPass | None = None
+    """What divides this pass, while it is computed in several parts."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         self.slabs = slabs
@@ -126,6 +133,15 @@ class RaggedBatch(ABC):
         With ``kv_only`` the logits are not read, and only the stored KV and state count."""
         found: mx.array = model(inputs, cache=self.views)
         return found
+
+    def pause(self) -> None:
+        """Give up what would not let slabs be written in place. Called where a pass is left, to be
+        gone on with later."""
+        return
+
+    def resume(self) -> None:
+        """Prepare to go on with a pass that was left. Slabs may have changed their rows."""
+        return
 
     def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
         """Run ``model`` like `logits`, and return (tokens, vocab): those of each row one after the
@@ -212,6 +228,8 @@ class KVCacheView:
         return WindowMask(effective_window(window_size, self.window))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVCacheView, KVCacheView]:
+        if self.batch.division is not None:
+            self.batch.division.enter_layer(self.layer, keys, values)
         self.batch.write(self.layer, keys, values)
         return self, self
 
@@ -251,7 +269,11 @@ class ArraysCacheView(ArraysCache):  # type: ignore[misc]  # some models ask whe
 
     def __getitem__(self, index: int) -> mx.array | None:
         number = self._numbers[index]
-        return None if number is None else self._batch.state(number)
+        if number is None:
+            return None
+        if self._batch.division is not None:
+            self._batch.division.enter_state(number)
+        return self._batch.state(number)
 
     def __setitem__(self, index: int, state: mx.array) -> None:
         number = self._numbers[index]
@@ -287,7 +309,10 @@ def attention(
         mask = WindowMask(keys.window)
     if keys is not values or not isinstance(mask, WindowMask):
         raise TypeError("this model changes keys, values or masks between cache and attention")
-    return keys.batch.attend(keys.layer, queries, scale, mask.size, sinks)
+    found = keys.batch.attend(keys.layer, queries, scale, mask.size, sinks)
+    if keys.batch.division is not None:
+        keys.batch.division.attended = found
+    return found
 
 
 def install() -> None:

@@ -43,7 +43,9 @@ class ExecutorSpec:
     """Whether slots of one capacity should share a slab. Its copy while it grows, one array at a
     time, is in ``slot_token_bytes`` then."""
     rings: tuple[Ring, ...] = ()  # the part of ``slot_token_bytes`` that long slots do without
-    max_chunk_tokens: int = MAX_TOKENS  # the most that chunks of a plan should have together
+    max_chunk_tokens: int = MAX_TOKENS  # the most that a chunk should have
+    layers: int = 1  # parts of a pass of chunks that plans may ask for one by one (`Stretch`)
+    pass_token_bytes: int = 0  # activations of one token of a pass, estimated
 
 
 class PendingStep(ABC):

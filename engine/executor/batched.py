@@ -19,13 +19,13 @@ from engine.executor.base import Executor
 from engine.executor.decoding import DecodePasses, DecodeRows
 from engine.executor.guessing import Guesser
 from engine.executor.line import DeviceLine, Piece
-from engine.executor.prefill import Prefill
+from engine.executor.prefill import Passes, Prefill
 from engine.executor.spec import pads_chunks, spec_of
 from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.executor.unchecked import UncheckedSlots
 from engine.mtp.head import MTPHead
-from engine.plan import Chunk, Decode, Plan, Slot
+from engine.plan import Decode, Plan, Slot
 from engine.sampling.sampler import Sampler, nan_at
 
 FIRST_ARRAYS = 4
@@ -57,13 +57,21 @@ class BatchedExecutor(Executor):
         self.batch_class = batch_class
         self._sampler = Sampler()
         self._pads_chunks = pads_chunks(layout, batch_class)
+        self._passes = Passes(
+            model=self._model,
+            slabs=Slabs(),
+            batch=self._batch,
+            together=self._pads_chunks,
+            longest=layout.longest_pass,
+        )
         self.reset()
-        self.spec = spec_of(layout, batch_class, block_size, guesses=head is not None)
+        self.spec = spec_of(model, layout, batch_class, block_size, guesses=head is not None)
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
 
     def reset(self) -> None:
-        self._slabs = Slabs()
+        self._passes.clear()
+        self._slabs = self._passes.slabs = Slabs()
         self._blocks = BlockStore(self.layout, self._block_size, self.batch_class.writes_in_place)
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
         self._sampler.reset()
@@ -87,6 +95,8 @@ class BatchedExecutor(Executor):
             self._last.finish()
         self._stopwatch.start()
         self._export((evict.block_id for evict in plan.evictions if evict.export), self._line.piece)
+        for number in plan.dropped_passes:
+            self._passes.close(number)
         for evict in plan.evictions:
             self._blocks.evict(evict.block_id)
             self._snapshots.evict(evict.block_id)
@@ -108,7 +118,7 @@ class BatchedExecutor(Executor):
             clock=self._clock,
             started=started,
             failed=failed,
-            prefill=self._prefill(plan, failed),
+            prefill=Prefill(plan, self._passes, failed, self._stopwatch),
         )
         self._compute_decodes(step)
         self._last = step
@@ -150,10 +160,10 @@ class BatchedExecutor(Executor):
         plan = step.plan
         if plan.decodes:
             self._decode(step)
+        changed = step.prefill.slots
         left = {restore.slot.slab_id for restore in plan.restores}
-        left -= {*_slab_ids(plan.decodes), *_slab_ids(plan.chunks)}
+        left -= {*_slab_ids(plan.decodes), *(slot.slab_id for slot in changed)}
         step.unsent += [self._slabs[number].contents for number in sorted(left)]
-        changed = {chunk.slot for chunk in plan.chunks}
         with self._stopwatch.computing():
             step.unsent += self._save(plan, lambda slot: slot not in changed, step.failed)
         if step.unsent and step.ahead and step.piece is None:
@@ -161,7 +171,7 @@ class BatchedExecutor(Executor):
             slabs = [self._slabs[number] for number in _slab_ids(plan.decodes)]
             # The first layers go apart: the device begins while the rest is being dispatched.
             step.piece = self._line.send([slab.arrays[:FIRST_ARRAYS] for slab in slabs])
-        elif not plan.chunks:
+        elif not step.prefill:
             step.piece = self._line.piece
         exported = self._export(plan.exports, self._line.piece)
         step.save_chunks = partial(
@@ -350,21 +360,9 @@ class BatchedExecutor(Executor):
         unknown = mx.array([d.token_id is None for d in decodes])
         return mx.where(unknown, mx.concatenate(last), given)
 
-    def _prefill(self, plan: Plan, failed: list[tuple[Slot, str]]) -> Prefill:
-        return Prefill(
-            chunks=plan.chunks,
-            failed=failed,
-            model=self._model,
-            slabs=self._slabs,
-            batch=self._batch,
-            together=self._pads_chunks,
-            longest=self.layout.longest_pass,
-            stopwatch=self._stopwatch,
-        )
-
     def _batch(self, rows: Sequence[Row]) -> RaggedBatch:
         return self.batch_class(self.layout, self._slabs, rows)
 
 
-def _slab_ids(parts: Iterable[Decode | Chunk]) -> list[int]:
+def _slab_ids(parts: Iterable[Decode]) -> list[int]:
     return sorted({part.slot.slab_id for part in parts})

@@ -1,4 +1,4 @@
-"""The passes in which a plan's chunks are computed."""
+"""The passes in which chunks are computed, in one plan or in several."""
 
 from __future__ import annotations
 
@@ -9,80 +9,153 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from engine.backend.file_rows import FilesChanged
+from engine.batch.layered import LayeredPass
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.slabs import Slabs
 from engine.executor.base import is_allocation_failure
 from engine.executor.stopwatch import Stopwatch
-from engine.plan import Chunk, Slot
+from engine.plan import Chunk, Plan, Slot
 from engine.sampling.logprobs import PendingLogprobs, target_logprobs
 
+WHOLE = 1 << 30
+"""More layers than any pass has."""
 
-class ChunkPass(NamedTuple):
-    """Chunks whose graph is built."""
+
+class BuiltPass(NamedTuple):
+    """A stretch of a pass whose graph is built."""
 
     arrays: list[Any]  # to evaluate
     is_last: bool  # of its plan
 
 
-@dataclass(eq=False)
-class Prefill:
-    """Builds the passes of ``chunks``."""
+class ChunkPass:
+    """Chunks that are computed together."""
 
-    chunks: Sequence[Chunk]
-    failed: list[tuple[Slot, str]]  # chunks that raise are added
+    def __init__(self, chunks: Sequence[Chunk], batch: RaggedBatch, layers: LayeredPass) -> None:
+        self.chunks = chunks
+        self.batch = batch
+        self.layers = layers
+
+
+@dataclass(eq=False)
+class Passes:
+    """The passes of chunks that were begun, by the number of the plan with their chunks. What a
+    plan computes of them is a `Prefill`."""
+
     model: Any
     slabs: Slabs
     batch: Callable[[Sequence[Row]], RaggedBatch]
     together: bool  # whether chunks may share a pass, padded to the longest
     longest: int | None  # the most tokens of a chunk, see `Layout.longest_pass`
-    stopwatch: Stopwatch
-    logprobs: list[tuple[Chunk, PendingLogprobs]] = field(default_factory=list)
-    """What the passes so far give of the log-probabilities that chunks ask for."""
+    open: dict[int, list[ChunkPass]] = field(default_factory=dict)
 
-    def passes(self) -> Iterator[ChunkPass]:
-        """Build one pass after the other. Each has to be dispatched before the next is built.
+    def begin(self, plan: Plan) -> None:
+        """Note the passes of the chunks of ``plan``.
 
         Chunks with ``target_ids`` run one by one, since the logits of a whole chunk are large."""
-        kv_only = [chunk for chunk in self.chunks if not chunk.target_ids]
-        groups = [kv_only] if kv_only else []
-        groups += [[chunk] for chunk in self.chunks if chunk.target_ids]
-        for number, group in enumerate(groups, 1):
-            yield from self._build(group, is_last=number == len(groups))
+        if plan.chunks:
+            kv_only = [chunk for chunk in plan.chunks if not chunk.target_ids]
+            groups = [kv_only] if kv_only and self.together else [[chunk] for chunk in kv_only]
+            groups += [[chunk] for chunk in plan.chunks if chunk.target_ids]
+            self.open[plan.step] = [self._pass_of(group) for group in groups]
 
-    def _build(self, chunks: Sequence[Chunk], *, is_last: bool) -> Iterator[ChunkPass]:
-        if self.together or len(chunks) == 1:
-            try:
-                ordered = sorted(chunks, key=lambda chunk: chunk.slot)
-                with self.stopwatch.computing():
-                    built = ChunkPass(self._forward(ordered), is_last)
-            except Exception as error:
-                if is_allocation_failure(error) or isinstance(error, FilesChanged):
-                    raise
-                if len(chunks) == 1:
-                    self.failed.append((chunks[0].slot, f"{type(error).__name__}: {error}"))
-                    return
-            else:
-                yield built
-                return
-        # One by one. If that is because one chunk raised, the others are written again.
-        for number, chunk in enumerate(chunks, 1):
-            yield from self._build([chunk], is_last=is_last and number == len(chunks))
+    def close(self, number: int) -> None:
+        """Give up a pass, if it is there: one whose chunks have raised is not."""
+        for one in self.open.pop(number, ()):
+            one.layers.close()
 
-    def _forward(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """Build a pass. Return the arrays to evaluate."""
-        width = max(len(chunk.token_ids) for chunk in chunks)
-        if self.longest is not None and width > self.longest:
-            raise ValueError(f"a chunk of {width} tokens does not fit into the rings of the slots")
-        tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in chunks]
-        batch = self.batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in chunks])
-        kv_only = not any(chunk.target_ids for chunk in chunks)
-        logits = batch.logits(self.model, mx.array(tokens, mx.int32), kv_only=kv_only)
+    def clear(self) -> None:
+        for number in list(self.open):
+            self.close(number)
+
+    def split(self, one: ChunkPass) -> list[ChunkPass]:
+        """Return a pass for each chunk of ``one``, from the beginning: all is written again."""
+        one.layers.close()
+        return [self._pass_of([chunk]) for chunk in one.chunks]
+
+    def _pass_of(self, chunks: Sequence[Chunk]) -> ChunkPass:
+        ordered = sorted(chunks, key=lambda chunk: chunk.slot)
+        width = max(len(chunk.token_ids) for chunk in ordered)
+        tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in ordered]
+        batch = self.batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in ordered])
+        kv_only = not any(chunk.target_ids for chunk in ordered)
+
+        def compute() -> mx.array:
+            if self.longest is not None and width > self.longest:
+                raise ValueError(
+                    f"a chunk of {width} tokens does not fit into the rings of the slots"
+                )
+            return batch.logits(self.model, mx.array(tokens, mx.int32), kv_only=kv_only)
+
+        return ChunkPass(ordered, batch, LayeredPass(batch, compute))
+
+
+class Prefill:
+    """What one plan computes of chunks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        passes: Passes,
+        failed: list[tuple[Slot, str]],
+        stopwatch: Stopwatch,
+    ) -> None:
+        """Chunks that raise are added to ``failed``."""
+        self._passes, self._failed, self._stopwatch = passes, failed, stopwatch
+        passes.begin(plan)
+        ends = {stretch.number: stretch.end for stretch in plan.stretches}
+        if plan.chunks:
+            ends.setdefault(plan.step, WHOLE)
+        self._ends = {number: end for number, end in ends.items() if number in passes.open}
+        chunks = [c for n in self._ends for one in passes.open[n] for c in one.chunks]
+        self.slots = {chunk.slot for chunk in chunks}
+        self.scores = any(chunk.target_ids for chunk in chunks)
+        """Whether log-probabilities of a prompt are computed."""
+        self.logprobs: list[tuple[Chunk, PendingLogprobs]] = []
+        """What the passes so far give of the log-probabilities that chunks ask for."""
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    def build(self) -> Iterator[BuiltPass]:
+        """Build one pass after the other. Each has to be dispatched before the next is built."""
+        for number, end in self._ends.items():
+            is_last = number == list(self._ends)[-1]
+            left = self._passes.open.pop(number)
+            kept: list[ChunkPass] = []
+            while left:
+                one = left.pop(0)
+                try:
+                    with self._stopwatch.computing():
+                        arrays = self._advance(one, end)
+                except Exception as error:
+                    if is_allocation_failure(error) or isinstance(error, FilesChanged):
+                        raise
+                    if len(one.chunks) > 1:  # one of them raised: one by one it shows which
+                        left = self._passes.split(one) + left
+                        continue
+                    one.layers.close()
+                    self._failed.append((one.chunks[0].slot, f"{type(error).__name__}: {error}"))
+                else:
+                    if one.layers.logits is None:
+                        kept.append(one)
+                    yield BuiltPass(arrays, is_last and not left)
+            if kept:
+                self._passes.open[number] = kept
+
+    def _advance(self, one: ChunkPass, end: int) -> list[Any]:
+        """Build the graph up to layer ``end``. Return the arrays to evaluate."""
+        pending = one.layers.advance(end)
+        slabs = {chunk.slot.slab_id for chunk in one.chunks}
+        written = [self._passes.slabs[number].contents for number in slabs]
+        logits = one.layers.logits
+        if logits is None:
+            return [pending, written]
         asked = [
             (chunk, target_logprobs(logits[row], chunk.target_ids, chunk.logprobs))
-            for row, chunk in enumerate(chunks)
+            for row, chunk in enumerate(one.chunks)
             if chunk.target_ids
         ]
-        states = batch.commit_states()
+        states = one.batch.commit_states()
         self.logprobs += asked
-        written = [self.slabs[number].contents for number in {c.slot.slab_id for c in chunks}]
         return [states, [scores.arrays for _, scores in asked], written]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import mlx.core as mx
 
 from engine.batch import device
+from engine.batch.layered import num_layers
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
 from engine.executor.base import ExecutorSpec
@@ -16,9 +20,9 @@ GPU_CHUNK_TOKENS = 2048
 
 
 def spec_of(
-    layout: Layout, batch_class: type[RaggedBatch], block_size: int, *, guesses: bool
+    model: Any, layout: Layout, batch_class: type[RaggedBatch], block_size: int, *, guesses: bool
 ) -> ExecutorSpec:
-    """Return what the scheduler is told of a model with ``layout``. Its weights need not be
+    """Return what the scheduler is told of ``model``, which has ``layout``. Its weights need not be
     there."""
     shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
     return ExecutorSpec(
@@ -42,6 +46,8 @@ def spec_of(
         state_layout=tuple(f"{state.dtype} {state.shape}" for state in layout.states),
         shares_slabs=shares_slabs,
         rings=layout.rings,
+        layers=num_layers(layout),
+        pass_token_bytes=activation_bytes(model),
         max_chunk_tokens=min(
             GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS, layout.longest_pass or GPU_CHUNK_TOKENS
         ),
@@ -51,3 +57,30 @@ def spec_of(
 def pads_chunks(layout: Layout, batch_class: type[RaggedBatch]) -> bool:
     """There is one state per sequence and not one per position. Padding would change it."""
     return batch_class.pads_rows and not layout.states
+
+
+def activation_bytes(model: Any) -> int:
+    """Return about how many bytes the activations of one token take while a pass is computed: the
+    residual stream, a few arrays of its width, and those of an MLP. In fp32, as on a CPU."""
+    args = list(_arguments(model))
+    hidden = _largest(args, "hidden_size", "d_model", "n_embd", "dim")
+    inner = _largest(args, "intermediate_size", "ffn_hidden_size", "n_inner")
+    experts = _largest(
+        args, "num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token"
+    )
+    inner = max(inner, experts * _largest(args, "moe_intermediate_size", "expert_ffn_hidden_size"))
+    return int(mx.float32.size) * (6 * hidden + 3 * (inner or 4 * hidden))
+
+
+def _arguments(model: Any) -> Iterator[dict[str, Any]]:
+    """Yield the configuration of ``model``, and that of the language model in it."""
+    for args in (getattr(model, "args", None), getattr(model, "config", None)):
+        fields = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+        yield fields
+        inner = fields.get("text_config")
+        yield inner if isinstance(inner, dict) else getattr(inner, "__dict__", {})
+
+
+def _largest(args: list[dict[str, Any]], *names: str) -> int:
+    found = [fields.get(name) for fields in args for name in names]
+    return max((value for value in found if isinstance(value, int)), default=0)

@@ -13,7 +13,7 @@ from engine.executor.base import PendingStep
 from engine.executor.decoding import DecodeRows
 from engine.executor.guessing import Guesses
 from engine.executor.line import DeviceLine, Piece
-from engine.executor.prefill import ChunkPass, Prefill
+from engine.executor.prefill import BuiltPass, Prefill
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.executor.unchecked import UncheckedSlots
 from engine.plan import Exported, Payload, Plan, PromptLogprobs, Slot, StepResult
@@ -114,14 +114,14 @@ class BatchedStep(PendingStep):
     save_chunks: Callable[[], Piece | None] = lambda: None
     """Saves and exports what the chunks computed."""
     piece: Piece | None = None  # with the decodes
-    _built: ChunkPass | None = None
+    _built: BuiltPass | None = None
     _pieces: list[Piece] = field(default_factory=list)  # with the chunks
     _finished: bool = False
     _spent_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        self.may_wait = self.ahead and not self.plan.chunks
-        self._passes = self.prefill.passes()
+        self.may_wait = self.ahead and not self.prefill
+        self._passes = self.prefill.build()
 
     def add_spent(self, spent_s: tuple[float, float]) -> None:
         """Add seconds of building and of sampling."""
@@ -136,7 +136,7 @@ class BatchedStep(PendingStep):
         while built is not None:
             self._send_pass(built)
             built = next(self._passes, None)
-        if self.plan.chunks:
+        if self.prefill:
             if (saved := self.save_chunks()) is not None:
                 self._pieces.append(saved)
             if self.ahead:
@@ -144,7 +144,7 @@ class BatchedStep(PendingStep):
 
     def read(self, *, early: bool = False) -> StepResult:
         # Log-probabilities of a prompt have to be known before its slot belongs to another.
-        early = early and self.ahead and not any(chunk.target_ids for chunk in self.plan.chunks)
+        early = early and self.ahead and not self.prefill.scores
         if early:
             self._build_last_pass()
             if not _is_done(self.piece):
@@ -171,7 +171,7 @@ class BatchedStep(PendingStep):
             exported=self.late.take_exports(),
             failed=tuple(self.failed),
             elapsed_s=elapsed_s,
-            chunks_apart=self.ahead and bool(self.plan.chunks),
+            chunks_apart=self.ahead and bool(self.prefill),
             chunk_times=self.late.take_chunk_times(),
             build_s=self._spent_s[0],
             sample_s=self._spent_s[1],
@@ -202,7 +202,7 @@ class BatchedStep(PendingStep):
             self._send_pass(built)
         self.add_spent(self.stopwatch.stop())
 
-    def _send_pass(self, built: ChunkPass) -> None:
+    def _send_pass(self, built: BuiltPass) -> None:
         if self.ahead:
             with self.stopwatch.waiting():
                 self.line.wait_for_slabs()

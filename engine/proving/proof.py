@@ -39,6 +39,9 @@ LONGEST_WINDOW = 40
 
 STEPS = 2
 
+STRETCHES = 3
+"""In so many parts chunks are computed, with decodes in between."""
+
 QUANTIZED_TOLERANCE = {8: 0.5, 4: 3.0}
 """By bits. Rounding in another order changes a code here and there, and codes of one layer change
 those of the next. So little is left to compare: that it runs, and that logits are similar.
@@ -95,7 +98,8 @@ def prove(
     """Raise `NotBatchable` unless ``model`` gives the expected logits of ``given`` in a batch.
 
     A difference of up to ``rounding`` is allowed too."""
-    trial = Trial(BatchedExecutor(model, layout, BLOCK_SIZE, batch))
+    executor = BatchedExecutor(model, layout, BLOCK_SIZE, batch)
+    trial = Trial(executor, stretch=-(-executor.spec.layers // STRETCHES))
     try:
         trial.run_short(given)
     except StepFailed as error:

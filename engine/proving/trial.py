@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +10,17 @@ import mlx.core as mx
 
 from engine import plan
 from engine.executor.base import Executor, PendingStep
-from engine.plan import Chunk, Decode, Plan, ResizeSlab, SaveState, SlabSpec, Slot, StepResult
+from engine.plan import (
+    Chunk,
+    Decode,
+    Plan,
+    ResizeSlab,
+    SaveState,
+    SlabSpec,
+    Slot,
+    StepResult,
+    Stretch,
+)
 from engine.proving.oracle import Reference
 from engine.proving.replay import Replay, RoundingMismatch
 from shared.wire import SamplingParams
@@ -42,9 +52,14 @@ class Trial:
     With a ``replay``, logits are compared with its logits and not with the expected ones.
     """
 
-    def __init__(self, executor: Executor, replay: Replay | None = None) -> None:
+    def __init__(
+        self, executor: Executor, replay: Replay | None = None, stretch: int | None = None
+    ) -> None:
+        """With ``stretch`` chunks are computed so many layers at a time, with decodes in between,
+        where the executor can do that."""
         self._executor, self._spec = executor, executor.spec
         self._replay = replay
+        self._stretch = stretch or self._spec.layers
         self._logits: dict[Slot, mx.array] = {}
         executor.logits_observer = self._observe
         self._step = 0
@@ -188,7 +203,27 @@ class Trial:
     # -- steps -----------------------------------------------------------------
 
     def run(self, **parts: Any) -> StepResult:
+        """Run a plan, or several if its chunks are computed a stretch at a time."""
+        last = {name: parts.pop(name, ()) for name in ("saves", "state_saves", "exports")}
+        if not parts.get("chunks") or self._stretch >= self._spec.layers:
+            return self._run(**parts, **last)
+        number = self._begin(**parts)
+        for end in self._ends_after_first():
+            is_last = end >= self._spec.layers
+            found = self._run(stretches=(Stretch(number, end),), **(last if is_last else {}))
+        return found
+
+    def _run(self, **parts: Any) -> StepResult:
         return _checked(self._executor.dispatch(self._plan(**parts)))
+
+    def _begin(self, **parts: Any) -> int:
+        """Compute the first stretch of chunks. Return the number of their pass."""
+        self._run(**parts, stretches=(Stretch(self._step + 1, self._stretch),))
+        return self._step
+
+    def _ends_after_first(self) -> Iterator[int]:
+        for start in range(self._stretch, self._spec.layers, self._stretch):
+            yield start + self._stretch
 
     def _plan(self, **parts: Any) -> Plan:
         self._step += 1
@@ -211,10 +246,16 @@ class Trial:
 
         ``keep`` is ignored if the model has no recurrent state.
         """
-        decoded = self._dispatch(
-            decodes, chunks=chunks, state_saves=keep if self._spec.state_bytes else ()
-        )
-        return self._read(decoded)
+        state_saves = keep if self._spec.state_bytes else ()
+        if not chunks or self._stretch >= self._spec.layers:
+            return self._read(self._dispatch(decodes, chunks=chunks, state_saves=state_saves))
+        number = self._begin(chunks=chunks)
+        second, *others = self._ends_after_first()
+        stretches = (Stretch(number, second),)
+        found = self._read(self._dispatch(decodes, stretches=stretches, state_saves=state_saves))
+        for end in others:
+            self._run(stretches=(Stretch(number, end),))
+        return found
 
     def _dispatch(self, decodes: tuple[_Input, ...], **parts: Any) -> _Decoded:
         plan = self._plan(

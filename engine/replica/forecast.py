@@ -100,18 +100,13 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
     if batch_class.has_rings:
         layout = layout.with_rings(longest_pass(settings), settings.block_size)
     context = served_context(model, context_length(config), settings.max_kv_size)
-    return _of(_bytes(model) + packed, layout, batch_class, context, settings, own)
+    spec = spec_of(model, layout, batch_class, settings.block_size, guesses=False)
+    return _of(_bytes(model) + packed, spec, context, settings, own)
 
 
 def _of(
-    weights: int,
-    layout: Layout,
-    batch_class: type[RaggedBatch],
-    context: int,
-    settings: Settings,
-    own: EngineMemory,
+    weights: int, spec: ExecutorSpec, context: int, settings: Settings, own: EngineMemory
 ) -> MemoryForecast:
-    spec = spec_of(layout, batch_class, settings.block_size, guesses=False)
     sizes = sizes_beside(weights, spec, context, settings, own)
     return MemoryForecast(
         weights_bytes=weights,

@@ -1,34 +1,43 @@
-"""Sizes of prefill chunks, by predicted time and not by tokens."""
+"""Sizes of prefill chunks and of their stretches, by predicted time and not by tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+UNIT_PASSES = 2.0
+"""What is computed of a chunk without a break, one layer at least, takes about as long as so many
+decode steps: a newcomer waits for it."""
+STREAMING_UNIT_PASSES = 1.5
+"""The same while others wait for their next token."""
+LEAST_UNIT_S = 0.03
+"""The same where a decode step takes less: nobody notices such a wait."""
 STREAMING_TARGET_S = 0.4
-"""Time that chunks may add to a step while other sequences wait for their next token."""
+"""Time that a chunk which cannot be divided may take while others wait for their next token."""
 ALONE_TARGET_S = 0.75
-"""The same when none waits: the longest that a sequence which joins now would wait."""
-PASSES = 10
-"""On a CPU, chunks need not take longer than so many passes over the weights: the one that each of
-them costs is then little, and nobody waits long for a model that is fast."""
-LEAST_TARGET_S = 0.015
+"""The same when none waits."""
 _DECODE_MIN_GROWTH = 1.02
 """Growth of the remembered shortest decode with each step, so that it is forgotten."""
-MAX_TOKENS = 512
-"""The most tokens that chunks of a plan have on a CPU. A GPU computes longer ones as fast as it
-can; there the executor says how many (`engine.executor.base`)."""
+MAX_TOKENS = 1024
+"""The most tokens of a chunk on a CPU, where longer ones are not faster (`bench prompts`). A GPU
+computes longer ones as fast as it can; there the executor says how many
+(`engine.executor.base`)."""
 MIN_TOKENS = 64
+SHARED_TOKENS = 256
+"""The most tokens that prompts compute in one pass on a CPU. More cost as much together as one
+after the other, and one after the other the first one is done sooner."""
 
 
 class ChunkPolicy:
-    """Sizes chunks so that a step takes about its target time.
+    """Sizes chunks so that a layer of them, or all of one that cannot be divided, takes about its
+    target time.
 
-    The chunks of a plan cost one pass over the weights, about the time of the shortest decode,
+    The chunks of a pass cost one pass over the weights, about the time of the shortest decode,
     however few their tokens are. Each token then costs ``base`` seconds, for the matmuls, and
     ``slope`` more for each token before it, for the attention. This line is fitted to the
     measured times of steps: least squares over chunks, weighted by their tokens, with decay. It
     begins with the values of a slow CPU. As long as all chunks were at about the same position,
-    the ratio of slope to base is assumed to be the initial one.
+    the ratio of slope to base is assumed to be the initial one. All layers are taken to cost the
+    same.
     """
 
     _DECAY = 0.9
@@ -41,13 +50,15 @@ class ChunkPolicy:
         fixed_tokens: int | None = None,
         max_tokens: int = MAX_TOKENS,
         *,
-        bounded_by_passes: bool = True,
+        layers: int = 1,
+        shared_tokens: int = SHARED_TOKENS,
     ) -> None:
-        """``bounded_by_passes`` is for CPUs: a GPU takes longer for the tokens of short chunks."""
+        """``layers`` of a pass may be computed apart."""
         self._block_size = block_size
         self._fixed_tokens = fixed_tokens
         self._max_tokens = max_tokens
-        self._bounded_by_passes = bounded_by_passes
+        self._shared_tokens = shared_tokens
+        self.layers = layers
         self._base_s = 3e-3
         self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
@@ -56,36 +67,58 @@ class ChunkPolicy:
         self._sums = [float(MIN_TOKENS), 0.0, 0.0, MIN_TOKENS * self._base_s, 0.0]
 
     def budget(self, *, streaming: bool) -> ChunkBudget:
-        """Return what the chunks of the next plan may use together."""
+        """Return what the chunks of a new pass may use together."""
         if self._fixed_tokens is not None:
-            return ChunkBudget(self, float("inf"), self._fixed_tokens, self._block_size)
+            return ChunkBudget(
+                self, float("inf"), self._fixed_tokens, self._block_size, self._fixed_tokens
+            )
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
-        if self._bounded_by_passes and self.pass_s:
-            target_s = min(target_s, max(PASSES * self.pass_s, LEAST_TARGET_S))
-        return ChunkBudget(self, target_s, self._max_tokens, self._block_size)
+        if self.layers > 1:
+            target_s = self.layers * self.unit_s(streaming=streaming)
+        return ChunkBudget(self, target_s, self._max_tokens, self._block_size, self._shared_tokens)
+
+    def unit_s(self, *, streaming: bool) -> float:
+        """Return the seconds that a divisible pass may compute without a break."""
+        unit_s = UNIT_PASSES * self.pass_s
+        if streaming:
+            unit_s = STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s)
+        return max(unit_s, LEAST_UNIT_S)
 
     def predict_s(self, start: int, tokens: int) -> float:
         """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""
         return tokens * (self._base_s + self._slope_s * (start + tokens / 2))
 
-    def observe(
-        self, *, decode_rows: int, chunks: Sequence[tuple[int, int]], elapsed_s: float
+    def predict_layer_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a layer of a pass with these ``chunks`` (start, tokens)."""
+        whole_s = self.pass_s + sum(self.predict_s(start, tokens) for start, tokens in chunks)
+        return whole_s / self.layers
+
+    def observe_decodes(self, elapsed_s: float) -> None:
+        """Learn from a step of decodes alone."""
+        if elapsed_s > 0:
+            self._decode_s += (0.2 if self._decode_s else 1.0) * (elapsed_s - self._decode_s)
+            self.pass_s = min(elapsed_s, self.pass_s * _DECODE_MIN_GROWTH or elapsed_s)
+
+    def observe_chunks(
+        self,
+        chunks: Sequence[tuple[int, int]],
+        elapsed_s: float,
+        *,
+        share: float = 1.0,
+        beside_decodes: bool = False,
     ) -> None:
-        """Learn from a step with these ``chunks`` (start, tokens), padded to the longest."""
+        """Learn from a step that computed a ``share`` of a pass with these ``chunks`` (start,
+        tokens), padded to the longest."""
         if elapsed_s <= 0:
             return
-        if not chunks:
-            if decode_rows:
-                self._decode_s += 0.2 * (elapsed_s - self._decode_s)
-                self.pass_s = min(elapsed_s, self.pass_s * _DECODE_MIN_GROWTH or elapsed_s)
-            return
-        known_s = self.pass_s + (self._decode_s if decode_rows else 0.0)
-        spent_s = elapsed_s - min(known_s, 0.9 * elapsed_s)
+        known_s = share * self.pass_s + (self._decode_s if beside_decodes else 0.0)
+        spent_s = (elapsed_s - min(known_s, 0.9 * elapsed_s)) / share
         width = max(n for _, n in chunks)
         tokens = width * len(chunks)
         position = sum(start + width / 2 for start, _ in chunks) / len(chunks)
         seen = (tokens, tokens * position, tokens * position**2, spent_s, spent_s * position)
-        self._sums = [self._DECAY * old + new for old, new in zip(self._sums, seen, strict=True)]
+        kept = self._DECAY**share
+        self._sums = [kept * old + share * new for old, new in zip(self._sums, seen, strict=True)]
         self._fit()
 
     def _fit(self) -> None:
@@ -99,14 +132,23 @@ class ChunkPolicy:
 
 
 class ChunkBudget:
-    """The seconds and tokens that are left for the chunks of one plan. The chunks run as one
-    batch, padded to the longest, so only those of about the same length go together."""
+    """The seconds and tokens that are left for the chunks of one pass. They run as one batch,
+    padded to the longest, so only those of about the same length go together."""
 
-    def __init__(self, policy: ChunkPolicy, seconds: float, tokens: int, block_size: int) -> None:
+    def __init__(
+        self,
+        policy: ChunkPolicy,
+        seconds: float,
+        tokens: int,
+        block_size: int,
+        shared_tokens: int,
+    ) -> None:
+        """The first chunk may have ``tokens``, and all of them ``shared_tokens``."""
         self._policy = policy
         self._seconds = max(seconds - policy.pass_s, seconds / 2)
         self._spare_s = self._seconds / 2
         self._tokens = tokens
+        self._unshared_tokens = tokens - min(tokens, shared_tokens)
         self._block_size = block_size
         self._min_tokens = -(-min(MIN_TOKENS, tokens) // block_size) * block_size
         self._width = 0
@@ -124,6 +166,7 @@ class ChunkBudget:
             self._width = max(tokens, MIN_TOKENS)
             self._longest = tokens
             self._seconds -= self._policy.predict_s(start, tokens)
+            self._tokens -= self._unshared_tokens
         else:
             tokens = self._fit_to_time(start, min(remaining, self._tokens))
             if tokens > 2 * self._width:

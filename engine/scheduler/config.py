@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.scheduler.chunks import MAX_TOKENS
+from engine.scheduler.time_share import DEFAULT_STREAMS_SHARE
 
 StorePolicy = Literal["evict_only", "write_through"]
 
@@ -42,7 +43,11 @@ class SchedulerConfig:
     rings: tuple[Ring, ...] = ()  # the part of ``slot_block_bytes`` that long slots do without
     batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
-    max_chunk_tokens: int = MAX_TOKENS  # then the most that chunks of a plan have together
+    max_chunk_tokens: int = MAX_TOKENS  # then the most that a chunk has
+    layers: int = 1  # parts of a pass of chunks that may be computed in different plans
+    pass_token_bytes: int = 0  # activations of one token of a pass
+    streams_share: float = DEFAULT_STREAMS_SHARE
+    """Part of the time that running streams get while prompts are computed."""
     prefix_cache: bool = True  # False for models whose KV cannot be cut into blocks
     store_enabled: bool = False
     store_policy: StorePolicy = "evict_only"

@@ -59,6 +59,7 @@ class Memory:
         """Blocks that come from the kvstore, or have come, by sequence without a slot. A state
         counts as so many blocks as take its bytes."""
         self.withdrawn_bytes = 0  # between `withdraw` and `settle`
+        self.pass_bytes = 0  # activations of passes that were begun
         self.evictions: list[Evict] = []
         self.exported_names: list[BlockName] = []  # of those evictions that export
         self.backlog = StoreBacklog(config)
@@ -91,7 +92,8 @@ class Memory:
         blocks = len(self.blocks) - self.blocks.num_evictable
         states = len(self.snapshots) - self.snapshots.num_evictable
         pinned_bytes = blocks * self._config.block_bytes + states * self._config.state_bytes
-        return rows + pinned_bytes + self.withdrawn_bytes + self._config.draft_bytes
+        others = self.withdrawn_bytes + self.pass_bytes + self._config.draft_bytes
+        return rows + pinned_bytes + others
 
     def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
         """Return a slot for at least ``tokens`` tokens and its capacity, None if there is no room
@@ -107,6 +109,21 @@ class Memory:
             if slot is not None:
                 return slot, capacity
         return None
+
+    def reserve_pass(self, tokens: int) -> bool:
+        """Reserve memory for the activations of ``tokens`` tokens. Return False if there is no
+        room."""
+        size_bytes = tokens * self._config.pass_token_bytes
+        if not self._make_room(size_bytes):
+            return False
+        self.ledger.reserve(size_bytes)
+        self.pass_bytes += size_bytes
+        return True
+
+    def release_pass(self, tokens: int) -> None:
+        """Release what `reserve_pass` reserved."""
+        self.pass_bytes -= tokens * self._config.pass_token_bytes
+        self.ledger.release(tokens * self._config.pass_token_bytes)
 
     def reserve_fetch(self, seq: Sequence, blocks: int) -> int | None:
         """Reserve memory for up to ``blocks`` blocks of ``seq`` that are to come from the kvstore,

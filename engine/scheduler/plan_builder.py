@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine import plan
 from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
+from engine.scheduler.passes import OpenPass, PlannedChunk
 from engine.scheduler.sequence import Sequence
 from engine.speculation.source import Proposal
 
 _OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
 _OF_MEMORY = ("evictions", "freed_slabs", "resized_slabs", "new_slabs")
 """Operations that `Memory` collects; a `PlanBuilder` collects the others."""
+
+
+class PlannedStretch(NamedTuple):
+    """A part of a pass."""
+
+    sizes: list[tuple[int, int]]  # start and tokens of each chunk of the pass
+    share: float  # of its layers
+    scored: bool  # whether log-probabilities of a prompt are computed, which takes longer
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +32,8 @@ class InFlightStep:
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # of those that have some
-    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)  # start, tokens
+    stretch: PlannedStretch | None = None
+    completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
     saved: dict[Sequence, list[Block]] = field(default_factory=dict)
@@ -55,7 +66,9 @@ class PlanBuilder:
         self.state_restores: list[plan.RestoreState] = []
         self.moves: list[plan.Move] = []
         self.decodes: list[plan.Decode] = []
+        self.dropped_passes: list[int] = []
         self.chunks: list[plan.Chunk] = []
+        self.stretches: list[plan.Stretch] = []
         self.saves: list[plan.Save] = []
         self.state_saves: list[plan.SaveState] = []
         self.exports: list[int] = []
@@ -92,10 +105,18 @@ class PlanBuilder:
             self.step.drafts[seq] = proposal
         self.step.by_slot[decode.slot] = seq
 
-    def chunk(self, seq: Sequence, chunk: plan.Chunk) -> None:
-        self.chunks.append(chunk)
-        self.step.chunks.append((seq, chunk.start, len(chunk.token_ids)))
-        self.step.by_slot[chunk.slot] = seq
+    def stretch(self, one: OpenPass, count: int, layers: int) -> None:
+        """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or in
+        an earlier one."""
+        one.layers_done += count
+        if count < layers:
+            self.stretches.append(plan.Stretch(one.number, one.layers_done))
+        scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
+        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored)
+        for chunk in one.chunks:
+            self.step.by_slot[chunk.seq.held_slot] = chunk.seq
+        if one.layers_done == layers:
+            self.step.completed = list(one.chunks)
 
     def save(self, seq: Sequence, first: int, blocks: list[Block]) -> None:
         """Copy the slot's blocks from number ``first`` on into ``blocks``."""

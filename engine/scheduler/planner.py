@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.plan import Chunk, Decode, Move
+from engine.plan import Decode, Move
 from engine.scheduler.backoff import ConcurrencyBackoff
-from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Fetch, Outputs
 from engine.scheduler.plan_builder import PlanBuilder
+from engine.scheduler.prefilling import Prefilling
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.time_share import TimeShare
 from shared import wire
 
 Clock = Callable[[], float]
-
-LOGPROBS_CHUNK_TOKENS = 64
-"""The longest chunk with log-probabilities: they need the logits of every position."""
-MUCH_SHORTER = 4
-"""A prompt has plans without one that has this many times as many tokens left."""
 
 
 class Planner:
@@ -35,7 +31,8 @@ class Planner:
         sequences: SequenceTable,
         memory: Memory,
         prefix_cache: PrefixCache,
-        chunk_policy: ChunkPolicy,
+        prefilling: Prefilling,
+        time_share: TimeShare,
         drafting: Drafting,
         outputs: Outputs,
         counters: Counters,
@@ -46,31 +43,30 @@ class Planner:
         self._memory = memory
         self._prefix_cache = prefix_cache
         self._snapshot_policy = prefix_cache.snapshot_policy
-        self._chunk_policy = chunk_policy
+        self.prefilling = prefilling
+        self._time_share = time_share
         self._drafting = drafting
         self._outputs = outputs
         self._counters = counters
         self._clock = clock
         self._next_ticket = 0
-        self._alone_tokens = 0
-        """The tokens that the shortest prompt of the last plan had left, if the plan had chunks of
-        none but those that are much shorter than others."""
-        self._held_back = False
-        """Whether the last plan left chunks out."""
+        self._let_pass = False
+        """Whether prompts had the turn in the last plan, and left it to a first token."""
         self.backoff = ConcurrencyBackoff(config.completion_batch_size)
 
     def fill(self, builder: PlanBuilder) -> None:
         """Decide one step. Whatever it needs of the device goes into ``builder``."""
+        self.prefilling.passes.drop_abandoned()
         self._free_slots(builder)
         has_room = self._grow(builder)
         if has_room:
             self._admit(builder)
         self._rematch(builder)
-        self._decode(builder)
-        self._prefill(builder)
+        self._compute(builder)
         if has_room:
             self._save_computed(builder)
         self._release_leaving(builder)
+        builder.dropped_passes += self.prefilling.passes.take_dropped()
         builder.export(self._memory.backlog.take())
 
     def _free_slots(self, builder: PlanBuilder) -> None:
@@ -78,6 +74,9 @@ class Planner:
         keep theirs for this one."""
         remaining = []
         for seq in self._sequences.leaving:
+            if self.prefilling.passes.of(seq) is not None:
+                remaining.append(seq)  # others in the pass go on
+                continue
             unsaved = seq.num_saved_blocks < seq.num_savable_blocks and self._config.reuses_kv
             if unsaved or self._snapshot_policy.is_worth_saving(seq):
                 remaining.append(seq)
@@ -124,6 +123,7 @@ class Planner:
 
     def preempt(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Take its slot from ``seq``, after this plan has saved what it computed."""
+        self.prefilling.passes.drop(seq)
         self._sequences.preempt(seq)
         self._prefix_cache.touch_computed(seq)
         self._snapshot_policy.touch_trailing(seq)
@@ -196,12 +196,44 @@ class Planner:
     def _rematch(self, builder: PlanBuilder) -> None:
         """Restore blocks that a prefilling sequence needs next and others have cached since."""
         for seq in self._sequences.ordered(Status.PREFILLING):
+            if self.prefilling.passes.of(seq) is not None:
+                continue
             if self._config.prefix_cache and seq.num_computed_tokens < seq.prefill_end:
                 self._prefix_cache.restore(seq, builder)
             if seq.num_computed_tokens == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
 
     # -- computing -----------------------------------------------------------------
+
+    def _compute(self, builder: PlanBuilder) -> None:
+        """Plan decodes, a stretch of a prompt, or both.
+
+        With look-ahead tokens do not wait for the prompts in their plan. Otherwise they would, so
+        a plan has either."""
+        streaming = self._sequences.count(Status.READY, Status.DECODING) > 0
+        if not (streaming and self._sequences.count(Status.PREFILLING)):
+            self._time_share.clear()
+        if self._config.look_ahead:
+            self._decode(builder)
+            if self.prefilling.has_turn or not builder.decodes:
+                self.prefilling.plan(builder, streaming=bool(builder.decodes))
+            return
+        prompts_first = self.prefilling.has_turn and not self._lets_first_token_pass()
+        if not prompts_first:
+            self._decode(builder)
+        if not builder.decodes:
+            self.prefilling.plan(builder, streaming=streaming)
+        if prompts_first and builder.step.stretch is None:
+            self._decode(builder)
+
+    def _lets_first_token_pass(self) -> bool:
+        """Return whether prompts leave their turn to a sequence whose own prompt is computed, and
+        which gets a decode row now. They do not twice in a row, or such sequences, most of which
+        may come from the cache, would keep them waiting for ever."""
+        has_row = self._sequences.count(Status.DECODING) < self._config.max_batch_size
+        ready = has_row and self._sequences.count(Status.READY) > 0
+        self._let_pass = ready and not self._let_pass
+        return self._let_pass
 
     def _decode(self, builder: PlanBuilder) -> None:
         """Plan a decode for every sequence that has a row, after new ones took the free rows."""
@@ -268,104 +300,29 @@ class Planner:
         seq.history_sent = True
         return tuple(seq.token_ids[: seq.num_computed_tokens])
 
-    def _prefill(self, builder: PlanBuilder) -> None:
-        """Plan chunks. Mostly the oldest prompt gets the budget first, so that streams start one
-        after the other."""
-        if self._is_held_back(builder):
-            return
-        budget = self._chunk_policy.budget(streaming=bool(builder.decodes))
-        size = self._config.block_size
-        claimed: set[bytes] = set()
-        prefilling = self._sequences.ordered(Status.PREFILLING)
-        limits = self._snapshot_policy.prefill_limits(prefilling)
-        for seq in self._chunk_order([seq for seq in prefilling if seq in limits]):
-            if len(builder.chunks) == self._config.prefill_batch_size:
-                break
-            if self._needs_another_pass(seq, builder):
-                continue
-            # A sequence ahead computes this very block now: in the next step it can be restored.
-            # One that needs log-probabilities of its prompt has to compute the block itself.
-            number = seq.num_computed_tokens // size
-            is_claimed = not claimed.isdisjoint(seq.block_hashes[number : number + 1])
-            if is_claimed and not seq.needs_prompt_logprobs:
-                continue
-            remaining = limits[seq] - seq.num_computed_tokens
-            if seq.needs_prompt_logprobs:
-                remaining = min(remaining, max(LOGPROBS_CHUNK_TOKENS // size, 1) * size)
-            tokens = budget.take(seq.num_computed_tokens, remaining)
-            if not tokens:
-                continue
-            end = seq.num_computed_tokens + tokens
-            builder.chunk(seq, self._make_chunk(seq, end))
-            if not self._config.reuses_states:
-                claimed.update(seq.block_hashes[number : end // size])
-            seq.advance(end)
-            if end == seq.prefill_end:
-                self._sequences.set_status(seq, Status.READY)
-
-    def _is_held_back(self, builder: PlanBuilder) -> bool:
-        """Return whether chunks wait for the next plan. Without look-ahead, tokens are sent when
-        the whole step is done: a first token would wait for the chunks of others. It does not
-        happen twice in a row."""
-        first = any(decode.output_index == 0 for decode in builder.decodes)
-        self._held_back = first and not self._held_back and not self._config.look_ahead
-        return self._held_back
-
-    def _chunk_order(self, prefilling: list[Sequence]) -> list[Sequence]:
-        """Return those of ``prefilling``, which is in order, that the next plan may have chunks of.
-        A short prompt would wait for all of a long one, and its first token for chunks that are in
-        the same plan. So before each plan for all there is one for those that are much shorter than
-        the longest, and another one for those that come meanwhile and are much shorter still,
-        unless their priority is lower than the first one's."""
-
-        def tokens_left(seq: Sequence) -> int:
-            return seq.prefill_end - seq.num_computed_tokens
-
-        limit = self._alone_tokens or max(map(tokens_left, prefilling), default=0)
-        shorter = [
-            seq
-            for seq in prefilling
-            if MUCH_SHORTER * tokens_left(seq) <= limit
-            and seq.request.priority >= prefilling[0].request.priority
-        ]
-        self._alone_tokens = min(map(tokens_left, shorter), default=0)
-        return sorted(shorter, key=tokens_left) or prefilling
-
-    def _needs_another_pass(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """Return whether a chunk of ``seq`` would delay the tokens of the plan's decodes: those are
-        sent when the last pass of chunks is dispatched, which waits for the passes before it."""
-        if not (self._config.look_ahead and builder.decodes and builder.chunks):
-            return False
-        scored = seq.needs_prompt_logprobs or any(chunk.target_ids for chunk in builder.chunks)
-        return scored or not self._config.batches_chunks
-
-    def _make_chunk(self, seq: Sequence, end: int) -> Chunk:
-        start = seq.num_computed_tokens
-        token_ids = tuple(seq.token_ids[start:end])
-        if not seq.needs_prompt_logprobs:
-            return Chunk(seq.held_slot, start, token_ids)
-        target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
-        return Chunk(seq.held_slot, start, token_ids, target_ids, seq.request.prompt_logprobs or 0)
-
     # -- leaving -------------------------------------------------------------------
 
     def _save_computed(self, builder: PlanBuilder) -> None:
         """Save what this plan computes. It comes last: this plan must not restore from it."""
-        for seq, _, _ in builder.step.chunks:
-            self._prefix_cache.save_full_blocks(seq, builder)
-            self._snapshot_policy.after_chunk(seq, builder)
+        for seq, _, _ in builder.step.completed:
+            if seq.status is not Status.FINISHED:
+                self._prefix_cache.save_full_blocks(seq, builder)
+                self._snapshot_policy.after_chunk(seq, builder)
         for seq in builder.step.decodes:
             self._prefix_cache.save_full_blocks(seq, builder)
             self._snapshot_policy.after_decode(seq, builder)
 
     def _release_leaving(self, builder: PlanBuilder) -> None:
         """Save what finished and preempted sequences computed, and take their slots."""
-        for seq in (*self._sequences.leaving, *builder.preempted):
+        passes = self.prefilling.passes
+        staying = [seq for seq in self._sequences.leaving if passes.of(seq) is not None]
+        leaving = [seq for seq in self._sequences.leaving if passes.of(seq) is None]
+        for seq in (*leaving, *builder.preempted):
             self._prefix_cache.save_full_blocks(seq, builder)
             self._snapshot_policy.before_leaving(seq, builder)
             self._sequences.vacate(seq)
-        builder.changed = builder.changed or bool(self._sequences.leaving)
-        self._sequences.leaving = []
+        builder.changed = builder.changed or bool(leaving)
+        self._sequences.leaving = staying
         for seq in builder.preempted:
             seq.reset()
             self._sequences.enqueue(seq, Status.PREEMPTED)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity
-from engine.scheduler.chunks import ChunkPolicy
+from engine.scheduler.chunks import SHARED_TOKENS, ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.failures import discard_failed_saves
@@ -19,10 +19,12 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.plan_builder import InFlightStep, PlanBuilder
 from engine.scheduler.planner import Clock, Planner
+from engine.scheduler.prefilling import Prefilling
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
 from engine.scheduler.step_meter import StepMeter
+from engine.scheduler.time_share import TimeShare
 from engine.speculation.speculator import Speculator
 from shared import wire
 
@@ -52,19 +54,30 @@ class Scheduler:
         self._counters = Counters()
         self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
         self._drafting = Drafting(config, speculator)
-        self._chunk_policy = ChunkPolicy(
+        time_share = TimeShare(config.streams_share)
+        chunk_policy = ChunkPolicy(
             config.block_size,
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
-            bounded_by_passes=not config.look_ahead,
+            layers=config.layers,
+            shared_tokens=config.max_chunk_tokens if config.look_ahead else SHARED_TOKENS,
         )
-        self._meter = StepMeter(self._chunk_policy, self._drafting, self._counters)
+        prefilling = Prefilling(
+            config,
+            self.sequences,
+            self.memory,
+            self._prefix_cache.snapshot_policy,
+            chunk_policy,
+            time_share,
+        )
+        self._meter = StepMeter(chunk_policy, time_share, self._drafting, self._counters)
         self.planner = Planner(
             config,
             self.sequences,
             self.memory,
             self._prefix_cache,
-            self._chunk_policy,
+            prefilling,
+            time_share,
             self._drafting,
             self._outputs,
             self._counters,
@@ -220,6 +233,7 @@ class Scheduler:
             self.memory.lower_limit(limit_bytes)
         self._in_flight.clear()
         self._meter.clear()
+        self.planner.prefilling.passes.clear()
         self.sequences.drop_slots()
         self.memory.clear()
         self.planner.backoff.step_failed(len(running))
@@ -253,14 +267,25 @@ class Scheduler:
         return len(self.memory.backlog)
 
     def live(self) -> list[wire.LiveRequest]:
+        """Return every request, and how far it is."""
         return [
             wire.LiveRequest(
                 request_id=seq.request.request_id,
                 attempt=seq.request.attempt,
                 generated=seq.num_output_tokens,
+                computed_prompt_tokens=self._computed_prompt_tokens(seq),
             )
             for seq in self.sequences.live.values()
         ]
+
+    def _computed_prompt_tokens(self, seq: Sequence) -> int:
+        """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have
+        run. Those of a pass that is open count by the part of its layers."""
+        computed = seq.num_computed_tokens
+        if (one := self.planner.prefilling.passes.of(seq)) is not None:
+            tokens = seq.pass_end - seq.num_computed_tokens
+            computed += tokens * one.layers_done // self.config.layers
+        return min(computed, seq.num_prompt_tokens)
 
     def cached_hashes(self) -> list[bytes]:
         """Return every hash that sequences may start from. `Outputs` has the changes of it."""
@@ -283,6 +308,7 @@ class Scheduler:
             limit_bytes=ledger.limit_bytes,
             unevictable_bytes=self.memory.unevictable_bytes,
             kept_states=len(self.memory.snapshots),
+            open_passes=len(self.planner.prefilling.passes),
             drafts=self._drafting.stats(),
             **totals,
         )
@@ -363,6 +389,8 @@ class Scheduler:
         for seq, block in step.invalid_blocks:
             self.memory.settle(block, exists=seq not in reasons)
         failed = reasons.keys() - step.discarded
+        for seq in failed:
+            self.planner.prefilling.passes.leave(seq)
         later = self._in_flight[0] if self._in_flight else None
         innocent = discard_failed_saves(failed, step, later, self.memory)
         for seq in failed | innocent:
@@ -373,6 +401,7 @@ class Scheduler:
             self._outputs.add_delta(seq, [], self._clock(), finish="error", error=reasons[seq])
             self._end(seq)
         for seq in innocent:
+            self.planner.prefilling.passes.drop(seq)
             if seq.slot is not None and seq.status is not Status.FINISHED:
                 self.sequences.vacate(seq)
                 seq.reset()

@@ -88,6 +88,7 @@ class Sequence:
     """Positions whose KV is in the slot once every plan made so far has run, without those of
     drafts that are in flight. It may be ahead of ``token_ids`` by the one output that is."""
     last_pass_start: int = 0  # the first position of the last pass or restore
+    pass_end: int = 0  # the end of its chunk in a pass that was begun; 0 if there is none
     max_computed_tokens: int = 0  # the most that `num_computed_tokens` has been
     prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
     num_inflight: int = 0  # decodes that are in flight

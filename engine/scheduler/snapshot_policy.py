@@ -68,7 +68,9 @@ class SnapshotPolicy:
             for ahead in prefilling[:number]:
                 shared = self._shared_tokens(ahead, seq)
                 saved = shared - seq.num_computed_tokens
-                if shared > ahead.num_computed_tokens and saved >= WORTHWHILE_TOKENS:
+                # What a pass has begun is not cut any more.
+                first = max(ahead.num_computed_tokens + 1, ahead.pass_end)
+                if shared >= first and saved >= WORTHWHILE_TOKENS:
                     stops = self._stops[ahead]
                     if not any(shared - WORTHWHILE_TOKENS < stop <= shared for stop in stops):
                         stops.append(shared)

@@ -6,18 +6,26 @@ from engine.plan import StepResult
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.outputs import Counters
-from engine.scheduler.plan_builder import InFlightStep
+from engine.scheduler.plan_builder import InFlightStep, PlannedStretch
+from engine.scheduler.time_share import TimeShare
 
 
 class StepMeter:
     """Counts steps, and tells of their times those who predict such times."""
 
-    def __init__(self, chunk_policy: ChunkPolicy, drafting: Drafting, counters: Counters) -> None:
+    def __init__(
+        self,
+        chunk_policy: ChunkPolicy,
+        time_share: TimeShare,
+        drafting: Drafting,
+        counters: Counters,
+    ) -> None:
         self._chunk_policy = chunk_policy
+        self._time_share = time_share
         self._drafting = drafting
         self._counters = counters
-        self._unmeasured: dict[int, list[tuple[int, int]]] = {}
-        """Chunks (start, tokens) of which the time is to come, by the number of their step."""
+        self._unmeasured: dict[int, PlannedStretch] = {}
+        """Stretches of which the time is to come, by the number of their step."""
 
     def clear(self) -> None:
         """Forget the chunks of which the time is to come: it never will."""
@@ -25,24 +33,35 @@ class StepMeter:
 
     def measure(self, step: InFlightStep, result: StepResult) -> int:
         """Count ``step``. Return how many tokens it computed."""
-        rows, chunks = len(step.decodes), [(start, tokens) for _, start, tokens in step.chunks]
+        rows, stretch = len(step.decodes), step.stretch
         drafted = sum(len(proposal.tokens) for proposal in step.drafts.values())
-        observe = self._chunk_policy.observe
-        if result.chunks_apart:
-            observe(decode_rows=rows, chunks=(), elapsed_s=result.elapsed_s)
-            self._unmeasured[step.number] = [] if result.prompt_logprobs else chunks
-        elif not result.prompt_logprobs:  # chunks with these take longer than others
-            observe(decode_rows=rows, chunks=chunks, elapsed_s=result.elapsed_s)
+        is_apart = result.chunks_apart or stretch is None
+        if is_apart and rows:
+            self._chunk_policy.observe_decodes(result.elapsed_s)
+            self._time_share.decoded(result.elapsed_s)
+        if stretch is not None and not result.chunks_apart:
+            self._measure_stretch(stretch, result.elapsed_s, rows)
+        elif stretch is not None:
+            self._unmeasured[step.number] = stretch
         if rows:
-            is_alone = result.chunks_apart or not chunks
-            self._drafting.observe_step(rows, drafted, result.elapsed_s if is_alone else None)
+            self._drafting.observe_step(rows, drafted, result.elapsed_s if is_apart else None)
         for number, elapsed_s in result.chunk_times:
-            if seen := self._unmeasured.pop(number, []):
-                observe(decode_rows=0, chunks=seen, elapsed_s=elapsed_s)
+            if seen := self._unmeasured.pop(number, None):
+                self._measure_stretch(seen, elapsed_s, 0)
             self._counters.step_seconds += elapsed_s
-        prefilled = sum(tokens for _, tokens in chunks)
         self._counters.steps += 1
         self._counters.step_seconds += result.elapsed_s
         self._counters.batch_rows += rows
-        self._counters.prefill_tokens += prefilled
-        return prefilled + rows + drafted
+        self._counters.prefill_tokens += sum(chunk.tokens for chunk in step.completed)
+        if stretch is None:
+            return rows + drafted
+        self._counters.prefill_stretches += 1
+        return rows + drafted + max(1, int(stretch.share * sum(n for _, n in stretch.sizes)))
+
+    def _measure_stretch(self, stretch: PlannedStretch, elapsed_s: float, rows: int) -> None:
+        """Learn from a stretch, beside so many ``rows`` of decodes in the same time."""
+        self._time_share.computed(elapsed_s)
+        if not stretch.scored:
+            self._chunk_policy.observe_chunks(
+                stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0
+            )

@@ -83,7 +83,7 @@ def examine(
     except (Exception, SystemExit) as raised:
         return ArchitectureReport(name=name, error=_line(raised))
     executor, reason, _ = _chosen(group, model, vocab_size, longest_pass=LONGEST_PASS)
-    trial = Trial(executor)
+    trial = Trial(executor, stretch=1)
     alone = executor.spec.max_sequences == 1
     error = ""
     try:
@@ -142,7 +142,7 @@ def examine_quantized(
             make_reference(model, n, STEPS, VOCAB_SIZE, seed, num_ways=0)
             for seed, n in enumerate(LENGTHS)
         ]
-        trial = Trial(executor, Replay(model, executor))
+        trial = Trial(executor, Replay(model, executor), stretch=1)
         trial.run_all(references)
     except Exception as raised:
         return QuantizedReport(error=f"INT8: {_line(raised)}")

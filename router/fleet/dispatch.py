@@ -190,14 +190,15 @@ class Dispatcher:
 
     def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
         """Compare what the engine says it has with what was placed there."""
-        mentioned = {(one.request_id, one.attempt): one.accepted for one in live}
+        mentioned = {(one.request_id, one.attempt): one for one in live}
         settled = time.monotonic() - _SETTLE_S
         for entry in self._placed_on(engine):
             sequence = entry.sequence
-            accepted = mentioned.get((sequence.request_id, sequence.attempt))
-            if accepted is not None:
+            found = mentioned.get((sequence.request_id, sequence.attempt))
+            if found is not None:
                 sequence.missed_beats = 0
-                if accepted:
+                sequence.take_progress(found)
+                if found.accepted:
                     sequence.accept()
             # The main thread of an engine does not see new messages while it computes.
             elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:

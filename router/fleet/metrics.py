@@ -38,6 +38,10 @@ _ENGINE_COUNTERS = {
     "batch_rows": ("batch_rows_total", "Rows of all decode steps"),
     "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts"),
     "prefill_tokens": ("prefill_tokens_total", "Tokens of prompts that were computed"),
+    "prefill_stretches": (
+        "prefill_stretches_total",
+        "Stretches of layers that passes of chunks were cut into",
+    ),
     "cached_ram_tokens": ("cached_ram_tokens_total", "Tokens of prompts found in RAM"),
     "cached_ssd_tokens": ("cached_ssd_tokens_total", "Tokens of prompts found on SSD"),
     "generated_tokens": ("generated_tokens_total", "Tokens generated"),
@@ -61,6 +65,7 @@ _ENGINE_GAUGES = {
     f"{_PREFIX}kv_limit_bytes": ("limit_bytes", "Limit of the engine's memory ledger"),
     f"{_PREFIX}kv_unevictable_bytes": ("unevictable_bytes", "Held by running sequences"),
     f"{_PREFIX}kept_states": ("kept_states", "Kept states of recurrent layers"),
+    f"{_PREFIX}open_passes": ("open_passes", "Passes of chunks with layers still to compute"),
     f"{_PREFIX}active_memory_bytes": ("active_memory_bytes", "Memory MLX has in use"),
 }
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from router.errors import ApiError
 from router.fleet.tenants import Tenant
-from shared.wire import Delta, PackedLogprobs, Submit, TokenLogprobs, Usage
+from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs, Usage
 
 
 class RemoteSequenceState(enum.Enum):
@@ -65,6 +65,9 @@ class RemoteSequence:
         self.finish_reason: str | None = None
         self.error: ApiError | None = None
         self.missed_beats = 0
+        self.computed_prompt_tokens: int | None = None
+        """Tokens of the prompt that this attempt has computed or found, as the last beat said. All
+        of them once a token has come; None as long as nothing is known."""
         self.arrived_at = self.queued_at = time.monotonic()
         self.placed_at = self.stopping_at = 0.0
         self.first_token_at: float | None = None
@@ -126,10 +129,12 @@ class RemoteSequence:
         self.state = RemoteSequenceState.PLACED
         self.placed_at = time.monotonic()
         self.missed_beats = 0
+        self.computed_prompt_tokens = None
 
     def requeue(self) -> None:
         """Wait again, as a new attempt. Messages about the old one are void."""
         self.state = RemoteSequenceState.WAITING
+        self.computed_prompt_tokens = None
         self.attempt += 1
         self.queued_at = time.monotonic()
         if not self.has_prompt_logprobs:
@@ -149,6 +154,14 @@ class RemoteSequence:
             self.state = RemoteSequenceState.ACCEPTED
             self._on_change()
 
+    def take_progress(self, live: LiveRequest) -> None:
+        """Take in what a beat says of the prompt, unless tokens have come since."""
+        told, length = live.computed_prompt_tokens, len(self.submit.token_ids)
+        if told is not None and live.generated >= len(self.output_token_ids):
+            # The last token of a prompt is computed with the first output.
+            most = length if self.computed_prompt_tokens == length else length - 1
+            self.computed_prompt_tokens = max(0, min(told, most))
+
     def apply(self, delta: Delta, now: float) -> None:
         """Add a delta. Raises `MissingTokensError` if it does not continue the last one.
 
@@ -164,6 +177,7 @@ class RemoteSequence:
             if self.first_token_at is None:
                 self.first_token_at = now
             self.last_token_at = now
+            self.computed_prompt_tokens = len(self.submit.token_ids)
             self.output_token_ids += delta.token_ids
         if self.state is RemoteSequenceState.PLACED:
             self.state = RemoteSequenceState.ACCEPTED

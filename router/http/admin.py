@@ -62,6 +62,10 @@ class RequestDetails(Struct, frozen=True, kw_only=True):
     state: str
     age_s: float
     prompt_tokens: int
+    computed_prompt_tokens: Annotated[
+        int | None,
+        Meta(description="Those computed or found in a cache so far; null: not known, or queued."),
+    ]
     output_tokens: int
     attempt: int
 
@@ -202,6 +206,7 @@ def _request(entry: InFlight) -> RequestDetails:
         state=sequence.state.value,
         age_s=round(time.monotonic() - sequence.arrived_at, 3),
         prompt_tokens=len(sequence.submit.token_ids),
+        computed_prompt_tokens=sequence.computed_prompt_tokens,
         output_tokens=len(sequence.output_token_ids),
         attempt=sequence.attempt,
     )

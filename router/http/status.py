@@ -18,6 +18,14 @@ class PromptTokens(Struct, frozen=True, kw_only=True):
     computed: int = 0
 
 
+class PromptProgress(Struct, frozen=True, kw_only=True):
+    """The prompts that an engine has been computing for a while."""
+
+    prompts: int
+    computed: int  # tokens of all of them, those found in a cache included
+    tokens: int  # of all of them
+
+
 class Rates(Struct, frozen=True, kw_only=True):
     """What an engine did between its last two beats that were sampled."""
 
@@ -57,6 +65,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     preemptions: int
     losses: int  # how often it was lost
     version: str
+    computing: PromptProgress | None = None  # None: no prompt takes long
 
 
 class ModelFigures(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from router.fleet.dispatch import InFlight
 from router.fleet.engines import Engine
 from router.fleet.recent import Percentiles
 from router.fleet.router import Router
@@ -17,6 +18,7 @@ from router.http.status import (
     EngineFigures,
     ModelFigures,
     Point,
+    PromptProgress,
     PromptTokens,
     Rates,
     ServerStatus,
@@ -27,6 +29,10 @@ ENGINES_AT_ONCE = 16
 """Those of a larger fleet take turns, so that a sample of it costs no more, and its event is no
 longer."""
 _SHARES_S = 60.0
+_NO_PROMPTS = PromptProgress(prompts=0, computed=0, tokens=0)
+_LONG_S = 1.0
+"""A prompt is shown as being computed after so long: two beats have told of it then. Short ones
+would come and go between two samples."""
 _STALE_S = 3.0
 """Rates are over no longer times: an earlier sample is of when somebody watched before."""
 
@@ -75,6 +81,7 @@ class StatusSampler:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._beats: dict[Engine, _Beats] = {}
+        self._computing: dict[Engine, PromptProgress] = {}
         self._figures: dict[Engine, EngineFigures] = {}
         """As they were last made; the oldest first."""
         self._gaps: dict[str, tuple[float, int]] = {}
@@ -93,6 +100,7 @@ class StatusSampler:
         self._beats = {engine: self._beats.get(engine, _Beats()) for engine in engines}
         for engine, beats in self._beats.items():
             beats.add(engine)
+        self._computing = _long_prompts(router.dispatcher.in_flight)
         rates = {engine: beats.rates() for engine, beats in self._beats.items()}
         some = self._some_figures(rates)
         state, reasons = server_state(router)
@@ -203,7 +211,27 @@ class StatusSampler:
             preemptions=stats.preemptions_total,
             losses=self._router.metrics.recent.losses[engine.name],
             version=engine.hello.version,
+            computing=self._computing.get(engine),
         )
+
+
+def _long_prompts(in_flight: Iterable[InFlight]) -> dict[Engine, PromptProgress]:
+    """Return how far the prompts are that engines have had for `_LONG_S`, by engine."""
+    found: dict[Engine, PromptProgress] = {}
+    placed_before = time.monotonic() - _LONG_S
+    for entry in in_flight:
+        sequence, engine = entry.sequence, entry.engine
+        computed, tokens = sequence.computed_prompt_tokens, len(sequence.submit.token_ids)
+        if engine is None or computed is None or computed == tokens:
+            continue
+        if sequence.placed_at < placed_before:
+            others = found.get(engine, _NO_PROMPTS)
+            found[engine] = PromptProgress(
+                prompts=others.prompts + 1,
+                computed=others.computed + computed,
+                tokens=others.tokens + tokens,
+            )
+    return found
 
 
 def _prompts(latest: EngineStats, earlier: EngineStats) -> PromptTokens:

@@ -14,6 +14,7 @@ const COLUMNS = [
   ["Batch", (cell, { rates }) => setText(cell, rate(rates?.batch))],
   ["Tok/s", (cell, { rates }) => setText(cell, rate(rates?.generated))],
   ["Prompt tok/s", (cell, { rates }) => setText(cell, rate(rates?.prompt))],
+  ["Computing", showComputing],
   ["Step", (cell, { rates }) => setText(cell, seconds(rates?.step_s))],
   ["KV memory", showMemory],
   ["Blocks in RAM", showBlocks],
@@ -96,6 +97,16 @@ function showState(cell, engine) {
 function showRequests(cell, engine) {
   const waiting = engine.waiting ? `, ${count(engine.waiting)} waiting` : "";
   setText(cell, `${count(engine.sequences)} of ${count(engine.max_sequences)}${waiting}`);
+}
+
+/** Show how far the prompts are that take long; a bar stays in the cell, so that nothing jumps. */
+function showComputing(cell, { computing }) {
+  const part = computing ? computing.computed / computing.tokens : 0;
+  showBar(cell, part, computing ? percent(part) : UNKNOWN);
+  cell.title = computing
+    ? `${count(computing.computed)} of ${count(computing.tokens)} tokens of ${count(computing.prompts)}`
+      + ` ${computing.prompts === 1 ? "prompt" : "prompts"}`
+    : "no prompt takes longer than a second";
 }
 
 function showMemory(cell, engine) {

@@ -194,7 +194,13 @@ class BatchingSettings:
     max_queue_size: int = flag(128, "requests that may wait", at_least=1)
     completion_batch_size: int = flag(32, "sequences an engine holds at once", at_least=1)
     prefill_chunk_tokens: int | None = flag(
-        None, "most prompt tokens between two decode steps", at_least=1, word="auto"
+        None, "most prompt tokens computed in one pass", at_least=1, word="auto"
+    )
+    streams_share: float = flag(
+        0.5,
+        "part of the time that running streams get while prompts are computed",
+        at_least=0.05,
+        at_most=0.95,
     )
     deterministic: bool = flag(
         False, "give a token's scores the same bits in every batch, on a CPU; slower"

@@ -169,6 +169,8 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     generated: int  # number of output tokens
     accepted: bool = True  # False while the grammar is compiled
+    # Tokens of the prompt whose keys and values are there or on their way; None: not known.
+    computed_prompt_tokens: int | None = None
 
 
 class DraftCounts(msgspec.Struct, frozen=True):
@@ -205,6 +207,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     unevictable_bytes: int = 0  # of the ledger: what running sequences hold
     active_memory_bytes: int = 0
     kept_states: int = 0
+    open_passes: int = 0  # passes of chunks that have begun, with layers still to compute
     steps_total: int = 0
     step_seconds_total: float = 0.0
     schedule_seconds_total: float = 0.0
@@ -214,6 +217,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows_total: int = 0
     prompt_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    prefill_stretches_total: int = 0  # stretches of layers that passes of chunks were cut into
     cached_ram_tokens_total: int = 0
     cached_ssd_tokens_total: int = 0
     generated_tokens_total: int = 0

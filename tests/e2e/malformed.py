@@ -70,6 +70,13 @@ TO_ROUTER: list[wire.Message] = [
     beat(number=-1, phase_s=NAN, stalled_s=-math.inf, phase="loading"),
     beat(engine="engine-0", stats=wire.EngineStats(limit_bytes=-1, unevictable_bytes=2**63)),
     beat(live=[wire.LiveRequest(request_id="unknown", attempt=2**63, generated=-1)] * 1000),
+    beat(
+        live=[
+            wire.LiveRequest(
+                request_id="unknown", attempt=0, generated=0, computed_prompt_tokens=-(2**63)
+            )
+        ]
+    ),
     wire.Accepted(request_id="unknown", attempt=0),
     wire.Refused(request_id="unknown", attempt=0, reason="full", message=""),
     wire.Tokens(deltas=[DELTA] * 1000),

@@ -119,6 +119,8 @@ class Behaviour:
     store: StoreStats | None = None
     answer_aborts: bool = True
     cached_tokens: int = 0
+    computed_prompt_tokens: int | None = None
+    """What beats say of every request."""
     forget: bool = False
     """Forget every request: generate nothing, and do not mention it in beats."""
     omit_logprobs: bool = False
@@ -245,6 +247,7 @@ class ScriptedEngine:
                 request_id=running.submit.request_id,
                 attempt=running.submit.attempt,
                 generated=running.sent,
+                computed_prompt_tokens=self.behaviour.computed_prompt_tokens,
             )
             for running in self._running.values()
         ]

@@ -70,8 +70,7 @@ class TransformerBlock:
         self._mlp = mlp_of(block, Gate("gelu" if type(block).__module__ in GEMMAS else "silu"))
         self.head_norms = [Norm.of(norm) for norm in _present(attention, "q_norm", "k_norm")]
         linears = self.qkv.weight.same_bits, self.out.weight.same_bits
-        # Attention with the same bits knows no sinks.
-        self.same_bits = of_all([*linears, self._mlp.same_bits if self.sinks is None else "none"])
+        self.same_bits = of_all([*linears, self._mlp.same_bits])
         self.owned = [*map(base_of, (*qkv, attention.o_proj)), *self._mlp.owned]
         norm = {name: Norm.of(module) for name, module in block.items() if "layernorm" in name}
         self.before_attention = norm.get("input_layernorm")

@@ -107,6 +107,8 @@ class Decoder:
         tables = self._tables(positions)
         x, *new = self.stretches[0](x, *tables[self._rotaries[0]])
         for number in range(len(self._layers)):
+            if batch.division is not None:
+                batch.division.enter_layer(number)
             found = self._attend(batch, number, *new, last=silent)
             if found is None:
                 return None

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from engine.backend import graphs
 from engine.backend.threads import in_parallel, num_threads
-from engine.batch.cpu import tiles
+from engine.batch.cpu import grouped, tiles
 from engine.batch.cpu.pieces import (
-    QUERIES_AT_ONCE,
     How,
     Numbers,
     Piece,
@@ -29,13 +29,14 @@ from engine.batch.cpu.pieces import (
     attend_to_prefill,
     attend_together,
 )
-from engine.batch.cpu.tiles import Span
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache.grouping import split_runs
 from engine.cache.host_blocks import host_scales
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array, Arrays, keep
 from engine.cache.slabs import Slab, Slabs
+
+_P = TypeVar("_P", RowsPiece, PrefillPiece)
 
 CALL_COST_TOKENS = 125
 """Fixed cost of one attention call, see `engine.cache.grouping`."""
@@ -46,6 +47,9 @@ FEW_TOKENS = 17
 MOST_SCORES = 65_536
 """Scores of a head up to which rows of several tokens attend together, since all heads do so at
 once."""
+
+_Way = Callable[[_P, tuple[Array, Array], Array, Array, How], None]
+"""Writes the attention of a piece."""
 
 
 class _Stretch(NamedTuple):
@@ -64,20 +68,23 @@ class HostBatch(RaggedBatch):
 
     writes_in_place = True
     deterministic: ClassVar[bool] = False
-    """Whether attention is that of `engine.batch.cpu.tiles`."""
+    """Whether single queries have the bits that they have in a chunk too."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
         self._new: dict[int, tuple[mx.array, mx.array]] = {}
         # For this pass only: MLX would copy a slab that a view still refers to.
-        self._views: dict[Slab, list[Array]] = {}
-        self._spans: dict[tuple[int, int, int | None], Span] = {}
+        self._views: dict[tuple[Slab, int], Array] = {}
+        self._shared: dict[tuple[int, int], list[list[Piece]]] = {}
         few = self.width <= FEW_TOKENS and max(r.width * r.end for r in rows) <= MOST_SCORES
-        self.by_token = self.decoding or (few and not self.deterministic)
+        self.by_token = self.decoding or few
         """Whether keys, values and queries are arrays (tokens, ..., 1, dim), as if each token were
         a row; otherwise they are one array for each row."""
         self.first_tokens = [0, *accumulate(row.width for row in rows)]
         self._stretches = [self._stretch(*each) for each in self.by_slab()]
+
+    def pause(self) -> None:
+        self._views.clear()
 
     def _stretch(self, slab: Slab, first: int, rows: Sequence[Row]) -> _Stretch:
         tokens = slice(self.first_tokens[first], self.first_tokens[first + len(rows)])
@@ -90,21 +97,22 @@ class HostBatch(RaggedBatch):
 
     def _array(self, slab: Slab, number: int) -> Array:
         """Return array ``number`` of ``slab``."""
-        if slab not in self._views:
-            self._views[slab] = [
-                slab.host_part(number) for number in range(len(self.layout.arrays))
-            ]
-        return self._views[slab][number]
+        view = self._views.get((slab, number))
+        if view is None:
+            view = self._views[slab, number] = slab.host_part(number)
+        return view
 
     def _both(self, layer: int, slab: Slab) -> tuple[Array, Array]:
         """Return keys and values of ``layer``."""
         return self._array(slab, 2 * layer), self._array(slab, 2 * layer + 1)
 
-    @cached_property
-    def _shares(self) -> list[list[Piece]]:
-        """The work of each thread."""
-        together = self.by_token and not self.deterministic
-        return _share(self._row_pieces() if together else self._prefill_pieces())
+    def _shares(self, heads: int, group: int) -> list[list[Piece]]:
+        """Return the work of each thread, in a layer with as many queries of each head of keys."""
+        key = heads, group * (not self.by_token)
+        if key not in self._shared:
+            pieces = self._row_pieces() if self.by_token else self._prefill_pieces(heads, group)
+            self._shared[key] = _share(pieces)
+        return self._shared[key]
 
     def _row_pieces(self) -> list[Piece]:
         """Divide rows of few tokens. Those of about the same width attend together."""
@@ -142,12 +150,13 @@ class HostBatch(RaggedBatch):
             np.array([row.start + 1 for row in rows])[:, None] + places,
         )
 
-    def _prefill_pieces(self) -> list[Piece]:
+    def _prefill_pieces(self, heads: int, group: int) -> list[Piece]:
         return [
-            PrefillPiece(slab, first + i, row, start, min(start + QUERIES_AT_ONCE, row.width))
+            PrefillPiece(slab, first + i, row, head, *cut)
             for slab, first, rows in self.by_slab()
             for i, row in enumerate(rows)
-            for start in range(0, row.width, QUERIES_AT_ONCE)
+            for cut in tiles.cut(row, heads, group)
+            for head in range(heads)
         ]
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
@@ -227,37 +236,33 @@ class HostBatch(RaggedBatch):
 
         A row is (kv_heads, queries of a kv head, width, dim); with `by_token` it is a token."""
         how = How(window, sinks, softcap)
+        attend_to_chunk = attend_to_prefill if graphs.unusable() else tiles.attend_to_prefill
 
         def share(pieces: Sequence[Piece]) -> Callable[[], None]:
             def run() -> None:
                 for piece in pieces:
                     kept = self._both(layer, piece.slab)
-                    if isinstance(piece, PrefillPiece) and self.deterministic:
-                        self._in_tiles(piece, layer, asked, out, how)
-                    elif isinstance(piece, PrefillPiece):
+                    if isinstance(piece, PrefillPiece):
                         one, found = asked[piece.member], out[piece.member]
-                        attend_to_prefill(piece, kept, one, found, how)
+                        attend_to_chunk(piece, kept, one, found, how)
                     elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                        attend = attend_singly if piece.width == 1 else attend_together
+                        attend = self._way_of_rows(piece, kept, how)
                         attend(piece, kept, asked, out, how)
 
             return run
 
-        in_parallel([share(pieces) for pieces in self._shares])
+        heads, group = asked[0].shape[:2]
+        in_parallel([share(pieces) for pieces in self._shares(heads, group)])
 
-    def _in_tiles(
-        self, piece: PrefillPiece, layer: int, asked: Arrays, out: Arrays, how: How
-    ) -> None:
-        """Attend like `attend_to_prefill`, in an order that depends on nothing but positions."""
-        row, place = piece.row, (piece.member, piece.first, how.window)
-        if place not in self._spans:
-            self._spans[place] = Span(row.start + piece.first, row.start + piece.last, how.window)
-        keys, values = (array[row.slot.row] for array in self._both(layer, piece.slab))
-        for head in range(len(keys)):
-            queries = asked[piece.member][head, :, piece.first : piece.last]
-            out[piece.member][head, :, piece.first : piece.last] = tiles.attend(
-                queries, keys[head], values[head], self._spans[place], how.softcap
-            )
+    def _way_of_rows(
+        self, piece: RowsPiece, kept: tuple[Array, Array], how: How
+    ) -> _Way[RowsPiece]:
+        exact = self.deterministic or piece.width > 1
+        if exact and grouped.possible(kept, how) and not graphs.unusable():
+            return grouped.attend
+        if self.deterministic:
+            return tiles.attend_one_by_one
+        return attend_singly if piece.width == 1 else attend_together
 
 
 def _by_width(rows: Sequence[Row]) -> list[list[int]]:

@@ -16,8 +16,8 @@ from engine.cache.slabs import Slab
 FEW_QUERIES = 3
 """Queries of a head of keys up to which products with vectors, without OpenBLAS's packing, take
 half as long as products of matrices."""
-QUERIES_AT_ONCE = 64
-"""So few that scores stay in the processor's cache, and little above the diagonal is computed."""
+QUERIES_AT_ONCE = 128
+"""The most queries of a row that a product takes: little above the diagonal is computed."""
 ABOVE_DIAGONAL: Array = np.triu(np.full((QUERIES_AT_ONCE, QUERIES_AT_ONCE), -np.inf, np.float32), 1)
 """Minus infinity if a key comes after its query, else 0. One table for all widths: a table for
 each width would take more than a hundred kilobytes that the ledger does not count."""
@@ -46,6 +46,8 @@ class RowsPiece:
     tokens: Numbers  # (members, width): numbers in the batch; shorter rows repeat their last
     ends: Numbers  # (members, width): how many positions come before the end of each token
     _masks: dict[int | None, Mask] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)
+    """Arguments of `engine.batch.cpu.grouped`, for each kind of layers."""
 
     @property
     def width(self) -> int:
@@ -92,11 +94,13 @@ class RowsPiece:
 
 @dataclass(frozen=True)
 class PrefillPiece:
-    """Queries ``first`` to ``last`` (exclusive, positions in the input) of one row."""
+    """Queries ``first`` to ``last`` (exclusive, positions in the input) of one row, and one head of
+    keys."""
 
     slab: Slab
     member: int
     row: Row
+    head: int
     first: int
     last: int
 
@@ -186,20 +190,17 @@ def attend_to_prefill(
     row, count, window = piece.row, piece.last - piece.first, how.window
     start, end = row.start + piece.first, row.start + piece.last
     low = 0 if window is None else max(0, start - window + 1)
-    keys, values = (array[row.slot.row, :, low:end] for array in kept)
-    for head in range(keys.shape[0]):
-        queries = asked[head, :, piece.first : piece.last]
-        scores = (queries.reshape(-1, queries.shape[-1]) @ keys[head].T).reshape(
-            -1, count, end - low
-        )
-        _cap(scores, how.softcap)
-        scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
-        if window is not None and end - low > window:
-            scores += _outside(start - low, count, end - low, window)
-        total = _softmax(scores, None if how.sinks is None else how.sinks[head])
-        result = scores @ values[head]
-        result /= total
-        out[head, :, piece.first : piece.last] = result
+    keys, values = (array[row.slot.row, piece.head, low:end] for array in kept)
+    queries = asked[piece.head, :, piece.first : piece.last]
+    scores = (queries.reshape(-1, queries.shape[-1]) @ keys.T).reshape(-1, count, end - low)
+    _cap(scores, how.softcap)
+    scores[:, :, start - low :] += ABOVE_DIAGONAL[:count, :count]
+    if window is not None and end - low > window:
+        scores += _outside(start - low, count, end - low, window)
+    total = _softmax(scores, None if how.sinks is None else how.sinks[piece.head])
+    result = scores @ values
+    result /= total
+    out[piece.head, :, piece.first : piece.last] = result
 
 
 def _cap(scores: Array, softcap: float | None) -> None:

@@ -30,7 +30,7 @@ REQUESTS = 8
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Callable[..., Path]) -> Whole:
-    return Whole(tiny_model("llama"), num_blocks=256)
+    return Whole(tiny_model("llama"), num_blocks=320)
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "look-ahead"])

@@ -45,7 +45,7 @@ def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
 ) -> None:
     """The next one is short, and attends under a mask beside a long one."""
     whole.renew(whole.executor.spec.look_ahead)
-    whole.submit("spoiled", prompt(1, 90), 200 if aborted else 8)
+    whole.submit("spoiled", prompt(1, 90), 200 if aborted else 30)
     whole.submit("long", prompt(2, 80), 40)
     while not (whole.texts["spoiled"] and whole.texts["long"]):
         whole.turn()

@@ -23,6 +23,7 @@ from engine.executor.line import DeviceLine
 from engine.executor.prefill import Prefill
 from engine.executor.steps import BatchedStep
 from engine.plan import Plan
+from engine.scheduler.chunks import ChunkPolicy
 from shared import wire
 from tests.engine.waits import WaitCounter
 from tests.engine.whole import Whole
@@ -116,24 +117,24 @@ def test_a_steady_step_waits_once_even_with_saves_restores_and_exports(
 def test_a_chunk_waits_for_the_decodes_before_it_and_for_nothing_else(
     whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole.submit("streams", prompt(2, 40), 60)
-    for _ in range(4):
+    whole.submit("streams", prompt(2, 40), 200)
+    for _ in range(12):  # its blocks are exported by then
         whole.turn()
     whole.submit("joins", prompt(3, 600), 2)
     waits = WaitCounter(monkeypatch)
     chunks = 0
-    build = Prefill._forward
+    build = Prefill._advance
 
     def forward(*args: Any) -> Any:
         nonlocal chunks
         chunks += 1
         return build(*args)
 
-    monkeypatch.setattr(Prefill, "_forward", forward)
+    monkeypatch.setattr(Prefill, "_advance", forward)
     before = step_numbers(whole)
     while "joins" not in whole.ends:
         whole.turn()
-    assert chunks >= 2
+    assert chunks >= 2  # each a stretch of layers
     # Each step of the stream, each chunk, the new slab's that the new sequence is in, and the
     # check of a slot's first logits, which are there with the step's tokens.
     assert waits.count <= step_numbers(whole) - before + chunks + 2, "\n".join(waits.places)
@@ -157,7 +158,7 @@ def test_tokens_are_sent_before_chunks_are_dispatched(
 
     monkeypatch.setattr(BatchedStep, "_send_pass", noted_pass)
     monkeypatch.setattr(whole, "send", noted_send)
-    whole.submit("streams", prompt(4, 3), 40)
+    whole.submit("streams", prompt(4, 3), 200)
     for _ in range(3):
         whole.turn()
     whole.submit("joins", prompt(5, 700), 2)
@@ -173,13 +174,14 @@ def test_tokens_are_sent_before_chunks_are_dispatched(
 def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
     whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observed: list[tuple[int, int, float]] = []
-    policy = whole.scheduler._chunk_policy
-
-    def observe(*, decode_rows: int, chunks: Any, elapsed_s: float) -> None:
-        observed.append((decode_rows, len(chunks), elapsed_s))
-
-    monkeypatch.setattr(policy, "observe", observe)
+    of_chunks: list[float] = []
+    of_decodes: list[float] = []
+    monkeypatch.setattr(
+        ChunkPolicy, "observe_chunks", lambda _, chunks, seconds, **how: of_chunks.append(seconds)
+    )
+    monkeypatch.setattr(
+        ChunkPolicy, "observe_decodes", lambda _, seconds: of_decodes.append(seconds)
+    )
     send_pass, wait = BatchedStep._send_pass, DeviceLine.wait
     slow: list[Any] = []
 
@@ -197,11 +199,10 @@ def test_the_time_of_a_chunk_is_not_that_of_the_next_decode(
         whole.turn()
     monkeypatch.setattr(BatchedStep, "_send_pass", slow_pass)
     monkeypatch.setattr(DeviceLine, "wait", slow_wait)
-    observed.clear()
+    of_chunks.clear()
+    of_decodes.clear()
     whole.submit("joins", prompt(7, 300), 2)
     whole.run()
-    of_chunks = [elapsed_s for _, chunks, elapsed_s in observed if chunks]
-    of_decodes = [elapsed_s for rows, chunks, elapsed_s in observed if rows and not chunks]
     assert len(of_chunks) == len(slow) and min(of_chunks) >= 0.3
     assert len(of_decodes) >= 20 and sorted(of_decodes)[len(of_decodes) // 2] < 0.3
     # Another program may hold up a decode, but not one after each chunk.

@@ -70,7 +70,8 @@ def traced() -> Iterator[None]:
 class Watch:
     """Compares MLX's memory after each step with the ledger's bytes and the weights.
 
-    ``worst`` is the largest difference, as a part of the latter.
+    ``worst`` is the largest difference, as a part of the latter. Of passes that are open the ledger
+    has an estimate, which they may stay below.
     """
 
     numpy_every_steps = 20
@@ -86,16 +87,20 @@ class Watch:
     def __call__(self) -> None:
         whole, stats = self._whole, self._whole.scheduler.stats()
         mx.synchronize()
-        known = whole.scheduler.memory.ledger.used_bytes
-        assert known <= stats.limit_bytes
+        scheduler = whole.scheduler
+        assert scheduler.memory.ledger.used_bytes <= stats.limit_bytes
+        known = scheduler.memory.ledger.used_bytes - scheduler.memory.pass_bytes
+        open_tokens = sum(one.tokens for one in scheduler.planner.prefilling.passes)
+        open_bytes = open_tokens * scheduler.config.pass_token_bytes
         self.most_bytes = max(self.most_bytes, known)
         self._steps += 1
         if tracemalloc.is_tracing() and self._steps % self.numpy_every_steps == 0:
-            self.most_numpy_bytes = max(self.most_numpy_bytes, numpy_bytes())
+            self.most_numpy_bytes = max(self.most_numpy_bytes, numpy_bytes() - open_bytes)
         unknown = whole.kept_bytes - known
         if not whole.executor.spec.look_ahead:
             # Otherwise what is reserved for a slab is taken by its first write, a step later.
             unknown = abs(unknown)
+        unknown = max(0, unknown - open_bytes)
         self.worst = max(self.worst, (unknown - self._allowed_bytes) / (known + whole.weight_bytes))
 
 

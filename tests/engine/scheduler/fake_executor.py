@@ -12,9 +12,11 @@ import random
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
+from engine.scheduler.chunks import MIN_TOKENS
 from engine.scheduler.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import block_hashes, salted_root
@@ -84,6 +86,15 @@ class StepRaised(Exception):
     """A step raises, as MLX does when it finds no memory."""
 
 
+@dataclass
+class FakePass:
+    """A pass of chunks, and how many of its layers are computed. Its chunks are written when all
+    are."""
+
+    chunks: tuple[Chunk, ...]
+    layers: int = 0
+
+
 class FakeExecutor:
     """Runs plans, and keeps what they put into slots, blocks and snapshots."""
 
@@ -108,6 +119,8 @@ class FakeExecutor:
         self.fail_next_step = False
         """Let the next plan raise when it is half done."""
         self._failed: dict[Slot, str] = {}
+        self.passes: dict[int, FakePass] = {}
+        self.broken: set[int] = set()  # passes of which every chunk raised
         self.steps = 0
         self.chunk_tokens: list[int] = []
         self.drafted = self.accepted = 0
@@ -119,6 +132,9 @@ class FakeExecutor:
         assert plan.step == self.steps, "steps come in order"
         self.steps += 1
         self._failed = {}
+        for number in plan.dropped_passes:
+            self.passes.pop(number, None)
+        self._check_open_slots(plan)
         exported = self._evict(plan)
         self._set_up(plan)
         self._restore(plan)
@@ -127,9 +143,10 @@ class FakeExecutor:
         if self.fail_next_step:
             self.fail_next_step = False
             raise StepRaised
-        computed: tuple[Decode | Chunk, ...] = (*plan.decodes, *plan.chunks)
-        used = [operation.slot for operation in computed]
-        assert len(set(used)) == len(used), "a slot has one decode or chunk in a step"
+        self._begin_pass(plan)
+        open_chunks = [chunk for one in self.passes.values() for chunk in one.chunks]
+        used = [decode.slot for decode in plan.decodes] + [chunk.slot for chunk in open_chunks]
+        assert len(set(used)) == len(used), "a slot has one decode, or a chunk in one pass"
         self._fill_rings(plan)
         runs = self._decode(plan)
         prompt_logprobs = tuple(self._prefill(plan))
@@ -140,8 +157,9 @@ class FakeExecutor:
             for block in plan.exports
             if block not in self.unsaved
         ]
-        num_computed = sum(1 + len(decode.drafts) for decode in plan.decodes)
-        num_computed += sum(len(chunk.token_ids) for chunk in plan.chunks)
+        decode_s = sum(1 + len(decode.drafts) for decode in plan.decodes) / self.speed_tokens_s
+        chunks_s = self._prefilled / self.speed_tokens_s
+        is_apart = self.config.look_ahead and chunks_s > 0
         return StepResult(
             step=plan.step,
             tokens=tuple(token for run in runs for token in run),
@@ -150,10 +168,48 @@ class FakeExecutor:
             prompt_logprobs=prompt_logprobs,
             exported=tuple(exported),
             failed=tuple(self._failed.items()),
-            elapsed_s=num_computed / self.speed_tokens_s,
+            elapsed_s=decode_s if is_apart else decode_s + chunks_s,
+            chunks_apart=is_apart,
+            chunk_times=((plan.step, chunks_s),) if is_apart else (),
         )
 
+    def _begin_pass(self, plan: Plan) -> None:
+        """Note which layers of which passes are computed, and check that they go on where they
+        ended."""
+        if plan.chunks:
+            self.passes[plan.step] = FakePass(plan.chunks)
+        self._prefilled: float = 0.0
+        self._completed: list[Chunk] = []
+        ends = {stretch.number: stretch.end for stretch in plan.stretches}
+        if plan.chunks:
+            ends.setdefault(plan.step, self.config.layers)
+        for number, end in ends.items():
+            if number in self.broken:  # by a chunk that raised when the plan was made already
+                continue
+            one = self.passes[number]
+            assert one.layers < end <= self.config.layers, "a pass goes on where it ended"
+            tokens = sum(len(chunk.token_ids) for chunk in one.chunks)
+            self._prefilled += tokens * (end - one.layers) / self.config.layers
+            one.layers = end
+            if self.fail_next_chunk and end < self.config.layers:
+                self._fail_open_chunk(number)
+            elif end == self.config.layers:
+                self._completed += self.passes.pop(number).chunks
+
+    def _fail_open_chunk(self, number: int) -> None:
+        """Let the first chunk of an open pass raise. The others go on."""
+        self.fail_next_chunk = False
+        one = self.passes[number]
+        failed, *others = one.chunks
+        self._failed[failed.slot] = "the chunk raised"
+        self._write(failed.slot, failed.start, [HOLE] * len(failed.token_ids))
+        one.chunks = tuple(others)
+        if not others:
+            del self.passes[number]
+            self.broken.add(number)
+
     def reset(self) -> None:
+        self.passes.clear()
         self.slabs.clear()
         self.rows.clear()
         self.states.clear()
@@ -202,6 +258,18 @@ class FakeExecutor:
                 self._new_snapshot(insert.block_id, content)
             else:
                 self._new_block(insert.block_id, content)
+
+    def _check_open_slots(self, plan: Plan) -> None:
+        """Check that nothing else happens to the slots of passes that are open."""
+        slots = {chunk.slot for one in self.passes.values() for chunk in one.chunks}
+        touched = {restore.slot for restore in plan.restores}
+        touched |= {restore.slot for restore in plan.state_restores}
+        touched |= {slot for move in plan.moves for slot in (move.source, move.target)}
+        touched |= {chunk.slot for chunk in plan.chunks}
+        assert slots.isdisjoint(touched), "the slot of an open pass is left alone"
+        assert not {slot.slab_id for slot in slots} & set(plan.freed_slabs)
+        rows = {resized.slab_id: resized.rows for resized in plan.resized_slabs}
+        assert all(slot.row < rows.get(slot.slab_id, slot.row + 1) for slot in slots)
 
     def _restore(self, plan: Plan) -> None:
         for restore in plan.restores:
@@ -316,7 +384,7 @@ class FakeExecutor:
 
     def _prefill(self, plan: Plan) -> Iterator[PromptLogprobs]:
         assert len(plan.chunks) <= self.config.prefill_batch_size
-        for chunk in plan.chunks:
+        for chunk in self._completed:
             assert chunk.token_ids
             self.sampled.pop(chunk.slot, None)
             self.chunk_tokens.append(len(chunk.token_ids))
@@ -426,5 +494,7 @@ class FakeExecutor:
             spared = (rows * max(0, tokens - ring.tokens) for rows, tokens in self.slabs.values())
             used -= sum(spared) * ring.token_bytes
         used += len(self.snapshots) * config.state_bytes
+        for one in self.passes.values():
+            used += max(0, len(one.chunks[0].token_ids) - MIN_TOKENS) * config.pass_token_bytes
         assert used <= config.limit_bytes, "over the limit"
         assert len(self.snapshots) <= config.max_snapshots

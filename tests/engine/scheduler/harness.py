@@ -109,7 +109,8 @@ class Engine:
                 self.scheduler.recover("the step raised", out_of_memory=True)
                 self.check()
                 return plan
-            self.now_s += self.results[-1].elapsed_s
+            result = self.results[-1]
+            self.now_s += result.elapsed_s + sum(seconds for _, seconds in result.chunk_times)
         self.check()
         return plan
 

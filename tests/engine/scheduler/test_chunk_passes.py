@@ -1,4 +1,4 @@
-"""Chunks that need a pass each do not delay the tokens of decodes."""
+"""A plan has a stretch of one pass."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_beside_decodes_there_is_one_pass_of_chunks(
 ) -> None:
     fields = {"look_ahead": True, "batches_chunks": batches_chunks, "prefill_chunk_tokens": 64}
     engine = Engine(config(blocks=300, **fields))
-    stream = engine.submit(request("streams", [1, 2, 3], max_tokens=60))
+    stream = engine.submit(request("streams", [1, 2, 3], max_tokens=150))
     while not stream.tokens:
         engine.turn()
     for number in (4, 5):
@@ -26,9 +26,10 @@ def test_beside_decodes_there_is_one_pass_of_chunks(
         engine.assert_right(client)
 
 
-def test_without_decodes_there_are_as_many_passes_as_the_budget_allows() -> None:
-    engine = Engine(config(look_ahead=True, batches_chunks=False, prefill_chunk_tokens=32))
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_chunks_that_cannot_share_a_pass_are_in_plans_of_their_own(look_ahead: bool) -> None:
+    engine = Engine(config(look_ahead=look_ahead, batches_chunks=False, prefill_chunk_tokens=32))
     for number in (4, 5):
         engine.submit(request(f"r{number}", [number + i % 3 for i in range(14)]))
     engine.run()
-    assert max(len(plan.chunks) for plan in engine.plans) == 2
+    assert [len(plan.chunks) for plan in engine.plans if plan.chunks] == [1, 1]

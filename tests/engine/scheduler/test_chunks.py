@@ -6,11 +6,11 @@ import pytest
 
 from engine.scheduler.chunks import (
     ALONE_TARGET_S,
-    LEAST_TARGET_S,
+    LEAST_UNIT_S,
     MAX_TOKENS,
     MIN_TOKENS,
-    PASSES,
     STREAMING_TARGET_S,
+    UNIT_PASSES,
     ChunkPolicy,
 )
 
@@ -22,13 +22,13 @@ def learn(policy: ChunkPolicy, per_token_s: float, per_pair_s: float) -> None:
         return tokens * (per_token_s + per_pair_s * (start + tokens / 2))
 
     for _ in range(20):
-        policy.observe(decode_rows=4, chunks=[], elapsed_s=0.05)
+        policy.observe_decodes(0.05)
     for _ in range(10):
         start = 0
         while start < 2000:
             tokens = policy.budget(streaming=True).take(start, 2000 - start)
             elapsed_s = 0.05 + policy.pass_s + cost_s(start, tokens)
-            policy.observe(decode_rows=4, chunks=[(start, tokens)], elapsed_s=elapsed_s)
+            policy.observe_chunks([(start, tokens)], elapsed_s, beside_decodes=True)
             start += tokens
     for start in (0, 1000, 1900):
         assert policy.predict_s(start, 64) == pytest.approx(cost_s(start, 64), rel=0.15)
@@ -61,28 +61,46 @@ def test_a_fast_device_gets_the_largest_chunks_after_a_few_steps() -> None:
     policy = ChunkPolicy(16)
     for _ in range(10):
         tokens = policy.budget(streaming=True).take(0, 4000)
-        policy.observe(decode_rows=0, chunks=[(0, tokens)], elapsed_s=tokens / 20_000)
+        policy.observe_chunks([(0, tokens)], tokens / 20_000)
     assert policy.budget(streaming=True).take(0, 4000) == MAX_TOKENS
 
 
-@pytest.mark.parametrize("pass_s", [1e-3, 5e-3, 0.1])
-def test_chunks_of_a_fast_model_on_a_cpu_take_few_passes(pass_s: float) -> None:
-    policies = [ChunkPolicy(16, max_tokens=100_000, bounded_by_passes=it) for it in (True, False)]
-    for policy in policies:
-        policy.observe(decode_rows=1, chunks=(), elapsed_s=pass_s)
-        for _ in range(20):
-            policy.observe(decode_rows=0, chunks=[(0, 500)], elapsed_s=pass_s + 0.05)
-    for streaming, most_s in ((True, STREAMING_TARGET_S), (False, ALONE_TARGET_S)):
-        bounded, other = (
-            policy.predict_s(0, policy.budget(streaming=streaming).take(0, 50_000))
-            for policy in policies
-        )
-        wanted_s = min(most_s, max(PASSES * pass_s, LEAST_TARGET_S))
-        assert 0.4 * wanted_s <= bounded <= wanted_s
-        assert 0.4 * most_s <= other <= most_s
+@pytest.mark.parametrize("pass_s", [1e-3, 0.05, 0.4])
+def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) -> None:
+    policy = ChunkPolicy(16, max_tokens=100_000, layers=30)
+    policy.observe_decodes(pass_s)
+    for _ in range(20):
+        policy.observe_chunks([(0, 500)], pass_s + 1)
+    wanted_s = max(UNIT_PASSES * pass_s, LEAST_UNIT_S)
+    assert policy.unit_s(streaming=False) == wanted_s
+    tokens = policy.budget(streaming=False).take(0, 50_000)
+    assert 0.4 * wanted_s <= policy.predict_layer_s([(0, tokens)]) <= wanted_s
 
 
-def test_the_chunks_of_a_plan_share_its_budget() -> None:
+def test_layers_are_measured_a_few_at_a_time() -> None:
+    whole, divided = (ChunkPolicy(16, layers=8) for _ in "ab")
+    for policy in (whole, divided):
+        policy.observe_decodes(0.04)
+    for start in (0, 500, 2000):
+        whole.observe_chunks([(start, 400)], 0.04 + start / 1000)
+        for layers in (1, 2, 5):
+            seconds = (0.04 + start / 1000) * layers / 8
+            divided.observe_chunks([(start, 400)], seconds, share=layers / 8)
+    for start in (0, 1000):
+        assert divided.predict_s(start, 400) == pytest.approx(whole.predict_s(start, 400), rel=0.02)
+
+
+def test_long_prompts_share_no_pass_on_a_cpu() -> None:
+    policy = ChunkPolicy(16, max_tokens=2048, layers=30, shared_tokens=256)
+    for _ in range(10):
+        policy.observe_chunks([(0, 500)], 0.01)
+    budget = policy.budget(streaming=False)
+    assert budget.take(0, 1000) == 1000 and not budget.take(0, 1000)
+    budget = policy.budget(streaming=False)
+    assert [budget.take(0, 100) for _ in range(4)] == [100, 100, 0, 0]
+
+
+def test_the_chunks_of_a_pass_share_its_budget() -> None:
     budget = ChunkPolicy(16, fixed_tokens=128).budget(streaming=True)
     assert budget.take(0, 40) == 40
     assert budget.take(16, 300) == 64
@@ -91,7 +109,7 @@ def test_the_chunks_of_a_plan_share_its_budget() -> None:
     assert budget.take(0, 1) == 0
 
 
-def test_chunks_of_one_plan_have_about_the_same_length() -> None:
+def test_chunks_of_one_pass_have_about_the_same_length() -> None:
     policy = ChunkPolicy(16, fixed_tokens=400)
     assert [policy.budget(streaming=True).take(0, n) for n in (100, 300)] == [100, 300]
     budget = policy.budget(streaming=True)
@@ -115,7 +133,7 @@ def test_a_gpu_gets_longer_chunks_within_the_same_time() -> None:
     policy = ChunkPolicy(16, max_tokens=2048)
     assert policy.budget(streaming=False).take(0, 4000) < MAX_TOKENS, "before anything is known"
     for _ in range(10):
-        policy.observe(decode_rows=0, chunks=[(0, 500)], elapsed_s=0.01)
+        policy.observe_chunks([(0, 500)], 0.01)
     assert policy.budget(streaming=True).take(0, 4000) == 2048
     learn(policy, 1e-3, 0.0)
     tokens = policy.budget(streaming=True).take(0, 4000)

@@ -140,6 +140,36 @@ def test_requests_are_listed_and_cancelled(server: Server, start_engine: Start, 
     assert_error(unknown, 404, "request_not_found")
 
 
+def test_requests_say_how_much_of_the_prompt_is_computed(
+    server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=0, name="long")
+    eventually(lambda: ready(server) == ["long"])
+
+    def progress() -> tuple[int | None, int]:
+        (found,) = admin(server, "GET", "requests")["requests"]
+        return found["computed_prompt_tokens"], found["prompt_tokens"]
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.chat, "a rather long question " * 8)
+        eventually(lambda: bool(engine.running))
+        assert progress()[0] is None  # an engine that does not say
+        tokens = progress()[1]
+        for told, shown in ((3, 3), (7, 7), (-1, 0), (10**9, tokens - 1)):
+            engine.behaviour.computed_prompt_tokens = told
+            eventually(lambda shown=shown: progress() == (shown, tokens))  # type: ignore[misc]
+        engine.behaviour.computed_prompt_tokens = 3
+        eventually(lambda: progress()[0] == 3)
+        engine.behaviour.hold_tokens_after = 1
+        eventually(lambda: engine.sent_counts == [1])
+        engine.behaviour.computed_prompt_tokens = tokens
+        eventually(lambda: progress() == (tokens, tokens))
+        engine.behaviour.computed_prompt_tokens = 5  # it was preempted, and computes it again
+        eventually(lambda: progress() == (5, tokens))
+        engine.behaviour.hold_tokens_after = None
+        assert answer.result(60).status_code == 200
+
+
 def test_caches_keys_and_the_log_level(
     server: Server, start_engine: Start, says: Any, key_file: Path
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,36 @@ def test_the_feed_shows_what_engines_say_and_what_went_wrong(
     server.process.send_signal(signal.SIGTERM)
     eventually(reader.ended.is_set)
     assert server.process.wait(60) == 0
+
+
+def test_the_feed_shows_how_far_long_prompts_are(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[[str], Any],
+) -> None:
+    server = start_server()
+    engine = start_engine(server, script=says("hello"), hold_tokens_after=0, name="only")
+    server.wait_ready()
+    reader = FeedReader(server)
+    engine.behaviour.computed_prompt_tokens = 4
+
+    def shown() -> dict[str, int]:
+        return reader.status["engines"]["only"]["computing"] or {}
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(server.chat, "a rather long question " * 8) for _ in range(2)]
+        eventually(lambda: len(engine.running) == 2)
+        sampled_at = reader.status["now"]["at"]
+        assert not shown()
+        eventually(lambda: shown().get("prompts") == 2)
+        assert reader.status["now"]["at"] > sampled_at
+        before = shown()
+        assert before["computed"] == 8 < before["tokens"]
+        engine.behaviour.computed_prompt_tokens = 6
+        eventually(lambda: shown() == before | {"computed": 12})
+        engine.behaviour.hold_tokens_after = None
+        assert all(answer.result(60).status_code == 200 for answer in answers)
+    eventually(lambda: not shown())
 
 
 def test_engines_of_a_large_fleet_take_turns(router_of: Callable[..., Router]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -32,12 +33,22 @@ def model_dir(chat_model_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(start_server: Callable[..., Server], model_dir: Path, says: Any) -> Iterator[Server]:
-    server = start_server(f"--api-key={KEY}")
-    engine = ScriptedEngine(server.address, model_dir, script=says("hello there"), name="engine-0")
-    server.wait_ready()
-    yield server
+def bare(start_server: Callable[..., Server]) -> Server:
+    return start_server(f"--api-key={KEY}")
+
+
+@pytest.fixture(scope="module")
+def scripted(bare: Server, model_dir: Path, says: Any) -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(bare.address, model_dir, script=says("hello there"), name="engine-0")
+    yield engine
     engine.leave()
+
+
+@pytest.fixture(scope="module")
+def served(bare: Server, scripted: ScriptedEngine) -> Server:
+    """A router with one engine."""
+    bare.wait_ready()
+    return bare
 
 
 @contextmanager
@@ -159,6 +170,27 @@ def test_the_status_in_a_terminal_is_live_until_q(served: Server) -> None:
             headers={"Authorization": f"Bearer {KEY}"},
         ).raise_for_status()
         status.expect("first token [0-9]")  # of the model: the figures move
+        status.send("q")
+
+
+def test_the_live_status_says_how_far_a_long_prompt_is(
+    served: Server, scripted: ScriptedEngine
+) -> None:
+    key = {"MLX_LM_SERVER_API_KEY": KEY}
+    scripted.behaviour.hold_tokens_after = 0
+    scripted.behaviour.computed_prompt_tokens = 1
+    with (
+        in_terminal("status", "--url", served.url, environment=key) as status,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        status.expect_exact("PROMPTS")
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = pool.submit(served.client.post, "/v1/chat/completions", json=body, headers=headers)
+        status.expect(r"1/4 +[0-9.-]+ +[1-9][0-9]?%")
+        scripted.behaviour.hold_tokens_after = None
+        answer.result(60).raise_for_status()
+        status.expect(r"0/4 +[0-9.-]+ +- ")
         status.send("q")
 
 

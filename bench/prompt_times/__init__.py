@@ -1,0 +1,1 @@
+"""How soon prompts have their first token, and what others feel of it."""

@@ -1,0 +1,177 @@
+"""Attention outside MLX: a query has the same bits in every chunk, row and batch."""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.batch.cpu.host import HostBatch
+from engine.batch.ragged import Row
+from engine.cache.layout import AttentionLayout, KVNode, Layout
+from engine.cache.rounding import Array
+from engine.cache.slabs import Slab, Slabs
+from engine.plan import Slot
+
+pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="for CPUs")
+
+LENGTH, ROWS, HEADS = 450, 4, 2
+
+
+class Exact(HostBatch):
+    deterministic = True
+
+
+class Case(NamedTuple):
+    group: int = 3
+    dim: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+    room: int = 68  # more positions of a slot than the text has
+
+
+CASES = {
+    "one query for a head of keys": Case(group=1),
+    "three": Case(),
+    "four": Case(group=4, dim=128),
+    "eight": Case(group=8, dim=32),
+    "narrow": Case(dim=16),
+    "wide": Case(group=2, dim=256),
+    "of no width for the op": Case(dim=36),
+    "80 wide": Case(dim=80),
+    "other values": Case(dim=64, value_dim=32),
+    "a slot that ends with the text": Case(room=0),
+    "a short window": Case(window=33),
+    "a long window": Case(group=2, window=300, dim=128),
+    "scores within bounds": Case(softcap=3.0),
+    "sinks": Case(sinks=True),
+    "sinks, a window, one query": Case(group=1, sinks=True, window=40),
+}
+
+
+class Text:
+    """Rows of random keys, values and queries in one slab, and their attention."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, random = case, np.random.default_rng(len(str(case)))
+        values = case.value_dim or case.dim
+        layer = AttentionLayout(HEADS, case.dim, values, mx.float32, case.window)
+        self.layout = Layout((layer,), (), (KVNode(0),))
+        self.slabs = Slabs()
+        self.slabs[0] = Slab(self.layout, ROWS, LENGTH + case.room)
+        shape = ROWS, HEADS, LENGTH
+        self.keys: Array = random.standard_normal((*shape, case.dim), np.float32)
+        self.values: Array = random.standard_normal((*shape, values), np.float32)
+        queries = random.standard_normal((ROWS, HEADS, case.group, LENGTH, case.dim), np.float32)
+        self.queries: Array = queries / np.float32(case.dim**0.5)
+        self.sinks = None
+        if case.sinks:
+            self.sinks = random.standard_normal((HEADS, case.group, 1, 1), np.float32)
+
+    def computed(self, kind: type[HostBatch], parts: dict[int, tuple[int, int]]) -> list[Array]:
+        """Return the attention of a pass with these positions of each row: (heads, group, ...)."""
+        rows = [Row(Slot(0, number), *part) for number, part in sorted(parts.items())]
+        batch = kind(self.layout, self.slabs, rows)
+
+        def given(array: Array) -> Any:
+            each = [array[row.slot.row, ..., row.start : row.end, :] for row in rows]
+            if not batch.by_token:
+                return each
+            return np.concatenate([np.moveaxis(one, -2, 0) for one in each])[..., None, :]
+
+        batch.store(0, given(self.keys), given(self.values))
+        asked = given(self.queries)
+        dim = self.values.shape[-1]
+        if not batch.by_token:
+            out: Any = [np.empty((*one.shape[:-1], dim), np.float32) for one in asked]
+        else:
+            out = np.empty((*asked.shape[:-1], dim), np.float32)
+        batch.attend_to(0, asked, out, self.case.window, self.sinks, self.case.softcap)
+        if not batch.by_token:
+            return list(out)
+        cuts = pairwise(batch.first_tokens)
+        return [np.moveaxis(out[a:b, ..., 0, :], 0, -2) for a, b in cuts]
+
+    def whole(self, kind: type[HostBatch]) -> list[Array]:
+        return [self.computed(kind, {number: (0, LENGTH)})[0] for number in range(ROWS)]
+
+    def expected(self, number: int) -> Any:
+        """Return the attention of a row, in twice the precision."""
+        keys, values, queries = (
+            array[number].astype(np.float64) for array in (self.keys, self.values, self.queries)
+        )
+        scores = queries @ keys[:, None].swapaxes(-1, -2)
+        if self.case.softcap is not None:
+            scores = np.tanh(scores / self.case.softcap) * self.case.softcap
+        positions = np.arange(LENGTH)
+        behind = positions[:, None] - positions
+        scores[:, :, (behind < 0) | (behind >= (self.case.window or LENGTH))] = -np.inf
+        shares = np.exp(scores)
+        total = shares.sum(-1, keepdims=True)
+        return (
+            shares @ values[:, None] / (total if self.sinks is None else total + np.exp(self.sinks))
+        )
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_query_has_the_same_bits_in_every_chunk_and_batch(what: str) -> None:
+    text = Text(CASES[what])
+    whole = text.whole(Exact)
+    for number in range(ROWS):
+        assert np.allclose(whole[number], text.expected(number), rtol=1e-4, atol=2e-6)
+    random = np.random.default_rng(1)
+    for _ in range(2):  # one row in chunks of any length
+        cuts = [0, *sorted(random.choice(np.arange(1, LENGTH), 9, replace=False)), LENGTH]
+        for start, end in pairwise(map(int, cuts)):
+            assert np.array_equal(
+                text.computed(Exact, {1: (start, end)})[0], _cut(whole[1], start, end)
+            )
+    for widest in (1, 2, 5, 17, 90):  # any rows together: single tokens, drafts, chunks
+        for _ in range(3):
+            members = random.choice(ROWS, random.integers(1, ROWS + 1), replace=False)
+            ends = random.integers(widest, LENGTH + 1, len(members))
+            widths = random.integers(1, widest + 1, len(members))
+            parts = {
+                int(number): (int(end - width), int(end))
+                for number, end, width in zip(members, ends, widths, strict=True)
+            }
+            found = text.computed(Exact, parts)
+            for one, (number, (start, end)) in zip(found, sorted(parts.items()), strict=True):
+                assert np.array_equal(one, _cut(whole[number], start, end)), (widest, parts)
+
+
+@pytest.mark.parametrize("what", ["three", "four", "a short window", "sinks"])
+def test_chunks_of_a_prompt_have_the_same_bits_by_default_too(what: str) -> None:
+    text = Text(CASES[what])
+    exact, whole = text.whole(Exact), text.whole(HostBatch)
+    for number in range(ROWS):
+        assert np.array_equal(whole[number], exact[number])
+    for cuts in ([0, 130, 400, 423, LENGTH], [0, 64, 128, 430, LENGTH]):
+        for start, end in pairwise(cuts):
+            found = text.computed(HostBatch, {0: (start, end), 2: (0, 20)})
+            assert np.array_equal(found[0], _cut(whole[0], start, end))
+
+
+def test_drafts_have_the_bits_of_a_prompt_by_default_too() -> None:
+    text = Text(CASES["three"])
+    whole = text.whole(HostBatch)
+    found = text.computed(HostBatch, {0: (200, 203), 1: (400, 403), 3: (90, 92)})
+    assert np.array_equal(found[0], _cut(whole[0], 200, 203))
+    assert np.array_equal(found[1], _cut(whole[1], 400, 403))
+    assert np.array_equal(found[2], _cut(whole[3], 90, 92))
+
+
+@pytest.mark.parametrize("what", ["three", "a slot that ends with the text", "sinks"])
+def test_what_a_slot_held_before_is_no_part_of_a_prompt(what: str) -> None:
+    text = Text(CASES[what])
+    clean = text.computed(HostBatch, {0: (0, 100)})[0]
+    for number in (0, 1):
+        text.slabs[0].host_part(number)[...] = np.nan
+    assert np.array_equal(text.computed(HostBatch, {0: (0, 100)})[0], clean)
+
+
+def _cut(whole: Array, start: int, end: int) -> Array:
+    return whole[..., start:end, :]

@@ -1,0 +1,170 @@
+"""A pass of chunks that is left between two layers, on tiny random models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from engine.backend.gpu_path import forced_gpu_path
+from engine.batch.layered import LayeredPass
+from engine.executor.batched import BatchedExecutor
+from engine.plan import Chunk, Decode, Plan, ResizeSlab, SlabSpec, Slot, StepResult, Stretch
+from engine.scheduler.chunks import ChunkPolicy
+from shared.wire import SamplingParams
+from tests.engine.whole import Whole
+from tests.tiny_models import VOCAB_SIZE, Kind
+
+KINDS: list[tuple[Kind, int]] = [
+    *(("llama", 16), ("llama", 8), ("gemma3", 16), ("gpt_oss", 8)),
+    *(("qwen3_next", 8), ("mamba", 16)),
+]
+"""Of models, and bits of their keys and values."""
+GREEDY = SamplingParams(seed=1)
+
+
+@pytest.fixture(params=[False, True], ids=["as on a CPU", "as on a GPU"])
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    with forced_gpu_path() if request.param else nullcontext():
+        yield
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def answers(whole: Whole, *, layers: int) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
+    """Return texts and log-probabilities of requests, one after the other: each decode is then in
+    the same batch every time."""
+    whole.renew(whole.executor.spec.look_ahead, layers=layers, prefill_chunk_tokens=48)
+    for number in range(3):
+        whole.submit(f"r{number}", prompt(number, 20 + 50 * number), 12, logprobs=2)
+        whole.run()
+    return whole.texts, whole.logprobs
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("kind", "kv_bits"), KINDS)
+def test_no_bit_of_a_result_depends_on_where_a_pass_is_divided(
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Kind,
+    kv_bits: int,
+) -> None:
+    whole = Whole(tiny_model(kind), num_blocks=1024, kv_bits=kv_bits)
+    layers = whole.executor.spec.layers
+    assert layers > 1
+    expected = answers(whole, layers=1)
+    passes = whole.scheduler.stats().prefill_stretches_total
+    monkeypatch.setattr(ChunkPolicy, "unit_s", lambda _, **how: 1e-9)
+    assert answers(whole, layers=layers) == expected
+    assert whole.scheduler.stats().prefill_stretches_total == layers * passes
+
+
+class Runner:
+    """Runs plans made by hand."""
+
+    def __init__(self, whole: Whole) -> None:
+        executor = whole.executor
+        assert isinstance(executor, BatchedExecutor)
+        executor.reset()
+        self.executor, self.layers = executor, executor.spec.layers
+        self._step = 0
+        self.run(new_slabs=(SlabSpec(0, 3, 128),))
+
+    def run(self, **parts: Any) -> StepResult:
+        self._step += 1
+        return self.executor.dispatch(Plan(step=self._step, **parts)).read()
+
+    def begin(self, *chunks: Chunk) -> int:
+        """Compute the first layer. Return the number of the pass."""
+        self.run(chunks=chunks, stretches=(Stretch(self._step + 1, 1),))
+        return self._step
+
+    def first_token(self, slot: Slot, tokens: list[int]) -> int:
+        decode = Decode(slot, len(tokens) - 1, tokens[-1], 0, GREEDY)
+        return self.run(decodes=(decode,)).tokens[0]
+
+
+def chunk(slot: Slot, tokens: list[int]) -> Chunk:
+    return Chunk(slot, 0, tuple(tokens[:-1]))
+
+
+@pytest.fixture(params=["llama", "qwen3_next"])
+def runner(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], path: None) -> Runner:
+    return Runner(Whole(tiny_model(request.param), num_blocks=1024))
+
+
+def alone(runner: Runner, tokens: list[int]) -> int:
+    slot = Slot(0, 2)
+    runner.run(chunks=(chunk(slot, tokens),))
+    return runner.first_token(slot, tokens)
+
+
+def test_decodes_and_other_passes_come_between_two_layers(runner: Runner) -> None:
+    one, two, three = prompt(1, 40), prompt(2, 30), prompt(3, 20)
+    expected = [alone(runner, tokens) for tokens in (one, two, three)]
+    runner.run(chunks=(chunk(Slot(0, 0), one),))
+    long = runner.begin(chunk(Slot(0, 1), two))
+    assert runner.first_token(Slot(0, 0), one) == expected[0]
+    short = runner.begin(chunk(Slot(0, 2), three))
+    runner.run(stretches=(Stretch(short, runner.layers),))
+    assert runner.first_token(Slot(0, 2), three) == expected[2]
+    for end in range(2, runner.layers + 1):
+        runner.run(stretches=(Stretch(long, end),))
+    assert runner.first_token(Slot(0, 1), two) == expected[1]
+    assert not runner.executor._passes.open
+
+
+def test_a_dropped_pass_leaves_its_slot_to_others(runner: Runner) -> None:
+    tokens = prompt(4, 30)
+    expected = alone(runner, tokens)
+    dropped = runner.begin(chunk(Slot(0, 1), prompt(5, 50)))
+    runner.run(dropped_passes=(dropped,), chunks=(chunk(Slot(0, 1), tokens),))
+    assert runner.first_token(Slot(0, 1), tokens) == expected
+    assert not runner.executor._passes.open
+    runner.run(stretches=(Stretch(dropped, runner.layers),), dropped_passes=(dropped, 99))
+
+
+def test_a_slab_may_grow_while_a_pass_is_open(runner: Runner) -> None:
+    """With keys and values of a layer in one array, values then begin elsewhere."""
+    tokens = prompt(6, 40)
+    expected = alone(runner, tokens)
+    number = runner.begin(chunk(Slot(0, 1), tokens))
+    runner.run(resized_slabs=(ResizeSlab(0, 5),))
+    runner.run(stretches=(Stretch(number, runner.layers),))
+    assert runner.first_token(Slot(0, 1), tokens) == expected
+
+
+def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = prompt(7, 30), prompt(8, 30)
+    expected = alone(runner, good)
+    number = runner.begin(chunk(Slot(0, 0), good), chunk(Slot(0, 1), bad))
+    advance = LayeredPass.advance
+
+    def raising(one: LayeredPass, end: int) -> list[Any]:
+        if any(row.slot.row == 1 for row in one._batch.rows):
+            raise ValueError("this row")
+        return advance(one, end)
+
+    monkeypatch.setattr(LayeredPass, "advance", raising)
+    result = runner.run(stretches=(Stretch(number, runner.layers),))
+    assert result.failed == ((Slot(0, 1), "ValueError: this row"),)
+    assert runner.first_token(Slot(0, 0), good) == expected
+    assert not runner.executor._passes.open
+
+
+def test_a_reset_gives_up_open_passes(runner: Runner) -> None:
+    before = mx.get_active_memory()
+    runner.begin(chunk(Slot(0, 1), prompt(9, 60)))
+    runner.executor.reset()
+    assert not runner.executor._passes.open
+    assert mx.get_active_memory() <= before

@@ -44,6 +44,7 @@ class ExecutorSpec:
     time, is in ``slot_token_bytes`` then."""
     rings: tuple[Ring, ...] = ()  # the part of ``slot_token_bytes`` that long slots do without
     max_chunk_tokens: int = MAX_TOKENS  # the most that a chunk should have
+    has_experts: bool = False  # whether a chunk reads more of the weights than a decode
     layers: int = 1  # parts of a pass of chunks that plans may ask for one by one (`Stretch`)
     pass_token_bytes: int = 0  # activations of one token of a pass, estimated
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from engine.batch import device
 from engine.batch.layered import num_layers
@@ -17,6 +18,10 @@ from engine.scheduler.chunks import MAX_TOKENS
 
 GPU_CHUNK_TOKENS = 2048
 """What mlx-lm computes of a prompt at once. Fewer leave a GPU idle between chunks."""
+EXPERTS_CHUNK_TOKENS = 8192
+"""The most for models with experts: each chunk reads nearly all of them."""
+
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 def spec_of(
@@ -25,6 +30,8 @@ def spec_of(
     """Return what the scheduler is told of ``model``, which has ``layout``. Its weights need not be
     there."""
     shares_slabs, on_gpu = device.shares_slabs(), mx.default_device() == mx.gpu
+    has_experts = any(isinstance(module, _EXPERTS) for module in model.modules())
+    chunk_tokens = GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS
     return ExecutorSpec(
         batching=batch_class.batching,
         # On the CPU MLX queues few operations: dispatching a step takes as long as running
@@ -46,10 +53,12 @@ def spec_of(
         state_layout=tuple(f"{state.dtype} {state.shape}" for state in layout.states),
         shares_slabs=shares_slabs,
         rings=layout.rings,
+        has_experts=has_experts,
         layers=num_layers(layout),
         pass_token_bytes=activation_bytes(model),
         max_chunk_tokens=min(
-            GPU_CHUNK_TOKENS if on_gpu else MAX_TOKENS, layout.longest_pass or GPU_CHUNK_TOKENS
+            EXPERTS_CHUNK_TOKENS if has_experts else chunk_tokens,
+            layout.longest_pass or EXPERTS_CHUNK_TOKENS,
         ),
     )
 

@@ -73,11 +73,11 @@ class _LedStep(PendingStep):
         result = self._own.read(early=early)
         self._progress.finish(result.tokens)
         # A sequence without a mask, or without its prefix, fails alone: it is computed like others.
-        chunks = {chunk.slot for chunk in self._plan.chunks}
-        chunks -= {restore.slot for restore in self._plan.restores}
-        chunks -= {restore.slot for restore in self._plan.state_restores}
+        alone = {restore.slot for restore in self._plan.restores}
+        alone |= {restore.slot for restore in self._plan.state_restores}
+        alone |= {decode.slot for decode in self._plan.decodes}
         for slot, reason in result.failed:
-            if slot in chunks:
+            if slot not in alone:
                 raise RankFailed(f"a chunk failed on rank 0: {reason}")
         return result
 

@@ -238,6 +238,7 @@ def _scheduler_config(
         completion_batch_size=sizes.num_slots,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_chunk_tokens=spec.max_chunk_tokens,
+        has_experts=spec.has_experts,
         layers=spec.layers,
         pass_token_bytes=spec.pass_token_bytes,
         streams_share=settings.streams_share,

@@ -9,6 +9,9 @@ UNIT_PASSES = 2.0
 decode steps: a newcomer waits for it."""
 STREAMING_UNIT_PASSES = 1.5
 """The same while others wait for their next token."""
+EXPERTS_UNIT_S = 0.25
+"""The same for models with experts, while no stream runs. A chunk reads all experts of a layer, so
+long chunks read them less often."""
 LEAST_UNIT_S = 0.03
 """The same where a decode step takes less: nobody notices such a wait."""
 STREAMING_TARGET_S = 0.4
@@ -25,6 +28,8 @@ MIN_TOKENS = 64
 SHARED_TOKENS = 256
 """The most tokens that prompts compute in one pass on a CPU. More cost as much together as one
 after the other, and one after the other the first one is done sooner."""
+GPU_SHARED_TOKENS = 2048
+"""The same on a GPU, for which few tokens are little work."""
 
 
 class ChunkPolicy:
@@ -52,6 +57,7 @@ class ChunkPolicy:
         *,
         layers: int = 1,
         shared_tokens: int = SHARED_TOKENS,
+        has_experts: bool = False,
     ) -> None:
         """``layers`` of a pass may be computed apart."""
         self._block_size = block_size
@@ -59,6 +65,7 @@ class ChunkPolicy:
         self._max_tokens = max_tokens
         self._shared_tokens = shared_tokens
         self.layers = layers
+        self._alone_unit_s = EXPERTS_UNIT_S if has_experts else LEAST_UNIT_S
         self._base_s = 3e-3
         self._slope_s = self._base_s * self._INITIAL_SLOPE
         self._decode_s = 0.0
@@ -79,10 +86,9 @@ class ChunkPolicy:
 
     def unit_s(self, *, streaming: bool) -> float:
         """Return the seconds that a divisible pass may compute without a break."""
-        unit_s = UNIT_PASSES * self.pass_s
         if streaming:
-            unit_s = STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s)
-        return max(unit_s, LEAST_UNIT_S)
+            return max(STREAMING_UNIT_PASSES * max(self.pass_s, self._decode_s), LEAST_UNIT_S)
+        return max(UNIT_PASSES * self.pass_s, self._alone_unit_s)
 
     def predict_s(self, start: int, tokens: int) -> float:
         """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""

@@ -44,6 +44,7 @@ class SchedulerConfig:
     batches_chunks: bool = True  # whether all chunks of a plan are computed in one pass
     prefill_chunk_tokens: int | None = None  # None: chunks are sized by predicted time
     max_chunk_tokens: int = MAX_TOKENS  # then the most that a chunk has
+    has_experts: bool = False  # whether a chunk reads more of the weights than a decode
     layers: int = 1  # parts of a pass of chunks that may be computed in different plans
     pass_token_bytes: int = 0  # activations of one token of a pass
     streams_share: float = DEFAULT_STREAMS_SHARE

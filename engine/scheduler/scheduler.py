@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity
-from engine.scheduler.chunks import SHARED_TOKENS, ChunkPolicy
+from engine.scheduler.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.failures import discard_failed_saves
@@ -60,7 +60,8 @@ class Scheduler:
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
             layers=config.layers,
-            shared_tokens=config.max_chunk_tokens if config.look_ahead else SHARED_TOKENS,
+            has_experts=config.has_experts,
+            shared_tokens=GPU_SHARED_TOKENS if config.look_ahead else SHARED_TOKENS,
         )
         prefilling = Prefilling(
             config,

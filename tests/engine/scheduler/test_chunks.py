@@ -77,6 +77,22 @@ def test_a_layer_of_a_chunk_takes_about_as_long_as_a_decode_step(pass_s: float) 
     assert 0.4 * wanted_s <= policy.predict_layer_s([(0, tokens)]) <= wanted_s
 
 
+def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None:
+    dense, experts = (
+        ChunkPolicy(16, max_tokens=8192, layers=30, has_experts=it) for it in (False, True)
+    )
+    for policy in (dense, experts):
+        policy.observe_decodes(0.02)
+        for _ in range(20):
+            policy.observe_chunks([(0, 500)], 1.0)
+    lengths = [
+        policy.budget(streaming=streaming).take(0, 8000)
+        for policy in (dense, experts)
+        for streaming in (True, False)
+    ]
+    assert lengths[2] == lengths[0] and lengths[3] > 3 * lengths[1]
+
+
 def test_layers_are_measured_a_few_at_a_time() -> None:
     whole, divided = (ChunkPolicy(16, layers=8) for _ in "ab")
     for policy in (whole, divided):

@@ -11,21 +11,31 @@ Between two stretches a pass keeps the residual stream, in local variables of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from greenlet import greenlet
 
 from engine.cache.layout import KVNode, Layout, Node, StateNode
 
-if TYPE_CHECKING:
-    from engine.batch.ragged import RaggedBatch
+
+class DividedBatch(Protocol):
+    """What a pass asks of its batch, an `engine.batch.ragged.RaggedBatch`."""
+
+    layout: Layout
+    attends: bool
+    new_states: dict[int, mx.array]
+    division: LayeredPass | None
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 class LayeredPass:
     """One call of a model's code. It begins with the first `advance`."""
 
-    def __init__(self, batch: RaggedBatch, compute: Callable[[], mx.array]) -> None:
+    def __init__(self, batch: DividedBatch, compute: Callable[[], mx.array]) -> None:
         """``compute`` calls the model with the caches of ``batch``, and returns logits."""
         self._batch = batch
         self._call = greenlet(compute)

@@ -6,10 +6,9 @@ import time
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
 
 from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
-from engine.scheduler import integrity
+from engine.scheduler import integrity, report
 from engine.scheduler.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import Drafting
@@ -269,49 +268,21 @@ class Scheduler:
 
     def live(self) -> list[wire.LiveRequest]:
         """Return every request, and how far it is."""
-        return [
-            wire.LiveRequest(
-                request_id=seq.request.request_id,
-                attempt=seq.request.attempt,
-                generated=seq.num_output_tokens,
-                computed_prompt_tokens=self._computed_prompt_tokens(seq),
-            )
-            for seq in self.sequences.live.values()
-        ]
-
-    def _computed_prompt_tokens(self, seq: Sequence) -> int:
-        """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have
-        run. Those of a pass that is open count by the part of its layers."""
-        computed = seq.num_computed_tokens
-        if (one := self.planner.prefilling.passes.of(seq)) is not None:
-            tokens = seq.pass_end - seq.num_computed_tokens
-            computed += tokens * one.layers_done // self.config.layers
-        return min(computed, seq.num_prompt_tokens)
+        return report.live_requests(self.sequences, self.planner.prefilling.passes, self.config)
 
     def cached_hashes(self) -> list[bytes]:
         """Return every hash that sequences may start from. `Outputs` has the changes of it."""
         return self.memory.findable_hashes()
 
     def stats(self) -> wire.EngineStats:
-        """Return the gauges and counters of the scheduler. Used blocks are all bytes in use, in
-        blocks, including cached ones."""
-        totals = {f"{name}_total": total for name, total in asdict(self._counters).items()}
-        ledger = self.memory.ledger
-        unit_bytes = self.config.unit_bytes
-        total = (ledger.limit_bytes - self.config.state_bytes) // unit_bytes
-        used = -(-ledger.used_bytes // unit_bytes)
-        return wire.EngineStats(
-            running=self.sequences.num_running,
-            waiting=len(self.sequences.waiting) + len(self.sequences.loading),
-            total_blocks=total,
-            used_blocks=used,
-            free_blocks=total - used,
-            limit_bytes=ledger.limit_bytes,
-            unevictable_bytes=self.memory.unevictable_bytes,
-            kept_states=len(self.memory.snapshots),
+        """Return the gauges and counters of the scheduler."""
+        return report.engine_stats(
+            self.config,
+            self.sequences,
+            self.memory,
+            self._counters,
             open_passes=len(self.planner.prefilling.passes),
             drafts=self._drafting.stats(),
-            **totals,
         )
 
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ together, in the slab (`engine.batch.cpu.grouped`).
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -86,7 +86,6 @@ def _session(softcap: float | None, has_sinks: bool) -> Session:
     return graph.session(threads=1)
 
 
-@lru_cache(maxsize=16)  # the same for all heads and layers of a pass
 def _bias(start: int, end: int, low: int, high: int, window: int | None) -> Array:
     """Return (1, 1, tokens, keys): 0 if the query attends to the key, else minus infinity."""
     bias = np.zeros((1, 1, end - start, high - low), np.float32)

@@ -151,7 +151,8 @@ def test_of_two_chunks_the_one_that_raises_between_layers_fails_alone(
     advance = LayeredPass.advance
 
     def raising(one: LayeredPass, end: int) -> list[Any]:
-        if any(row.slot.row == 1 for row in one._batch.rows):
+        batch: Any = one._batch
+        if any(row.slot.row == 1 for row in batch.rows):
             raise ValueError("this row")
         return advance(one, end)
 

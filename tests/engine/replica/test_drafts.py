@@ -221,7 +221,7 @@ def test_sequences_that_lose_their_slots_go_on_as_without_drafts(
 ) -> None:
     whole = engine(kind, block_size=16)
     limit = whole.whole.replica.scheduler.config
-    whole.renew(drafts=True, limit_bytes=limit.slab_bytes(3, 128))
+    whole.renew(drafts=True, limit_bytes=limit.slab_bytes(2, 128))
     start(whole.whole, *REQUESTS)
     whole.whole.run()
     assert whole.whole.scheduler.stats().preemptions_total

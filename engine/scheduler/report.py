@@ -1,0 +1,67 @@
+"""What an engine tells its router of requests and of itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.memory import Memory
+from engine.scheduler.outputs import Counters
+from engine.scheduler.passes import OpenPasses
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence_table import SequenceTable
+from shared import wire
+
+
+def live_requests(
+    sequences: SequenceTable, passes: OpenPasses, config: SchedulerConfig
+) -> list[wire.LiveRequest]:
+    """Return every request, and how far it is."""
+    return [
+        wire.LiveRequest(
+            request_id=seq.request.request_id,
+            attempt=seq.request.attempt,
+            generated=seq.num_output_tokens,
+            computed_prompt_tokens=_computed_prompt_tokens(seq, passes, config),
+        )
+        for seq in sequences.live.values()
+    ]
+
+
+def _computed_prompt_tokens(seq: Sequence, passes: OpenPasses, config: SchedulerConfig) -> int:
+    """Return how many tokens of the prompt of ``seq`` are computed once the plans so far have run.
+    Those of a pass that is open count by the part of its layers."""
+    computed = seq.num_computed_tokens
+    if (one := passes.of(seq)) is not None:
+        computed += (seq.pass_end - seq.num_computed_tokens) * one.layers_done // config.layers
+    return min(computed, seq.num_prompt_tokens)
+
+
+def engine_stats(
+    config: SchedulerConfig,
+    sequences: SequenceTable,
+    memory: Memory,
+    counters: Counters,
+    *,
+    open_passes: int,
+    drafts: wire.DraftStats | None,
+) -> wire.EngineStats:
+    """Return gauges and counters. Used blocks are all bytes in use, in blocks, including cached
+    ones."""
+    totals = {f"{name}_total": total for name, total in asdict(counters).items()}
+    ledger = memory.ledger
+    total = (ledger.limit_bytes - config.state_bytes) // config.unit_bytes
+    used = -(-ledger.used_bytes // config.unit_bytes)
+    return wire.EngineStats(
+        running=sequences.num_running,
+        waiting=len(sequences.waiting) + len(sequences.loading),
+        total_blocks=total,
+        used_blocks=used,
+        free_blocks=total - used,
+        limit_bytes=ledger.limit_bytes,
+        unevictable_bytes=memory.unevictable_bytes,
+        kept_states=len(memory.snapshots),
+        open_passes=open_passes,
+        drafts=drafts,
+        **totals,
+    )

@@ -87,13 +87,13 @@ class Memory:
     @property
     def unevictable_bytes(self) -> int:
         """The bytes that running sequences hold: rows in use, and blocks in flight. The free rows
-        of their slabs are room for others."""
+        of their slabs are room for others, and so are activations: with less room passes are
+        shorter."""
         rows = sum(starmap(self._config.slab_bytes, self.slots.used()))
         blocks = len(self.blocks) - self.blocks.num_evictable
         states = len(self.snapshots) - self.snapshots.num_evictable
         pinned_bytes = blocks * self._config.block_bytes + states * self._config.state_bytes
-        others = self.withdrawn_bytes + self.pass_bytes + self._config.draft_bytes
-        return rows + pinned_bytes + others
+        return rows + pinned_bytes + self.withdrawn_bytes + self._config.draft_bytes
 
     def allocate_slot(self, tokens: int) -> tuple[Slot, int] | None:
         """Return a slot for at least ``tokens`` tokens and its capacity, None if there is no room

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 UNIT_PASSES = 2.0
 """What is computed of a chunk without a break, one layer at least, takes about as long as so many
 decode steps: a newcomer waits for it."""
-STREAMING_UNIT_PASSES = 1.5
+STREAMING_UNIT_PASSES = 1.0
 """The same while others wait for their next token."""
 EXPERTS_UNIT_S = 0.25
 """The same for models with experts, while no stream runs. A chunk reads all experts of a layer, so

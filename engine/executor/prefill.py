@@ -28,13 +28,12 @@ class BuiltPass(NamedTuple):
     is_last: bool  # of its plan
 
 
-class ChunkPass:
+class ChunkPass(NamedTuple):
     """Chunks that are computed together."""
 
-    def __init__(self, chunks: Sequence[Chunk], batch: RaggedBatch, layers: LayeredPass) -> None:
-        self.chunks = chunks
-        self.batch = batch
-        self.layers = layers
+    chunks: Sequence[Chunk]
+    batch: RaggedBatch
+    layers: LayeredPass
 
 
 @dataclass(eq=False)

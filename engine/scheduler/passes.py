@@ -66,15 +66,11 @@ class OpenPasses:
             self._by_sequence[chunk.seq] = one
             chunk.seq.pass_end = chunk.end
 
-    def complete(self, one: OpenPass) -> None:
-        """Forget ``one``: the plan in the making computes the rest of it."""
-        self._forget(one)
-
     def drop(self, seq: Sequence) -> None:
         """Have nothing more computed of the pass of ``seq``, if there is one. The other sequences
         in it begin theirs again."""
         if (one := self.of(seq)) is not None:
-            self._forget(one)
+            self.forget(one)
             self.dropped.append(one.number)
 
     def leave(self, seq: Sequence) -> None:
@@ -84,7 +80,7 @@ class OpenPasses:
         one.chunks = [chunk for chunk in one.chunks if chunk.seq is not seq]
         self._release(seq)
         if not one.chunks:
-            self._forget(one)
+            self.forget(one)
 
     def drop_abandoned(self) -> None:
         """Drop the passes of which every sequence has ended meanwhile."""
@@ -99,10 +95,11 @@ class OpenPasses:
     def clear(self) -> None:
         """Forget everything: the executor has lost it too."""
         for one in list(self._passes.values()):
-            self._forget(one)
+            self.forget(one)
         self.dropped.clear()
 
-    def _forget(self, one: OpenPass) -> None:
+    def forget(self, one: OpenPass) -> None:
+        """Forget ``one``: nothing is left of it, or nothing more is computed."""
         del self._passes[one.number]
         for chunk in one.chunks:
             self._release(chunk.seq)

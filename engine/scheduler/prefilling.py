@@ -189,7 +189,7 @@ class Prefilling:
             self._complete(one)
 
     def _complete(self, one: OpenPass) -> None:
-        self.passes.complete(one)
+        self.passes.forget(one)
         for seq, _, end in one.chunks:
             if seq.status is not Status.PREFILLING:
                 continue

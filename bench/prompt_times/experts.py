@@ -45,8 +45,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "quantization": {"group_size": GROUP, "bits": BITS},
 }
-STEPS = "steps_total"
-STRETCHES = "prefill_stretches_total"
+PASSES = "prefill_passes_total"
 _BEATS_S = 1.5
 """Counters come with beats: so long after a prompt they have all of it."""
 
@@ -80,11 +79,12 @@ def experts(options: Options) -> None:
         )
         after = _counted(ports)
     for name, times in found.items():
-        steps, stretches = (
-            (after[name][each] - before[name][each]) / options.runs for each in (STEPS, STRETCHES)
+        chunks = (after[name] - before[name]) / options.runs
+        print(
+            f"{name}: {ms(statistics.median(times))}, {chunks:.1f} chunks, "
+            f"at most {chunks * weights / 1e9:.2f} GB of experts read",
+            flush=True,
         )
-        read = _read(steps, stretches, weights)
-        print(f"{name}: {ms(statistics.median(times))}, {read}", flush=True)
     mine, short = found.values()
     ratio = statistics.median(a / b for a, b in zip(mine, short, strict=True))
     print(f"by default {ratio:.2f} x the time of chunks of {FIXED_CHUNK}", flush=True)
@@ -94,19 +94,9 @@ def _first(run: int, port: int, tokens: int) -> float:
     return first_s(port, 1000 * run + 5, tokens)
 
 
-def _counted(ports: Mapping[str, int]) -> dict[str, dict[str, float]]:
+def _counted(ports: Mapping[str, int]) -> dict[str, float]:
     time.sleep(_BEATS_S)
-    return {name: counters_of(port, (STEPS, STRETCHES)) for name, port in ports.items()}
-
-
-def _read(steps: float, stretches: float, weights: int) -> str:
-    """Say what a prompt read, by the counters of it.
-
-    Its last step decodes. Each other one has a chunk, unless chunks are computed in stretches of
-    layers: then steps do not say how many chunks there were."""
-    if stretches:
-        return f"{steps:.1f} steps, {stretches:.1f} stretches of layers"
-    return f"{steps - 1:.1f} chunks, at most {(steps - 1) * weights / 1e9:.2f} GB of experts read"
+    return {name: counters_of(port, (PASSES,))[PASSES] for name, port in ports.items()}
 
 
 def write(path: Path, config: dict[str, Any]) -> int:

@@ -34,7 +34,7 @@ SHARES = ("0.5", "0.2")
 LONG_TOKENS, SHORT_TOKENS = 7500, 32
 ARRIVALS = (0.1, 0.35, 0.6, 0.85)
 """Of the time that the long prompt takes alone."""
-CLIENTS, PREFIX_TOKENS, END_TOKENS = 8, 1000, 28
+CLIENTS, PREFIX_TOKENS, END_TOKENS = 8, 1000, 8
 _ALONE_S, _AFTER_S = 3.0, 1.0
 
 

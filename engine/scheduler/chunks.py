@@ -168,7 +168,7 @@ class ChunkBudget:
         """
         if not self._width:
             tokens = self._fit_to_time(start, min(remaining, max(self._tokens, self._min_tokens)))
-            tokens = self._end_at_block(tokens, remaining)
+            tokens = self._end_at_block(self._even(tokens, remaining), remaining)
             self._width = max(tokens, MIN_TOKENS)
             self._longest = tokens
             self._seconds -= self._policy.predict_s(start, tokens)
@@ -198,6 +198,14 @@ class ChunkBudget:
         while tokens > self._min_tokens and self._policy.predict_s(start, tokens) > self._seconds:
             tokens = max(self._min_tokens, tokens - max(self._block_size, tokens // 8))
         return tokens
+
+    def _even(self, tokens: int, remaining: int) -> int:
+        """Return the length of as many chunks of about one length as it takes in chunks of
+        ``tokens``: a short one at the end would cost a pass over the weights as well."""
+        if self._seconds == float("inf"):
+            return tokens
+        even = -(-remaining // -(-remaining // tokens))
+        return min(tokens, -(-even // self._block_size) * self._block_size)
 
     def _end_at_block(self, tokens: int, remaining: int) -> int:
         return tokens if tokens == remaining else tokens - tokens % self._block_size

@@ -92,6 +92,7 @@ class Counters:
     batch_rows: int = 0
     prompt_tokens: int = 0
     prefill_tokens: int = 0
+    prefill_passes: int = 0
     prefill_stretches: int = 0
     cached_ram_tokens: int = 0
     cached_ssd_tokens: int = 0

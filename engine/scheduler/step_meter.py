@@ -56,6 +56,7 @@ class StepMeter:
         if stretch is None:
             return rows + drafted
         self._counters.prefill_stretches += 1
+        self._counters.prefill_passes += bool(step.completed)
         return rows + drafted + max(1, int(stretch.share * sum(n for _, n in stretch.sizes)))
 
     def _measure_stretch(self, stretch: PlannedStretch, elapsed_s: float, rows: int) -> None:

@@ -38,6 +38,7 @@ _ENGINE_COUNTERS = {
     "batch_rows": ("batch_rows_total", "Rows of all decode steps"),
     "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts"),
     "prefill_tokens": ("prefill_tokens_total", "Tokens of prompts that were computed"),
+    "prefill_passes": ("prefill_passes_total", "Passes of chunks of prompts, all layers of them"),
     "prefill_stretches": (
         "prefill_stretches_total",
         "Stretches of layers that passes of chunks were cut into",

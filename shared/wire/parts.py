@@ -217,6 +217,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows_total: int = 0
     prompt_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    prefill_passes_total: int = 0  # passes of chunks that are complete
     prefill_stretches_total: int = 0  # stretches of layers that passes of chunks were cut into
     cached_ram_tokens_total: int = 0
     cached_ssd_tokens_total: int = 0

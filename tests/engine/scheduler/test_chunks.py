@@ -60,9 +60,21 @@ def test_the_slowest_device_gets_chunks_of_the_least_size() -> None:
 def test_a_fast_device_gets_the_largest_chunks_after_a_few_steps() -> None:
     policy = ChunkPolicy(16)
     for _ in range(10):
-        tokens = policy.budget(streaming=True).take(0, 4000)
+        tokens = policy.budget(streaming=True).take(0, 4096)
         policy.observe_chunks([(0, tokens)], tokens / 20_000)
-    assert policy.budget(streaming=True).take(0, 4000) == MAX_TOKENS
+    assert policy.budget(streaming=True).take(0, 4096) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("prompt", [1023, 1024, 1027, 1500, 2049, 7500])
+def test_no_chunk_of_a_prompt_is_much_shorter_than_the_others(prompt: int) -> None:
+    policy = ChunkPolicy(16)
+    for _ in range(10):
+        policy.observe_chunks([(0, 500)], 0.01)
+    tokens: list[int] = []
+    while sum(tokens) < prompt:
+        tokens.append(policy.budget(streaming=False).take(sum(tokens), prompt - sum(tokens)))
+    assert len(tokens) == -(-prompt // MAX_TOKENS)
+    assert max(tokens) - min(tokens) < 16 * len(tokens)
 
 
 @pytest.mark.parametrize("pass_s", [1e-3, 0.05, 0.4])
@@ -86,7 +98,7 @@ def test_chunks_of_models_with_experts_are_longer_while_no_stream_runs() -> None
         for _ in range(20):
             policy.observe_chunks([(0, 500)], 1.0)
     lengths = [
-        policy.budget(streaming=streaming).take(0, 8000)
+        policy.budget(streaming=streaming).take(0, 100_000)
         for policy in (dense, experts)
         for streaming in (True, False)
     ]
@@ -150,7 +162,7 @@ def test_a_gpu_gets_longer_chunks_within_the_same_time() -> None:
     assert policy.budget(streaming=False).take(0, 4000) < MAX_TOKENS, "before anything is known"
     for _ in range(10):
         policy.observe_chunks([(0, 500)], 0.01)
-    assert policy.budget(streaming=True).take(0, 4000) == 2048
+    assert policy.budget(streaming=True).take(0, 4096) == 2048
     learn(policy, 1e-3, 0.0)
     tokens = policy.budget(streaming=True).take(0, 4000)
     assert tokens < MAX_TOKENS and policy.predict_s(0, tokens) <= STREAMING_TARGET_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 UNIT_PASSES = 2.0
@@ -82,7 +83,11 @@ class ChunkPolicy:
         target_s = STREAMING_TARGET_S if streaming else ALONE_TARGET_S
         if self.layers > 1:
             target_s = self.layers * self.unit_s(streaming=streaming)
-        return ChunkBudget(self, target_s, self._max_tokens, self._block_size, self._shared_tokens)
+        budget = ChunkBudget(
+            self, target_s, self._max_tokens, self._block_size, self._shared_tokens
+        )
+        budget.evens = not streaming
+        return budget
 
     def unit_s(self, *, streaming: bool) -> float:
         """Return the seconds that a divisible pass may compute without a break."""
@@ -93,6 +98,11 @@ class ChunkPolicy:
     def predict_s(self, start: int, tokens: int) -> float:
         """Return the seconds that ``tokens`` from ``start`` on add to a pass over the weights."""
         return tokens * (self._base_s + self._slope_s * (start + tokens / 2))
+
+    def tokens_within(self, start: int, seconds: float) -> int:
+        """Return how many tokens from ``start`` on add about ``seconds``, of `predict_s`."""
+        first_s = self._base_s + self._slope_s * start
+        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * self._slope_s * seconds)))
 
     def predict_layer_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a layer of a pass with these ``chunks`` (start, tokens)."""
@@ -159,6 +169,8 @@ class ChunkBudget:
         self._min_tokens = -(-min(MIN_TOKENS, tokens) // block_size) * block_size
         self._width = 0
         self._longest = 0
+        self.evens = False
+        """Whether all chunks of a prompt should have about one length."""
 
     def take(self, start: int, remaining: int) -> int:
         """Return how many of the ``remaining`` tokens from ``start`` on are computed now.
@@ -195,14 +207,12 @@ class ChunkBudget:
         It is all of them if few would be left: another pass over the weights costs more."""
         if self._policy.predict_s(start, tokens) <= self._seconds + self._spare_s / 2:
             return tokens
-        while tokens > self._min_tokens and self._policy.predict_s(start, tokens) > self._seconds:
-            tokens = max(self._min_tokens, tokens - max(self._block_size, tokens // 8))
-        return tokens
+        return min(tokens, max(self._min_tokens, self._policy.tokens_within(start, self._seconds)))
 
     def _even(self, tokens: int, remaining: int) -> int:
         """Return the length of as many chunks of about one length as it takes in chunks of
         ``tokens``: a short one at the end would cost a pass over the weights as well."""
-        if self._seconds == float("inf"):
+        if not self.evens:
             return tokens
         even = -(-remaining // -(-remaining // tokens))
         return min(tokens, -(-even // self._block_size) * self._block_size)

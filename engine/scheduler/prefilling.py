@@ -56,7 +56,7 @@ class Prefilling:
     @property
     def has_turn(self) -> bool:
         """Whether it is the turn of prompts, while streams run too."""
-        return self._time_share.owed_s >= self._layer_s / 2
+        return self._time_share.is_turn_of_prompts(self._layer_s)
 
     def plan(self, builder: PlanBuilder, *, streaming: bool) -> None:
         """Add a stretch of a pass to ``builder``, if there are prompts to compute."""

@@ -15,14 +15,24 @@ class TimeShare:
         self._ratio = (1 - streams_share) / streams_share
         self.owed_s = 0.0
         """Seconds that prompts may take now; negative if they took more than their part."""
+        self._prompts_last = False
+
+    def is_turn_of_prompts(self, stretch_s: float) -> bool:
+        """Return whether prompts may take ``stretch_s`` now.
+
+        Sums of both sides are never equal. After a decode step half of it has to be there, after
+        another stretch all of it, so that two in a row, which streams notice, are rare."""
+        return self.owed_s >= (stretch_s if self._prompts_last else stretch_s / 2)
 
     def decoded(self, seconds: float) -> None:
         """Note a decode step that was computed while prompts waited."""
         self.owed_s = min(self.owed_s + seconds * self._ratio, MOST_OWED_S)
+        self._prompts_last = False
 
     def computed(self, seconds: float) -> None:
         """Note a stretch of prompts that was computed while streams waited."""
         self.owed_s = max(self.owed_s - seconds, -MOST_OWED_S)
+        self._prompts_last = True
 
     def clear(self) -> None:
         """Begin anew: there are no streams, or no prompts."""

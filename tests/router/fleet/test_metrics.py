@@ -26,7 +26,9 @@ def test_figures_of_beats_are_exported(
         return line
 
     labels = '{engine="one",model="tiny"}'
-    engine.behaviour.stats = EngineStats(prefill_passes_total=3, prefill_stretches_total=12, open_passes=3)
+    engine.behaviour.stats = EngineStats(
+        prefill_passes_total=3, prefill_stretches_total=12, open_passes=3
+    )
     eventually(lambda: exported("open_passes").endswith(f"{labels} 3.0"))
     assert exported("prefill_stretches_total").endswith(f"{labels} 12.0")
     assert exported("prefill_passes_total").endswith(f"{labels} 3.0")

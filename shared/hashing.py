@@ -30,7 +30,8 @@ def namespace_root(
 
     ``kv_group_size`` is ignored at 16 bits, where nothing is quantized. ``head`` names the weights
     of a head for multi-token prediction, whose keys and values blocks have; empty without one.
-    ``products`` say how layers multiply, where that is a choice: keys have other bits with another.
+    ``products`` say how layers multiply and attend, where that is a choice: keys have other bits
+    with another.
     """
     parts = [
         "block-v1" if kv_bits != 8 else "block-v2",  # its codes had other scales and biases

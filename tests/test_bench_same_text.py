@@ -40,10 +40,11 @@ def test_texts_and_bits_are_counted_apart() -> None:
 
 
 def test_a_server_is_asked_in_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second question of a conversation comes after the first answer."""
+    """The second question of a conversation comes after the first answer. All bits are the same by
+    default."""
     make_tiny("llama", tmp_path)
-    ways = ["again, one by one", "from SSD, after a restart"]
-    compare(str(tmp_path), 2, ["chat", "talk"], ways, 4, ["--kv-bits", "16"])
-    rows = capsys.readouterr().out.splitlines()[-2:]
+    ways = ["again, all at once", "from SSD, after a restart", "engine killed"]
+    assert compare(str(tmp_path), 4, ["chat", "talk"], ways, 40)
+    rows = capsys.readouterr().out.splitlines()[-len(ways) :]
     for way, row in zip(ways, rows, strict=True):
-        assert re.match(rf"{way} +[012]/2 +[012]/2 ", row), row
+        assert re.match(rf"{way} +4/4 +4/4 ", row), row

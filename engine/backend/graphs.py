@@ -166,6 +166,9 @@ class Graph:
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
         # Otherwise each keeps the memory of its longest pass. The heap does, once for all.
         options.enable_cpu_mem_arena = False
+        # One block for all that a call needs, of another size for each shape of inputs, finds no
+        # room in the heap as it is, and new pages cost milliseconds.
+        options.enable_mem_pattern = False
         options.log_severity_level = 3  # errors
         large = {name: array for name, array in self._constants.items() if array.nbytes > 1024}
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in large.values()]

@@ -69,6 +69,9 @@ class RaggedBatch(ABC):
     writes_in_place = False
     """Whether slabs are written directly in the host's memory, outside MLX's graph."""
 
+    deterministic = False
+    """Whether a row's logits have the same bits whatever rows and chunks are computed with it."""
+
     division: LayeredPass | None = None
     """What divides this pass, while it is computed in several parts."""
 

@@ -83,6 +83,11 @@ class Executor(ABC):
         """Choose tokens with ``sampler`` from now on. Called before the first plan."""
         self._sampler = sampler
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a sequence's logits have the same bits whatever else is computed."""
+        return False
+
     def make_deterministic(self) -> bool:
         """Give a sequence's logits the same bits whatever else is computed, from now on. Return
         whether that is possible."""

@@ -83,6 +83,10 @@ class BatchedExecutor(Executor):
         self._last: BatchedStep | None = None
         mx.clear_cache()
 
+    @property
+    def deterministic(self) -> bool:
+        return self.batch_class.deterministic
+
     def make_deterministic(self) -> bool:
         return self.batch_class.make_deterministic()
 

@@ -99,7 +99,7 @@ def build_replica(
     _log_sizes(executor.spec, loaded, settings, sizes)
     if leader is not None:
         executor = leader.lead(executor)
-    namespace = _block_namespace(loaded, settings, head, layers)
+    namespace = _block_namespace(executor, loaded, settings, head, layers)
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
     return Replica(
         executor=executor,
@@ -125,7 +125,7 @@ def build_rank(
     gc.collect()
     mx.clear_cache()
     allocation.give_back()
-    return executor, _block_namespace(loaded, settings, None, None)
+    return executor, _block_namespace(executor, loaded, settings, None, None)
 
 
 def _record(
@@ -171,9 +171,9 @@ def choose_executor_of(
             reason,
         )
     if settings.deterministic and not executor.make_deterministic():
-        logger.warning(
-            "--deterministic has no effect: this model's sums depend on the batch, as MLX computes "
-            "it, or it has experts with quantized weights or attention sinks"
+        logger.info(
+            "the last bits of a token's scores may depend on the batch: MLX computes this model, "
+            "or it has experts with quantized weights"
         )
     if unquantized:
         logger.warning("the KV cache is not quantized in %s", unquantized)
@@ -257,12 +257,17 @@ def _uses_store(settings: Settings) -> bool:
 
 
 def _block_namespace(
+    executor: Executor,
     loaded: LoadedModel,
     settings: Settings,
     head: ServedHead | None,
     layers: Layers | None,
 ) -> bytes:
     """Return the root of the block hashes. All ranks of an engine have the same one."""
+    products: list[str] = []
+    if settings.ranks == 1:
+        products += [] if layers is None else layers.products
+        products += ["same bits"] * executor.deterministic
     return namespace_root(
         fingerprint=loaded.fingerprint,
         adapter=loaded.adapter,
@@ -271,5 +276,5 @@ def _block_namespace(
         block_size=settings.block_size,
         head="" if head is None else head.fingerprint,
         tensor_parallel=settings.ranks,
-        products=() if layers is None or settings.ranks > 1 else layers.products,
+        products=products,
     )

@@ -203,7 +203,7 @@ class BatchingSettings:
         at_most=0.95,
     )
     deterministic: bool = flag(
-        False, "give a token's scores the same bits in every batch, on a CPU; slower"
+        True, "give a token's scores the same bits in every batch, where a CPU computes them"
     )
 
 

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server, alive, descendants, serving, text_of
-from tests.oracle import Oracle
 
 PATIENCE_S = 60.0
 """Generous, for a loaded machine: on a quiet one a killed process is replaced within 15 s."""
@@ -59,14 +58,11 @@ def test_streams_resume_after_an_engine_is_killed(
         rest: list[list[dict[str, Any]]] = list(pool.map(list, running))
     wait_recovered(server, pid)
     assert server.metric(RESUMED) == resumed + len(asked)
-    oracle = Oracle(tiny_model("llama"))
     for (prompt, fields), first, later in zip(asked, before, rest, strict=True):
         text = text_of(first + later)
         expected = server.complete(prompt, 400, **{"ignore_eos": True, **fields})
         assert expected["usage"]["completion_tokens"] == 400
-        if text != expected["choices"][0]["text"]:
-            assert not fields, "a sampled text differs"
-            oracle.check(oracle.tokenizer.encode(prompt), 400, text)
+        assert text == expected["choices"][0]["text"]
 
 
 def test_a_stream_that_loses_two_engines_ends_with_an_error(server: Server) -> None:

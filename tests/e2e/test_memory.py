@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server, serving
-from tests.oracle import Oracle
 
 LONGEST = 400
 BLOCKS = 64
@@ -79,10 +78,8 @@ def test_all_of_forty_requests_complete_with_memory_for_64_blocks(
     server.wait_until(lambda: server.metric(preemptions) > 0, PATIENCE_S, "a preemption")
     unevictable = "mlx_lm_server_kv_unevictable_bytes"
     server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
-    oracle = Oracle(tiny_model("llama"))
     for body, text in zip(bodies, texts, strict=True):
-        if text != complete(server, body):
-            oracle.check(body["prompt"], body["max_tokens"], text)
+        assert text == complete(server, body)
     assert len(server.pids("services.engine")) == 1
     assert not any("restarted" in line for line in server.log), "an engine was lost"
 

@@ -23,7 +23,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [("abc", {}), ("of the of the", SAMPLE
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = "--deterministic --spec-decode ngram --no-spec-decode-dynamic".split()
+    flags = "--spec-decode ngram --no-spec-decode-dynamic".split()
     with serving(tiny_model("llama"), *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 
@@ -33,7 +33,7 @@ def drafting(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     """A server whose model is its own draft model."""
     path = tiny_model("llama")
     flags = f"--spec-decode draft --draft-model-path {path} --no-spec-decode-dynamic".split()
-    with serving(path, "--deterministic", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+    with serving(path, *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
         yield running
 
 

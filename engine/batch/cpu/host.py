@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from engine.backend import graphs
 from engine.backend.threads import in_parallel, num_threads
-from engine.batch.cpu import grouped, tiles
+from engine.batch.cpu import few_tokens, tiles
 from engine.batch.cpu.pieces import (
     How,
     Numbers,
@@ -42,6 +42,8 @@ CALL_COST_TOKENS = 125
 """Fixed cost of one attention call, see `engine.cache.grouping`."""
 WORTH_THREADS = 3_000
 """Positions attended to in a layer, over all rows, from which threads are worth their cost."""
+SAME_BITS_WORTH_THREADS = 1_500
+"""The same where single queries have the bits of a chunk, which takes longer."""
 FEW_TOKENS = 17
 """Rows of up to so many tokens, such as those with drafts, attend together."""
 MOST_SCORES = 65_536
@@ -67,8 +69,6 @@ class HostBatch(RaggedBatch):
     """A batch for layers in float32. All state is evaluated when the model's code returns."""
 
     writes_in_place = True
-    deterministic: ClassVar[bool] = False
-    """Whether single queries have the bits that they have in a chunk too."""
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
@@ -111,15 +111,18 @@ class HostBatch(RaggedBatch):
         key = heads, group * (not self.by_token)
         if key not in self._shared:
             pieces = self._row_pieces() if self.by_token else self._prefill_pieces(heads, group)
-            self._shared[key] = _share(pieces)
+            self._shared[key] = _share(pieces, self._worth_threads)
         return self._shared[key]
 
     def _row_pieces(self) -> list[Piece]:
         """Divide rows of few tokens. Those of about the same width attend together."""
         work: list[Piece] = []
-        parts = num_threads() if sum(row.end for row in self.rows) >= WORTH_THREADS else 1
+        parts = num_threads() if sum(row.end for row in self.rows) >= self._worth_threads else 1
         for stretch in self._stretches:
             for members in _by_width(stretch.rows):
+                if self._same_bits(stretch.rows[members[0]].width):
+                    work += [self._rows_piece(stretch, cut) for cut in _cut(members, parts)]
+                    continue
                 rows = [stretch.rows[i] for i in members]
                 width = max(row.width for row in rows)
                 numbers = [row.slot.row for row in rows]
@@ -246,7 +249,7 @@ class HostBatch(RaggedBatch):
                         one, found = asked[piece.member], out[piece.member]
                         attend_to_chunk(piece, kept, one, found, how)
                     elif isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
-                        attend = self._way_of_rows(piece, kept, how)
+                        attend = self._way_of_rows(piece)
                         attend(piece, kept, asked, out, how)
 
             return run
@@ -254,14 +257,17 @@ class HostBatch(RaggedBatch):
         heads, group = asked[0].shape[:2]
         in_parallel([share(pieces) for pieces in self._shares(heads, group)])
 
-    def _way_of_rows(
-        self, piece: RowsPiece, kept: tuple[Array, Array], how: How
-    ) -> _Way[RowsPiece]:
-        exact = self.deterministic or piece.width > 1
-        if exact and grouped.possible(kept, how) and not graphs.unusable():
-            return grouped.attend
-        if self.deterministic:
-            return tiles.attend_one_by_one
+    @property
+    def _worth_threads(self) -> int:
+        return SAME_BITS_WORTH_THREADS if self.deterministic else WORTH_THREADS
+
+    def _same_bits(self, width: int) -> bool:
+        """Return whether rows of so many tokens attend with the bits of a chunk."""
+        return (self.deterministic or width > 1) and not graphs.unusable()
+
+    def _way_of_rows(self, piece: RowsPiece) -> _Way[RowsPiece]:
+        if self._same_bits(piece.width):
+            return few_tokens.attend
         return attend_singly if piece.width == 1 else attend_together
 
 
@@ -280,11 +286,11 @@ def _cut(items: list[int], parts: int) -> list[list[int]]:
     return [items[a:b] for a, b in pairwise(cuts) if a < b]
 
 
-def _share(work: Sequence[Piece]) -> list[list[Piece]]:
+def _share(work: Sequence[Piece], worth_threads: int) -> list[list[Piece]]:
     """Divide ``work`` between the threads, the most expensive piece first.
 
     It stays together if dividing would cost more than it saves."""
-    if sum(piece.cost for piece in work) < WORTH_THREADS:
+    if sum(piece.cost for piece in work) < worth_threads:
         return [list(work)]
     shares: list[list[Piece]] = [[] for _ in range(num_threads())]
     loads = [0] * len(shares)

@@ -47,7 +47,7 @@ class RowsPiece:
     ends: Numbers  # (members, width): how many positions come before the end of each token
     _masks: dict[int | None, Mask] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
-    """Arguments of `engine.batch.cpu.grouped`, for each kind of layers."""
+    """Arguments of `engine.batch.cpu.few_tokens`, for each kind of layers."""
 
     @property
     def width(self) -> int:

@@ -5,7 +5,7 @@ on the borders of chunks, and on the rows of a batch. ONNX Runtime's products su
 in blocks that begin at fixed positions, if one thread computes each product. So keys are padded
 to whole tiles, which adds zeros, and every query goes through the same operations, alone or
 among others. Chunks of prompts go head by head (`attend_to_prefill`), rows with few tokens
-together, in the slab (`engine.batch.cpu.grouped`).
+together (`engine.batch.cpu.few_tokens`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.backend.graphs import CONTRIB, Graph, Session
 from engine.backend.threads import num_threads
-from engine.batch.cpu.pieces import QUERIES_AT_ONCE, How, PrefillPiece, RowsPiece
+from engine.batch.cpu.pieces import QUERIES_AT_ONCE, How, PrefillPiece
 from engine.batch.ragged import Row
 from engine.cache.rounding import Array
 
@@ -69,21 +69,41 @@ def _session(softcap: float | None, has_sinks: bool) -> Session:
     values = graph.input("values", 1, 1, "keys", "value_dim")
     bias = graph.input("bias", 1, 1, "tokens", "keys")
     shape = graph.input("shape", 4, dtype=np.int64)
-    scores = graph.node("FusedMatMul", queries, keys, domain=CONTRIB, transB=1)
-    if softcap is not None:
-        cap = graph.number(softcap)
-        scores = graph.node("Mul", graph.node("Tanh", graph.node("Div", scores, cap)), cap)
-    masked = graph.node("Add", graph.node("Reshape", scores, shape), bias)
-    if has_sinks:
-        sinks = graph.input("sinks", 1, "groups", "tokens", TILE)
-        masked = graph.node("Concat", sinks, masked, axis=-1)
-    shares = graph.node("Softmax", masked, axis=-1)
-    if has_sinks:
-        first, last = graph.integers(TILE), graph.integers(np.iinfo(np.int64).max)
-        shares = graph.node("Slice", shares, first, last, graph.integers(-1))
-    shares = graph.node("Reshape", shares, graph.node("Shape", scores))
-    graph.output(graph.node("MatMul", shares, values), 1, 1, "queries", "value_dim")
+    sinks = graph.input("sinks", 1, "groups", "tokens", TILE) if has_sinks else ""
+    scores = scores_of(graph, queries, keys, softcap)
+    found = shares_of(graph, graph.node("Reshape", scores, shape), bias, sinks)
+    found = graph.node("Reshape", found, graph.node("Shape", scores))
+    graph.output(graph.node("MatMul", found, values), 1, 1, "queries", "value_dim")
     return graph.session(threads=1)
+
+
+def scores_of(graph: Graph, queries: str, keys: str, softcap: float | None) -> str:
+    """Return the scores of ``keys``. A cap follows at once: ONNX Runtime makes its first factor a
+    part of the product, which has other bits."""
+    scores = graph.node("FusedMatMul", queries, keys, domain=CONTRIB, transB=1)
+    if softcap is None:
+        return scores
+    cap = graph.number(softcap)
+    return graph.node("Mul", graph.node("Tanh", graph.node("Div", scores, cap)), cap)
+
+
+def shares_of(graph: Graph, scores: str, bias: str, sinks: str) -> str:
+    """Return the shares of keys: the softmax of ``scores`` with ``bias``, after ``sinks`` if there
+    are some."""
+    masked = graph.node("Add", scores, bias)
+    if not sinks:
+        return graph.node("Softmax", masked, axis=-1)
+    found = graph.node("Softmax", graph.node("Concat", sinks, masked, axis=-1), axis=-1)
+    first, last = graph.integers(TILE), graph.integers(np.iinfo(np.int64).max)
+    return graph.node("Slice", found, first, last, graph.integers(-1))
+
+
+def before_scores(sinks: Array, count: int) -> Array:
+    """Return ``sinks`` (..., groups, 1, 1) as the first of `TILE` scores of ``count`` queries:
+    (1, ..., groups, count, `TILE`)."""
+    before: Array = np.full((1, *sinks.shape[:-2], count, TILE), -np.inf, np.float32)
+    before[..., :1] = sinks
+    return before
 
 
 def _bias(start: int, end: int, low: int, high: int, window: int | None) -> Array:
@@ -128,9 +148,7 @@ def attend(
     inputs = [np.ascontiguousarray(flat), *(_part(each, low, high, end) for each in kept)]
     inputs += [bias, shape]
     if sinks is not None:
-        before: Array = np.full((1, groups, tokens, TILE), -np.inf, np.float32)
-        before[0, ..., :1] = sinks
-        inputs.append(before)
+        inputs.append(before_scores(sinks, tokens))
     found: Array = _session(how.softcap, sinks is not None)(*inputs)[0]
     return found[0, :, :1] if alone else found.reshape(groups, tokens, -1)
 
@@ -144,17 +162,3 @@ def attend_to_prefill(
     sinks = None if how.sinks is None else how.sinks[piece.head]
     found = attend(asked[piece.head, :, its], both, piece.row.start + piece.first, how, sinks)
     out[piece.head, :, its] = found
-
-
-def attend_one_by_one(
-    piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
-) -> None:
-    """Do what `pieces.attend_together` does, row by row and head by head."""
-    for place, tokens, ends in zip(piece.places, piece.tokens, piece.ends, strict=True):
-        numbers = tokens[: int(ends[-1] - ends[0]) + 1]
-        row, start = piece.first + place, int(ends[0]) - 1
-        for head in range(asked.shape[1]):
-            queries = asked[numbers, head, :, 0].swapaxes(0, 1)
-            sinks = None if how.sinks is None else how.sinks[head]
-            found = attend(queries, (kept[0][row, head], kept[1][row, head]), start, how, sinks)
-            out[numbers, head, :, 0] = found.swapaxes(0, 1)

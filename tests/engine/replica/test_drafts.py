@@ -147,7 +147,7 @@ def test_with_the_same_bits_texts_and_scores_are_exactly_those_without_drafts(
     engine: Callable[..., Engine], kind: str, kv_bits: int
 ) -> None:
     """Full attention, and a sliding window that is shorter than the texts."""
-    exact = engine(kind, deterministic=True, kv_bits=kv_bits, kv_group_size=16)
+    exact = engine(kind, kv_bits=kv_bits, kv_group_size=16)
     assert_lossless(exact, 0.0)
 
 
@@ -231,7 +231,7 @@ def test_sequences_that_lose_their_slots_go_on_as_without_drafts(
 def test_an_answer_that_is_resumed_goes_on_as_without_drafts(
     engine: Callable[..., Engine],
 ) -> None:
-    exact = engine("llama", deterministic=True)
+    exact = engine("llama")
     for name in REQUESTS:
         whole_text = exact.expected[name]
         for done in (1, len(whole_text) // 2):
@@ -250,7 +250,7 @@ def test_an_answer_that_is_resumed_goes_on_as_without_drafts(
 
 
 def test_a_request_that_is_aborted_leaves_the_others_alone(engine: Callable[..., Engine]) -> None:
-    exact = engine("llama", deterministic=True)
+    exact = engine("llama")
     exact.renew(drafts=True)
     start(exact.whole, *REQUESTS)
     for name in ("greedy", "bound"):
@@ -266,7 +266,7 @@ def test_a_request_that_is_aborted_leaves_the_others_alone(engine: Callable[...,
 @pytest.mark.parametrize("source", ["ngram", "auto"])
 def test_a_replica_drafts_as_its_settings_say(tiny_model: Callable[..., Path], source: str) -> None:
     def texts(**settings: Any) -> tuple[dict[str, list[int]], wire.DraftStats | None]:
-        whole = Whole(tiny_model("llama"), deterministic=True, no_ssd=True, **settings)
+        whole = Whole(tiny_model("llama"), no_ssd=True, **settings)
         for name in ("greedy", "sampled", "short"):
             whole.submit(name, prompt(name) * 3, 60, **REQUESTS[name])
         whole.run()
@@ -280,7 +280,7 @@ def test_a_replica_drafts_as_its_settings_say(tiny_model: Callable[..., Path], s
 
 def test_a_prediction_is_accepted_where_it_is_right(tiny_model: Callable[..., Path]) -> None:
     """Two answers as they come, after a beginning that is not in them, and a useless prediction."""
-    whole = Whole(tiny_model("llama"), deterministic=True, no_ssd=True, spec_decode="ngram")
+    whole = Whole(tiny_model("llama"), no_ssd=True, spec_decode="ngram")
     names = "greedy", "sampled", "short"
     for name in names:
         whole.submit(name, prompt(name), 60, **REQUESTS[name])

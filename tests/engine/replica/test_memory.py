@@ -12,13 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.cache.quantization import Precision
 from engine.replica import memory
 from engine.replica.memory import EngineMemory
 from shared.settings import Settings
 from shared.wire import SamplingParams
 from tests.engine.whole import Whole
-from tests.oracle import Oracle
 from tests.tiny_models import VOCAB_SIZE
 
 GB = 10**9
@@ -198,14 +196,13 @@ def test_forty_requests_with_memory_for_64_blocks_all_get_the_right_text(
 
     roomy = run(4096, look_ahead=False)
     assert roomy.scheduler.stats().preemptions_total == 0
-    oracle = Oracle(path, rounded=Precision(kv_bits))
     for look_ahead in (False, True):
         pressed = run(64, look_ahead)
         assert pressed.scheduler.stats().preemptions_total > 5
         assert pressed.scheduler.stats().unevictable_bytes == 0
-        for name, (prompt, max_tokens) in requests.items():
+        for name, (_, max_tokens) in requests.items():
             assert len(pressed.texts[name]) == max_tokens
-            oracle.check_same(prompt, pressed.texts[name], roomy.texts[name])
+            assert pressed.texts[name] == roomy.texts[name]
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch, size_bytes: int, *, gpu: bool) -> None:

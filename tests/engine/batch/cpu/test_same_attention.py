@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine.batch.cpu import few_tokens
 from engine.batch.cpu.host import HostBatch
 from engine.batch.ragged import Row
 from engine.cache.layout import AttentionLayout, KVNode, Layout
@@ -161,6 +162,19 @@ def test_drafts_have_the_bits_of_a_prompt_by_default_too() -> None:
     found = text.computed(HostBatch, {0: (200, 203), 1: (400, 403), 3: (90, 92)})
     assert np.array_equal(found[0], _cut(whole[0], 200, 203))
     assert np.array_equal(found[1], _cut(whole[1], 400, 403))
+    assert np.array_equal(found[2], _cut(whole[3], 90, 92))
+
+
+@pytest.mark.parametrize("what", ["three", "a slot that ends with the text", "sinks"])
+def test_long_rows_are_copied_head_by_head_and_have_the_same_bits(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(CASES[what])
+    whole = text.whole(Exact)
+    monkeypatch.setattr(few_tokens, "MOST_COPIED_BYTES", 0)
+    found = text.computed(Exact, {0: (200, 201), 1: (LENGTH - 3, LENGTH), 3: (90, 92)})
+    assert np.array_equal(found[0], _cut(whole[0], 200, 201))
+    assert np.array_equal(found[1], _cut(whole[1], LENGTH - 3, LENGTH))
     assert np.array_equal(found[2], _cut(whole[3], 90, 92))
 
 

@@ -1,0 +1,194 @@
+"""Attention of rows with few tokens, several rows in one call, with the bits of `tiles`.
+
+A row alone is too little work for a call of ONNX Runtime from Python, and two threads that make
+many short calls wait for each other's hold of the interpreter. So one graph computes all rows of a
+piece, one after the other, each to its own length. It copies the keys of a row from the slab,
+multiplies, copies the values, and multiplies again. Products pack what they multiply by, and read
+it out of order for that: from a copy in the processor's cache that takes half as long as from
+memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.backend.graphs import Graph, Session
+from engine.batch.cpu.pieces import How, Numbers, RowsPiece
+from engine.batch.cpu.tiles import TILE, before_scores, scores_of, shares_of, tiled
+from engine.cache.rounding import Array
+
+MOST_COPIED_BYTES = 2 << 20
+"""Keys and values of a row up to which all its heads are copied at once."""
+
+
+class _Kind(NamedTuple):
+    """What the graph of a piece depends on, beside its numbers of rows and of heads."""
+
+    by_head: bool  # whether heads are copied one by one
+    pads: bool  # whether a tile ends after its slot
+    softcap: float | None
+    has_sinks: bool
+
+
+class _Part(NamedTuple):
+    """What a row attends to: arguments of Slice, and of Pad if it is not empty."""
+
+    begin: str
+    end: str
+    axes: tuple[int, ...]
+    pads: str
+
+
+class _Slots(NamedTuple):
+    """Keys and values in a graph: (slots, heads, capacity, dim)."""
+
+    keys: str
+    values: str
+
+
+@cache
+def _session(rows: int, heads: int, kind: _Kind) -> Session:
+    """Return attention of queries (rows, heads, queries, dim) to keys and values of slots.
+
+    For each row follow a bias (1, 1, queries, keys), the first slot and position that it attends
+    to, their ends, and how many zeros come after the slot, as an argument of Pad."""
+    graph = Graph()
+    asked = graph.input("asked", rows, heads, "queries", "dim")
+    slots = _Slots(
+        graph.input("keys", "slots", heads, "capacity", "dim"),
+        graph.input("values", "slots", heads, "capacity", "value_dim"),
+    )
+    sinks = graph.input("sinks", 1, heads, "queries", TILE) if kind.has_sinks else ""
+    found = []
+    for number, queries in enumerate(_split(graph, asked, rows, 0)):
+        bias = graph.input(f"bias{number}", 1, 1, "queries", f"keys{number}")
+        begin, end = (graph.input(f"{name}{number}", 2, dtype=np.int64) for name in ("from", "to"))
+        pads = graph.input(f"pads{number}", 8, dtype=np.int64) if kind.pads else ""
+        if not kind.by_head:
+            part = _Part(begin, end, (0, 2), pads)
+            found.append(_attend(graph, queries, slots, part, bias, sinks, kind.softcap))
+            continue
+        heads_of = _split(graph, queries, heads, 1)
+        sinks_of = _split(graph, sinks, heads, 1) if sinks else [""] * heads
+        by_head = []
+        for head, (one, before) in enumerate(zip(heads_of, sinks_of, strict=True)):
+            first = graph.node("Concat", begin, graph.integers(head), axis=0)
+            last = graph.node("Concat", end, graph.integers(head + 1), axis=0)
+            part = _Part(first, last, (0, 2, 1), pads)
+            by_head.append(_attend(graph, one, slots, part, bias, before, kind.softcap))
+        found.append(graph.node("Concat", *by_head, axis=1))
+    graph.output(graph.node("Concat", *found, axis=0), rows, heads, "queries", "value_dim")
+    return graph.session(threads=1)
+
+
+def _split(graph: Graph, value: str, count: int, axis: int) -> list[str]:
+    return graph.nodes("Split", value, outputs=count, axis=axis, num_outputs=count)
+
+
+def _attend(
+    graph: Graph,
+    queries: str,
+    slots: _Slots,
+    part: _Part,
+    bias: str,
+    sinks: str,
+    softcap: float | None,
+) -> str:
+    """Return what ``queries`` find in the ``part`` of the slots."""
+    keys = _copied(graph, slots.keys, part)
+    found = shares_of(graph, scores_of(graph, queries, keys, softcap), bias, sinks)
+    return graph.node("MatMul", found, _copied(graph, slots.values, part))
+
+
+def _copied(graph: Graph, slots: str, part: _Part) -> str:
+    copied = graph.node("Slice", slots, part.begin, part.end, graph.integers(*part.axes))
+    return graph.node("Pad", copied, part.pads) if part.pads else copied
+
+
+class Call:
+    """The arguments for a piece, in all layers of a kind. Used by one thread at a time.
+
+    It does not refer to the piece, which keeps it: a cycle would keep freed slabs alive."""
+
+    def __init__(
+        self, piece: RowsPiece, kept: tuple[Array, Array], heads: int, group: int, how: How
+    ) -> None:
+        _, _, capacity, dim = kept[1].shape
+        rows, width = piece.tokens.shape
+        firsts, lasts = piece.ends.min(axis=1) - 1, piece.ends.max(axis=1)
+        spans = [
+            tiled(int(start), int(end), how.window, dim)
+            for start, end in zip(firsts, lasts, strict=True)
+        ]
+        longest = max(high - low for low, high in spans)
+        row_bytes = 4 * heads * longest * (dim + kept[0].shape[3])
+        kind = _Kind(
+            row_bytes > MOST_COPIED_BYTES,
+            max(high for _, high in spans) > capacity,
+            how.softcap,
+            how.sinks is not None,
+        )
+        self._shape = rows, width, heads, group
+        self._tokens = piece.single_tokens if width == 1 else piece.tokens.ravel()
+        self._twice = width * group == 1  # a product of one row takes other operations
+        queries = max(2, width * group)
+        self._bound = _session(rows, heads, kind).bound()
+        self._found: Array = np.empty((rows, heads, queries, dim), np.float32)
+        self._bound.output(0, np.float32, self._found.shape, self._found.ctypes.data)
+        self._arguments: list[Any] = []
+        if how.sinks is not None:
+            before = before_scores(how.sinks, queries // group).swapaxes(2, 3)
+            self._add(before.reshape(1, heads, queries, TILE))
+        for place, ends, (low, high) in zip(piece.places, piece.ends, spans, strict=True):
+            bias = np.repeat(_bias(ends, low, high, how.window), group, axis=0)
+            self._add(np.repeat(bias, queries // len(bias), axis=0)[None, None])
+            slot = piece.first + place
+            self._add(np.array([slot, low]))
+            self._add(np.array([slot + 1, high]))
+            if kind.pads:
+                self._add(np.array([0] * 6 + [max(0, high - capacity), 0]))
+
+    def _add(self, array: Array | Numbers) -> None:
+        """Bind the next argument after queries, keys and values."""
+        kept = np.ascontiguousarray(array)
+        number = 3 + len(self._arguments)
+        self._arguments.append(kept)
+        self._bound.input(number, kept.dtype, kept.shape, kept.ctypes.data)
+
+    def __call__(self, kept: tuple[Array, Array], asked: Array, out: Array) -> None:
+        rows, width, heads, group = self._shape
+        tokens = self._tokens
+        given = asked[tokens, :, :, 0].reshape(rows, width, heads, group, -1).swapaxes(1, 2)
+        queries = given.reshape(rows, heads, width * group, -1)
+        if self._twice:
+            queries = np.repeat(queries, 2, axis=2)
+        queries = np.ascontiguousarray(queries)
+        for number, array in enumerate((queries, *kept)):
+            address = array.__array_interface__["data"][0]
+            self._bound.input(number, np.float32, array.shape, address)
+        self._bound()
+        found = self._found[:, :, : width * group].reshape(rows, heads, width, group, -1)
+        out[tokens, :, :, 0] = found.swapaxes(1, 2).reshape(rows * width, heads, group, -1)
+
+
+def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
+    """Return (tokens, keys): 0 if the token attends to the key, else minus infinity. ``ends`` say
+    how many positions come before the end of each token."""
+    keys = np.arange(low, high)
+    seen = keys < ends[:, None]
+    if window is not None:
+        seen &= keys >= ends[:, None] - window
+    return np.where(seen, np.float32(0), np.float32(-np.inf))
+
+
+def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:
+    """Do what `pieces.attend_together` does."""
+    heads, group = asked.shape[1:3]
+    sinks = None if how.sinks is None else how.sinks.tobytes()
+    key = heads, group, asked.shape[-1], how.window, how.softcap, sinks
+    if key not in piece.calls:
+        piece.calls[key] = Call(piece, kept, heads, group, how)
+    piece.calls[key](kept, asked, out)

@@ -33,7 +33,7 @@ class _Kind(NamedTuple):
     has_sinks: bool
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """What a row attends to: arguments of Slice, and of Pad if it is not empty."""
 
     begin: str
@@ -68,7 +68,7 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
         begin, end = (graph.input(f"{name}{number}", 2, dtype=np.int64) for name in ("from", "to"))
         pads = graph.input(f"pads{number}", 8, dtype=np.int64) if kind.pads else ""
         if not kind.by_head:
-            part = _Part(begin, end, (0, 2), pads)
+            part = _Span(begin, end, (0, 2), pads)
             found.append(_attend(graph, queries, slots, part, bias, sinks, kind.softcap))
             continue
         heads_of = _split(graph, queries, heads, 1)
@@ -77,7 +77,7 @@ def _session(rows: int, heads: int, kind: _Kind) -> Session:
         for head, (one, before) in enumerate(zip(heads_of, sinks_of, strict=True)):
             first = graph.node("Concat", begin, graph.integers(head), axis=0)
             last = graph.node("Concat", end, graph.integers(head + 1), axis=0)
-            part = _Part(first, last, (0, 2, 1), pads)
+            part = _Span(first, last, (0, 2, 1), pads)
             by_head.append(_attend(graph, one, slots, part, bias, before, kind.softcap))
         found.append(graph.node("Concat", *by_head, axis=1))
     graph.output(graph.node("Concat", *found, axis=0), rows, heads, "queries", "value_dim")
@@ -92,7 +92,7 @@ def _attend(
     graph: Graph,
     queries: str,
     slots: _Slots,
-    part: _Part,
+    part: _Span,
     bias: str,
     sinks: str,
     softcap: float | None,
@@ -103,7 +103,7 @@ def _attend(
     return graph.node("MatMul", found, _copied(graph, slots.values, part))
 
 
-def _copied(graph: Graph, slots: str, part: _Part) -> str:
+def _copied(graph: Graph, slots: str, part: _Span) -> str:
     copied = graph.node("Slice", slots, part.begin, part.end, graph.integers(*part.axes))
     return graph.node("Pad", copied, part.pads) if part.pads else copied
 

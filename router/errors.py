@@ -97,14 +97,17 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class Forbidden(ApiError, status=403, type="permission_error"):
-    """The API key may not use the model, or is not the admin key, or a server without keys is
-    called by a name that is not its own."""
+    """The API key may not use the model, or not manage models, or is not the admin key, or a server
+    without keys is called by a name that is not its own."""
 
 
 class ModelForbidden(Forbidden, code="model_not_allowed"): ...
 
 
 class AdminForbidden(Forbidden, code="admin_key_needed"): ...
+
+
+class ManagementForbidden(Forbidden, code="management_not_allowed"): ...
 
 
 class HostForbidden(Forbidden, code="host_not_allowed"): ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     engines: list[str] = []
     load_s: float | None = None  # how long its last load took
+    weights_bytes: int | None = None
+    idle_unload_s: float = 0.0  # as configured; 0: it is never unloaded
+    kept_s: float | None = None  # as a request said instead; below 0: for ever
 
 
 class SupervisorChannel(Protocol):
@@ -81,6 +85,18 @@ class Supervised:
         """Exchange the engine or the engines of the model ``target``, or all engines, one at a
         time. Return False without a supervisor that could be told."""
         return self._channel is not None and self._channel.tell(do="restart", target=target)
+
+    def keep(self, model: ConfiguredModel, keep_s: float | None) -> None:
+        """Have ``model`` unloaded after ``keep_s`` without a request; infinity: never, None: as is
+        configured."""
+        told = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
+        if told != model.kept_s and self._channel is not None:
+            self._channel.tell(do="keep", target=model.names[0], keep_s=told)
+
+    def idle_s(self, model: ConfiguredModel) -> float:
+        """Return the seconds since the last request that used ``model``."""
+        now = time.monotonic()
+        return now - self._used_at.get(model.names[0], now)
 
     # -- demand ----------------------------------------------------------------
 

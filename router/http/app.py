@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 import router.anthropic.endpoints as anthropic
+import router.ollama.endpoints as ollama
 import router.openai.endpoints as openai
 import router.responses.endpoints as responses
 from router.api.operations import Access, Operation, routes
@@ -29,6 +30,7 @@ def operations(router: Router) -> list[Operation]:
         *responses.operations(router),
         *models.OPERATIONS,
         *anthropic.operations(router),
+        *ollama.operations(router),
         *tokenize.OPERATIONS,
         *health.OPERATIONS,
         *speculation.OPERATIONS,

@@ -51,6 +51,8 @@ class RequestBody(Struct, frozen=True, kw_only=True):
     """A body of any API. Fields of type ``Any`` are not supported: a value other than a neutral one
     is refused by name."""
 
+    any_media_type: ClassVar[bool] = False
+    """Whether clients may call JSON by another media type, such as curl's default."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """By field, values besides null that ask for nothing. True and 1 are different."""
 
@@ -127,6 +129,11 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     @property
     def echo_prompts(self) -> list[str | list[int]] | None:
         """The prompts to return before their answers, as text or token ids."""
+        return None
+
+    @property
+    def max_context(self) -> int | None:
+        """The most tokens of a prompt and its answer together. None: the model's context."""
         return None
 
     def check(self) -> None:

@@ -116,10 +116,13 @@ class EngineFleet:
                         self._tell_of_end(child, planned=False)
             model.scaling.note_load(*self._router.state.facts.get("load", {}).get(model.id, ()))
         for message in self._router.take_messages():
-            if message.get("do") == "restart":
-                self.restart(message.get("target"))
-            else:
-                logger.error("the router asks for something unknown: %s", message)
+            match message:
+                case {"do": "restart", "target": target}:
+                    self.restart(target)
+                case {"do": "keep", "target": str(target), "keep_s": keep_s}:
+                    self._keep(target, keep_s)
+                case _:
+                    logger.error("the router asks for something unknown: %s", message)
 
     def _learn_device(self) -> None:
         """Size the memory anew once an engine has said what its device has."""
@@ -232,11 +235,17 @@ class EngineFleet:
 
     def _unload_idle(self) -> None:
         for model in self._models:
-            limit_s = model.entry.settings.idle_unload_s
             in_use = model.entry.pinned or model.state != "ready" or self._rolling.concerns(model)
-            if limit_s and not in_use and model.idle_s >= limit_s:
+            if model.is_due and not in_use:
                 logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
+                model.kept_s = None
                 self._pool.retire(model, model.engines)
+
+    def _keep(self, model_id: str, keep_s: float | None) -> None:
+        """Unload a model after ``keep_s`` without a request, as `FleetModel.kept_s`."""
+        for model in self._models:
+            if model.id == model_id:
+                model.kept_s = keep_s
 
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:

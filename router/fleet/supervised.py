@@ -89,9 +89,12 @@ class Supervised:
     def keep(self, model: ConfiguredModel, keep_s: float | None) -> None:
         """Have ``model`` unloaded after ``keep_s`` without a request; infinity: never, None: as is
         configured."""
+        name = model.names[0]
         told = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
-        if told != model.kept_s and self._channel is not None:
-            self._channel.tell(do="keep", target=model.names[0], keep_s=told)
+        if keep_s != 0:
+            self._used_at[name] = time.monotonic()
+        if self._channel is not None and (keep_s is not None or model.kept_s is not None):
+            self._channel.tell(do="keep", target=name, keep_s=told)
 
     def idle_s(self, model: ConfiguredModel) -> float:
         """Return the seconds since the last request that used ``model``."""

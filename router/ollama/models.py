@@ -34,7 +34,7 @@ from router.ollama.writer import timestamp
 
 _CAPABILITIES = {"tools": "tools", "reasoning": "thinking"}
 _NEVER = "9999-12-31T23:59:59Z"
-_BITS = {"float32": ("F32", 32), "float16": ("F16", 16), "bfloat16": ("BF16", 16)}
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def operations(router: Router) -> list[Operation]:
@@ -164,6 +164,9 @@ def _digest(model_id: str, model: ModelReplicas | None) -> str:
 
 
 def _weights_bytes(router: Router, model_id: str) -> int:
+    model = router.registry.models.get(model_id)
+    if model is not None and model.hello.weights_bytes:
+        return model.hello.weights_bytes
     configured = router.supervised.models.get(model_id)
     return (configured and configured.weights_bytes) or 0
 
@@ -185,24 +188,21 @@ def _details(router: Router, model_id: str) -> OllamaModelDetails:
         family=family,
         families=[family] if family else [],
         parameter_size=size if parameters else "",
-        quantization_level=_precision(config)[0],
+        quantization_level=_precision(config),
     )
 
 
 def _parameters(router: Router, model_id: str) -> int:
-    """Return about how many parameters the model has; 0: not known."""
-    bits = _precision(_config(router, model_id))[1]
-    return int(_weights_bytes(router, model_id) * 8 / bits) if bits else 0
+    model = router.registry.models.get(model_id)
+    return 0 if model is None else model.hello.parameters
 
 
-def _precision(config: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name of the weights' type, and the bits of one; 0: not known."""
+def _precision(config: Mapping[str, Any]) -> str:
+    """Return the name of the weights' type; empty if it is not known."""
     quantization = config.get("quantization")
-    if isinstance(quantization, dict):
-        bits, group = quantization.get("bits"), quantization.get("group_size")
-        if type(bits) is int and type(group) is int and bits > 0 and group > 0:
-            return f"{bits}-bit", bits + 32 / group  # a scale and a bias, of 16 bits each
-    return _BITS.get(str(config.get("dtype", config.get("torch_dtype"))), ("", 0))
+    if isinstance(quantization, dict) and type(bits := quantization.get("bits")) is int:
+        return f"{bits}-bit"
+    return _TYPES.get(str(config.get("dtype", config.get("torch_dtype"))), "")
 
 
 def _model_info(router: Router, model_id: str) -> Iterator[tuple[str, Any]]:

@@ -68,7 +68,7 @@ class OllamaModelDetails(Struct, frozen=True, kw_only=True):
     format: Literal["safetensors"] = "safetensors"
     family: str
     families: list[str]
-    parameter_size: Annotated[str, Meta(description="Estimated from the size of the weights.")]
+    parameter_size: str
     quantization_level: str
 
 

@@ -120,7 +120,9 @@ class EngineFleet:
                 case {"do": "restart", "target": target}:
                     self.restart(target)
                 case {"do": "keep", "target": str(target), "keep_s": keep_s}:
-                    self._keep(target, keep_s)
+                    for model in self._models:
+                        if model.id == target:
+                            model.keep(keep_s)
                 case _:
                     logger.error("the router asks for something unknown: %s", message)
 
@@ -240,12 +242,6 @@ class EngineFleet:
                 logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
                 model.kept_s = None
                 self._pool.retire(model, model.engines)
-
-    def _keep(self, model_id: str, keep_s: float | None) -> None:
-        """Unload a model after ``keep_s`` without a request, as `FleetModel.kept_s`."""
-        for model in self._models:
-            if model.id == model_id:
-                model.kept_s = keep_s
 
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:

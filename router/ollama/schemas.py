@@ -39,7 +39,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(g
 
 
 class OllamaOptions(Struct, frozen=True, kw_only=True):
-    """How an answer is generated. Other options are accepted and have no effect."""
+    """How an answer is generated. ``ignore_eos`` is not Ollama's. Other options
+    are accepted and have no effect."""
 
     num_predict: Limit | None = None
     num_ctx: Natural | None = None
@@ -53,6 +54,7 @@ class OllamaOptions(Struct, frozen=True, kw_only=True):
     repeat_last_n: Extent | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
 
 
 class OllamaFunctionCall(Struct, frozen=True):

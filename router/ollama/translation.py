@@ -129,6 +129,7 @@ def _options(options: OllamaOptions) -> dict[str, Any]:
         "repetition_context_size": _LONGEST if last_n == -1 else last_n or 64,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
+        "ignore_eos": options.ignore_eos,
     }
 
 

@@ -170,6 +170,10 @@ class Unavailable(ApiError, status=503, code="service_unavailable"):
     """No engine can take the request now; a later try may work."""
 
 
+class ModelJobFailed(ApiError, status=500, code="model_job_failed"):
+    """The server itself failed, or a model could not be pulled or deleted."""
+
+
 class EngineLost(Unavailable, code="engine_lost"):
     """The engine was lost, and the request was not tried (or not again) on another one."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from engine.backend import allocation
 from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
+from services.fleet.model_jobs import Kind, ModelJobs
 from services.launched import end_with_parent, keep_rank, launched_hosts
 from services.launcher import ChildSpec, Launcher
 from services.listener import ListenError, base_url, inherited, listen
@@ -45,6 +46,7 @@ from shared.supervisor_link import (
 logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
+_HIDDEN = settings.secret_variables() | {settings.CONFIG_VARIABLE}
 GRACE_S = 5.0
 """The time beyond --drain-timeout-s that a child has to end by itself."""
 
@@ -137,6 +139,15 @@ class Children:
             spare=_command("services.engine_spare") if entry.settings.ranks == 1 else (),
         )
 
+    def model_job(self, kind: Kind, model: str) -> ChildSpec:
+        """Return the spec of a process that downloads or deletes ``model``."""
+        return ChildSpec(
+            name=kind,
+            command=(*_command("services.model_job"), kind, model),
+            environment=self._environment,
+            hidden_variables=_HIDDEN,
+        )
+
     def _spec(
         self,
         name: str,
@@ -149,7 +160,7 @@ class Children:
             name=name,
             command=(*_command(module), *self._private, *flags),
             environment={**self._environment, **environment},
-            hidden_variables=settings.secret_variables() | {settings.CONFIG_VARIABLE},
+            hidden_variables=_HIDDEN,
             **fields,
         )
 
@@ -188,6 +199,9 @@ def _supervise(
     local = LocalLauncher(output, options.spare_engine_after_s)
     launcher: Launcher = local
     make_engine: SpecMaker = children.engine
+    jobs = ModelJobs(
+        lambda kind, name: local.start(children.model_job(kind, name), time.monotonic())
+    )
     if cluster is not None:
         launcher = cluster.launcher(launcher, output)
         make_engine = cluster.placed(make_engine, options)
@@ -223,10 +237,11 @@ def _supervise(
         on_exit=lambda child: fleet.on_exit(child),
         on_hang_up=reload,
     )
-    fleet = EngineFleet(supervisor, make_engine, options, models)
+    fleet = EngineFleet(supervisor, make_engine, options, models, jobs)
     try:
         code = supervisor.run()
     finally:
+        jobs.close()
         local.close()
         output.close()
     if code in (EXIT_FAILED, EXIT_CONFIG):

@@ -63,6 +63,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
             metric_paths=frozenset(operation.path for operation in table),
             public_paths=_paths(table, "open") | page.PATHS,
             metrics_key_paths=_paths(table, "metrics key"),
+            admin_key_paths=_paths(table, "admin key"),
             metrics=router.metrics,
             tracing=tracing,
         )

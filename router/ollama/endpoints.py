@@ -15,7 +15,7 @@ from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest
 from router.fleet.engines import Model
 from router.fleet.router import Router
-from router.ollama import models
+from router.ollama import management, models
 from router.ollama.errors import OllamaError
 from router.ollama.keeping import keep, load_or_unload
 from router.ollama.names import served_name
@@ -43,6 +43,7 @@ def operations(router: Router) -> list[Operation]:
         generating("/api/chat", OllamaChat(router), "Answer a conversation"),
         generating("/api/generate", OllamaGenerate(router), "Answer a prompt, or continue it"),
         *models.operations(router),
+        *management.operations(router),
     ]
 
 

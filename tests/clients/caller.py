@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.model.demo import demo_model_path
-from tests.agents.formats import Format, Step
+from tests.agents.formats import Call, Format, Step
 from tests.agents.model import Script, make_actor
 
-_CALL = Step(calls=(("weather", {"city": "Rome"}),))
+_CALL = Step(calls=(Call("weather", {"city": "Rome"}),))
 
 
 def make_caller(path: Path) -> Path:

@@ -30,7 +30,7 @@ def model(**fields: Any) -> Any:
     return ChatOllama(client_kwargs=HEADERS, **fields)
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]
 def weather(city: str) -> str:
     """Tell the weather."""
     return f"sunny in {city}"

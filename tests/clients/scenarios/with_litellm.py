@@ -90,7 +90,7 @@ def errors_by(way: dict[str, str]) -> None:
 
 
 def cancel_by(way: dict[str, str]) -> None:
-    if way is ANTHROPIC:
+    if way is not OPENAI:
         raise NotApplicable("it cannot close a stream of this API")
     before = aborts()
     messages = [{"role": "user", "content": LONG}]

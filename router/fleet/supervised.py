@@ -157,7 +157,7 @@ class Supervised:
             self._followers[name] -= 1
             if not self._followers[name]:
                 del self._followers[name]
-                if kind == "pull" and last is not None and not last.has_ended:
+                if kind == "pull" and not (last and last.has_ended):
                     self._channel.tell(do="cancel pull", target=name)
 
     # -- demand ----------------------------------------------------------------

@@ -17,6 +17,7 @@ from router.api.operations import Operation
 from router.errors import (
     BODY_ERRORS,
     ApiError,
+    ClientDisconnected,
     InternalError,
     InvalidRequest,
     ManagementForbidden,
@@ -28,7 +29,7 @@ from router.fleet.router import Router
 from router.fleet.supervised import RemoteJob
 from router.fleet.tenants import ADMINISTRATOR
 from router.ollama.errors import OllamaError, error_body
-from router.ollama.names import served_name
+from router.ollama.names import listed_names, served_name
 from router.ollama.objects import OllamaProgress
 from router.ollama.schemas import OllamaModelRequest, OllamaPullRequest
 from router.ollama.writer import MEDIA_TYPE
@@ -78,7 +79,7 @@ async def pull_model(http: Request) -> Response:
     name = _name(router, body)
     states = router.supervised.follow_job("pull", name)
     if body.stream is not False:
-        return StreamingResponse(_lines(name, states), media_type=MEDIA_TYPE)
+        return StreamingResponse(_lines(name, states, http), media_type=MEDIA_TYPE)
     async with cancel_on_disconnect(http.receive), aclosing(states):
         async for job in states:
             if job.state == "failed":
@@ -91,7 +92,7 @@ async def delete_model(http: Request) -> Response:
     body, _ = await read_body(http, router, OllamaModelRequest)
     _check_allowed(http)
     name = _name(router, body)
-    if all(name not in names for names in router.model_names.values()):
+    if name not in _all_names(router):
         raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
     async for job in router.supervised.follow_job("delete", name):
         if job.state == "failed":
@@ -113,14 +114,16 @@ def _name(router: Router, body: OllamaModelRequest) -> str:
 
 
 def _all_names(router: Router) -> set[str]:
-    return {name for names in router.model_names.values() for name in names}
+    return {name for names in listed_names(router).values() for name in names}
 
 
-async def _lines(name: str, states: AsyncGenerator[RemoteJob, None]) -> AsyncIterator[bytes]:
+async def _lines(
+    name: str, states: AsyncGenerator[RemoteJob, None], http: Request
+) -> AsyncIterator[bytes]:
     """Yield the progress of a download. An error becomes the last line."""
     yield _line(OllamaProgress(status="pulling manifest"))
     try:
-        async with aclosing(states):
+        async with cancel_on_disconnect(http.receive), aclosing(states):
             async for job in states:
                 if job.state == "failed":
                     raise ModelJobFailed(f"pull model: {job.reason}")
@@ -129,6 +132,8 @@ async def _lines(name: str, states: AsyncGenerator[RemoteJob, None]) -> AsyncIte
     except ApiError as error:
         yield error_body(error) + b"\n"
         return
+    except ClientDisconnected:
+        raise
     except Exception:
         logger.exception("in the stream of a pull")
         yield error_body(InternalError()) + b"\n"

@@ -19,7 +19,7 @@ from router.fleet.engines import ModelReplicas
 from router.fleet.router import Router
 from router.ollama.errors import OllamaError
 from router.ollama.keeping import seconds_left
-from router.ollama.names import served_name, with_tag
+from router.ollama.names import listed_names, served_name, with_tag
 from router.ollama.objects import (
     OllamaModel,
     OllamaModelDetails,
@@ -67,7 +67,7 @@ async def list_models(http: Request) -> Response:
     router: Router = http.app.state.router
     found = [
         _listed(router, model_id, name)
-        for model_id, names in router.model_names.items()
+        for model_id, names in listed_names(router).items()
         if http.state.tenant.may_use(names)
         for name in names
     ]
@@ -88,7 +88,7 @@ async def show_model(http: Request) -> Response:
     router: Router = http.app.state.router
     body, _ = await read_body(http, router, OllamaModelRequest)
     name = served_name(router, body.wanted)
-    for model_id, names in router.model_names.items():
+    for model_id, names in listed_names(router).items():
         if name in names:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"The API key may not use {name}.", param="model")

@@ -17,3 +17,14 @@ def served_name(router: Router, name: str) -> str:
 
 def with_tag(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + _LATEST
+
+
+def listed_names(router: Router) -> dict[str, list[str]]:
+    """Return the names of each model, by its own name. One that has just been deleted, or whose
+    engines have left, is none."""
+    found = router.registry.models
+    return {
+        model_id: names
+        for model_id, names in router.model_names.items()
+        if model_id in router.supervised.models or found[model_id].engines
+    }

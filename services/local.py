@@ -20,7 +20,7 @@ from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
 from services.fleet.model_jobs import Kind, ModelJobs
 from services.launched import end_with_parent, keep_rank, launched_hosts
-from services.launcher import ChildSpec, Launcher
+from services.launcher import ChildSpec, LaunchedProcess, Launcher
 from services.listener import ListenError, base_url, inherited, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
@@ -139,14 +139,19 @@ class Children:
             spare=_command("services.engine_spare") if entry.settings.ranks == 1 else (),
         )
 
-    def model_job(self, kind: Kind, model: str) -> ChildSpec:
-        """Return the spec of a process that downloads or deletes ``model``."""
-        return ChildSpec(
-            name=kind,
-            command=(*_command("services.model_job"), kind, model),
-            environment=self._environment,
-            hidden_variables=_HIDDEN,
-        )
+    def model_jobs(self, launcher: Launcher) -> ModelJobs:
+        """Return what downloads and deletes models, in processes that ``launcher`` starts."""
+
+        def start(kind: Kind, model: str) -> LaunchedProcess:
+            spec = ChildSpec(
+                name=kind,
+                command=(*_command("services.model_job"), kind, model),
+                environment=self._environment,
+                hidden_variables=_HIDDEN,
+            )
+            return launcher.start(spec, time.monotonic())
+
+        return ModelJobs(start)
 
     def _spec(
         self,
@@ -199,9 +204,6 @@ def _supervise(
     local = LocalLauncher(output, options.spare_engine_after_s)
     launcher: Launcher = local
     make_engine: SpecMaker = children.engine
-    jobs = ModelJobs(
-        lambda kind, name: local.start(children.model_job(kind, name), time.monotonic())
-    )
     if cluster is not None:
         launcher = cluster.launcher(launcher, output)
         make_engine = cluster.placed(make_engine, options)
@@ -237,11 +239,11 @@ def _supervise(
         on_exit=lambda child: fleet.on_exit(child),
         on_hang_up=reload,
     )
-    fleet = EngineFleet(supervisor, make_engine, options, models, jobs)
+    fleet = EngineFleet(supervisor, make_engine, options, models, children.model_jobs(local))
     try:
         code = supervisor.run()
     finally:
-        jobs.close()
+        fleet.close()
         local.close()
         output.close()
     if code in (EXIT_FAILED, EXIT_CONFIG):

@@ -48,13 +48,11 @@ class StreamOptions(Struct, frozen=True):
 
 
 class RequestBody(Struct, frozen=True, kw_only=True):
-    """A body of any API. Fields of type ``Any`` are not supported: a value other than a neutral one
-    is refused by name."""
+    """A body of any API. Fields of type ``Any`` are refused by name unless they are neutral."""
 
-    any_media_type: ClassVar[bool] = False
-    """Whether clients may call JSON by another media type, such as curl's default."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """By field, values besides null that ask for nothing. True and 1 are different."""
+    any_media_type: ClassVar[bool] = False  # whether JSON may come under another type's name
 
     def check(self) -> None:
         """Raise `InvalidRequest` for fields that do not go together."""

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.model.load import DEMOS, HUB_ID
 from services.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
 from services.fleet.memory import budgets, entry_bytes, placed_bytes, total_bytes
 from services.fleet.model import FleetModel
-from services.fleet.model_jobs import Kind, ModelJobs, pulled_entry
+from services.fleet.model_jobs import Kind, ModelJobs, can_be_pulled, pulled_entry
 from services.fleet.rolling import RollingRestart
 from services.launcher import LaunchedProcess
 from services.managed_child import ManagedChild
@@ -113,6 +112,11 @@ class EngineFleet:
         self._size_budgets()
         self._load_what_fits()
 
+    def close(self) -> None:
+        """End what downloads and deletes models."""
+        if self._jobs is not None:
+            self._jobs.close()
+
     # -- the router ------------------------------------------------------------
 
     def _listen(self, now: float) -> None:
@@ -190,7 +194,7 @@ class EngineFleet:
         for model in self._models:
             if name in model.entry.names:
                 path = model.entry.settings.model
-        if kind == "pull" and path == name and not HUB_ID.fullmatch(name) and name not in DEMOS:
+        if kind == "pull" and path == name and not can_be_pulled(name):
             refusal = f"'{name}' is no name of the hub, which are OWNER/MODEL"
         elif kind == "delete" and all(name != entry.id for entry in self._pulled):
             refusal = f"{name} is a model of the configuration, or of another server"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.model.load import DEMOS, HUB_ID
 from services.launcher import LaunchedProcess
 from services.managed_child import describe_exit
 from shared.exits import EXIT_OK
@@ -118,6 +119,11 @@ class ModelJobs:
         logger.log(
             logging.ERROR if failure else logging.INFO, "%s %s: %s", job.kind, job.name, what
         )
+
+
+def can_be_pulled(name: str) -> bool:
+    """Return whether the hub may have a model of this name, or it is the demo."""
+    return name in DEMOS or (HUB_ID.fullmatch(name) is not None and not name.startswith("."))
 
 
 def pulled_entry(settings: Settings, name: str) -> ModelEntry:

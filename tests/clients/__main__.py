@@ -31,8 +31,8 @@ from tests.clients.matrix import (  # noqa: E402
     tests_table,
 )
 from tests.clients.reciter import make_reciter  # noqa: E402
-from tests.clients.tables import write_tables  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
+from tests.page_tables import write_tables  # noqa: E402
 
 KEY = "a-secret-key"
 SERVED = "a-model"

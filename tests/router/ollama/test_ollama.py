@@ -246,7 +246,8 @@ def test_repeat_last_n_bounds_what_is_penalized(
 def test_without_num_predict_only_the_context_and_the_server_limit_an_answer(
     server: Server, engine: ScriptedEngine
 ) -> None:
-    for options in ({}, {"num_predict": -1}, {"num_predict": -2}, {"num_predict": 10**6}):
+    for most in (None, -1, 0, -2, 10**6):
+        options = {"num_predict": most}
         post(server, "chat", messages=HI, options=options)
         submit = engine.got(Submit)[-1]
         assert submit.max_tokens == 2000 - len(submit.token_ids)
@@ -328,7 +329,12 @@ def test_a_last_message_of_the_assistant_is_continued(
 
 
 def test_an_empty_request_loads_the_model(server: Server, engine: ScriptedEngine) -> None:
-    for path, fields in (("chat", {"messages": []}), ("chat", {}), ("generate", {})):
+    empty: list[tuple[str, dict[str, Any]]] = [
+        ("chat", {"messages": []}),
+        ("chat", {}),
+        ("generate", {}),
+    ]
+    for path, fields in empty:
         body = post(server, path, **fields).json()
         assert body["done"] and body["done_reason"] == "load" and not body.keys() & FIGURES
     assert not engine.got(Submit)

@@ -70,7 +70,7 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
         try:
             await super().respond_to(body, size, http, send)
         finally:
-            keep(self._router, body, name)
+            keep(self._router, body, name, http.state.tenant)
 
     def empty_answer(self, **fields: Any) -> OllamaAnswer:
         raise NotImplementedError
@@ -98,7 +98,7 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
             prompts = render(request, model, cache_scope)
             limit = _longest_prompt(request, model)
             shorter = partial(render, model=model, cache_scope=cache_scope)
-            prompts = truncate_to_fit(prompts, request, limit, lambda cut: shorter(cut))
+            prompts = truncate_to_fit(prompts, request, limit, shorter)
         else:
             prompts = render(request, model, cache_scope, check_length)
         if not request.earlier_tokens:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from router.api.endpoints import loaded_model
 from router.errors import EndpointNotSupported, InvalidRequest, ManagementForbidden, ModelForbidden
 from router.fleet.router import Router
+from router.fleet.tenants import Tenant
 from router.ollama.objects import DoneReason
 from router.ollama.schemas import OllamaRequest
 
@@ -27,15 +28,16 @@ async def load_or_unload(
         _unload(router, name, http)
         return "unload"
     await loaded_model(router, name, http)
-    keep(router, body, name)
+    keep(router, body, name, http.state.tenant)
     return "load"
 
 
-def keep(router: Router, body: OllamaRequest, name: str) -> None:
+def keep(router: Router, body: OllamaRequest, name: str, tenant: Tenant) -> None:
     """Let the model that is served as ``name`` stay as long as ``body``, which has been answered,
-    says; or as is configured, if it says nothing."""
+    says; or as is configured, if it says nothing. A ``tenant`` that may not use it decides
+    nothing."""
     model = router.supervised.find(name)
-    if model is not None and router.settings.ollama_manage:
+    if router.settings.ollama_manage and model is not None and tenant.may_use(model.names):
         router.supervised.keep(model, body.keep_s)
 
 

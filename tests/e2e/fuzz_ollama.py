@@ -42,14 +42,14 @@ _FIELDS: dict[str, list[Any]] = {
     "top_logprobs": [0, 20],
     "truncate": [True, False],
 }
-_CHAT = {
+_CHAT: dict[str, list[Any]] = {
     "tools": [
         [],
         [{"type": "function", "function": {"name": "weather", "parameters": _SCHEMA}}],
         [{"type": "function", "function": {"name": "weather"}}],
     ]
 }
-_GENERATE = {
+_GENERATE: dict[str, list[Any]] = {
     "raw": [True, False],
     "system": ["", "be kind"],
     "context": [[], [1, 2, 3], [10**6]],

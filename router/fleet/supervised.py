@@ -147,6 +147,11 @@ class Supervised:
             while not (last and last.has_ended):
                 job = self.jobs.get(name)
                 if job is not None and job.number > ended and job != last:
+                    if job.kind != kind:
+                        raise Unavailable(
+                            f"{name} is just being {'pull' if job.kind == 'pull' else 'delet'}ed.",
+                            retry_after_s=5,
+                        )
                     last = job
                     yield job
                     continue
@@ -157,7 +162,7 @@ class Supervised:
             self._followers[name] -= 1
             if not self._followers[name]:
                 del self._followers[name]
-                if kind == "pull" and not (last and last.has_ended):
+                if kind == "pull" and (last is None or not last.has_ended):
                     self._channel.tell(do="cancel pull", target=name)
 
     # -- demand ----------------------------------------------------------------

@@ -190,6 +190,8 @@ class EngineFleet:
         if self._jobs is None:
             logger.error("the router asks for a model, which is not possible here: %s", name)
             return
+        if self._jobs.is_running(name):
+            return
         refusal, path = "", name
         for model in self._models:
             if name in model.entry.names:

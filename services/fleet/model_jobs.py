@@ -25,6 +25,8 @@ StartJob = Callable[[Kind, str], LaunchedProcess]
 MOST_AT_ONCE = 4
 KEPT_S = 30.0
 """How long the result of a job is told."""
+MOST_KEPT = 64
+_REASON_CHARS = 500
 
 
 @dataclass
@@ -55,10 +57,14 @@ class ModelJobs:
 
     def begin(self, kind: Kind, name: str, path: str, refusal: str = "") -> None:
         """Begin a job about the model called ``name``, unless there is one, or a ``refusal``."""
-        running = [job for job in self._jobs.values() if job.state == "running"]
-        if any(job.name == name for job in running):
+        if self.is_running(name):
             return
+        running = [job for job in self._jobs.values() if job.state == "running"]
+        ended = [job for job in self._jobs.values() if job.state != "running"]
+        for old in ended[: max(0, len(ended) - MOST_KEPT)]:
+            del self._jobs[old.name]
         self._number += 1
+        self._jobs.pop(name, None)  # the newest is the last
         job = self._jobs[name] = ModelJob(kind, name, self._number)
         if not refusal and len(running) >= MOST_AT_ONCE:
             refusal = f"{len(running)} models are pulled or deleted already"
@@ -69,6 +75,9 @@ class ModelJobs:
             refusal = f"no process could be started ({error.strerror})"
         if refusal:
             self._end(job, refusal)
+
+    def is_running(self, name: str) -> bool:
+        return name in self._jobs and self._jobs[name].state == "running"
 
     def cancel(self, name: str) -> None:
         """Stop a download. What has come is kept: the next one goes on from there."""
@@ -114,6 +123,7 @@ class ModelJobs:
 
     def _end(self, job: ModelJob, failure: str) -> None:
         job.process, job.ended_at = None, time.monotonic()
+        failure = failure[:_REASON_CHARS]
         job.state, job.reason = "failed" if failure else "done", failure
         what = f"failed: {failure}" if failure else "done"
         logger.log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -91,6 +92,25 @@ def test_only_what_was_pulled_is_deleted() -> None:
     ask(run, "delete", "a")
     assert "configuration" in run.jobs["a"]["reason"] and not run.job_processes
     assert run.states == {"a": "ready"}
+
+
+def test_a_model_is_not_deleted_while_it_is_pulled_again() -> None:
+    run = FleetRun(3 * GB, [entry("a")])
+    run.settle()
+    ask(run, "pull", "me/b")
+    finish(run, 0)
+    ask(run, "pull", "me/b")
+    ask(run, "delete", "me/b")
+    assert run.jobs["me/b"]["kind"] == "pull" and "me/b" in run.states
+
+
+def test_no_more_results_are_kept_than_a_message_holds() -> None:
+    run = FleetRun(3 * GB, [entry("a")])
+    run.settle()
+    for number in range(3 * model_jobs.MOST_KEPT):
+        ask(run, "pull", f"{number}" + "x" * 500)
+    assert len(run.jobs) <= model_jobs.MOST_KEPT + 1
+    assert len(json.dumps(run.router.told[-1])) < 256 * 1024
 
 
 def test_results_are_told_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,14 +97,17 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class Forbidden(ApiError, status=403, type="permission_error"):
-    """The API key may not use the model, or is not the admin key, or a server without keys is
-    called by a name that is not its own."""
+    """The API key may not use the model, or not manage models, or is not the admin key, or a server
+    without keys is called by a name that is not its own."""
 
 
 class ModelForbidden(Forbidden, code="model_not_allowed"): ...
 
 
 class AdminForbidden(Forbidden, code="admin_key_needed"): ...
+
+
+class ManagementForbidden(Forbidden, code="management_not_allowed"): ...
 
 
 class HostForbidden(Forbidden, code="host_not_allowed"): ...
@@ -165,6 +168,10 @@ class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_
 
 class Unavailable(ApiError, status=503, code="service_unavailable"):
     """No engine can take the request now; a later try may work."""
+
+
+class ModelJobFailed(ApiError, status=500, code="model_job_failed"):
+    """The server itself failed, or a model could not be pulled or deleted."""
 
 
 class EngineLost(Unavailable, code="engine_lost"):

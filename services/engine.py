@@ -231,6 +231,8 @@ def _hello(
         model=names[0],
         aliases=list(names[1:]),
         fingerprint=f"{loaded.fingerprint}{loaded.adapter}",
+        parameters=loaded.parameters,
+        weights_bytes=sum(file.stat().st_size for file in loaded.weight_files),
         context_length=loaded.context_length,
         vocab_size=loaded.vocab_size,
         block_size=options.block_size,

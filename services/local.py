@@ -18,8 +18,9 @@ from typing import Any
 from engine.backend import allocation
 from services.fleet.engine_pool import SpecMaker
 from services.fleet.fleet import ROUTER, EngineFleet
+from services.fleet.model_jobs import Kind, ModelJobs
 from services.launched import end_with_parent, keep_rank, launched_hosts
-from services.launcher import ChildSpec, Launcher
+from services.launcher import ChildSpec, LaunchedProcess, Launcher
 from services.listener import ListenError, base_url, inherited, listen
 from services.local_launcher import LocalLauncher
 from services.managed_child import Limits
@@ -45,6 +46,7 @@ from shared.supervisor_link import (
 logger = logging.getLogger(__name__)
 
 PROG = "mlx-lm-server"
+_HIDDEN = settings.secret_variables() | {settings.CONFIG_VARIABLE}
 GRACE_S = 5.0
 """The time beyond --drain-timeout-s that a child has to end by itself."""
 
@@ -137,6 +139,20 @@ class Children:
             spare=_command("services.engine_spare") if entry.settings.ranks == 1 else (),
         )
 
+    def model_jobs(self, launcher: Launcher) -> ModelJobs:
+        """Return what downloads and deletes models, in processes that ``launcher`` starts."""
+
+        def start(kind: Kind, model: str) -> LaunchedProcess:
+            spec = ChildSpec(
+                name=kind,
+                command=(*_command("services.model_job"), kind, model),
+                environment=self._environment,
+                hidden_variables=_HIDDEN,
+            )
+            return launcher.start(spec, time.monotonic())
+
+        return ModelJobs(start)
+
     def _spec(
         self,
         name: str,
@@ -149,7 +165,7 @@ class Children:
             name=name,
             command=(*_command(module), *self._private, *flags),
             environment={**self._environment, **environment},
-            hidden_variables=settings.secret_variables() | {settings.CONFIG_VARIABLE},
+            hidden_variables=_HIDDEN,
             **fields,
         )
 
@@ -223,10 +239,11 @@ def _supervise(
         on_exit=lambda child: fleet.on_exit(child),
         on_hang_up=reload,
     )
-    fleet = EngineFleet(supervisor, make_engine, options, models)
+    fleet = EngineFleet(supervisor, make_engine, options, models, children.model_jobs(local))
     try:
         code = supervisor.run()
     finally:
+        fleet.close()
         local.close()
         output.close()
     if code in (EXIT_FAILED, EXIT_CONFIG):

@@ -185,6 +185,8 @@ def _endpoints(document: dict[str, Any]) -> str:
 def _key(path: str, operation: dict[str, Any]) -> str:
     if not operation["security"]:
         return ""
+    if path in ("/api/pull", "/api/delete"):
+        return "`--admin-key` or `--ollama-manage`"
     if path.startswith("/admin/"):
         return "`--admin-key`"
     return "`--metrics-key`" if path in ("/metrics", "/page/feed") else "`--api-key`"

@@ -50,6 +50,7 @@ class LoadedModel:
     context_length: int  # the longest sequence that is served, in tokens
     vocab_size: int  # the width of the logits, which may exceed the tokenizer's vocabulary
     eos_token_ids: tuple[int, ...]
+    parameters: int
     tokenizer_files: dict[str, Path]
     """By name, those of `shared.wire.TOKENIZER_FILES` that the model has."""
 
@@ -100,12 +101,15 @@ def load(
     Raises `ModelUnavailable` if mlx-lm cannot load it (files are missing, the architecture is
     unknown, or it brings code of its own without ``trust_remote_code``), and `AdapterUnusable`.
     """
+    from mlx_lm.utils import get_total_parameters
+
     if adapter_path is not None:
         adapter.check(adapter_path)
     options = tokenizer_options or TokenizerOptions()
     model, tokenizer, config = _load_with_mlx_lm(
         path, options, trust_remote_code, lazy=group is not None
     )
+    parameters = get_total_parameters(model)
     if group is not None:
         sharding.shard(model, group, str(path))
     if adapter_path is not None:
@@ -124,6 +128,7 @@ def load(
         context_length=served_context(model, context_length(config), max_kv_size),
         vocab_size=config_int(config, "vocab_size") or len(tokenizer.vocab),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        parameters=parameters,
         tokenizer_files={name: path / name for name in TOKENIZER_FILES if (path / name).is_file()},
     )
 

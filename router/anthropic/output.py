@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import partial
-from typing import Any
-
-import msgspec
 
 from router.anthropic.objects import (
     ContentBlock,
@@ -24,7 +21,7 @@ from router.anthropic.objects import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from router.api.output import OpenBlock, OutputBuilder
+from router.api.output import OpenBlock, OutputBuilder, json_object
 from router.tokens.reply_parser import CallDelta
 
 
@@ -83,16 +80,7 @@ class _OpenToolUse(_OpenContentBlock):
         self._name = call.name or ""
 
     def block(self) -> ToolUseBlock:
-        return ToolUseBlock(self._id, self._name, _json_object(self.text))
+        return ToolUseBlock(self._id, self._name, json_object(self.text))
 
     def extend(self, delta: str) -> list[MessageStreamEvent]:
         return [ContentBlockDeltaEvent(self.index, InputJsonDelta(delta))]
-
-
-def _json_object(arguments: str) -> dict[str, Any]:
-    """Return ``arguments`` decoded; an empty object if the reply was cut within them."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

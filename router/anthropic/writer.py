@@ -23,7 +23,7 @@ from router.anthropic.objects import (
 from router.anthropic.output import ContentBlockBuilder
 from router.anthropic.schemas import MessagesRequest
 from router.api.output import encode_events
-from router.api.sse import encode_event
+from router.api.sse import MEDIA_TYPE, encode_event
 from router.errors import ApiError
 from router.fleet.engines import Model
 from router.generation.choice import Choice, OutputDelta
@@ -35,6 +35,7 @@ class MessageWriter:
 
     def __init__(self, body: MessagesRequest, model: Model) -> None:
         self.id = "msg_" + uuid.uuid4().hex
+        self.stream_type = MEDIA_TYPE
         self.keep_alive = encode_events(PingEvent())
         self.repeats_request = False
         self._model = body.model or model.names[0]

@@ -37,7 +37,7 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
     Raises what `receive_body` and `parse_body` raise.
     """
     max_bytes = router.settings.max_request_bytes
-    raw, encoding = await receive_body(request, max_bytes)
+    raw, encoding = await receive_body(request, max_bytes, any_media_type=body_type.any_media_type)
 
     def parse() -> tuple[_Body, int]:
         body = raw if encoding is None else _decompress(raw, encoding, max_bytes)
@@ -48,14 +48,21 @@ async def read_body(request: Request, router: Router, body_type: type[_Body]) ->
 
 
 async def receive_body(
-    request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+    request: Request,
+    max_bytes: int,
+    timeout_s: float = BODY_TIMEOUT_S,
+    *,
+    any_media_type: bool = False,
 ) -> tuple[bytes, str | None]:
     """Return the body as it was sent, with at most ``max_bytes``, and its compression, if any.
 
     Raises `UnsupportedMediaType` for another media type or an unknown compression,
-    `BodyTooLarge`, `BodyTimeout`, and `ClientDisconnected`.
+    `BodyTooLarge`, `BodyTimeout`, and `ClientDisconnected`. With ``any_media_type`` only pages of
+    browsers have to say that they send JSON: any page may send a form anywhere, without being asked
+    for permission, and browsers name its origin.
     """
-    _check_media_type(request.headers.get("content-type"))
+    if not any_media_type or "origin" in request.headers:
+        _check_media_type(request.headers.get("content-type"))
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
     if encoding != "identity" and encoding not in _WINDOW_BITS:
         raise UnsupportedMediaType(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -55,6 +56,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
     body_type: type[_Body]
     response_type: ClassVar[Any]
     event_type: ClassVar[Any]
+    stream_media_type: ClassVar[str] = "text/event-stream"
     stream_terminator: ClassVar[str | None] = None
     error_type: ClassVar[Any] = ErrorResponse
     example: ClassVar[Mapping[str, Any]]
@@ -122,23 +124,26 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             raise
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        router = self._router
         http = Request(scope, receive)
-        tenant: Tenant = scope["state"]["tenant"]
-        body, size = await read_body(http, router, self.body_type)
+        body, size = await read_body(http, self._router, self.body_type)
+        await self.respond_to(body, size, http, send)
+
+    async def respond_to(self, body: _Body, size: int, http: Request, send: Send) -> None:
+        """Answer ``body``, which has ``size`` bytes. Raises `ApiError` and `ClientDisconnected`."""
+        router = self._router
+        state = http.scope["state"]
+        tenant: Tenant = state["tenant"]
         size += self.stored_bytes(body)
         request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
-        if (unloaded := router.unloaded_model(request.model, tenant)) is not None:
-            async with cancel_on_disconnect(receive):
-                await router.wait_until_loaded(unloaded, tenant)
-        model = router.model_for(request.model, tenant)
+        began = time.monotonic()
+        model = await loaded_model(router, request.model, http)
         writer = self.writer(body, model)
-        state = scope["state"]
         generation = Generation(
             router, model, request, writer.id, tenant, state.get("traceparent", "")
         )
+        generation.load_s = time.monotonic() - began
         state["generation"] = generation  # for the log and for traces
-        async with router.admit(tenant, model, scope["state"]["limits_left"]):
+        async with router.admit(tenant, model, state["limits_left"]):
             with generation:
                 await self._answer(generation, request, body, size, writer, http, send)
 
@@ -308,6 +313,16 @@ async def _abort_on_disconnect(receive: Receive, generation: Generation) -> Asyn
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+async def loaded_model(router: Router, name: str | None, http: Request) -> Model:
+    """Return the model called ``name``, after waiting until it is loaded. Raises what
+    `Router.loaded_model` raises, and `ClientDisconnected`."""
+    tenant: Tenant = http.state.tenant
+    if router.unloaded_model(name, tenant) is None:
+        return router.model_for(name, tenant)
+    async with cancel_on_disconnect(http.receive):
+        return await router.loaded_model(name, tenant)
 
 
 @asynccontextmanager

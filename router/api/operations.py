@@ -60,6 +60,8 @@ class Operation:
     """Headers of the answer, with their descriptions."""
     event_type: Any = None
     """The data of a server-sent event; None if the answer is never a stream."""
+    stream_media_type: str = "text/event-stream"
+    """Events are lines of JSON if it is another."""
     stream_terminator: str | None = None
     """The data of the last event, if that is not an ``event_type``."""
     errors: tuple[type[ApiError], ...] = ()
@@ -101,6 +103,7 @@ def generation_operation(
         example=endpoint_type.example,
         response_type=endpoint_type.response_type,
         event_type=endpoint_type.event_type,
+        stream_media_type=endpoint_type.stream_media_type,
         stream_terminator=endpoint_type.stream_terminator,
         headers={
             "x-seed": "The seed of the generation, drawn at random if none was given.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -110,3 +110,13 @@ def encode_events(*events: msgspec.Struct) -> bytes:
         encode_event(msgspec.json.encode(event), str(event.__struct_config__.tag))
         for event in events
     )
+
+
+def json_object(arguments: str) -> dict[str, Any]:
+    """Return the ``arguments`` of a call decoded; an empty object if the reply was cut within
+    them."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+MEDIA_TYPE = b"text/event-stream; charset=utf-8"
+
 _BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
 """U+0085, U+2028, U+2029: legal in JSON, but many clients also split lines there."""
 

@@ -107,7 +107,7 @@ class EventStream:
                 "type": "http.response.start",
                 "status": 200,
                 "headers": [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"content-type", self._writer.stream_type),
                     (b"cache-control", b"no-cache"),
                     (b"x-accel-buffering", b"no"),
                     *headers,

@@ -19,6 +19,8 @@ class OutputWriter(Protocol):
     """
 
     id: str
+    stream_type: bytes
+    """The media type of a stream."""
     keep_alive: bytes
     """Sent while no event is due, to show that the connection is alive."""
     repeats_request: bool

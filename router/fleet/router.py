@@ -194,6 +194,13 @@ class Router:
             await self.rate_limits.admit_request(tenant, headers)
             yield
 
+    @property
+    def model_names(self) -> dict[str, list[str]]:
+        """The names of each model that is configured or has joined, by its own name."""
+        configured = {each.names[0]: each.names for each in self.supervised.models.values()}
+        joined = {model.id: model.names for model in self.registry.models.values()}
+        return {**configured, **joined}
+
     def unloaded_model(self, name: str | None, tenant: Tenant) -> ConfiguredModel | None:
         """Return the model called ``name`` if it has to be loaded for a request of ``tenant``."""
         configured = self.supervised.find(name)

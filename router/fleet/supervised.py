@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import msgspec
+
+from router.errors import EndpointNotSupported, Unavailable
+
+_LOOK_AGAIN_S = 0.1
+_BEGIN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +32,24 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     engines: list[str] = []
     load_s: float | None = None  # how long its last load took
+    weights_bytes: int | None = None
+    idle_unload_s: float = 0.0  # as configured; 0: it is never unloaded
+    kept_s: float | None = None  # as a request said instead; below 0: for ever
+
+
+class RemoteJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that the supervisor pulls or deletes, or did a moment ago."""
+
+    kind: Literal["pull", "delete"]
+    number: int
+    state: Literal["running", "done", "failed"]
+    reason: str = ""
+    completed: int = 0  # bytes
+    total: int = 0  # as far as it is known
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state != "running"
 
 
 class SupervisorChannel(Protocol):
@@ -44,6 +69,9 @@ class Supervised:
         """Set once the supervisor has said which models there are."""
         self.models: dict[str, ConfiguredModel] = {}
         """By their own names, in the order of the configuration."""
+        self.jobs: dict[str, RemoteJob] = {}
+        """By the names of models; of each the last."""
+        self._followers: Counter[str] = Counter()
         self.restarting = False
         """Whether engines are being exchanged."""
         self._waiting: dict[str, int] = {}
@@ -53,6 +81,7 @@ class Supervised:
         """Take what the supervisor says of the models."""
         try:
             self.models = msgspec.convert(message["models"], dict[str, ConfiguredModel])
+            self.jobs = msgspec.convert(message.get("jobs", {}), dict[str, RemoteJob])
         except msgspec.ValidationError as error:
             logger.error("the supervisor says something unknown: %s", error)
         self.restarting = bool(message.get("restarting"))
@@ -81,6 +110,60 @@ class Supervised:
         """Exchange the engine or the engines of the model ``target``, or all engines, one at a
         time. Return False without a supervisor that could be told."""
         return self._channel is not None and self._channel.tell(do="restart", target=target)
+
+    def keep(self, model: ConfiguredModel, keep_s: float | None) -> None:
+        """Have ``model`` unloaded after ``keep_s`` without a request; infinity: never, None: as is
+        configured."""
+        name = model.names[0]
+        told = keep_s if keep_s is None or math.isfinite(keep_s) else -1.0
+        if keep_s != 0:
+            self._used_at[name] = time.monotonic()
+        if self._channel is not None and (keep_s is not None or model.kept_s is not None):
+            self._channel.tell(do="keep", target=name, keep_s=told)
+
+    def idle_s(self, model: ConfiguredModel) -> float:
+        """Return the seconds since the last request that used ``model``."""
+        now = time.monotonic()
+        return now - self._used_at.get(model.names[0], now)
+
+    async def follow_job(
+        self, kind: Literal["pull", "delete"], name: str
+    ) -> AsyncGenerator[RemoteJob, None]:
+        """Begin to pull or delete the model ``name``, or join who does, and yield each state of it
+        until it has ended. A download that nobody follows any more is cancelled.
+
+        Raises `EndpointNotSupported` where there is no supervisor that could, and `Unavailable`.
+        """
+        before = self.jobs.get(name)
+        ended = before.number if before is not None and before.has_ended else -1
+        if self._channel is None:
+            raise EndpointNotSupported("The models of this router are not its own to manage.")
+        if not self._channel.tell(do=kind, target=name):
+            raise Unavailable("The supervisor takes no message now.", retry_after_s=1)
+        deadline = time.monotonic() + _BEGIN_S
+        last: RemoteJob | None = None
+        self._followers[name] += 1
+        try:
+            while not (last and last.has_ended):
+                job = self.jobs.get(name)
+                if job is not None and job.number > ended and job != last:
+                    if job.kind != kind:
+                        raise Unavailable(
+                            f"{name} is just being {'pull' if job.kind == 'pull' else 'delet'}ed.",
+                            retry_after_s=5,
+                        )
+                    last = job
+                    yield job
+                    continue
+                if last is None and time.monotonic() > deadline:
+                    raise Unavailable("The supervisor has not begun it in time.", retry_after_s=1)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        finally:
+            self._followers[name] -= 1
+            if not self._followers[name]:
+                del self._followers[name]
+                if kind == "pull" and (last is None or not last.has_ended):
+                    self._channel.tell(do="cancel pull", target=name)
 
     # -- demand ----------------------------------------------------------------
 

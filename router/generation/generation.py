@@ -78,7 +78,9 @@ class Generation:
         self._finished: set[Choice] = set()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._prompt_logprobs: dict[RemoteSequence, bytes] = {}
-        self._started_at = time.monotonic()
+        self.load_s = 0.0
+        """The time that the request has waited for its model to be loaded, before this."""
+        self.started_at = time.monotonic()
         self.stream_error: ApiError | None = None
         """What ended a stream, as its last event says."""
 
@@ -128,7 +130,8 @@ class Generation:
         large.
         """
         check_vocabulary(self._request, self.model)
-        limits = [check_lengths(self.model, each, max_tokens) for each in prompts]
+        bound = self._request.max_context
+        limits = [check_lengths(self.model, each, max_tokens, bound) for each in prompts]
         check_num_entries(self._request, prompts, limits)
         return limits
 
@@ -315,7 +318,7 @@ class Generation:
         self._release()
         if self.finished and self.choices:
             end_to_end = self._router.metrics.end_to_end.labels(self.model.replicas.id)
-            end_to_end.observe(time.monotonic() - self._started_at)
+            end_to_end.observe(time.monotonic() - self.started_at)
 
     def _release(self) -> None:
         for choice in self.choices:

@@ -111,8 +111,12 @@ def check_prediction_length(model: Model, num_tokens: int) -> None:
         )
 
 
-def check_lengths(model: Model, prompt: Sequence[int], max_tokens: int | None) -> int:
+def check_lengths(
+    model: Model, prompt: Sequence[int], max_tokens: int | None, max_context: int | None = None
+) -> int:
     """Return the max_tokens of ``prompt``: ``max_tokens``, cut to what the context leaves.
+
+    The context has at most ``max_context`` tokens, if that is given.
 
     Raises `ContextLengthExceeded` or `InvalidRequest`.
     """
@@ -120,6 +124,14 @@ def check_lengths(model: Model, prompt: Sequence[int], max_tokens: int | None) -
     if not prompt:
         raise InvalidRequest("The prompt is empty.", param="prompt")
     check_prompt_length(model, len(prompt))
+    if max_context is not None and max_context < context:
+        context = max_context
+        if len(prompt) >= context:
+            raise ContextLengthExceeded(
+                f"The prompt has {len(prompt)} tokens; with one more to generate that is over the"
+                f" {context} that the request allows.",
+                param="prompt",
+            )
     if max_tokens is not None and max_tokens > settings.max_generation_tokens:
         raise InvalidValue(
             f"'max_tokens' is {max_tokens}, over the limit of {settings.max_generation_tokens}.",

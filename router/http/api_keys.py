@@ -101,14 +101,17 @@ class SingleKey:
 
 
 class AdminKey:
-    """The key of ``/admin``, where there is one. Keys of ``keys`` are known, and do not suffice."""
+    """The key of ``/admin`` and of ``paths``, where there is one. Keys of ``keys`` are known, and
+    do not suffice."""
 
-    def __init__(self, key: str | None, keys: ApiKeys) -> None:
+    def __init__(self, key: str | None, keys: ApiKeys, paths: frozenset[str]) -> None:
+        self._paths = paths
         self._digest = None if key is None else digest(key)
         self._keys = keys
 
     def guards(self, path: str) -> bool:
-        return self._digest is not None and path.startswith("/admin/")
+        is_guarded = path.startswith("/admin/") or path in self._paths
+        return self._digest is not None and is_guarded
 
     def check(self, headers: Headers) -> Tenant:
         """Return who administrates. Raises `AdminForbidden` and `Unauthorized`."""

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 import router.anthropic.endpoints as anthropic
+import router.ollama.endpoints as ollama
 import router.openai.endpoints as openai
 import router.responses.endpoints as responses
 from router.api.operations import Access, Operation, routes
@@ -29,6 +30,7 @@ def operations(router: Router) -> list[Operation]:
         *responses.operations(router),
         *models.OPERATIONS,
         *anthropic.operations(router),
+        *ollama.operations(router),
         *tokenize.OPERATIONS,
         *health.OPERATIONS,
         *speculation.OPERATIONS,
@@ -61,6 +63,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
             metric_paths=frozenset(operation.path for operation in table),
             public_paths=_paths(table, "open") | page.PATHS,
             metrics_key_paths=_paths(table, "metrics key"),
+            admin_key_paths=_paths(table, "admin key"),
             metrics=router.metrics,
             tracing=tracing,
         )

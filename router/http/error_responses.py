@@ -7,14 +7,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from router.anthropic.errors import error_body, is_anthropic_path
+import router.anthropic.errors as anthropic
+import router.ollama.errors as ollama
 from router.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     state = scope["state"]
-    anthropic = is_anthropic_path(state["path"])
-    body = error_body(error, state["request_id"]) if anthropic else error.body()
+    if anthropic.is_anthropic_path(state["path"]):
+        body = anthropic.error_body(error, state["request_id"])
+    elif ollama.is_ollama_path(state["path"]):
+        body = ollama.error_body(error)
+    else:
+        body = error.body()
     return Response(body, error.status, headers=error.headers(), media_type="application/json")
 
 

@@ -38,17 +38,19 @@ class RequestMiddleware:
         metric_paths: frozenset[str],
         public_paths: frozenset[str],
         metrics_key_paths: frozenset[str],
+        admin_key_paths: frozenset[str],
         metrics: Metrics,
         tracing: Tracing | None,
     ) -> None:
-        """``public_paths`` never need a key, ``metrics_key_paths`` that of ``--metrics-key`` alone.
+        """``public_paths`` never need a key, ``metrics_key_paths`` that of ``--metrics-key`` alone,
+        ``admin_key_paths`` that of ``--admin-key``, where there is one.
         ``metrics`` counts ``metric_paths`` by name."""
         self._app = app
         self._root_path = settings.root_path.rstrip("/")
         self._keys = keys
         self._hosts = AllowedHosts(settings.allowed_host)
         self._metrics_key = SingleKey(settings.metrics_key)
-        self._admin_key = AdminKey(settings.admin_key, keys)
+        self._admin_key = AdminKey(settings.admin_key, keys, admin_key_paths)
         self._metric_paths = metric_paths
         self._public_paths = public_paths
         self._metrics_key_paths = metrics_key_paths

@@ -62,7 +62,7 @@ async def list_models(http: Request) -> Response:
     tenant: Tenant = http.state.tenant
     data = [
         _card(router, model_id, name, names)
-        for model_id, names in _models(router).items()
+        for model_id, names in router.model_names.items()
         if tenant.may_use(names)
         for name in names
     ]
@@ -73,18 +73,12 @@ async def list_models(http: Request) -> Response:
 async def show_model(http: Request) -> Response:
     router: Router = http.app.state.router
     name = http.path_params["model"]
-    for model_id, names in _models(router).items():
+    for model_id, names in router.model_names.items():
         if name in names:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"The API key may not use {name}.", param="model")
             return json_response(_card(router, model_id, name, names))
     raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
-
-
-def _models(router: Router) -> dict[str, list[str]]:
-    """Return the names of each model that is configured or has joined, by its own name."""
-    configured = {each.names[0]: each.names for each in router.supervised.models.values()}
-    return {**configured, **{model.id: model.names for model in router.registry.models.values()}}
 
 
 def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCard:

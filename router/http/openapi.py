@@ -61,7 +61,7 @@ def document(
             "info": {
                 "title": "mlx-lm-server",
                 "version": version,
-                "summary": "LLM serving on MLX, behind the APIs of OpenAI and Anthropic.",
+                "summary": "LLM serving on MLX, behind the APIs of OpenAI, Anthropic and Ollama.",
                 "license": {"name": "MIT", "identifier": "MIT"},
             },
             "servers": [{"url": server_url}],
@@ -155,9 +155,10 @@ def _content(operation: Operation, references: dict[Any, _Json]) -> _Json:
     content: _Json = {operation.media_type: {"schema": references[operation.response_type]}}
     if operation.event_type is not None:
         kinds = [references[operation.event_type], references[operation.error_type]]
-        content["text/event-stream"] = {
-            "schema": _event({"anyOf": kinds}, operation.stream_terminator)
-        }
+        schema: _Json = {"anyOf": kinds, "description": "One line of a stream."}
+        if operation.stream_media_type == "text/event-stream":
+            schema = _event({"anyOf": kinds}, operation.stream_terminator)
+        content[operation.stream_media_type] = {"schema": schema}
     return content
 
 

@@ -36,6 +36,17 @@ _UNSUPPORTED = {
     "pooling": "Pooled states",
     "classify": "Classes",
 }
+_UNSUPPORTED_OF_OLLAMA = {
+    "embed": "Embeddings",
+    "embeddings": "Embeddings",
+    "create": "New models",
+    "copy": "Copies of models",
+    "push": "Uploads of models",
+    "blobs": "Uploads of files",
+    "me": "Accounts of Ollama's",
+    "signout": "Accounts of Ollama's",
+    "experimental": "Searches of the web",
+}
 _WITHOUT_VERSION = ("rerank", "score", "pooling", "classify")
 
 
@@ -54,6 +65,7 @@ class UnsupportedEndpoint:
 def unsupported_routes() -> list[Route]:
     paths = {f"/v1/{name}": feature for name, feature in _UNSUPPORTED.items()}
     paths |= {f"/{name}": _UNSUPPORTED[name] for name in _WITHOUT_VERSION}
+    paths |= {f"/api/{name}": feature for name, feature in _UNSUPPORTED_OF_OLLAMA.items()}
     return [
         Route(path + rest, UnsupportedEndpoint(feature))
         for path, feature in paths.items()

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import asdict, replace
 
-from router.api.sse import encode_event
+from router.api.sse import MEDIA_TYPE, encode_event
 from router.errors import ApiError
 from router.fleet.engines import Model
 from router.generation.choice import Choice, OutputDelta
@@ -56,6 +56,7 @@ class CompletionWriter(ABC, Generic[_FullChoice, _ChunkChoice]):
     """An `OutputWriter` of one request. Subclasses give the shapes of answers and chunks."""
 
     id_prefix: ClassVar[str]
+    stream_type = MEDIA_TYPE
     keep_alive = b": keep-alive\n\n"
     repeats_request = False
 

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.body import json_response
 from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
+from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest, NotFound, NotSupported
 from router.fleet.engines import Model
 from router.fleet.router import Router
@@ -22,7 +23,6 @@ from router.responses.sealing import ReasoningSeal
 from router.responses.store import ItemReferences, ResponseStore, StoredResponse
 from router.responses.tools import ClientTool, client_tools
 from router.responses.translation import chat_request, resolve_input, with_notes
-from router.responses.truncation import truncate_to_fit
 from router.responses.writer import ResponseWriter
 from router.schemas.requests import ChatRequest
 from router.tokens.tokenization_cache import LengthCheck

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from router.api.output import encode_events
+from router.api.sse import MEDIA_TYPE
 from router.errors import ApiError
 from router.fleet.engines import Model
 from router.generation.choice import Choice, OutputDelta
@@ -48,6 +49,7 @@ from router.tokens.logprobs import chat_logprobs
 class ResponseWriter:
     """An `OutputWriter` of one Responses request."""
 
+    stream_type = MEDIA_TYPE
     keep_alive = b": keep-alive\n\n"
     repeats_request = True
 

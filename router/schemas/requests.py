@@ -48,11 +48,11 @@ class StreamOptions(Struct, frozen=True):
 
 
 class RequestBody(Struct, frozen=True, kw_only=True):
-    """A body of any API. Fields of type ``Any`` are not supported: a value other than a neutral one
-    is refused by name."""
+    """A body of any API. Fields of type ``Any`` are refused by name unless they are neutral."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """By field, values besides null that ask for nothing. True and 1 are different."""
+    any_media_type: ClassVar[bool] = False  # whether JSON may come under another type's name
 
     def check(self) -> None:
         """Raise `InvalidRequest` for fields that do not go together."""
@@ -127,6 +127,11 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     @property
     def echo_prompts(self) -> list[str | list[int]] | None:
         """The prompts to return before their answers, as text or token ids."""
+        return None
+
+    @property
+    def max_context(self) -> int | None:
+        """The most tokens of a prompt and its answer together. None: the model's context."""
         return None
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from router.schemas.conversation import ChatMessage, PromptEnding, Tool
@@ -54,8 +55,11 @@ class Renderer:
         defaults: SamplingDefaults,
         template_args: Mapping[str, Any],
         format: ReplyFormat,
+        config: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
+        self.config = config
+        """The model's ``config.json``."""
         self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
         self.sampling_defaults = defaults
         self.vocabulary = Vocabulary(detokenizer_source)
@@ -92,9 +96,16 @@ class Renderer:
                 tokenizer.has_chat_template = True
             defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
             format = detect_format(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
-            return cls(tokenizer, detokenizer_source, defaults, template_args, format)
+            config = _read_json(directory / "config.json")
+            return cls(tokenizer, detokenizer_source, defaults, template_args, format, config)
 
         return await asyncio.to_thread(load)
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none, or several."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else ""
 
     @property
     def capabilities(self) -> list[str]:

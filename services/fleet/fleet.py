@@ -6,11 +6,13 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
 from services.fleet.memory import budgets, entry_bytes, placed_bytes, total_bytes
 from services.fleet.model import FleetModel
+from services.fleet.model_jobs import Kind, ModelJobs, can_be_pulled, pulled_entry
 from services.fleet.rolling import RollingRestart
 from services.launcher import LaunchedProcess
 from services.managed_child import ManagedChild
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 ROUTER = "router"
 PATIENCE_S = 10.0
 """After this time a model that is waited for takes the memory of one that has requests."""
+MOST_PULLED = 64
 SHORTEST_STAY_S = 10.0
 """The time that a model with requests keeps its memory at least."""
 
@@ -35,7 +38,12 @@ class EngineFleet:
         make_spec: SpecMaker,
         settings: Settings,
         entries: Sequence[ModelEntry],
+        jobs: ModelJobs | None = None,
     ) -> None:
+        """Models are pulled and deleted at run time by ``jobs``."""
+        self._jobs = jobs
+        self._configured = tuple(entries)
+        self._pulled: list[ModelEntry] = []
         self._supervisor = supervisor
         self._settings = settings
         self._device_bytes: int | None = None
@@ -54,6 +62,7 @@ class EngineFleet:
         for model in self._models:
             if line := model.follow_engines():
                 logger.info(line)
+        self._finish_jobs()
         self._pool.forget_ended()
         self._rolling.turn()
         self._unload_idle()
@@ -74,15 +83,21 @@ class EngineFleet:
             self._router.tell({"ended": child.joins_as, "planned": planned})
 
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
-        """Serve ``entries`` from now on: load new models, unload others, restart changed ones."""
+        """Serve ``entries`` and what was pulled from now on: load new models, unload others,
+        restart changed ones."""
+        self._configured = tuple(entries)
+        taken = {name for entry in entries for name in entry.names}
+        self._pulled = [entry for entry in self._pulled if taken.isdisjoint(entry.names)]
+        if self._pulled:  # they share the memory
+            entries = [replace(entry, alone=False) for entry in entries]
         known = {model.id: model for model in self._models}
         self._settings, self._models = settings, []
-        for entry in entries:
+        for entry in [*entries, *self._pulled]:
             model = known.pop(entry.id, None)
             if model is None:
                 model = FleetModel(entry, entry_bytes(entry))
                 logger.info("model %s was added", model.id)
-            elif changes := model_changes(model.entry, entry):
+            elif changes := _changes(model.entry, entry):
                 logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
                 model.entry = entry
                 model.mend()
@@ -96,6 +111,11 @@ class EngineFleet:
             self._pool.retire(model, model.engines)
         self._size_budgets()
         self._load_what_fits()
+
+    def close(self) -> None:
+        """End what downloads and deletes models."""
+        if self._jobs is not None:
+            self._jobs.close()
 
     # -- the router ------------------------------------------------------------
 
@@ -116,10 +136,20 @@ class EngineFleet:
                         self._tell_of_end(child, planned=False)
             model.scaling.note_load(*self._router.state.facts.get("load", {}).get(model.id, ()))
         for message in self._router.take_messages():
-            if message.get("do") == "restart":
-                self.restart(message.get("target"))
-            else:
-                logger.error("the router asks for something unknown: %s", message)
+            match message:
+                case {"do": "restart", "target": target}:
+                    self.restart(target)
+                case {"do": "keep", "target": str(target), "keep_s": keep_s}:
+                    for model in self._models:
+                        if model.id == target:
+                            model.keep(keep_s)
+                case {"do": "pull" | "delete" as kind, "target": str(target)}:
+                    self._begin_job(kind, target)
+                case {"do": "cancel pull", "target": str(target)}:
+                    if self._jobs is not None:
+                        self._jobs.cancel(target)
+                case _:
+                    logger.error("the router asks for something unknown: %s", message)
 
     def _learn_device(self) -> None:
         """Size the memory anew once an engine has said what its device has."""
@@ -135,6 +165,8 @@ class EngineFleet:
             return
         models = {model.id: model.describe() for model in self._models}
         message = {"models": models, "restarting": not self._rolling.is_idle}
+        if self._jobs is not None:
+            message["jobs"] = self._jobs.describe()
         if message != self._told and self._router.tell(message):
             self._told = message
 
@@ -151,6 +183,39 @@ class EngineFleet:
             for child in model.engines:
                 if target in (child.name, child.joins_as):
                     self._rolling.add_engine(model, child)
+
+    # -- models that come and go -----------------------------------------------
+
+    def _begin_job(self, kind: Kind, name: str) -> None:
+        if self._jobs is None:
+            logger.error("the router asks for a model, which is not possible here: %s", name)
+            return
+        if self._jobs.is_running(name):
+            return
+        refusal, path = "", name
+        for model in self._models:
+            if name in model.entry.names:
+                path = model.entry.settings.model
+        if kind == "pull" and path == name and not can_be_pulled(name):
+            refusal = f"'{name}' is no name of the hub, which are OWNER/MODEL"
+        elif kind == "delete" and all(name != entry.id for entry in self._pulled):
+            refusal = f"{name} is a model of the configuration, or of another server"
+        elif kind == "delete":
+            self._pulled = [entry for entry in self._pulled if entry.id != name]
+            self.reconfigure(self._settings, self._configured)
+        elif len(self._pulled) >= MOST_PULLED:
+            refusal = f"{MOST_PULLED} models were pulled already; delete one first"
+        self._jobs.begin(kind, name, path, refusal)
+
+    def _finish_jobs(self) -> None:
+        """Serve what has been pulled."""
+        for job in () if self._jobs is None else self._jobs.turn():
+            found = [model for model in self._models if job.name in model.entry.names]
+            for model in found:
+                model.mend()
+            if job.kind == "pull" and not found:
+                self._pulled.append(pulled_entry(self._settings, job.name))
+                self.reconfigure(self._settings, self._configured)
 
     # -- memory ----------------------------------------------------------------
 
@@ -232,11 +297,16 @@ class EngineFleet:
 
     def _unload_idle(self) -> None:
         for model in self._models:
-            limit_s = model.entry.settings.idle_unload_s
             in_use = model.entry.pinned or model.state != "ready" or self._rolling.concerns(model)
-            if limit_s and not in_use and model.idle_s >= limit_s:
+            if model.is_due and not in_use:
                 logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
+                model.kept_s = None
                 self._pool.retire(model, model.engines)
+
+
+def _changes(before: ModelEntry, after: ModelEntry) -> set[str]:
+    """Return why an engine of ``before`` has to be restarted."""
+    return model_changes(before, after) | ({"memory"} if before.alone != after.alone else set())
 
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:

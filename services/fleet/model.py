@@ -28,6 +28,9 @@ class FleetModel:
         self.waiting_since: float | None = None
         self.idle_s = 0.0
         """The time since its last request; 0 while there are any."""
+        self.kept_s: float | None = None
+        """What a request has asked for in the place of --idle-unload-s; below 0: for ever."""
+        self.kept_since = 0.0
         self.given_up = 0
         """Engines that cannot start beside others that run. They are tried again by a restart."""
         self.trouble: str | None = None
@@ -54,6 +57,20 @@ class FleetModel:
             return "broken"
         return "loading" if self.engines else "unloaded"
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it has been without a request for as long as it is kept."""
+        if self.kept_s is None:
+            limit_s = self.entry.settings.idle_unload_s
+            return 0 < limit_s <= self.idle_s
+        # What was told of its use may be older than the request.
+        kept_s = min(self.idle_s, time.monotonic() - self.kept_since)
+        return 0 <= self.kept_s <= kept_s and self.idle_s > 0
+
+    def keep(self, kept_s: float | None) -> None:
+        """Unload it after ``kept_s`` without a request from now on, as `kept_s`."""
+        self.kept_s, self.kept_since = kept_s, time.monotonic()
+
     def describe(self) -> dict[str, Any]:
         """Return what the router is told."""
         return {
@@ -63,6 +80,9 @@ class FleetModel:
             "pinned": self.entry.pinned,
             "engines": [child.joins_as for child in self.engines],
             "load_s": self.load_s,
+            "weights_bytes": self.weights_bytes,
+            "idle_unload_s": self.entry.settings.idle_unload_s,
+            "kept_s": self.kept_s,
         }
 
     def mend(self) -> None:

@@ -60,6 +60,9 @@ class ServerSettings:
     admin_key: str | None = flag(
         None, "key for /admin", secret=True, shown_default="none: /admin is closed"
     )
+    ollama_manage: bool = flag(
+        False, "let every API key load, unload, pull and delete models through Ollama's API"
+    )
     metrics_key: str | None = flag(None, "key for /metrics", secret=True, shown_default="open")
     max_request_bytes: int = flag(1048576, "largest request body", at_least=1)
     response_store_mb: int = flag(

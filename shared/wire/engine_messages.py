@@ -120,6 +120,8 @@ class Hello(Message, frozen=True, tag="hello"):
     eos_token_ids: list[int]
     files: dict[str, str]  # name of a tokenizer file -> hex SHA-256 of its content
     capabilities: list[str] = msgspec.field(default_factory=list)
+    parameters: int = 0  # of the whole model, and not of a rank; 0: not known
+    weights_bytes: int = 0  # on disk
     kv_bits: int = 16
     version: str = ""
     # Settings of this model that concern the router, such as its template and its limits; the

@@ -27,8 +27,8 @@ from tests.agents.installing import NotInstalled, binaries, install  # noqa: E40
 from tests.agents.model import CONTEXT, make_actor  # noqa: E402
 from tests.agents.scripts import AGENTS, PLAIN, Agent  # noqa: E402
 from tests.agents.trial import Outcome, Trial  # noqa: E402
-from tests.clients.tables import write_tables  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
+from tests.page_tables import write_tables  # noqa: E402
 
 _ALONE = ("unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && "$@"')
 """Runs a command without a network but the loopback interface, where the system lets it."""

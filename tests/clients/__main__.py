@@ -18,6 +18,7 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports MLX
 
 from engine.model.demo import demo_model_path  # noqa: E402
+from tests.clients.caller import make_caller  # noqa: E402
 from tests.clients.environments import NotInstalled, command_for  # noqa: E402
 from tests.clients.matrix import (  # noqa: E402
     CLIENTS,
@@ -30,8 +31,8 @@ from tests.clients.matrix import (  # noqa: E402
     tests_table,
 )
 from tests.clients.reciter import make_reciter  # noqa: E402
-from tests.clients.tables import write_tables  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
+from tests.page_tables import write_tables  # noqa: E402
 
 KEY = "a-secret-key"
 SERVED = "a-model"
@@ -51,7 +52,10 @@ def main() -> int:
         root = options.keep or Path(private)
         model = _model(options.model, Path(private))
         names = ("--served-model-name", SERVED, "--served-model-name", ALIAS)
-        with serving(model, *names, "--api-key", KEY, "--no-ssd") as server:
+        flags = (*names, "--api-key", KEY, "--no-ssd")
+        caller = make_caller(Path(private) / "caller")
+        with serving(model, *flags) as server, serving(caller, *flags) as second:
+            os.environ["CLIENT_CALLER"] = f"http://127.0.0.1:{second.port}"
             server.client.headers["authorization"] = f"Bearer {KEY}"
             rows = [row for same in _by_script(clients) for row in _try(same, root, server, model)]
             tested = _standard_tests(root, server, model, options.only)

@@ -40,6 +40,17 @@ CLIENTS = (
     ),
     Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py"),
     Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py", "/v1/messages", "messages_"),
+    Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py", "/api/chat", "ollama_"),
+    Client("ollama (Python)", ("ollama==0.6.3",), "ollama_python.py", "/api/chat"),
+    Client(
+        "langchain-ollama", ("langchain-ollama==1.1.0",), "with_langchain_ollama.py", "/api/chat"
+    ),
+    Client(
+        "llama-index-llms-ollama",
+        ("llama-index-llms-ollama==0.11.0",),
+        "with_llama_index_ollama.py",
+        "/api/chat",
+    ),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "with_pydantic_ai.py"),
     Client("instructor", ("instructor==1.17.0",), "with_instructor.py"),
     Client("llm", ("llm==0.36",), "with_llm.py"),
@@ -55,6 +66,7 @@ CLIENTS = (
         "anthropic_node.mjs",
         "/v1/messages",
     ),
+    Client("ollama (Node)", ("ollama@0.6.4",), "ollama_node.mjs", "/api/chat"),
     Client(
         "Vercel's AI SDK",
         ("@ai-sdk/openai-compatible@3.0.92", "ai@7.0.173", "zod@4.6.7"),

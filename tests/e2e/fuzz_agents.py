@@ -1,5 +1,5 @@
 """Random requests of coding agents: tools, items, blocks and settings of the Responses and Messages
-APIs, put together at random, in part with a value that does not belong there.
+APIs and of Ollama's, put together at random, in part with a value that does not belong there.
 
 A generator that knows only `/openapi.json` seldom reaches them: the type of a tool or an item says
 what else it needs, and no schema says which types there are.
@@ -13,6 +13,9 @@ from typing import Any
 
 import httpx
 
+from tests.e2e import fuzz_ollama
+
+_PATHS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 _Json = dict[str, Any]
 _SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 _FUNCTION = {"type": "function", "name": "read", "parameters": _SCHEMA, "strict": True}
@@ -187,11 +190,16 @@ def fuzz_agents(client: httpx.Client, count: int, seed: int) -> tuple[Counter[st
     """Send ``count`` requests. Return how often each field was part of one that was answered, and
     the requests that failed by an error of the server's."""
     draw = random.Random(seed)
+    model = client.get("/v1/models").json()["data"][0]["id"]
     reached: Counter[str] = Counter()
     failed: list[str] = []
     for _ in range(count):
-        path = draw.choice(("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"))
-        asked = body(path, draw)
+        path = draw.choice((*_PATHS, *fuzz_ollama.PATHS))
+        if path in fuzz_ollama.PATHS:
+            asked = fuzz_ollama.ollama_body(path, model, draw)
+            asked = _mutated(asked, draw) if draw.random() < 0.3 else asked
+        else:
+            asked = body(path, draw)
         answer = client.post(path, json=asked)
         if answer.status_code >= 500:
             failed.append(f"{answer.status_code} {path} {asked!r}: {answer.text[:300]}")

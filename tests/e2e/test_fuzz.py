@@ -27,8 +27,9 @@ def test_answers_to_generated_requests_match_the_openapi_document(
 def test_requests_of_agents_are_answered_or_refused(tiny_model: Callable[..., Path]) -> None:
     with serving(tiny_model("llama"), *FLAGS, "--skip-unsupported-content") as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
-        reached, failed = fuzz_agents(server.client, 400, seed=3)
+        reached, failed = fuzz_agents(server.client, 800, seed=3)
         assert failed == []
         assert internal_errors(server) == []
         wanted = {"tools", "tool_choice", "include", "reasoning", "thinking", "output_config"}
+        wanted |= {"options", "format", "context"}
         assert {name for name in wanted if reached[name] < 5} == set()

@@ -2,85 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from services import cli
+from tests.hub import Hub
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TIMEOUT_S = 120
-
-
-class Hub(ThreadingHTTPServer):
-    """The part of the hub's HTTP API that a download needs, with the model ``me/tiny``."""
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-        Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
-        path, _, name = self.path.partition("?")[0].rpartition("/")
-        if path.startswith("/api/models/me/tiny/tree"):
-            path, name = "/api/models/me/tiny/tree", ""
-        if path == "/api/models/me/tiny/tree":
-            entries = [
-                {"type": "file", "path": each, "size": len(data), "oid": _digest(data)}
-                for each, data in self.server.files.items()
-            ]
-            self._send(json.dumps(entries).encode(), {}, with_body)
-        elif self.path.startswith("/api/models/me/tiny"):
-            siblings = [{"rfilename": each} for each in self.server.files]
-            found = {"id": "me/tiny", "modelId": "me/tiny", "sha": COMMIT, "siblings": siblings}
-            self._send(json.dumps(found).encode(), {}, with_body)
-        elif path.startswith("/me/tiny/resolve/") and name in self.server.files:
-            data = self.server.files[name]
-            headers = {"ETag": f'"{_digest(data)}"', "X-Repo-Commit": COMMIT}
-            self._send(data, headers, with_body)
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-    def _send(self, data: bytes, headers: dict[str, str], with_body: bool) -> None:
-        self.send_response(200)
-        for name, value in {**headers, "content-length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
 @pytest.fixture(scope="module")

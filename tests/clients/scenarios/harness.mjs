@@ -3,6 +3,8 @@
 export const URL_ = process.env.CLIENT_URL;
 export const KEY = process.env.CLIENT_KEY;
 export const MODEL = process.env.CLIENT_MODEL;
+// A second server, whose model calls tools: it goes by the same name and key.
+export const CALLER = process.env.CLIENT_CALLER;
 export const QUESTION = "What is the capital of France?";
 export const ANSWER = "Paris";
 export const LONG = "Count from 1 to 1000, one number a line.";

@@ -11,6 +11,8 @@ from collections.abc import Callable
 URL = os.environ["CLIENT_URL"]
 KEY = os.environ["CLIENT_KEY"]
 MODEL = os.environ["CLIENT_MODEL"]
+CALLER = os.environ.get("CLIENT_CALLER", "")
+"""A second server, whose model calls tools: it goes by the same name and key."""
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
 LONG = "Count from 1 to 1000, one number a line."

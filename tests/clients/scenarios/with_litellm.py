@@ -1,4 +1,4 @@
-"""LiteLLM, through both APIs."""
+"""LiteLLM, through three APIs."""
 
 import json
 import os
@@ -10,6 +10,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
 from harness import (
     ANSWER,
+    CALLER,
     CITIES,
     CITY_SCHEMA,
     KEY,
@@ -28,6 +29,7 @@ asked = [{"role": "user", "content": QUESTION}]
 tool = {"type": "function", "function": {"name": "weather", "parameters": CITY_SCHEMA}}
 OPENAI = {"model": "openai/" + MODEL, "api_base": URL + "/v1"}
 ANTHROPIC = {"model": "anthropic/" + MODEL, "api_base": URL}
+OLLAMA = {"model": "ollama_chat/" + MODEL, "api_base": URL}
 
 
 def complete(way: dict[str, str], messages: Any = asked, **fields: Any) -> Any:
@@ -48,6 +50,9 @@ def stream_by(way: dict[str, str]) -> None:
 
 
 def tools_by(way: dict[str, str]) -> None:
+    if way is OLLAMA:  # no call can be required there
+        call_through_ollama()
+        return
     first = complete(way, tools=[tool], tool_choice="required")
     message = first.choices[0].message
     call = message.tool_calls[0]
@@ -55,6 +60,17 @@ def tools_by(way: dict[str, str]) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     last = complete(way, [*asked, message.model_dump(), result], tools=[tool])
     check(last.choices, last)
+
+
+def call_through_ollama() -> None:
+    way = OLLAMA | {"api_base": CALLER}
+    question = {"role": "user", "content": "Tell me the weather in Rome."}
+    first = complete(way, [question], tools=[tool])
+    call = first.choices[0].message.tool_calls[0]
+    check(json.loads(call.function.arguments) == {"city": "Rome"}, first)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    last = complete(way, [question, first.choices[0].message.model_dump(), result], tools=[tool])
+    check(last.choices[0].message.content == "It is sunny.", last)
 
 
 def structured_by(way: dict[str, str]) -> None:
@@ -69,10 +85,12 @@ def errors_by(way: dict[str, str]) -> None:
         check(False, "no error")
     except litellm.NotFoundError as error:
         check("nobody" in str(error), error)
+    except litellm.APIConnectionError as error:  # what all errors of this API become
+        check(way["model"].startswith("ollama") and "nobody" in str(error), error)
 
 
 def cancel_by(way: dict[str, str]) -> None:
-    if way is ANTHROPIC:
+    if way is not OPENAI:
         raise NotApplicable("it cannot close a stream of this API")
     before = aborts()
     messages = [{"role": "user", "content": LONG}]
@@ -96,5 +114,6 @@ def named(
 actions = (chat_by, stream_by, tools_by, structured_by, errors_by, cancel_by)
 run(
     *(named(action, OPENAI, action.__name__[:-3]) for action in actions),
+    *(named(action, OLLAMA, "ollama_" + action.__name__[:-3]) for action in actions),
     *(named(action, ANTHROPIC, "messages_" + action.__name__[:-3]) for action in actions),
 )

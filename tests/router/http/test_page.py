@@ -153,8 +153,9 @@ def test_below_a_path_addresses_begin_with_it(app_of: Callable[..., ASGIApp]) ->
 
 def test_without_the_page_there_is_nothing(app_of: Callable[..., ASGIApp]) -> None:
     app = app_of(no_page=True)
-    for path in ("/", "/page/main.js", "/page/feed"):
+    for path in ("/page/main.js", "/page/feed"):
         assert get(app, path).status_code == 404
+    assert get(app, "/").headers["content-type"].startswith("text/plain")
     assert "/page" not in get(app, "/openapi.json").text
     assert get(app, "/livez").status_code == 200
 

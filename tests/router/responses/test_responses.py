@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from router.api.truncation import truncate_to_fit
 from router.errors import ContextLengthExceeded, NotFound
 from router.generation.choice import OutputDelta
 from router.responses.output import OutputItemBuilder
 from router.responses.store import ItemReferences, ResponseStore, StoredResponse
-from router.responses.truncation import truncate_to_fit
 from router.schemas.conversation import ChatMessage
 from router.schemas.requests import ChatRequest
 from router.tokens.reply_parser import CallDelta

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.fleet.fleet import EngineFleet
+from services.fleet.model_jobs import ModelJobs
 from services.launcher import ChildSpec, ProcessState
 from services.managed_child import ManagedChild
 from shared.settings import ModelEntry, Settings
@@ -53,7 +54,14 @@ class FleetRun:
         router.process = self.router
         self.log.clear()
         self.settings = Settings(fleet_memory_gb=total_bytes / 1e9)
-        self.fleet = EngineFleet(self, self._make_spec, self.settings, entries)
+        self.job_processes: list[PretendedProcess] = []
+        jobs = ModelJobs(self._start_job)
+        self.fleet = EngineFleet(self, self._make_spec, self.settings, entries, jobs)
+
+    def _start_job(self, kind: str, path: str) -> PretendedProcess:
+        process = PretendedProcess(ChildSpec(name=kind, command=(path,)))
+        self.job_processes.append(process)
+        return process
 
     def _make_spec(self, entry: ModelEntry, name: str, budget_bytes: int) -> ChildSpec:
         return ChildSpec(name=name, command=(entry.settings.model, str(budget_bytes)))
@@ -117,6 +125,12 @@ class FleetRun:
         """The state of each model, as the router was told last."""
         told = next(message for message in reversed(self.router.told) if "models" in message)
         return {name: model["state"] for name, model in told["models"].items()}
+
+    @property
+    def jobs(self) -> dict[str, Any]:
+        """The jobs, as the router was told last."""
+        told = next(message for message in reversed(self.router.told) if "jobs" in message)
+        return dict(told["jobs"])
 
     def reason(self, name: str) -> str:
         told = next(message for message in reversed(self.router.told) if "models" in message)

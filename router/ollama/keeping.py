@@ -1,0 +1,69 @@
+"""`keep_alive`: how long a model stays loaded without a request.
+
+One client decides it for all. So it counts only where ``--ollama-manage`` allows it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from starlette.requests import Request
+
+from router.api.endpoints import loaded_model
+from router.errors import EndpointNotSupported, InvalidRequest, ManagementForbidden, ModelForbidden
+from router.fleet.router import Router
+from router.fleet.tenants import Tenant
+from router.ollama.objects import DoneReason
+from router.ollama.schemas import OllamaRequest
+
+
+async def load_or_unload(
+    router: Router, body: OllamaRequest, name: str, http: Request
+) -> DoneReason:
+    """Load the model that is served as ``name``, or unload it if ``body`` says so. Return which.
+
+    Raises `ApiError` and `ClientDisconnected`.
+    """
+    if body.keep_s == 0:
+        _unload(router, name, http)
+        return "unload"
+    await loaded_model(router, name, http)
+    keep(router, body, name, http.state.tenant)
+    return "load"
+
+
+def keep(router: Router, body: OllamaRequest, name: str, tenant: Tenant) -> None:
+    """Let the model that is served as ``name`` stay as long as ``body``, which has been answered,
+    says; or as is configured, if it says nothing. A ``tenant`` that may not use it decides
+    nothing."""
+    model = router.supervised.find(name)
+    if router.settings.ollama_manage and model is not None and tenant.may_use(model.names):
+        router.supervised.keep(model, body.keep_s)
+
+
+def _unload(router: Router, name: str, http: Request) -> None:
+    if not router.settings.ollama_manage:
+        raise ManagementForbidden(
+            "A model is unloaded by a 'keep_alive' of 0 only with --ollama-manage.",
+            param="keep_alive",
+        )
+    model = router.supervised.find(name)
+    if model is None:
+        router.model_for(name, http.state.tenant)  # raises if there is none
+        raise EndpointNotSupported(f"The engines of {name} are not this server's to unload.")
+    if not http.state.tenant.may_use(model.names):
+        raise ModelForbidden(f"The API key may not use {name}.", param="model")
+    if model.pinned:
+        raise InvalidRequest(f"{name} is pinned, and stays loaded.", param="keep_alive")
+    router.supervised.keep(model, 0.0)
+
+
+def seconds_left(router: Router, name: str) -> float:
+    """Return the seconds until a model is unloaded, if no request comes; infinity: never."""
+    model = router.supervised.find(name)
+    if model is None or model.pinned:
+        return math.inf
+    limit_s = model.idle_unload_s or math.inf
+    if model.kept_s is not None:
+        limit_s = model.kept_s if model.kept_s >= 0 else math.inf
+    return max(0.0, limit_s - router.supervised.idle_s(model))

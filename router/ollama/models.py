@@ -1,0 +1,236 @@
+"""What Ollama's API says of the models and the server: `/api/tags`, `show`, `ps` and `version`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from router.api.body import json_response, read_body
+from router.api.operations import Operation
+from router.errors import BODY_ERRORS, ModelForbidden, ModelNotFound
+from router.fleet.engines import ModelReplicas
+from router.fleet.router import Router
+from router.ollama.errors import OllamaError
+from router.ollama.keeping import seconds_left
+from router.ollama.names import listed_names, served_name, with_tag
+from router.ollama.objects import (
+    OllamaModel,
+    OllamaModelDetails,
+    OllamaModelList,
+    OllamaRunningList,
+    OllamaRunningModel,
+    OllamaShown,
+    OllamaVersion,
+)
+from router.ollama.schemas import OllamaModelRequest
+from router.ollama.writer import timestamp
+
+_CAPABILITIES = {"tools": "tools", "reasoning": "thinking"}
+_NEVER = "9999-12-31T23:59:59Z"
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def operations(router: Router) -> list[Operation]:
+    described = partial(Operation, tag="Ollama", error_type=OllamaError)
+    found = [
+        described("/api/tags", list_models, "List the models", response_type=OllamaModelList),
+        described(
+            "/api/show",
+            show_model,
+            "Show one model",
+            method="POST",
+            body_type=OllamaModelRequest,
+            example={"model": "tiny"},
+            response_type=OllamaShown,
+            errors=(*BODY_ERRORS, ModelForbidden, ModelNotFound),
+        ),
+        described("/api/ps", list_running, "List loaded models", response_type=OllamaRunningList),
+        described("/api/version", show_version, "The version", response_type=OllamaVersion),
+    ]
+    if router.settings.no_page:
+        found.append(
+            Operation(
+                "/", is_running, "Whether it runs", "Ollama", access="open", media_type="text/plain"
+            )
+        )
+    return found
+
+
+async def list_models(http: Request) -> Response:
+    router: Router = http.app.state.router
+    found = [
+        _listed(router, model_id, name)
+        for model_id, names in listed_names(router).items()
+        if http.state.tenant.may_use(names)
+        for name in names
+    ]
+    return json_response(OllamaModelList(found))
+
+
+async def list_running(http: Request) -> Response:
+    router: Router = http.app.state.router
+    found = [
+        _running(router, model)
+        for model in router.registry.models.values()
+        if model.ready_engines and http.state.tenant.may_use(model.names)
+    ]
+    return json_response(OllamaRunningList(found))
+
+
+async def show_model(http: Request) -> Response:
+    router: Router = http.app.state.router
+    body, _ = await read_body(http, router, OllamaModelRequest)
+    name = served_name(router, body.wanted)
+    for model_id, names in listed_names(router).items():
+        if name in names:
+            if not http.state.tenant.may_use(names):
+                raise ModelForbidden(f"The API key may not use {name}.", param="model")
+            return json_response(_shown(router, model_id))
+    raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
+
+
+async def show_version(http: Request) -> Response:
+    router: Router = http.app.state.router
+    return json_response(OllamaVersion(router.version))
+
+
+async def is_running(http: Request) -> Response:
+    return PlainTextResponse("Ollama is running")
+
+
+def _listed(router: Router, model_id: str, name: str) -> OllamaModel:
+    model = router.registry.models.get(model_id)
+    return OllamaModel(
+        name=with_tag(name),
+        model=with_tag(name),
+        modified_at=timestamp(router.started if model is None else model.created),
+        size=_weights_bytes(router, model_id),
+        digest=_digest(model_id, model),
+        details=_details(router, model_id),
+        capabilities=_capabilities(model),
+    )
+
+
+def _running(router: Router, model: ModelReplicas) -> OllamaRunningModel:
+    left_s = seconds_left(router, model.id)
+    size = sum(engine.stats.active_memory_bytes for engine in model.ready_engines)
+    return OllamaRunningModel(
+        name=with_tag(model.id),
+        model=with_tag(model.id),
+        size=size,
+        digest=_digest(model.id, model),
+        details=_details(router, model.id),
+        # A client's keep_alive may be longer than there are years.
+        expires_at=_NEVER if left_s > 1e9 else timestamp(time.time() + left_s),
+        size_vram=size,
+        context_length=model.hello.context_length,
+    )
+
+
+def _shown(router: Router, model_id: str) -> OllamaShown:
+    model = router.registry.models.get(model_id)
+    renderer = None if model is None else model.renderer
+    parameters = ""
+    if renderer is not None:
+        defaults = vars(renderer.sampling_defaults)
+        parameters = "\n".join(f"{name} {value:g}" for name, value in defaults.items())
+    return OllamaShown(
+        modelfile=f"FROM {model_id}\n",
+        parameters=parameters,
+        template=renderer.chat_template if renderer else "",
+        details=_details(router, model_id),
+        model_info=dict(_model_info(router, model_id)),
+        capabilities=_capabilities(model),
+        modified_at=timestamp(router.started if model is None else model.created),
+    )
+
+
+def _capabilities(model: ModelReplicas | None) -> list[str]:
+    own = model.renderer.capabilities if model and model.renderer else []
+    return ["completion", *(_CAPABILITIES[name] for name in own if name in _CAPABILITIES)]
+
+
+def _digest(model_id: str, model: ModelReplicas | None) -> str:
+    """Return 64 hex digits, as long as Ollama's, that change with the weights."""
+    name = model_id if model is None else model.hello.fingerprint
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def _weights_bytes(router: Router, model_id: str) -> int:
+    model = router.registry.models.get(model_id)
+    if model is not None and model.hello.weights_bytes:
+        return model.hello.weights_bytes
+    configured = router.supervised.models.get(model_id)
+    return (configured and configured.weights_bytes) or 0
+
+
+def _config(router: Router, model_id: str) -> Mapping[str, Any]:
+    """Return the model's ``config.json``; that of its text model if it has several."""
+    model = router.registry.models.get(model_id)
+    config = model.renderer.config if model and model.renderer else {}
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _details(router: Router, model_id: str) -> OllamaModelDetails:
+    config = _config(router, model_id)
+    family = str(config.get("model_type", ""))
+    parameters = _parameters(router, model_id)
+    size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+    return OllamaModelDetails(
+        family=family,
+        families=[family] if family else [],
+        parameter_size=size if parameters else "",
+        quantization_level=_precision(config),
+    )
+
+
+def _parameters(router: Router, model_id: str) -> int:
+    model = router.registry.models.get(model_id)
+    return 0 if model is None else model.hello.parameters
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    """Return the name of the weights' type; empty if it is not known."""
+    quantization = config.get("quantization")
+    if isinstance(quantization, dict) and type(bits := quantization.get("bits")) is int:
+        return f"{bits}-bit"
+    return _TYPES.get(str(config.get("dtype", config.get("torch_dtype"))), "")
+
+
+def _model_info(router: Router, model_id: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is known of the model, under the names of GGUF."""
+    config = _config(router, model_id)
+    model = router.registry.models.get(model_id)
+    kind = str(config.get("model_type", ""))
+    if kind:
+        yield "general.architecture", kind
+    if parameters := _parameters(router, model_id):
+        yield "general.parameter_count", parameters
+    if model is None:
+        return
+    prefix = kind or "general"
+    yield f"{prefix}.context_length", model.hello.context_length
+    yield f"{prefix}.vocab_size", model.hello.vocab_size
+    for name, key in _GGUF_NAMES.items():
+        value = config.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield f"{prefix}.{name}", value
+
+
+_GGUF_NAMES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}

@@ -1,0 +1,30 @@
+"""Names of models as Ollama writes them: ``model:tag``, where ``latest`` may be left out."""
+
+from __future__ import annotations
+
+from router.fleet.router import Router
+
+_LATEST = ":latest"
+
+
+def served_name(router: Router, name: str) -> str:
+    """Return the name under which the model called ``name`` is served; ``name`` if none is."""
+    for each in (name, name.removesuffix(_LATEST), name + _LATEST):
+        if router.supervised.find(each) or router.registry.find_model(each):
+            return each
+    return name
+
+
+def with_tag(name: str) -> str:
+    return name if ":" in name.rpartition("/")[2] else name + _LATEST
+
+
+def listed_names(router: Router) -> dict[str, list[str]]:
+    """Return the names of each model, by its own name. One that has just been deleted, or whose
+    engines have left, is none."""
+    found = router.registry.models
+    return {
+        model_id: names
+        for model_id, names in router.model_names.items()
+        if model_id in router.supervised.models or found[model_id].engines
+    }

@@ -1,0 +1,189 @@
+"""Request bodies of Ollama's API."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from router.errors import InvalidRequest, InvalidValue
+from router.schemas.conversation import MAX_TOOLS, Tool
+from router.schemas.requests import (
+    MAX_STOP_STRINGS,
+    LogprobsCount,
+    Penalty,
+    RequestBody,
+    StopString,
+    TokenId,
+)
+
+_DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|μs|ms|s|m|h))+")
+_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|μs|ms|s|m|h)")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+KeepAlive = Annotated[
+    float | Annotated[str, Meta(max_length=64)],
+    Meta(description="Seconds, or a duration such as `5m`; below 0: for ever."),
+]
+
+
+_MOST = 2**31 - 1
+# Some clients send 4096 as 4096.0.
+Natural = Annotated[int, Meta(ge=0, le=_MOST)] | Annotated[float, Meta(ge=0, le=_MOST)]
+Limit = Annotated[int, Meta(ge=-2, le=_MOST)] | Annotated[float, Meta(ge=-2, le=_MOST)]
+Extent = Annotated[int, Meta(ge=-1, le=_MOST)] | Annotated[float, Meta(ge=-1, le=_MOST)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(ge=-1, le=2**53)]
+
+
+class OllamaOptions(Struct, frozen=True, kw_only=True):
+    """How an answer is generated. ``ignore_eos`` is not Ollama's. Other options
+    are accepted and have no effect."""
+
+    num_predict: Limit | None = None
+    num_ctx: Natural | None = None
+    seed: Seed | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: Extent | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    repeat_last_n: Extent | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+
+
+class OllamaFunctionCall(Struct, frozen=True):
+    name: Annotated[str, Meta(max_length=1024)]
+    arguments: dict[str, Any] | str | None = None
+
+
+class OllamaToolCall(Struct, frozen=True):
+    """A call of an earlier reply."""
+
+    function: OllamaFunctionCall
+    id: str | None = None
+
+
+class OllamaMessage(Struct, frozen=True, kw_only=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaRequest(RequestBody, frozen=True, kw_only=True):
+    """Fields of both endpoints that generate."""
+
+    any_media_type = True
+
+    model: ModelName
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    keep_alive: KeepAlive | None = None
+    truncate: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobsCount | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to answer: the model is to be loaded, or unloaded."""
+        return False
+
+    @property
+    def keep_s(self) -> float | None:
+        """The seconds without a request after which the model is to be unloaded; infinity: never,
+        None: as configured. Raises `InvalidValue`."""
+        if self.keep_alive is None:
+            return None
+        seconds = _seconds(self.keep_alive)
+        return math.inf if seconds < 0 else seconds
+
+    def check(self) -> None:
+        _ = self.keep_s
+        if isinstance(self.format, str) and self.format not in ("", "json"):
+            raise InvalidValue("'format' is neither \"json\" nor a JSON schema.", param="format")
+
+
+class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
+    """A conversation to answer. Without messages its model is loaded, or with a ``keep_alive`` of 0
+    unloaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=100_000)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
+
+
+class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
+    """A prompt to answer. Without one its model is loaded, or with a ``keep_alive`` of 0
+    unloaded."""
+
+    neutral: ClassVar = {"suffix": ("",), "template": ("",)}
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    images: list[str] | None = None
+    context: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
+
+    suffix: Any = None
+    template: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
+
+    def check(self) -> None:
+        super().check()
+        for name in ("system", "context"):
+            if self.raw and getattr(self, name):
+                raise InvalidRequest(f"'raw' does not go with '{name}'.", param=name)
+
+
+class OllamaModelRequest(RequestBody, frozen=True, kw_only=True):
+    """The name of a model. ``name`` is an older name of ``model``."""
+
+    any_media_type = True
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+
+    @property
+    def wanted(self) -> str:
+        return self.model or self.name or ""
+
+    def check(self) -> None:
+        if not self.wanted:
+            raise InvalidRequest("'model' is missing.", param="model")
+
+
+class OllamaPullRequest(OllamaModelRequest, frozen=True, kw_only=True):
+    stream: bool | None = None
+
+
+def _seconds(given: float | str) -> float:
+    """Return a duration in seconds. Text is as Go writes it. Raises `InvalidValue`."""
+    if isinstance(given, str):
+        text = given.strip()
+        if _DURATION.fullmatch(text):
+            size = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
+            return -size if text.startswith("-") else size
+        try:
+            given = float(text)
+        except ValueError:
+            given = math.nan
+    if math.isfinite(given):
+        return given
+    raise InvalidValue("'keep_alive' is neither seconds nor like '5m'.", param="keep_alive")

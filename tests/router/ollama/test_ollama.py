@@ -1,0 +1,540 @@
+"""Ollama's API over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from shared.wire import Abort, EngineStats, Submit
+from tests.router.conftest import Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+HI = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+FIGURES = {
+    "total_duration",
+    "load_duration",
+    "prompt_eval_count",
+    "prompt_eval_duration",
+    "eval_count",
+    "eval_duration",
+}
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def model_dir(chat_model_dir: Path) -> Path:
+    return chat_model_dir
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server("--max-generation-tokens=4000", "--max-prompt-tokens=1000")
+
+
+@pytest.fixture(scope="module")
+def says(tokenizer: Tokenizer) -> Callable[[str], Callable[[object], list[int]]]:
+    end = tokenizer.token_to_id(END)
+    return lambda text: lambda submit: [*tokenizer.encode(text).ids, end]
+
+
+@pytest.fixture
+def engine(
+    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[[str], Any]
+) -> ScriptedEngine:
+    script = says("hello world")
+    engine = start_engine(server, script=script, context_length=2000, vocab_size=300)
+    server.wait_ready()
+    return engine
+
+
+def post(server: Server, path: str, **body: Any) -> httpx.Response:
+    return server.client.post(f"/api/{path}", json={"model": "tiny", **body})
+
+
+def lines(answer: httpx.Response) -> list[Any]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert answer.text.endswith("}\n")
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def last_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    return str(tokenizer.decode(engine.got(Submit)[-1].token_ids, skip_special_tokens=False))
+
+
+def refused(answer: httpx.Response, status: int = 400) -> str:
+    """Check that the answer is an error in Ollama's shape, and return its text."""
+    assert answer.status_code == status, answer.text
+    (name, error), *others = answer.json().items()
+    assert name == "error" and isinstance(error, str) and error and not others
+    return error
+
+
+# -- answers -------------------------------------------------------------------
+
+
+def test_a_chat_is_streamed_as_lines_and_ends_with_figures(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    *parts, last = lines(post(server, "chat", messages=HI))
+    for part in parts:
+        assert part.keys() == {"model", "created_at", "done", "message"}
+        assert part["message"].keys() == {"role", "content"} and not part["done"]
+        assert datetime.fromisoformat(part["created_at"]).utcoffset() is not None
+    assert "".join(part["message"]["content"] for part in parts) == "hello world"
+    assert last["done"] and last["done_reason"] == "stop" and last["model"] == "tiny"
+    assert last["message"] == {"role": "assistant", "content": ""}
+    assert last.keys() >= FIGURES
+    (submit,) = engine.got(Submit)
+    assert last["prompt_eval_count"] == len(submit.token_ids)
+    assert last["eval_count"] == len(engine.behaviour.script(submit))
+    parts_ns = last["load_duration"] + last["prompt_eval_duration"] + last["eval_duration"]
+    assert last["eval_duration"] > 0 and parts_ns <= last["total_duration"] < 60 * 10**9
+
+
+def test_without_a_stream_an_answer_is_one_object(server: Server, engine: ScriptedEngine) -> None:
+    answer = post(server, "chat", messages=HI, stream=False)
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert body["message"] == {"role": "assistant", "content": "hello world"}
+    assert body["done"] and body.keys() >= FIGURES
+
+
+def test_a_model_has_a_name_with_and_without_latest(server: Server, engine: ScriptedEngine) -> None:
+    for name in ("tiny", "tiny:latest"):
+        body = post(server, "chat", model=name, messages=HI, stream=False).json()
+        assert body["model"] == name, "as it was asked"
+    assert "model not found" in refused(post(server, "chat", model="tiny:7b", messages=HI), 404)
+    assert "'model'" in refused(server.client.post("/api/chat", json={"messages": HI}))
+
+
+def test_a_call_comes_whole(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any], tokenizer: Tokenizer
+) -> None:
+    second = CALL.replace('"a": 1', '"a": 2')
+    engine.behaviour.script = says(f"{CALL}\n{second}")
+    parts = lines(post(server, "chat", messages=HI, tools=[ADD]))
+    calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
+    assert [call["function"] for call in calls] == [
+        {"index": 0, "name": "add", "arguments": {"a": 1}},
+        {"index": 1, "name": "add", "arguments": {"a": 2}},
+    ]
+    assert parts[-1]["done_reason"] == "stop"
+    whole = post(server, "chat", messages=HI, tools=[ADD], stream=False).json()
+    assert [c["function"] for c in whole["message"]["tool_calls"]] == [
+        call["function"] for call in calls
+    ]
+    assert '"Adds."' in last_prompt(engine, tokenizer)
+    engine.behaviour.script = says("3")
+    result = {"role": "tool", "content": "3", "tool_name": "add"}
+    post(server, "chat", messages=[*HI, whole["message"], result], tools=[ADD])
+    prompt = last_prompt(engine, tokenizer)
+    assert '{"name": "add", "arguments": {"a": 2}}' in prompt
+    assert f"{START}tool\n[add] 3{END}" in prompt
+
+
+def test_thinking_is_apart_and_may_be_turned_off(
+    server: Server, engine: ScriptedEngine, says: Callable[..., Any], tokenizer: Tokenizer
+) -> None:
+    engine.behaviour.script = says("<think>\nhm\n</think>\n\nyes")
+    for path, fields in (("chat", {"messages": HI}), ("generate", {"prompt": "hi"})):
+        body = post(server, path, think=True, stream=False, **fields).json()
+        reply = body.get("message", body)
+        assert reply["thinking"].strip() == "hm"
+        assert reply.get("content", reply.get("response")) == "yes"
+        *parts, _ = lines(post(server, path, think="max", **fields))
+        shown = [part.get("message", part) for part in parts]
+        assert "".join(part.get("thinking", "") for part in shown).strip() == "hm"
+        assert last_prompt(engine, tokenizer).endswith("(effort high)")
+    post(server, "chat", think=False, messages=HI)
+    assert last_prompt(engine, tokenizer).endswith("<think>\n\n</think>\n\n")
+    assert "'think'" in refused(post(server, "chat", think="a lot", messages=HI))
+
+
+def test_log_probabilities_come_with_the_parts(server: Server, engine: ScriptedEngine) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2}
+    parts = lines(post(server, "chat", messages=HI, **fields))
+    scored = [each for part in parts for each in part.get("logprobs", ())]
+    assert "".join(each["token"] for each in scored) == "hello world"
+    assert all(len(each["top_logprobs"]) == 2 and each["logprob"] < 0 for each in scored)
+    assert post(server, "generate", prompt="hi", stream=False, **fields).json()["logprobs"]
+
+
+def test_an_answer_that_is_cut_says_length(server: Server, engine: ScriptedEngine) -> None:
+    body = post(server, "generate", prompt="hi", stream=False, options={"num_predict": 2}).json()
+    assert body["done_reason"] == "length" and body["eval_count"] == 2
+
+
+def test_an_error_in_a_stream_is_its_last_line(
+    server: Server, start_engine: Callable[..., ScriptedEngine], says: Callable[..., Any]
+) -> None:
+    engine = start_engine(server, script=says("hello world"), skip_token=True)
+    server.wait_ready()
+    engine.behaviour.hold_tokens_after = None
+    answer = post(server, "chat", messages=HI)
+    if answer.status_code == 200:
+        assert list(json.loads(answer.text.splitlines()[-1])) == ["error"]
+    else:
+        refused(answer, answer.status_code)
+
+
+def test_a_client_that_leaves_frees_its_place(server: Server, engine: ScriptedEngine) -> None:
+    engine.behaviour.hold_tokens_after = 1
+    with httpx.stream(
+        "POST", f"{server.url}/api/chat", json={"model": "tiny", "messages": HI}
+    ) as answer:
+        next(answer.iter_lines())
+    eventually(lambda: len(engine.got(Abort)) == 1)
+
+
+# -- requests ------------------------------------------------------------------
+
+
+def test_options_become_sampling_parameters(server: Server, engine: ScriptedEngine) -> None:
+    options = {
+        "seed": 7,
+        "temperature": 0.5,
+        "top_k": 20.0,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repeat_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "num_predict": 30.0,
+        "num_gpu": 1,
+        "num_thread": 8,
+        "typical_p": 0.7,
+        "unknown": [],
+    }
+    post(server, "chat", messages=HI, options=options)
+    (submit,) = engine.got(Submit)
+    sampling = submit.sampling
+    assert (sampling.seed, sampling.temperature, sampling.top_k) == (7, 0.5, 20)
+    assert (sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0.9, 0.1, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
+    assert sampling.repetition_context_size == 64 and submit.max_tokens == 30
+
+
+@pytest.mark.parametrize(
+    ("last_n", "penalty", "size"), [(0, 1.0, None), (-1, 1.5, 2**31 - 1), (10, 1.5, 10)]
+)
+def test_repeat_last_n_bounds_what_is_penalized(
+    server: Server, engine: ScriptedEngine, last_n: int, penalty: float, size: int | None
+) -> None:
+    post(server, "chat", messages=HI, options={"repeat_penalty": 1.5, "repeat_last_n": last_n})
+    sampling = engine.got(Submit)[-1].sampling
+    assert sampling.repetition_penalty == penalty
+    assert size in (None, sampling.repetition_context_size)
+
+
+def test_without_num_predict_only_the_context_and_the_server_limit_an_answer(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    for most in (None, -1, 0, -2, 10**6):
+        options = {"num_predict": most}
+        post(server, "chat", messages=HI, options=options)
+        submit = engine.got(Submit)[-1]
+        assert submit.max_tokens == 2000 - len(submit.token_ids)
+
+
+def test_num_ctx_bounds_prompt_and_answer_together(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    post(server, "chat", messages=HI, options={"num_ctx": 200})
+    submit = engine.got(Submit)[-1]
+    assert submit.max_tokens == 200 - len(submit.token_ids)
+    error = refused(post(server, "generate", prompt="x" * 300, options={"num_ctx": 100}))
+    assert "over the 100" in error
+    system = {"role": "system", "content": "SYSTEM"}
+    turns = [
+        {"role": role, "content": f"{role}{n} " + "x" * 40}
+        for n in range(5)
+        for role in ("user", "assistant")
+    ]
+    conversation = [system, *turns, {"role": "user", "content": "last"}]
+    assert post(server, "chat", messages=conversation, options={"num_ctx": 250}).status_code == 200
+    prompt = last_prompt(engine, tokenizer)
+    assert "SYSTEM" in prompt and "last" in prompt and "user0" not in prompt
+    assert len(engine.got(Submit)[-1].token_ids) < 250
+    whole = {"messages": conversation, "truncate": False}
+    assert "over the 250" in refused(post(server, "chat", options={"num_ctx": 250}, **whole))
+
+
+def test_a_format_becomes_a_grammar(server: Server, engine: ScriptedEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for given, wanted in (("json", {"type": "object"}), (schema, schema)):
+        for path, fields in (
+            ("chat", {"messages": HI}),
+            ("generate", {"prompt": "hi"}),
+            ("generate", {"prompt": "hi", "raw": True}),
+        ):
+            assert post(server, path, format=given, **fields).status_code == 200
+            grammar = engine.got(Submit)[-1].grammar
+            assert grammar is not None and grammar.kind == "json_schema"
+            assert json.loads(grammar.source) == wanted
+    post(server, "chat", messages=HI, format="")
+    assert engine.got(Submit)[-1].grammar is None
+    assert "'format'" in refused(post(server, "chat", messages=HI, format="yaml"))
+
+
+def test_a_prompt_is_put_into_the_template_unless_it_is_raw(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    body = post(server, "generate", prompt="hi", system="be kind", stream=False).json()
+    assert body["response"] == "hello world"
+    templated = f"{START}system\nbe kind{END}\n{START}user\nhi{END}\n{START}assistant\n"
+    assert last_prompt(engine, tokenizer) == templated
+    raw = post(server, "generate", prompt="hi", raw=True, stream=False).json()
+    assert last_prompt(engine, tokenizer) == "hi" and "context" not in raw
+    for fields in ({"system": "x"}, {"context": [1]}):
+        assert "'raw'" in refused(post(server, "generate", prompt="hi", raw=True, **fields))
+
+
+def test_a_context_is_gone_on_from(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    first = lines(post(server, "generate", prompt="hi"))[-1]
+    (submit,) = engine.got(Submit)
+    assert first["context"] == [*submit.token_ids, *engine.behaviour.script(submit)]
+    answer = post(server, "generate", prompt="and?", context=first["context"])
+    assert answer.status_code == 200, answer.text
+    tokens = engine.got(Submit)[-1].token_ids
+    assert tokens[: len(first["context"])] == first["context"]
+    assert "and?" in tokenizer.decode(tokens[len(first["context"]) :])
+    assert "'context'" in refused(post(server, "generate", prompt="hi", context=[10**6]))
+
+
+def test_a_last_message_of_the_assistant_is_continued(
+    server: Server, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    begun = {"role": "assistant", "content": "It"}
+    assert post(server, "chat", messages=[*HI, begun]).status_code == 200
+    assert last_prompt(engine, tokenizer).endswith(f"{START}assistant\nIt")
+
+
+def test_an_empty_request_loads_the_model(server: Server, engine: ScriptedEngine) -> None:
+    empty: list[tuple[str, dict[str, Any]]] = [
+        ("chat", {"messages": []}),
+        ("chat", {}),
+        ("generate", {}),
+    ]
+    for path, fields in empty:
+        body = post(server, path, **fields).json()
+        assert body["done"] and body["done_reason"] == "load" and not body.keys() & FIGURES
+    assert not engine.got(Submit)
+    assert "not found" in refused(post(server, "chat", model="nobody"), 404)
+    assert "--ollama-manage" in refused(post(server, "chat", keep_alive=0), 403)
+    assert post(server, "chat", messages=HI, keep_alive=0).status_code == 200, "it is ignored"
+
+
+@pytest.mark.parametrize("keep_alive", ["5m", "1h30m", "-1m", "500ms", "0", 300, -1, 1.5])
+def test_a_keep_alive_is_seconds_or_a_duration(
+    server: Server, engine: ScriptedEngine, keep_alive: Any
+) -> None:
+    assert post(server, "chat", messages=HI, keep_alive=keep_alive).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("chat", {"messages": "hi"}, "'messages'"),
+        ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "'messages[0].role'"),
+        ("chat", {"messages": [{**HI[0], "images": ["aGk="]}]}, "'messages[0].images'"),
+        ("chat", {"messages": HI, "options": {"temperature": 3}}, "'options.temperature'"),
+        ("chat", {"messages": HI, "options": {"num_ctx": -1}}, "'options.num_ctx'"),
+        ("chat", {"messages": HI, "options": {"stop": ["x"] * 17}}, "'options.stop'"),
+        ("chat", {"messages": HI, "options": {"num_predict": "9"}}, "'options.num_predict'"),
+        ("chat", {"messages": HI, "keep_alive": "5 parsecs"}, "'keep_alive'"),
+        ("chat", {"messages": HI, "keep_alive": "1e999"}, "'keep_alive'"),
+        ("chat", {"messages": HI, "tools": [ADD, ADD]}, "'add'"),
+        ("chat", {"messages": HI, "stream": "yes"}, "'stream'"),
+        ("generate", {"prompt": "hi", "suffix": "x"}, "'suffix'"),
+        ("generate", {"prompt": "hi", "template": "{{ .Prompt }}"}, "'template'"),
+        ("generate", {"prompt": "hi", "images": ["aGk="]}, "'images'"),
+        ("generate", {"prompt": ["hi"]}, "'prompt'"),
+        ("show", {"model": ""}, "'model'"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    server: Server, engine: ScriptedEngine, path: str, fields: Any, named: str
+) -> None:
+    assert named in refused(post(server, path, **fields))
+
+
+def test_images_become_notes_where_they_are_to_be_skipped(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[..., Any],
+    tokenizer: Tokenizer,
+) -> None:
+    server = start_server("--skip-unsupported-content")
+    engine = start_engine(server, script=says("ok"))
+    server.wait_ready()
+    post(server, "chat", messages=[{**HI[0], "images": ["aGk="]}])
+    assert "left out" in last_prompt(engine, tokenizer)
+    post(server, "generate", prompt="hi", images=["aGk="])
+    assert "left out" in last_prompt(engine, tokenizer)
+
+
+def test_curl_needs_no_media_type_and_a_page_of_another_site_does(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    body = json.dumps({"model": "tiny", "messages": HI, "stream": False})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.client.post("/api/chat", content=body, headers=form).status_code == 200
+    elsewhere = {**form, "origin": "https://example.com"}
+    refused(server.client.post("/api/chat", content=body, headers=elsewhere), 415)
+    assert server.client.post("/v1/messages", content=body, headers=form).status_code == 415
+
+
+# -- models --------------------------------------------------------------------
+
+
+def test_models_are_listed_with_what_is_known_of_them(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "quantization": {"bits": 4, "group_size": 64},
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    server = start_server()
+    stats = EngineStats(active_memory_bytes=12345)
+    start_engine(server, directory=tmp_path, aliases=["small:4b"], stats=stats)
+    server.wait_ready()
+    listed = server.client.get("/api/tags").json()["models"]
+    assert [each["name"] for each in listed] == ["tiny:latest", "small:4b"]
+    details = {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "qwen3",
+        "families": ["qwen3"],
+        "parameter_size": "",
+        "quantization_level": "4-bit",
+    }
+    assert all(each["details"] == details and len(each["digest"]) == 64 for each in listed)
+    assert listed[0]["capabilities"] == ["completion", "tools", "thinking"]
+    for fields in ({"model": "tiny"}, {"model": "tiny:latest"}, {"name": "small:4b"}):
+        shown = server.client.post("/api/show", json=fields).json()
+        assert shown["details"] == details
+        assert shown["model_info"] == {
+            "general.architecture": "qwen3",
+            "qwen3.context_length": 512,
+            "qwen3.vocab_size": 265,
+            "qwen3.block_count": 36,
+            "qwen3.embedding_length": 64,
+            "qwen3.attention.layer_norm_rms_epsilon": 1e-6,
+        }
+        assert "<|im_start|>" in shown["template"] and "FROM tiny" in shown["modelfile"]
+    refused(server.client.post("/api/show", json={"model": "nobody"}), 404)
+    (running,) = server.client.get("/api/ps").json()["models"]
+    assert (running["size"], running["context_length"]) == (12345, 512)
+    assert running["expires_at"].startswith("9999")
+    assert server.client.get("/api/version").json() == {"version": running_version(server)}
+
+
+def running_version(server: Server) -> str:
+    return str(server.client.get("/version").json()["version"])
+
+
+def test_keys_limits_and_metrics_hold_here_too(
+    start_server: Callable[..., Server],
+    start_engine: Callable[..., ScriptedEngine],
+    says: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sesame name=some models=other\nopen name=all rpm=1\n")
+    server = start_server(f"--api-key-file={keys}")
+    start_engine(server, script=says("ok"))
+    server.client.headers["authorization"] = "Bearer open"
+    server.wait_ready()
+    some = {"authorization": "Bearer sesame"}
+    ask = {"model": "tiny", "messages": HI}
+    refused(httpx.post(f"{server.url}/api/chat", json=ask), 401)
+    refused(httpx.post(f"{server.url}/api/chat", json=ask, headers=some), 403)
+    refused(httpx.post(f"{server.url}/api/show", json=ask, headers=some), 403)
+    for path in ("tags", "ps"):
+        assert httpx.get(f"{server.url}/api/{path}", headers=some).json() == {"models": []}
+    assert server.client.post("/api/chat", json=ask).status_code == 200
+    answer = server.client.post("/api/chat", json=ask)
+    refused(answer, 429)
+    assert int(answer.headers["retry-after"]) >= 1
+    metrics = server.client.get("/metrics").text
+    assert 'path="/api/chat",status="200"} 1' in metrics
+    assert 'path="/api/chat",status="429"} 1' in metrics
+
+
+# -- what is not served --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["embed", "embeddings", "create", "copy", "push", "blobs/sha256:0"]
+)
+def test_what_is_not_served_says_so(server: Server, path: str) -> None:
+    error = refused(server.client.post(f"/api/{path}", json={"model": "tiny"}), 501)
+    assert "not served here" in error
+
+
+def test_unknown_paths_and_methods_are_refused_in_this_shape(server: Server) -> None:
+    refused(server.client.get("/api/nothing"), 404)
+    refused(server.client.get("/api/chat"), 405)
+    refused(server.client.post("/api/chat", content=b"{"), 400)
+
+
+def test_the_start_says_that_it_runs_where_there_is_no_page(
+    start_server: Callable[..., Server], server: Server
+) -> None:
+    plain = start_server("--no-page", "--api-key=sesame")
+    assert plain.client.get("/").text == "Ollama is running"
+    for each in (plain, server):
+        assert each.client.head("/").status_code == 200
+    assert server.client.get("/").text.startswith("<!doctype html>")
+    assert server.client.head("/api/version").status_code == 200
+
+
+@pytest.mark.parametrize("flags", [(), ("--admin-key=boss",), ("--ollama-manage",)])
+def test_models_are_managed_only_where_that_is_allowed(
+    start_server: Callable[..., Server], flags: tuple[str, ...]
+) -> None:
+    server = start_server("--api-key=sesame", *flags)
+
+    def ask(method: str, path: str, key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"model": "owner/model", "stream": False}
+        return httpx.request(method, f"{server.url}/api/{path}", json=body, headers=headers)
+
+    allowed = {"--admin-key=boss": "boss", "--ollama-manage": "sesame"}.get("".join(flags))
+    for method, path in (("POST", "pull"), ("DELETE", "delete")):
+        for key in ("sesame", "boss"):
+            answer = ask(method, path, key)
+            if key == allowed:
+                # A router alone has nobody who could do it.
+                assert answer.status_code == (501 if path == "pull" else 404), answer.text
+            else:
+                assert answer.status_code == (403 if key == "sesame" else 401), answer.text
+            refused(answer, answer.status_code)

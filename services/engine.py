@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -27,6 +28,7 @@ from engine.model.starting import StartTimes, lean_imports
 from engine.parallel.errors import RankFailed
 from services import ranks
 from services.stores import connect_store
+from services.text_engine import serve_texts, task_of
 from shared import logs, settings, wire
 from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
@@ -135,6 +137,13 @@ def serve(
     times = StartTimes()
     load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
     with lean_imports():
+        path = model_path(options.model)
+        if (task := task_of(options, path)) != "generate":
+            device.prepare()
+            times.ended("imports")
+            names = {"engine": engine, "incarnation": incarnation}
+            serve_texts(options, path, task, io_thread, inbox, status, times, **names)
+            return
         others = None
         if options.ranks > 1:
             options, others = _start_ranks(options, context, on_rank_failed)
@@ -195,6 +204,13 @@ def _start_ranks(
         return options, None
     ranks.prepare_environment()
     return options, ranks.start(options, path, context, on_failed)
+
+
+def model_path(name: str) -> Path:
+    """Return the folder of a model, which may be downloaded first. Raises: `ModelUnavailable`."""
+    from engine.model import load as models
+
+    return models.resolve(name)
 
 
 def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:

@@ -21,6 +21,7 @@ from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines import Model
 from router.fleet.router import Router
+from router.fleet.tasks import check_task
 from router.fleet.tenants import Tenant
 from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
@@ -132,6 +133,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
             async with cancel_on_disconnect(receive):
                 await router.wait_until_loaded(unloaded, tenant)
         model = router.model_for(request.model, tenant)
+        check_task(model, "generate", router)
         writer = self.writer(body, model)
         state = scope["state"]
         generation = Generation(

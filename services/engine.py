@@ -135,15 +135,28 @@ def serve(
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     times = StartTimes()
-    load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
+    load_fast_blas(options.ranks)  # before anything imports mlx, which what follows does
+    path, names = model_path(options.model), {"engine": engine, "incarnation": incarnation}
+    if (task := task_of(options, path)) != "generate":
+        serve_texts(options, path, task, io_thread, inbox, status, times, **names)
+    else:
+        serve_sequences(options, context, io_thread, inbox, status, times, on_rank_failed, **names)
+
+
+def serve_sequences(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    io_thread: IOThread,
+    inbox: Inbox,
+    status: EngineStatus,
+    times: StartTimes,
+    on_rank_failed: Callable[[str, int], None],
+    *,
+    engine: str,
+    incarnation: str,
+) -> None:
+    """The same for a model that generates text."""
     with lean_imports():
-        path = model_path(options.model)
-        if (task := task_of(options, path)) != "generate":
-            device.prepare()
-            times.ended("imports")
-            names = {"engine": engine, "incarnation": incarnation}
-            serve_texts(options, path, task, io_thread, inbox, status, times, **names)
-            return
         others = None
         if options.ranks > 1:
             options, others = _start_ranks(options, context, on_rank_failed)

@@ -8,11 +8,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.batch import device
 from engine.io.inbox import Inbox
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.model.errors import ModelUnavailable
-from engine.model.starting import StartTimes
+from engine.model.starting import StartTimes, lean_imports
 from shared import settings, wire
 from shared.settings import Settings
 from shared.version import installed_version
@@ -46,20 +47,23 @@ def serve_texts(
     incarnation: str,
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
-    import mlx.core as mx
-
-    from engine.embedding.build import load_text_model
-    from engine.embedding.core import EmbeddingCore
-    from engine.replica.memory import EngineMemory, device_memory_bytes, set_limits
-
     for flag, given in (("--adapter-path", options.adapter_path), ("--ranks", options.ranks > 1)):
         if given:
             raise ModelUnavailable(f"{flag} does not go with a model that embeds or ranks")
-    own = EngineMemory.of(options)
-    logger.info("loading the model %s, to %s", options.model, task)
-    loaded = load_text_model(
-        path, task, cpu_precision=options.cpu_precision, memory_bytes=own.size_bytes
-    )
+    with lean_imports():
+        import mlx.core as mx
+
+        from engine.embedding.build import load_text_model
+        from engine.embedding.core import EmbeddingCore
+        from engine.replica.memory import EngineMemory, device_memory_bytes, set_limits
+
+        times.ended("imports")
+        device.prepare()
+        own = EngineMemory.of(options)
+        logger.info("loading the model %s, to %s", options.model, task)
+        loaded = load_text_model(
+            path, task, cpu_precision=options.cpu_precision, memory_bytes=own.size_bytes
+        )
     times.ended("weights")
     set_limits(own)
     hello = _hello(options, loaded, task, engine=engine, incarnation=incarnation)

@@ -7,7 +7,8 @@ others, and an engine that is lost costs a few pieces.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ from shared.wire import Encode
 PIECE_TEXTS = 64
 PIECE_TOKENS = 8192
 PIECES_AT_ONCE = 4
+
+_Text = tuple[tuple[int, ...], int]
+"""Token ids, and where the second text of a pair begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,52 +64,62 @@ async def encode(
     replicas = model.replicas
     queue = router.dispatcher.queue_of(replicas)
     router.admission.check_queue(replicas, queue, tenant, priority=priority, new=1)
-    texts = await router.work.run(tenant.name, prepare, size)
-    num_tokens = sum(len(text.token_ids) for text in texts)
+    places = await router.work.run(tenant.name, lambda: _places(prepare()), size)
+    num_tokens = sum(len(ids) * len(numbers) for (ids, _), numbers in places.items())
     await router.rate_limits.admit_prompt(tenant, num_tokens, caller.limits_left)
-    # Equal texts have one row. Pieces have texts of about one length.
-    places: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    distinct = sorted(places, key=lambda text: len(text[0]))  # those of a piece are about as long
+    rows: Rows = np.empty((sum(map(len, places.values())), _width(model)), np.float32)
+    async for numbers, found in _rows_of(router, model, caller, priority, distinct):
+        for number, row in zip(numbers, found, strict=True):
+            rows[places[distinct[number]]] = row
+    return EncodedTexts(rows=rows, num_tokens=num_tokens)
+
+
+def _places(texts: Sequence[TokenizedPair]) -> dict[_Text, list[int]]:
+    """Return the numbers of each text: equal ones have one row."""
+    places: dict[_Text, list[int]] = {}
     for number, text in enumerate(texts):
         places.setdefault((tuple(text.token_ids), text.second_start), []).append(number)
-    distinct = sorted(places, key=lambda text: len(text[0]))
-    width = _width(model)
-    rows: Rows = np.empty((len(texts), width), np.float32)
-    name = f"enc-{uuid.uuid4().hex}"
-    changed = Signal()
-    pieces = _pieces([len(text[0]) for text in distinct])
+    return places
+
+
+async def _rows_of(
+    router: Router, model: Model, caller: Caller, priority: int, texts: Sequence[_Text]
+) -> AsyncIterator[tuple[range, Rows]]:
+    """Yield the rows of ``texts`` piece by piece, with their numbers. Raises `ApiError`."""
+    name, tenant, changed = f"enc-{uuid.uuid4().hex}", caller.tenant, Signal()
+    pieces = _pieces([len(ids) for ids, _ in texts])
+    waiting = deque(enumerate(pieces))
     running: dict[RemoteTexts, range] = {}
-    begun = 0
     try:
-        while begun < len(pieces) or running:
-            while begun < len(pieces) and len(running) < PIECES_AT_ONCE:
-                members = [distinct[i] for i in pieces[begun]]
+        while waiting or running:
+            while waiting and len(running) < PIECES_AT_ONCE:
+                number, members = waiting.popleft()
+                starts = [texts[i][1] for i in members]
                 message = Encode(
-                    request_id=f"{name}:{begun}",
+                    request_id=f"{name}:{number}",
                     attempt=0,
-                    token_ids=[list(ids) for ids, _ in members],
-                    second_starts=[at for _, at in members] if any(a for _, a in members) else [],
+                    token_ids=[list(texts[i][0]) for i in members],
+                    second_starts=starts if any(starts) else [],
                     group=tenant.name or name,
                     priority=priority,
                     traceparent=caller.traceparent,
                 )
                 is_part = len(pieces) > 1
-                piece = RemoteTexts(message, width, tenant, changed.set, is_part=is_part)
-                running[piece] = pieces[begun]
-                begun += 1
-                version = replicas.version_for(has_output=begun > 1)
+                piece = RemoteTexts(message, _width(model), tenant, changed.set, is_part=is_part)
+                running[piece] = members
+                version = model.replicas.version_for(has_output=number > 0)
                 router.dispatcher.admit(version, [piece])
             await changed.wait()
             for piece in [each for each in running if each.done]:
-                numbers = running.pop(piece)
+                members = running.pop(piece)
                 if piece.error is not None:
                     raise piece.error
                 assert piece.rows is not None
-                for row, number in zip(piece.rows, numbers, strict=True):
-                    rows[places[distinct[number]]] = row
+                yield members, piece.rows
     finally:
         for piece in running:
             router.dispatcher.release(piece)
-    return EncodedTexts(rows=rows, num_tokens=num_tokens)
 
 
 def _width(model: Model) -> int:

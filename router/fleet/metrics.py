@@ -152,9 +152,7 @@ class Metrics:
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
         self.restarts = counter("engine_restarts", "Engines that were lost", ("engine",))
         self.engines_joined = counter("engines_joined", "Engines that joined", ("model",))
-        self.engines_left = counter(
-            "engines_left", "Engines that left as planned, or were lost", ("reason",)
-        )
+        self.engines_left = counter("engines_left", "Engines that left or were lost", ("reason",))
         self.engines_refused = counter(
             "engines_refused", "Connections and engines that were not let in", ("reason",)
         )

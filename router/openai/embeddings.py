@@ -93,7 +93,7 @@ class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
         return [item for item in self.input if not isinstance(item, int)]
 
 
-class Embedding(Struct, frozen=True, kw_only=True):
+class EmbeddingItem(Struct, frozen=True, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: Annotated[
@@ -109,7 +109,7 @@ class EmbeddingUsage(Struct, frozen=True):
 
 class EmbeddingList(Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
 
@@ -170,7 +170,7 @@ def _written(found: EncodedTexts, model: str, how: EncodingFormat | None) -> Ite
     before, after = msgspec.json.encode(empty).split(b"[]", 1)
     yield before + b"["
     for index, row in enumerate(found.rows):
-        item = Embedding(index=index, embedding=_numbers(row, how))
+        item = EmbeddingItem(index=index, embedding=_numbers(row, how))
         yield (b"," if index else b"") + msgspec.json.encode(item)
     yield b"]" + after
 

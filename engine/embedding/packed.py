@@ -31,6 +31,8 @@ States = list[Array]
 """The hidden states of each text, (tokens, hidden)."""
 _SCORES_AT_ONCE = 1 << 20
 """Scores of all heads that a piece of work computes: 4 MB."""
+_LEAST_ROWS = 64
+"""Queries of a text that are worth a piece of work."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ def attend(
     found: Array = np.empty((count, kv_heads, heads // kv_heads, values.shape[-1]), np.float32)
     found[cuts[-1][1] :] = 0
     pieces: list[tuple[int, int, int, int]] = []
-    for start, end in cuts:
-        rows = max(16, _SCORES_AT_ONCE // (heads * (end - start)))
+    threads = num_threads()
+    for start, end in cuts:  # a single text has work for all threads
+        share = max(_LEAST_ROWS, -(-(end - start) // threads))
+        rows = max(16, min(share, _SCORES_AT_ONCE // (heads * (end - start))))
         pieces += [(start, end, at, min(at + rows, end)) for at in range(start, end, rows)]
 
     def work(share: Sequence[tuple[int, int, int, int]]) -> None:
@@ -106,7 +110,7 @@ def attend(
                 layer, asked[first:last], keys[start:end], values[start:end], first - start
             )
 
-    shares = _shared(pieces, num_threads())
+    shares = _shared(pieces, threads)
     in_parallel([lambda share=share: work(share) for share in shares])  # type: ignore[misc]
     return found.reshape(count, -1)
 

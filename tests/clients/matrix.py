@@ -77,7 +77,7 @@ EMBEDDING_CLIENTS = (
         "litellm_embeddings.py",
         "/v1/embeddings, /v1/rerank",
     ),
-    Client("cohere", ("cohere>=5,<8",), "cohere_rerank.py", "/v2/rerank"),
+    Client("cohere", ("cohere==7.3.1",), "cohere_rerank.py", "/v2/rerank"),
 )
 """Those that ask for vectors and rankings, which other models make."""
 

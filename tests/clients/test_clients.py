@@ -59,7 +59,9 @@ def test_python_clients_work(server: Server, script: str) -> None:
 def test_a_client_embeds(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
-        check_all(server, sys.executable, str(SCENARIOS / "openai_embeddings.py"))
+        check_all(
+            server, sys.executable, str(SCENARIOS / "openai_embeddings.py"), "embed", "errors"
+        )
 
 
 def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> None:

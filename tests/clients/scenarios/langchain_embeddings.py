@@ -1,7 +1,7 @@
 """The embeddings of langchain-openai, which sends token ids unless told otherwise."""
 
 from embeddings import EMBEDDER, TEXTS, check_vectors
-from harness import KEY, URL, check, run
+from harness import KEY, URL, NotApplicable, check, run
 from langchain_openai import OpenAIEmbeddings
 from openai import BadRequestError
 from pydantic import SecretStr
@@ -22,6 +22,10 @@ def embed() -> None:
     check(max(abs(a - b) for a, b in zip(query, found[0], strict=True)) < 1e-6, "another vector")
 
 
+def rerank() -> None:
+    raise NotApplicable("the client has no rankings")
+
+
 def errors() -> None:
     try:
         embeddings.embed_query("a " * 5000)
@@ -31,4 +35,4 @@ def errors() -> None:
         raise AssertionError("no error")
 
 
-run(embed, errors)
+run(embed, rerank, errors)

@@ -1,7 +1,7 @@
 """The embeddings of openai's own Python client, which asks for base64 by default."""
 
 from embeddings import DIMENSIONS, EMBEDDER, TEXTS, check_vectors
-from harness import KEY, URL, check, run
+from harness import KEY, URL, NotApplicable, check, run
 from openai import BadRequestError, OpenAI
 
 client = OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
@@ -17,6 +17,10 @@ def embed() -> None:
     check(len(short.data[0].embedding) == DIMENSIONS // 4, short)
 
 
+def rerank() -> None:
+    raise NotApplicable("the client has no rankings")
+
+
 def errors() -> None:
     try:
         client.embeddings.create(model=EMBEDDER, input="a", dimensions=DIMENSIONS + 1)
@@ -26,4 +30,4 @@ def errors() -> None:
         raise AssertionError("no error")
 
 
-run(embed, errors)
+run(embed, rerank, errors)

@@ -22,6 +22,7 @@ from bench.agents import agents  # noqa: E402
 from bench.client import complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.decode import decode  # noqa: E402
+from bench.embeddings import embeddings  # noqa: E402
 from bench.fleet import fleet  # noqa: E402
 from bench.growth import growth  # noqa: E402
 from bench.host_time import profile  # noqa: E402
@@ -51,6 +52,7 @@ SPECIAL = (
     *("metal", "llama-cpp", "decode", "agents", "restart", "large", "speculation"),
     *("localai", "fleet", "page", "growth", "ranks", "ranks-restart", "profile", "prompts"),
     "same-text",
+    "embeddings",
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, an
 extra, or py-spy, or that compare with nothing."""
@@ -234,6 +236,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "large": large,
     "speculation": speculation,
     "same-text": same_text,
+    "embeddings": embeddings,
 }
 """The comparisons that need no server with a model, or start their own."""
 BENCHES: dict[str, Callable[[Ports, int], None]] = {

@@ -31,7 +31,8 @@ html_show_copyright = False
 html_favicon = "../router/page/icon.svg"
 
 PAGES = {
-    "Using": "docs/commands docs/api docs/ollama docs/page docs/configuration docs/operations"
+    "Using": "docs/commands docs/api docs/embeddings docs/ollama docs/page docs/configuration"
+    " docs/operations"
     " docs/metrics docs/security docs/clients docs/agents docs/templates examples/README",
     "Deploying": "docs/deploy/install docs/deploy/service docs/deploy/compose"
     " docs/deploy/monitoring docs/deploy/kubernetes docs/deploy/ray docs/localai",
@@ -41,7 +42,7 @@ PAGES = {
     " docs/design/memory docs/design/slots-and-slabs docs/design/prefix-cache"
     " docs/design/recurrent-state docs/design/quantization docs/design/sampling"
     " docs/design/grammars docs/design/speculation docs/design/ranks docs/design/cpu"
-    " docs/design/models",
+    " docs/design/models docs/design/embeddings",
     "Project": "CONTRIBUTING CHANGELOG",
 }
 """What the side bar lists below each heading. Sphinx warns of a page that is not here."""

@@ -100,6 +100,16 @@ class EngineCore:
         for item in items:
             if isinstance(item, wire.Submit):
                 self._submit(self._grammar_queue.add(item))
+            elif isinstance(item, wire.Encode):
+                why = "this model generates text, and neither embeds nor ranks"
+                self._refused.append(
+                    wire.Refused(
+                        request_id=item.request_id,
+                        attempt=item.attempt,
+                        reason="unsupported",
+                        message=why,
+                    )
+                )
             elif isinstance(item, GrammarCompiled):
                 for answer in self._grammar_queue.on_compiled(item.grammar, item.outcome):
                     self._submit(answer)

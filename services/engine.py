@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -27,6 +28,7 @@ from engine.model.starting import StartTimes, lean_imports
 from engine.parallel.errors import RankFailed
 from services import ranks
 from services.stores import connect_store
+from services.text_engine import serve_texts, task_of
 from shared import logs, settings, wire
 from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
@@ -133,7 +135,27 @@ def serve(
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
     times = StartTimes()
-    load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
+    load_fast_blas(options.ranks)  # before anything imports mlx, which what follows does
+    path, names = model_path(options.model), {"engine": engine, "incarnation": incarnation}
+    if (task := task_of(options, path)) != "generate":
+        serve_texts(options, path, task, io_thread, inbox, status, times, **names)
+    else:
+        serve_sequences(options, context, io_thread, inbox, status, times, on_rank_failed, **names)
+
+
+def serve_sequences(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    io_thread: IOThread,
+    inbox: Inbox,
+    status: EngineStatus,
+    times: StartTimes,
+    on_rank_failed: Callable[[str, int], None],
+    *,
+    engine: str,
+    incarnation: str,
+) -> None:
+    """The same for a model that generates text."""
     with lean_imports():
         others = None
         if options.ranks > 1:
@@ -195,6 +217,13 @@ def _start_ranks(
         return options, None
     ranks.prepare_environment()
     return options, ranks.start(options, path, context, on_failed)
+
+
+def model_path(name: str) -> Path:
+    """Return the folder of a model, which may be downloaded first. Raises: `ModelUnavailable`."""
+    from engine.model import load as models
+
+    return models.resolve(name)
 
 
 def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.plan import FoundState
-from shared.wire import Abort, ClearCache, Drain, Grammar, Submit
+from shared.wire import Abort, ClearCache, Drain, Encode, Grammar, Submit
 
 if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidance
     from engine.grammar.compiler import CompileOutcome
@@ -54,6 +54,7 @@ class GrammarCompiled:
 
 InboxMessage = (
     Submit
+    | Encode
     | Abort
     | Drain
     | ClearCache

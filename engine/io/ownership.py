@@ -24,7 +24,7 @@ class Ownership(Generic[Owner]):
         self._owners: dict[RequestKey, Owner] = {}
         self._beats_missed: dict[RequestKey, int] = {}
 
-    def add(self, request: wire.Submit, owner: Owner) -> None:
+    def add(self, request: wire.Submit | wire.Encode, owner: Owner) -> None:
         key = (request.request_id, request.attempt)
         self._owners[key] = owner
         self._beats_missed[key] = 0
@@ -50,7 +50,7 @@ class Ownership(Generic[Owner]):
             for owner, deltas in parts.values():
                 whole = len(deltas) == len(message.deltas)
                 yield owner, message if whole else wire.Tokens(deltas=deltas)
-        elif isinstance(message, wire.Accepted | wire.Refused):
+        elif isinstance(message, wire.Accepted | wire.Refused | wire.Encoded):
             owner = self._owners.get((message.request_id, message.attempt))
             if owner is not None:
                 yield owner, message

@@ -211,11 +211,11 @@ class IOThread(threading.Thread):
             self._on_ping(link, message)
         elif isinstance(message, wire.FilesWanted):
             self._on_files_wanted(link, message)
-        elif isinstance(message, wire.Submit) and self._hello is None:
+        elif isinstance(message, wire.Submit | wire.Encode) and self._hello is None:
             name, attempt, why = message.request_id, message.attempt, "the model is still loading"
             link.post(wire.Refused(request_id=name, attempt=attempt, reason="full", message=why))
         elif not isinstance(message, wire.Abort) or self._requests.is_of(message, link):
-            if isinstance(message, wire.Submit):
+            if isinstance(message, wire.Submit | wire.Encode):
                 self._requests.add(message, link)
             if self._traces is not None:
                 self._traces.on_received(message)

@@ -31,8 +31,9 @@ class SequenceTraces:
         self._traced: dict[str, _Traced] = {}
 
     def on_received(self, message: wire.Message) -> None:
-        if isinstance(message, wire.Submit) and message.traceparent:
-            span = self._tracing.begin("sequence", message.traceparent)
+        if isinstance(message, wire.Submit | wire.Encode) and message.traceparent:
+            name = "sequence" if isinstance(message, wire.Submit) else "texts"
+            span = self._tracing.begin(name, message.traceparent)
             self._traced[message.request_id] = _Traced(span, message.attempt)
 
     def on_sent(self, messages: Sequence[wire.Message]) -> None:
@@ -42,6 +43,8 @@ class SequenceTraces:
             if isinstance(message, wire.Tokens):
                 for delta in message.deltas:
                     self._on_delta(delta)
+            elif isinstance(message, wire.Encoded):
+                self._on_encoded(message)
             elif isinstance(message, wire.Refused):
                 self._end(message.request_id, message.attempt, {}, message.reason)
 
@@ -69,6 +72,13 @@ class SequenceTraces:
             }
         error = delta.error or "" if delta.finish == "error" else ""
         self._end(delta.request_id, delta.attempt, attributes, error)
+
+    def _on_encoded(self, encoded: wire.Encoded) -> None:
+        times: dict[str, str | int | float] = {
+            "mlx_lm_server.queue_s": encoded.queue_s,
+            "mlx_lm_server.compute_s": encoded.compute_s,
+        }
+        self._end(encoded.request_id, encoded.attempt, times, encoded.error or "")
 
     def _record_phases(self, traced: _Traced, usage: wire.Usage) -> None:
         first, parent = traced.first_token_at, self._tracing.traceparent(traced.span)

@@ -13,6 +13,8 @@ from engine.model.errors import ModelUnavailable
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
+_DENSE_LAYERS = "*_Dense/model.safetensors"
+"""Layers after the pooling of models that embed, which sentence-transformers keeps in folders."""
 Report = Callable[[int, int], None]
 """Called with the bytes that are there and those that there will be, as far as they are known, on
 any thread."""
@@ -28,7 +30,9 @@ def download(model: str, report: Report) -> Path:
 
     try:
         found = snapshot_download(
-            model, allow_patterns=DEFAULT_ALLOW_PATTERNS, tqdm_class=_bar_that_tells(report)
+            model,
+            allow_patterns=[*DEFAULT_ALLOW_PATTERNS, _DENSE_LAYERS],
+            tqdm_class=_bar_that_tells(report),
         )
         return Path(found)
     except errors.GatedRepoError as error:

@@ -22,6 +22,7 @@ from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
 from router.fleet.engines import Model
 from router.fleet.router import Router
+from router.fleet.tasks import check_task
 from router.fleet.tenants import Tenant
 from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
@@ -137,6 +138,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         request = await router.work.run_large(tenant.name, lambda: self.translate(body), size)
         began = time.monotonic()
         model = await loaded_model(router, request.model, http)
+        check_task(model, "generate", router)
         writer = self.writer(body, model)
         generation = Generation(
             router, model, request, writer.id, tenant, state.get("traceparent", "")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from itertools import islice
 
 from router.errors import EngineNotFound, RequestNotFound, Unavailable
-from router.fleet.dispatch import Dispatcher, InFlight
+from router.fleet.dispatch import Dispatcher
 from router.fleet.engines import Engine
 from router.fleet.registry import Registry
+from router.fleet.remote_request import InFlight
 from router.fleet.supervised import Supervised
 from shared.wire import ClearCache, Drain, Message
 

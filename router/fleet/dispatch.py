@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from router.errors import (
     ApiError,
@@ -21,10 +20,12 @@ from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.metrics import Metrics
 from router.fleet.model_queue import DepartureRate, ModelQueue
 from router.fleet.placement import choose_engine
-from router.fleet.remote_sequence import MissingTokensError, RemoteSequence, RemoteSequenceState
+from router.fleet.remote_request import InFlight, RemoteRequest, RemoteRequestState
+from router.fleet.remote_sequence import MissingTokensError, RemoteSequence
+from router.fleet.remote_texts import RemoteTexts
 from router.fleet.tenants import Tenant
 from shared.settings import Settings
-from shared.wire import Abort, Accepted, Delta, LiveRequest, Message, Refused
+from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Message, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +40,6 @@ _SETTLE_S = 2.0
 _BUSY_S = 1.0
 _STOP_WAIT_S = 1.0
 _SEND_BACKOFF_S = 0.25
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A sequence between its admission and its end."""
-
-    sequence: RemoteSequence
-    model: ModelReplicas
-    engine: Engine | None = None
-    """The engine that the sequence was sent to; None while it waits."""
 
 
 class Dispatcher:
@@ -95,7 +86,7 @@ class Dispatcher:
 
     # -- from the HTTP side ----------------------------------------------------
 
-    def admit(self, model: ModelReplicas, sequences: list[RemoteSequence]) -> None:
+    def admit(self, model: ModelReplicas, sequences: Sequence[RemoteRequest]) -> None:
         queue = self._queues[model]
         for sequence in sequences:
             self._in_flight[sequence.request_id] = InFlight(sequence, model)
@@ -112,24 +103,24 @@ class Dispatcher:
             self.release(sequence)
             return
         sequence.stop()
-        self._send(entry.engine, _abort_message(sequence))
+        self._send(entry.engine, sequence.abort_message())
         if sequence.usage is not None:
             self._end(entry, sequence.end)
 
-    def release(self, sequence: RemoteSequence) -> None:
+    def release(self, sequence: RemoteRequest) -> None:
         """Free the place of a sequence in the queue or in an engine: nothing waits for it."""
         entry = self._in_flight.get(sequence.request_id)
         if entry is None:
             return
         if entry.engine is not None:
-            self._send(entry.engine, _abort_message(sequence))
+            self._send(entry.engine, sequence.abort_message())
             self._metrics.aborts.inc()
         self._end(entry, sequence.end)
 
     def fail(self, entry: InFlight, error: ApiError) -> None:
         """End a sequence with ``error``."""
         if entry.engine is not None:
-            self._send(entry.engine, _abort_message(entry.sequence))
+            self._send(entry.engine, entry.sequence.abort_message())
         self._end(entry, lambda: entry.sequence.fail(error))
 
     def fail_all(self, error: Callable[[], Unavailable]) -> int:
@@ -175,7 +166,7 @@ class Dispatcher:
 
     def _on_delta(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
         """Return the number of tokens that the sequence has gained."""
-        if entry.sequence.state is RemoteSequenceState.STOPPING:
+        if entry.sequence.state is RemoteRequestState.STOPPING:
             if delta.finish is not None or delta.usage is not None:
                 self._end(entry, lambda: entry.sequence.end(delta.usage))
         elif delta.finish == "error":
@@ -187,6 +178,20 @@ class Dispatcher:
         else:
             return self._apply(engine, entry, delta, now)
         return 0
+
+    def on_encoded(self, engine: Engine, message: Encoded) -> None:
+        entry = self._find(engine, message.request_id, message.attempt)
+        if entry is None or not isinstance(texts := entry.sequence, RemoteTexts):
+            return
+        error = message.error
+        if error is None and (rows := texts.rows_in(message)) is None:
+            error = f"{len(message.rows)} bytes of rows"
+        if error is not None:
+            logger.error("engine %s failed %s: %s", engine.name, message.request_id, error)
+            self._end(entry, lambda: texts.fail(InternalError()))
+            return
+        self._metrics.encode_time.labels(entry.model.id).observe(message.compute_s)
+        self._end(entry, lambda: texts.finish(rows))
 
     def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
         """Compare what the engine says it has with what was placed there."""
@@ -219,7 +224,7 @@ class Dispatcher:
         queue = self._queues[model]
         for entry in list(self._in_flight.values()):
             if entry.model is model and entry.engine is None:
-                has_output = bool(entry.sequence.output_token_ids)
+                has_output = entry.sequence.has_output
                 entry.model = model.version_for(has_output=has_output, prefer_successor=True)
                 if entry.model is not model:
                     queue.discard(entry.sequence)
@@ -252,7 +257,7 @@ class Dispatcher:
             entry = self._in_flight[sequence.request_id]
             engine = choose_engine(open_engines, sequence)
             sequence.place()
-            message = sequence.submit_message(queue.engine_priority(sequence))
+            message = sequence.message(queue.engine_priority(sequence))
             if not self._send(engine, message):
                 engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
                 sequence.requeue()
@@ -277,6 +282,8 @@ class Dispatcher:
 
     def _apply(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
         sequence = entry.sequence
+        if not isinstance(sequence, RemoteSequence):
+            return 0
         previous, model_id = sequence.last_token_at, entry.model.id
         try:
             sequence.apply(delta, now)
@@ -301,7 +308,7 @@ class Dispatcher:
 
     def _check_timeouts(self, entry: InFlight, now: float) -> None:
         settings, sequence = entry.model.settings, entry.sequence
-        if sequence.state is RemoteSequenceState.STOPPING:
+        if sequence.state is RemoteRequestState.STOPPING:
             if now - sequence.stopping_at > _STOP_WAIT_S:
                 self._end(entry, sequence.end)
             return
@@ -310,12 +317,12 @@ class Dispatcher:
             if now - sequence.arrived_at > limit_s:
                 self._time_out(entry, f"No token came within {limit_s:g} s.")
                 return
-        elif sequence.state is not RemoteSequenceState.WAITING or entry.model.ready_engines:
+        elif sequence.state is not RemoteRequestState.WAITING or entry.model.ready_engines:
             limit_s = settings.request_timeout_s
             if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:
                 self._time_out(entry, f"The generation was silent for {limit_s:g} s.")
                 return
-        if sequence.state is RemoteSequenceState.WAITING:
+        if sequence.state is RemoteRequestState.WAITING:
             waited_s = min(now - sequence.queued_at, entry.model.unready_for_s(now))
             limit_s = settings.restart_wait_s
             if self._is_loaded_on_demand(entry.model):
@@ -331,13 +338,13 @@ class Dispatcher:
     def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
         """Start another attempt after one that the engine did not finish, or end with an error."""
         sequence = entry.sequence
-        if sequence.state is RemoteSequenceState.STOPPING:
+        if sequence.state is RemoteRequestState.STOPPING:
             self._end(entry, sequence.end)
             return
-        if len(sequence.output_token_ids) - sequence.tokens_at_loss >= FORGIVEN_AFTER_TOKENS:
+        if sequence.num_output_tokens - sequence.tokens_at_loss >= FORGIVEN_AFTER_TOKENS:
             sequence.losses = 0
         sequence.losses += not planned
-        sequence.tokens_at_loss = len(sequence.output_token_ids)
+        sequence.tokens_at_loss = sequence.num_output_tokens
         if sequence.losses >= MAX_LOSSES:
             logger.warning("%s ended with an error: %s", sequence.request_id, reason)
             wait_s = self._settings.restart_wait_s
@@ -346,7 +353,7 @@ class Dispatcher:
         logger.info(
             "%s is submitted once more, after %d tokens: %s",
             sequence.request_id,
-            len(sequence.output_token_ids),
+            sequence.num_output_tokens,
             reason,
         )
         self._metrics.resumed.inc()
@@ -355,7 +362,7 @@ class Dispatcher:
     def _requeue(self, entry: InFlight) -> None:
         self._detach(entry)
         entry.sequence.requeue()
-        entry.model = entry.model.version_for(has_output=bool(entry.sequence.output_token_ids))
+        entry.model = entry.model.version_for(has_output=entry.sequence.has_output)
         self._queues[entry.model].push(entry.sequence)
         self.place(entry.model)
 
@@ -375,10 +382,6 @@ class Dispatcher:
             entry.engine.request_ids.pop(entry.sequence.request_id, None)
             entry.engine = None
             self._queues[entry.model].on_removed(entry.sequence)
-
-
-def _abort_message(sequence: RemoteSequence) -> Abort:
-    return Abort(request_id=sequence.request_id, attempt=sequence.attempt)
 
 
 def _engine_lost(wait_s: float) -> EngineLost:

@@ -110,6 +110,13 @@ class ModelReplicas:
         return [self.hello.model, *self.hello.aliases]
 
     @property
+    def capabilities(self) -> list[str]:
+        """What the tokenizer and its template make possible, if the model generates text."""
+        if self.renderer is None or self.hello.task != "generate":
+            return []
+        return self.renderer.capabilities
+
+    @property
     def ready_engines(self) -> list[Engine]:
         if self.renderer is None:
             return []

@@ -6,12 +6,12 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from router.fleet.remote_sequence import RemoteSequence, RemoteSequenceState
+from router.fleet.remote_request import RemoteRequest, RemoteRequestState
 
 AGE_TURN_EVERY = 8
 """One in so many departures goes by age, whatever its priority."""
 
-_Lane = list[tuple[float, int, RemoteSequence]]
+_Lane = list[tuple[float, int, RemoteRequest]]
 
 
 class FairQueue:
@@ -32,23 +32,23 @@ class FairQueue:
         """The number of waiting sequences by key, in the order of the keys' turns of age."""
         self._pushed = 0
         self._popped = 0
-        self._waiting: set[RemoteSequence] = set()
+        self._waiting: set[RemoteRequest] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[RemoteSequence]:
+    def __iter__(self) -> Iterator[RemoteRequest]:
         return iter(list(self._waiting))
 
-    def push(self, sequence: RemoteSequence) -> None:
+    def push(self, sequence: RemoteRequest) -> None:
         """Add a sequence, perhaps one that has waited before: age counts from the arrival."""
-        lane = self._lanes.setdefault(sequence.submit.priority, {}).setdefault(sequence.key, [])
+        lane = self._lanes.setdefault(sequence.priority, {}).setdefault(sequence.key, [])
         self._pushed += 1
         heapq.heappush(lane, (sequence.arrived_at, self._pushed, sequence))
         self._waiting.add(sequence)
         self._waiting_by_key[sequence.key] = self._waiting_by_key.get(sequence.key, 0) + 1
 
-    def discard(self, sequence: RemoteSequence) -> None:
+    def discard(self, sequence: RemoteRequest) -> None:
         """Remove a sequence, if it waits. Its entry is skipped when it comes up."""
         if sequence in self._waiting:
             self._waiting.discard(sequence)
@@ -77,8 +77,8 @@ class FairQueue:
     def pop(
         self,
         running: Counter[str],
-        is_held_back: Callable[[RemoteSequence], bool] = lambda _: False,
-    ) -> RemoteSequence | None:
+        is_held_back: Callable[[RemoteRequest], bool] = lambda _: False,
+    ) -> RemoteRequest | None:
         """Return the next sequence, if any; ``running`` counts the sequences in engines by key.
 
         Keys whose next sequence ``is_held_back`` are passed over.
@@ -127,8 +127,8 @@ class FairQueue:
             if not lanes:
                 del self._lanes[priority]
 
-    def _is_waiting(self, sequence: RemoteSequence) -> bool:
-        if sequence in self._waiting and sequence.state is not RemoteSequenceState.WAITING:
+    def _is_waiting(self, sequence: RemoteRequest) -> bool:
+        if sequence in self._waiting and sequence.state is not RemoteRequestState.WAITING:
             self.discard(sequence)
         return sequence in self._waiting
 

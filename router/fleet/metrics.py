@@ -46,6 +46,8 @@ _ENGINE_COUNTERS = {
     "cached_ram_tokens": ("cached_ram_tokens_total", "Tokens of prompts found in RAM"),
     "cached_ssd_tokens": ("cached_ssd_tokens_total", "Tokens of prompts found on SSD"),
     "generated_tokens": ("generated_tokens_total", "Tokens generated"),
+    "texts": ("texts_total", "Texts to embed, and pairs to score"),
+    "shared_texts": ("shared_texts_total", "Texts equal to one in flight, computed with it"),
     "preemptions": ("preemptions_total", "Sequences put back for want of memory"),
     "engine_aborts": ("aborts_total", "Requests that engines were told to drop"),
     "engine_dropped_messages": ("dropped_messages_total", "Messages an engine did not understand"),
@@ -145,14 +147,13 @@ class Metrics:
         self.queue_time = histogram("queue_time", "From admission to an engine")
         self.prefill_time = histogram("prefill", "Prefill of one sequence")
         self.decode_time = histogram("decode", "Decode of one sequence")
+        self.encode_time = histogram("encode", "Vectors or scores of some texts, once begun")
         self.aborts = counter("aborts", "Sequences given up: client gone, timeout, drain")
         self.resumed = counter("resumed_requests", "Sequences submitted once more")
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
         self.restarts = counter("engine_restarts", "Engines that were lost", ("engine",))
         self.engines_joined = counter("engines_joined", "Engines that joined", ("model",))
-        self.engines_left = counter(
-            "engines_left", "Engines that left as planned, or were lost", ("reason",)
-        )
+        self.engines_left = counter("engines_left", "Engines that left or were lost", ("reason",))
         self.engines_refused = counter(
             "engines_refused", "Connections and engines that were not let in", ("reason",)
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from router.fleet.engines import ModelReplicas
 from router.fleet.fair_queue import FairQueue
-from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.remote_request import RemoteRequest
 from router.fleet.tenants import Tenant
 
 _ROWS_PER_RESERVED_ROW = 8
@@ -63,13 +63,13 @@ class ModelQueue:
     def num_waiting_of(self, tenant: Tenant) -> int:
         return self._waiting.num_waiting_of(tenant.name)
 
-    def push(self, sequence: RemoteSequence) -> None:
+    def push(self, sequence: RemoteRequest) -> None:
         self._waiting.push(sequence)
 
-    def discard(self, sequence: RemoteSequence) -> None:
+    def discard(self, sequence: RemoteRequest) -> None:
         self._waiting.discard(sequence)
 
-    def pop(self, model: ModelReplicas) -> RemoteSequence | None:
+    def pop(self, model: ModelReplicas) -> RemoteRequest | None:
         """Return the next sequence that may be placed on the engines of ``model``, if any.
 
         Where there are several tenants, none gets the last eighth of the rows that decode. A
@@ -84,7 +84,7 @@ class ModelQueue:
             lambda one: not one.tenant.alone and self._running[one.key] >= most,
         )
 
-    def engine_priority(self, sequence: RemoteSequence) -> int:
+    def engine_priority(self, sequence: RemoteRequest) -> int:
         """Return the priority of ``sequence`` in an engine, before it is placed.
 
         Where there are several tenants, the first sequence of each goes before the further ones of
@@ -92,12 +92,12 @@ class ModelQueue:
         ones of one tenant would hold up the first token of the next.
         """
         further = not sequence.tenant.alone and self._running[sequence.key] > 0
-        return sequence.submit.priority - further
+        return sequence.priority - further
 
-    def on_placed(self, sequence: RemoteSequence) -> None:
+    def on_placed(self, sequence: RemoteRequest) -> None:
         self._running[sequence.key] += 1
 
-    def on_removed(self, sequence: RemoteSequence) -> None:
+    def on_removed(self, sequence: RemoteRequest) -> None:
         """Count ``sequence`` out: an engine no longer has it."""
         self._running[sequence.key] -= 1
         if self._running[sequence.key] <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from router.fleet.engines import Engine
-from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.remote_request import RemoteRequest
 from shared.hashing import block_hashes, salted_root
 
 PromptBlocks = Mapping[tuple[bytes, int], Sequence[bytes]]
@@ -26,7 +26,7 @@ def prompt_blocks(
     }
 
 
-def choose_engine(engines: Sequence[Engine], sequence: RemoteSequence) -> Engine:
+def choose_engine(engines: Sequence[Engine], sequence: RemoteRequest) -> Engine:
     """Return the best of ``engines`` for ``sequence``: at least one, each with capacity."""
     if len(engines) == 1:
         return engines[0]

@@ -125,7 +125,12 @@ class Registry:
         models = list(self.models.values())
         if name is None:
             configured = {self._settings.model, *self._settings.served_model_name[:1]}
-            models.sort(key=lambda model: configured.isdisjoint(model.names))
+            models.sort(
+                key=lambda model: (
+                    model.hello.task != "generate",
+                    configured.isdisjoint(model.names),
+                )
+            )
             return models[0] if models else None
         return next((model for model in models if name in model.names), None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -11,27 +10,17 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from router.errors import ApiError
+from router.fleet.remote_request import RemoteRequest, RemoteRequestState
 from router.fleet.tenants import Tenant
-from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs, Usage
-
-
-class RemoteSequenceState(enum.Enum):
-    WAITING = "waiting"
-    """In the queue."""
-    PLACED = "placed"
-    """Sent to an engine that has not answered."""
-    ACCEPTED = "accepted"
-    STOPPING = "stopping"
-    """Cut by a stop string; waits for the engine's final usage."""
-    DONE = "done"
+from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs
 
 
 class MissingTokensError(Exception):
     """Tokens are missing, so this attempt cannot be continued."""
 
 
-class RemoteSequence:
-    """The router's half of a sequence. Its dispatcher keeps its model and its engine."""
+class RemoteSequence(RemoteRequest):
+    """The router's half of a sequence."""
 
     def __init__(
         self,
@@ -40,56 +29,27 @@ class RemoteSequence:
         on_change: Callable[[], None],
         prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({}),
     ) -> None:
+        super().__init__(submit.request_id, submit.priority, tenant, on_change)
         self.submit = submit
         """The message of the first attempt."""
         self.prompt_blocks = prompt_blocks
-        """As `router.fleet.placement.prompt_blocks` returns them."""
-        self.tenant = tenant
-        self._on_change = on_change
-        """Called after every change that a reader of the fields below may wait for."""
         self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None
         """Whether log-probabilities come with the tokens."""
-        self.state = RemoteSequenceState.WAITING
-        self.attempt = 0
-        self.losses = 0
-        """Engines that it lost, but for those that left as planned."""
-        self.tokens_at_loss = 0
-        """The tokens that it had then."""
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         """Those of `output_token_ids`, if they are asked for."""
         self._prompt_logprobs: list[PackedLogprobs] = []
         self._num_prompt_logprobs = 0
         self.stop_token: int | None = None
-        self.usage: Usage | None = None
         self.finish_reason: str | None = None
-        self.error: ApiError | None = None
-        self.missed_beats = 0
-        self.computed_prompt_tokens: int | None = None
-        """Tokens of the prompt that this attempt has computed or found, as the last beat said. All
-        of them once a token has come; None as long as nothing is known."""
-        self.arrived_at = self.queued_at = time.monotonic()
-        self.placed_at = self.stopping_at = 0.0
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
 
     @property
-    def request_id(self) -> str:
-        return self.submit.request_id
+    def num_prompt_tokens(self) -> int:
+        return len(self.submit.token_ids)
 
     @property
-    def key(self) -> str:
-        """The name of the tenant, for fairness between keys."""
-        return self.tenant.name
-
-    @property
-    def done(self) -> bool:
-        return self.state is RemoteSequenceState.DONE
-
-    @property
-    def started(self) -> bool:
-        """Whether an engine has accepted the sequence, or it is done."""
-        return self.state not in (RemoteSequenceState.WAITING, RemoteSequenceState.PLACED)
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -115,7 +75,7 @@ class RemoteSequence:
             return 0, 0
         return usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
 
-    def submit_message(self, priority: int) -> Submit:
+    def message(self, priority: int) -> Submit:
         """Return the message of the current attempt."""
         return replace(
             self.submit,
@@ -125,34 +85,11 @@ class RemoteSequence:
             prompt_logprobs=None if self.has_prompt_logprobs else self.submit.prompt_logprobs,
         )
 
-    def place(self) -> None:
-        self.state = RemoteSequenceState.PLACED
-        self.placed_at = time.monotonic()
-        self.missed_beats = 0
-        self.computed_prompt_tokens = None
-
     def requeue(self) -> None:
-        """Wait again, as a new attempt. Messages about the old one are void."""
-        self.state = RemoteSequenceState.WAITING
-        self.computed_prompt_tokens = None
-        self.attempt += 1
-        self.queued_at = time.monotonic()
+        super().requeue()
         if not self.has_prompt_logprobs:
             self._prompt_logprobs.clear()
             self._num_prompt_logprobs = 0
-
-    def forgive(self, asleep_s: float) -> None:
-        """Do not count a time in which nothing could come."""
-        self.arrived_at += asleep_s
-        self.queued_at += asleep_s
-        self.placed_at += asleep_s
-        self.stopping_at += asleep_s
-        self.last_token_at += asleep_s if self.last_token_at else 0.0
-
-    def accept(self) -> None:
-        if self.state is RemoteSequenceState.PLACED:
-            self.state = RemoteSequenceState.ACCEPTED
-            self._on_change()
 
     def take_progress(self, live: LiveRequest) -> None:
         """Take in what a beat says of the prompt, unless tokens have come since."""
@@ -179,14 +116,14 @@ class RemoteSequence:
             self.last_token_at = now
             self.computed_prompt_tokens = len(self.submit.token_ids)
             self.output_token_ids += delta.token_ids
-        if self.state is RemoteSequenceState.PLACED:
-            self.state = RemoteSequenceState.ACCEPTED
+        if self.state is RemoteRequestState.PLACED:
+            self.state = RemoteRequestState.ACCEPTED
         if delta.usage is not None:
             self.usage = delta.usage
         if delta.finish is not None:
             self.stop_token = delta.stop_token
             self.finish_reason = delta.finish
-            self.state = RemoteSequenceState.DONE
+            self.state = RemoteRequestState.DONE
         self._on_change()
 
     def _add_logprobs(self, delta: Delta) -> None:
@@ -201,18 +138,10 @@ class RemoteSequence:
             self.logprobs += delta.logprobs or ()
 
     def stop(self) -> None:
-        self.state = RemoteSequenceState.STOPPING
+        self.state = RemoteRequestState.STOPPING
         self.stopping_at = time.monotonic()
         self.finish_reason = "stop"
 
-    def end(self, usage: Usage | None = None) -> None:
-        """End a stopped sequence, or one that was released."""
-        self.usage = usage or self.usage
-        self.state = RemoteSequenceState.DONE
-        self._on_change()
-
     def fail(self, error: ApiError) -> None:
-        self.error = error
         self.finish_reason = None
-        self.state = RemoteSequenceState.DONE
-        self._on_change()
+        super().fail(error)

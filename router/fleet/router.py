@@ -34,6 +34,7 @@ from shared.wire import (
     Beat,
     Bye,
     CacheEvents,
+    Encoded,
     Files,
     Hello,
     Message,
@@ -351,6 +352,8 @@ class Router:
                 self.dispatcher.on_tokens(engine, message.deltas)
             case Accepted():
                 self.dispatcher.on_accepted(engine, message)
+            case Encoded():
+                self.dispatcher.on_encoded(engine, message)
             case Refused():
                 self.dispatcher.on_refused(engine, message)
             case CacheEvents():

@@ -15,8 +15,8 @@ from router.api.body import json_response
 from router.api.operations import Operation
 from router.errors import EngineNotFound, InvalidRequest, InvalidValue, RequestNotFound
 from router.fleet.administration import answer_id
-from router.fleet.dispatch import InFlight
 from router.fleet.engines import Engine
+from router.fleet.remote_request import InFlight
 from router.fleet.router import Router
 from router.http.key_file import KeyFileError
 
@@ -205,9 +205,9 @@ def _request(entry: InFlight) -> RequestDetails:
         engine=None if entry.engine is None else entry.engine.name,
         state=sequence.state.value,
         age_s=round(time.monotonic() - sequence.arrived_at, 3),
-        prompt_tokens=len(sequence.submit.token_ids),
+        prompt_tokens=sequence.num_prompt_tokens,
         computed_prompt_tokens=sequence.computed_prompt_tokens,
-        output_tokens=len(sequence.output_token_ids),
+        output_tokens=sequence.num_output_tokens,
         attempt=sequence.attempt,
     )
 

@@ -11,11 +11,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 import router.anthropic.endpoints as anthropic
 import router.ollama.endpoints as ollama
+import router.openai.embeddings as embeddings
 import router.openai.endpoints as openai
 import router.responses.endpoints as responses
 from router.api.operations import Access, Operation, routes
 from router.fleet.router import Router
-from router.http import admin, docs, health, models, openapi, page, speculation, tokenize
+from router.http import admin, docs, health, models, openapi, page, rerank, speculation, tokenize
 from router.http.api_keys import ApiKeys
 from router.http.error_responses import http_exception_handler
 from router.http.middleware import RequestMiddleware
@@ -27,7 +28,9 @@ def operations(router: Router) -> list[Operation]:
     """Return everything that is served. The routes and `/openapi.json` are made from it."""
     return [
         *openai.operations(router),
+        *embeddings.operations(router),
         *responses.operations(router),
+        *rerank.OPERATIONS,
         *models.OPERATIONS,
         *anthropic.operations(router),
         *ollama.operations(router),

@@ -87,7 +87,7 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
     hello = None if model is None else model.hello
     ready = 0 if model is None else len(model.ready_engines)
     created = router.started if model is None else model.created
-    capabilities = model.renderer.capabilities if model and model.renderer else []
+    capabilities = [] if model is None else model.capabilities
     context = None if hello is None else hello.context_length
     return ModelCard(
         id=name,

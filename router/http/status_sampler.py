@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from router.fleet.dispatch import InFlight
 from router.fleet.engines import Engine
 from router.fleet.recent import Percentiles
+from router.fleet.remote_request import InFlight
 from router.fleet.router import Router
 from router.http.health import BlockCounts, ModelState, model_states, server_state
 from router.http.status import (
@@ -156,7 +156,6 @@ class StatusSampler:
         replicas = router.registry.models.get(model.id)
         configured = router.supervised.models.get(model.id)
         hello = None if replicas is None else replicas.hello
-        renderer = None if replicas is None else replicas.renderer
         names = replicas.names if replicas else configured.names if configured else [model.id]
         engines = router.registry.engines_of(model.id)
         known = [found for engine in engines if (found := rates[engine])]
@@ -168,7 +167,7 @@ class StatusSampler:
             reason=model.reason,
             context_length=None if hello is None else hello.context_length,
             kv_bits=None if hello is None else hello.kv_bits,
-            capabilities=[*(renderer.capabilities if renderer else ())],
+            capabilities=[] if replicas is None else replicas.capabilities,
             queued=model.queued,
             generated=round(sum(each.generated for each in known), 1),
             first_token=first_tokens.get(model.id),
@@ -221,7 +220,7 @@ def _long_prompts(in_flight: Iterable[InFlight]) -> dict[Engine, PromptProgress]
     placed_before = time.monotonic() - _LONG_S
     for entry in in_flight:
         sequence, engine = entry.sequence, entry.engine
-        computed, tokens = sequence.computed_prompt_tokens, len(sequence.submit.token_ids)
+        computed, tokens = sequence.computed_prompt_tokens, sequence.num_prompt_tokens
         if engine is None or computed is None or computed == tokens:
             continue
         if sequence.placed_at < placed_before:

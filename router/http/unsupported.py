@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 from router.errors import EndpointNotSupported
 
 _UNSUPPORTED = {
-    "embeddings": "Embeddings",
     "audio": "Recordings",
     "images": "Images",
     "videos": "Videos",
@@ -31,8 +30,6 @@ _UNSUPPORTED = {
     "realtime": "Realtime sessions",
     "edits": "Edits",
     "complete": "Anthropic's older completions",
-    "rerank": "Rankings",
-    "score": "Scores",
     "pooling": "Pooled states",
     "classify": "Classes",
 }
@@ -47,7 +44,7 @@ _UNSUPPORTED_OF_OLLAMA = {
     "signout": "Accounts of Ollama's",
     "experimental": "Searches of the web",
 }
-_WITHOUT_VERSION = ("rerank", "score", "pooling", "classify")
+_WITHOUT_VERSION = ("pooling", "classify")
 
 
 class UnsupportedEndpoint:
@@ -58,7 +55,7 @@ class UnsupportedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise EndpointNotSupported(
-            f"{self._feature} are not served here: this server generates text."
+            f"{self._feature} are not served here: this server generates text, embeds and ranks it."
         )
 
 

@@ -130,6 +130,11 @@ class Renderer:
         add_special_tokens &= bos is None or not text.startswith(bos)
         return self._encoder.encode([text], add_special_tokens, check_length)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]] | None:
+        """Return the token ids of two texts that belong together, as models have them that compare
+        texts, and the kind of each: 1 if it is of the second. None if the tokenizer cannot."""
+        return self._encoder.encode_pair(first, second)
+
     def decode(self, tokens: list[int]) -> str:
         """Return the text of ``tokens``, special ones included."""
         return self._encoder.decode(tokens)
@@ -226,6 +231,12 @@ class _Encoder:
     def _encode_slowly(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]] | None:
+        if self._fast is None:
+            return None
+        (found,) = self._fast.encode_batch_fast([(first, second)], add_special_tokens=True)
+        return found.ids, found.type_ids
 
     def decode(self, tokens: list[int]) -> str:
         if self._decodes_fast:

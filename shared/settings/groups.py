@@ -101,6 +101,10 @@ class ModelSettings:
     served_model_name: tuple[str, ...] = flag(
         (), "model name that the API accepts", shown_default="the model id"
     )
+    task: Literal["auto", "generate", "embed", "rerank"] = flag(
+        "auto",
+        "what the model is for; auto: as its files say, and otherwise to generate text",
+    )
     adapter_path: Path | None = flag(None, "directory of a LoRA adapter, as mlx-lm makes them")
     trust_remote_code: bool = flag(False, "let the engine run code that comes with the model")
     chat_template: str | None = flag(

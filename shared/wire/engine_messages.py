@@ -15,6 +15,8 @@ from shared.wire.parts import (
     Phase,
     SamplingParams,
     StoreStats,
+    Task,
+    TextTask,
     ThinkingBudget,
 )
 
@@ -35,6 +37,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "vocab.txt",
 )
 """The only names that a router asks an engine for, and the only ones that an engine sends."""
 
@@ -72,6 +75,19 @@ class Submit(Message, frozen=True, tag="submit"):
     thinking: ThinkingBudget | None = None
     prediction: tuple[int, ...] = ()  # what the answer may repeat; it changes no text
     traceparent: str = ""  # W3C's name of the span to trace it under; empty: it is not traced
+
+
+class Encode(Message, frozen=True, tag="encode"):
+    """Texts to be embedded, or pairs to be scored. Each is one row of `Encoded`."""
+
+    request_id: str
+    attempt: int
+    token_ids: list[list[int]]
+    # For pairs, where in each of `token_ids` the second text begins; empty: these are no pairs.
+    second_starts: list[int] = msgspec.field(default_factory=list)
+    group: str = ""  # those whose texts these are: groups share the engine fairly
+    priority: int = 0  # higher goes first
+    traceparent: str = ""  # as in `Submit`
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -127,6 +143,8 @@ class Hello(Message, frozen=True, tag="hello"):
     # Settings of this model that concern the router, such as its template and its limits; the
     # router's own hold for the rest (see `shared.settings.serving_options`).
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+    task: Task = "generate"
+    text_task: TextTask | None = None  # of a model with another task than to generate
 
 
 class Beat(Message, frozen=True, tag="beat"):
@@ -168,6 +186,17 @@ class Tokens(Message, frozen=True, tag="tokens"):
     deltas: list[Delta]
 
 
+class Encoded(Message, frozen=True, tag="encoded"):
+    """The vectors of the texts of an `Encode`, or a score for each of its pairs."""
+
+    request_id: str
+    attempt: int
+    rows: bytes = b""  # float32, little-endian, in the order of the texts
+    error: str | None = None  # why there are none
+    queue_s: float = 0.0  # until the first of the texts was begun
+    compute_s: float = 0.0  # from then until the last was done
+
+
 class CacheEvents(Message, frozen=True, tag="cache_events"):
     """Changes of the set of block hashes in RAM."""
 
@@ -190,5 +219,5 @@ class Bye(Message, frozen=True, tag="bye"):
     incarnation: str
 
 
-ToEngine = Ping | Submit | Abort | Drain | ClearCache | FilesWanted
-ToRouter = Hello | Beat | Accepted | Refused | Tokens | CacheEvents | Files | Bye
+ToEngine = Ping | Submit | Encode | Abort | Drain | ClearCache | FilesWanted
+ToRouter = Hello | Beat | Accepted | Refused | Tokens | Encoded | CacheEvents | Files | Bye

@@ -12,6 +12,8 @@ import msgspec
 Phase = Literal["loading", "warming", "ready", "draining"]
 StoreState = Literal["ok", "full", "read_only", "failing", "gone"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Task = Literal["generate", "embed", "rerank"]
+"""What a model does: continue texts, give each a vector, or give each pair of texts a score."""
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Limit of the source of one grammar, in UTF-8."""
@@ -173,6 +175,18 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     computed_prompt_tokens: int | None = None
 
 
+class TextTask(msgspec.Struct, frozen=True, kw_only=True):
+    """How a router prepares texts for a model that embeds or ranks them."""
+
+    dimensions: int = 0  # of a vector; 0 for a model that ranks
+    # Texts that a checkpoint puts before others, by name ("query").
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None  # the name of the one that is put there by default
+    # A prompt with {instruction}, {query} and {document}; empty: the tokenizer joins a pair.
+    pair_template: str = ""
+    instruction: str = ""  # for the template, where a request gives none
+
+
 class DraftCounts(msgspec.Struct, frozen=True):
     """Drafts from one source."""
 
@@ -225,6 +239,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions_total: int = 0
     aborts_total: int = 0
     drafts: DraftStats | None = None  # None without speculation
+    texts_total: int = 0  # that were asked for, by a model that embeds or ranks
+    shared_texts_total: int = 0  # of these, equal to one that was in flight already
     dropped_messages_total: int = 0
     store_reads_total: int = 0
     store_writes_total: int = 0

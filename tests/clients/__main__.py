@@ -22,6 +22,8 @@ from tests.clients.caller import make_caller  # noqa: E402
 from tests.clients.environments import NotInstalled, command_for  # noqa: E402
 from tests.clients.matrix import (  # noqa: E402
     CLIENTS,
+    EMBEDDING_CLIENTS,
+    EMBEDDING_SCENARIOS,
     SCENARIOS,
     STANDARD_TESTS,
     Cell,
@@ -33,10 +35,12 @@ from tests.clients.matrix import (  # noqa: E402
 from tests.clients.reciter import make_reciter  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
 from tests.page_tables import write_tables  # noqa: E402
+from tests.text_models import make_text_model  # noqa: E402
 
 KEY = "a-secret-key"
 SERVED = "a-model"
 ALIAS = "the-same-model"
+EMBEDDER, RANKER = "an-embedder", "a-ranker"
 _SCENARIOS_S = 900
 
 
@@ -59,15 +63,18 @@ def main() -> int:
             server.client.headers["authorization"] = f"Bearer {KEY}"
             rows = [row for same in _by_script(clients) for row in _try(same, root, server, model)]
             tested = _standard_tests(root, server, model, options.only)
+        embedding = _try_embeddings(root, Path(private), options.only)
     tables = {}
     if rows:
         tables["clients"] = table(rows)
     if tested:
         tables["langchain-tests"] = tests_table(tested)
+    if embedding:
+        tables["embeddings"] = table(embedding, EMBEDDING_SCENARIOS)
     print("\n".join(tables.values()))
     if options.write is not None:
         write_tables(options.write, tables)
-    cells = [*tested.values(), *(cell for row in rows for cell in row.cells.values())]
+    cells = [*tested.values(), *(c for row in (*rows, *embedding) for c in row.cells.values())]
     return 1 if any(cell.result == "fail" for cell in cells) else 0
 
 
@@ -87,16 +94,49 @@ def _by_script(clients: Sequence[Client]) -> list[list[Client]]:
     return [[client for client in clients if client.script == script] for script in scripts]
 
 
-def _try(clients: Sequence[Client], root: Path, server: Server, tokenizer: Path) -> list[Row]:
+def _try_embeddings(root: Path, private: Path, only: str) -> list[Row]:
+    """Run the clients for embeddings and rankings against a server with tiny models for these."""
+    clients = [client for client in EMBEDDING_CLIENTS if re.search(only, client.name)]
+    if not clients:
+        return []
+    config = write_config(private)
+    with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        return [
+            row
+            for client in clients
+            for row in _try([client], root, server, config, EMBEDDING_SCENARIOS)
+        ]
+
+
+def write_config(private: Path) -> Path:
+    """Write a model that embeds and one that ranks, and return the file that names both."""
+    kinds = ((EMBEDDER, "bert"), (RANKER, "xlm_roberta_reranker"))
+    tables = [
+        f'[[model]]\nid = "{name}"\npath = "{make_text_model(kind, private / name)}"\n'
+        for name, kind in kinds
+    ]
+    config = private / "embeddings.toml"
+    config.write_text("".join(tables))
+    return config
+
+
+def _try(
+    clients: Sequence[Client],
+    root: Path,
+    server: Server,
+    tokenizer: Path,
+    scenarios: Sequence[str] = SCENARIOS,
+) -> list[Row]:
     client = clients[0]
     print(f"{client.name} ...", file=sys.stderr, flush=True)
     try:
-        cells = _run(command_for(client, root), server, tokenizer)
+        cells = _run(command_for(client, root), server, tokenizer, scenarios)
     except NotInstalled as error:
-        return [Row(each, dict.fromkeys(SCENARIOS, Cell("n/a", str(error)))) for each in clients]
+        return [Row(each, dict.fromkeys(scenarios, Cell("n/a", str(error)))) for each in clients]
     rows = []
     for each in clients:
-        named = {name: cells.get(each.prefix + name) for name in SCENARIOS}
+        named = {name: cells.get(each.prefix + name) for name in scenarios}
         rows.append(Row(each, {name: cell for name, cell in named.items() if cell is not None}))
     for row in rows:
         results = ", ".join(f"{name} {cell.result}" for name, cell in row.cells.items())
@@ -129,6 +169,8 @@ def _run(
         "CLIENT_KEY": KEY,
         "CLIENT_MODEL": SERVED,
         "CLIENT_ALIAS": ALIAS,
+        "CLIENT_EMBEDDER": EMBEDDER,
+        "CLIENT_RANKER": RANKER,
     }
     try:
         done = subprocess.run(

@@ -74,6 +74,25 @@ CLIENTS = (
     ),
 )
 
+EMBEDDING_SCENARIOS = ("embed", "rerank", "errors")
+EMBEDDING_CLIENTS = (
+    Client("openai (Python)", ("openai==3.54.0",), "openai_embeddings.py", "/v1/embeddings"),
+    Client(
+        "langchain-openai",
+        ("langchain-openai==1.7.3",),
+        "langchain_embeddings.py",
+        "/v1/embeddings",
+    ),
+    Client(
+        "litellm",
+        ("litellm==1.106.2", "mcp"),
+        "litellm_embeddings.py",
+        "/v1/embeddings, /v1/rerank",
+    ),
+    Client("cohere", ("cohere==7.3.1",), "cohere_rerank.py", "/v2/rerank"),
+)
+"""Those that ask for vectors and rankings, which other models make."""
+
 STANDARD_TESTS = Client(
     "langchain-tests",
     ("langchain-tests==1.1.9", "langchain-openai==1.7.3", "pytest==9.2.0"),
@@ -95,16 +114,16 @@ class Row:
     """By scenario, without the prefix."""
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], scenarios: Sequence[str] = SCENARIOS) -> str:
     """Return Markdown: a row for each client and API, and a note for each cell but a pass."""
-    head = ["client", "version", "API", *SCENARIOS]
+    head = ["client", "version", "API", *scenarios]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     notes: list[str] = []
     for row in rows:
         client = row.client
         _, _, version = client.packages[0].replace("==", "@").rpartition("@")
         cells = [client.name, version, f"`{client.api}`"]
-        for scenario in SCENARIOS:
+        for scenario in scenarios:
             cell = row.cells.get(scenario, Cell("n/a", "not tried"))
             if cell.result == "pass":
                 cells.append("pass")

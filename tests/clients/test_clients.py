@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.__main__ import EMBEDDER, RANKER, write_config
 from tests.clients.matrix import CLIENTS
 from tests.clients.reciter import make_reciter
 from tests.e2e.server import Server, serving
@@ -37,6 +38,8 @@ def check_all(server: Server, *command: str) -> None:
         "CLIENT_URL": f"http://127.0.0.1:{server.port}",
         "CLIENT_KEY": KEY,
         "CLIENT_MODEL": "reciter",
+        "CLIENT_EMBEDDER": EMBEDDER,
+        "CLIENT_RANKER": RANKER,
     }
     ran = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=240
@@ -51,6 +54,14 @@ def check_all(server: Server, *command: str) -> None:
 @pytest.mark.parametrize("script", ["openai_python.py", "anthropic_python.py"])
 def test_python_clients_work(server: Server, script: str) -> None:
     check_all(server, sys.executable, str(SCENARIOS / script))
+
+
+def test_a_client_embeds(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
+        check_all(
+            server, sys.executable, str(SCENARIOS / "openai_embeddings.py"), "embed", "errors"
+        )
 
 
 def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 """Random requests generated from `/openapi.json`: `python -m tests.e2e.fuzz --requests 10000`.
 
-Starts a whole server with a tiny model and an API key. schemathesis generates valid and invalid
+Starts a whole server with tiny models and an API key. schemathesis generates valid and invalid
 requests from the server's own description, and checks every answer against that description. A
 tenth as many requests are those of coding agents (`tests.e2e.fuzz_agents`).
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.e2e.fuzz_agents import fuzz_agents
 from tests.e2e.server import Server, serving
+from tests.text_models import make_text_model
 from tests.tiny_models import make_tiny
 
 KEY = "fuzz-key"
@@ -30,6 +31,20 @@ EXCLUDED_CHECKS = (
     # A schema cannot express limits of the model, or which fields may be combined.
     "positive_data_acceptance",
 )
+
+
+def models_file(directory: Path) -> Path:
+    """Write tiny models that generate, embed and rank, and return the file that names them. A
+    request that names none goes to the one that it is for."""
+    paths = {
+        "model": make_tiny("llama", directory / "model"),
+        "embedder": make_text_model("bert", directory / "embedder"),
+        "ranker": make_text_model("xlm_roberta_reranker", directory / "ranker"),
+    }
+    config = directory / "models.toml"
+    tables = [f'[[model]]\nid = "{name}"\npath = "{path}"\n' for name, path in paths.items()]
+    config.write_text("".join(tables))
+    return config
 
 
 def fuzz(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
@@ -70,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seed, answered, failed = options.seed, 0, False
     with tempfile.TemporaryDirectory() as directory:
-        model = make_tiny("llama", Path(directory) / "model")
-        with serving(model, *FLAGS, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+        config = ("--config", str(models_file(Path(directory))))
+        with serving(None, *config, *FLAGS, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
             while answered < options.requests:
                 result = fuzz(server, "--seed", str(seed), "--max-examples", "100")
                 sys.stdout.write(result.stdout + result.stderr)

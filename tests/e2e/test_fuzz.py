@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fuzz import FLAGS, KEY, fuzz, internal_errors, requests_answered
+from tests.e2e.fuzz import FLAGS, KEY, fuzz, internal_errors, models_file, requests_answered
 from tests.e2e.fuzz_agents import fuzz_agents
 from tests.e2e.server import serving
 
 
 @pytest.mark.slow
 def test_answers_to_generated_requests_match_the_openapi_document(
-    tiny_model: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
-    with serving(tiny_model("llama"), *FLAGS) as server:
+    with serving(None, "--config", str(models_file(tmp_path)), *FLAGS) as server:
         run = fuzz(server, "--seed=7", "--phases=examples,fuzzing", "--max-examples=12")
         assert run.returncode == 0, run.stdout + run.stderr
         assert requests_answered(server) > 120

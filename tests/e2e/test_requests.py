@@ -154,7 +154,11 @@ def test_an_unknown_model_or_path_is_a_404_and_a_wrong_method_a_405(
     error = assert_error(server.post(COMPLETIONS, prompt="a", model="gpt-9"), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert_error(server.client.get("/v1/models/gpt-9"), 404, "model_not_found")
-    assert_error(server.post("/v1/embeddings", input="a"), 501, "not_served")
+    assert_error(server.post("/v1/images", prompt="a"), 501, "not_served")
+    refused = server.post(
+        "/v1/embeddings", input="a", model=server.client.get("/v1/models").json()["data"][0]["id"]
+    )
+    assert_error(refused, 400, "wrong_task")
     assert_error(server.client.get("/v2"), 404)
     answer = server.client.delete(COMPLETIONS)
     assert_error(answer, 405)

@@ -65,7 +65,7 @@ class Decoder:
         self._embedding = Embedding(inner.embed_tokens)
         embedding = self._embedding.weight
         assert embedding is not None
-        self._embedding_scale = _embedding_scale(model)
+        self._embedding_scale = embedding_scale(model)
         head = Head(
             Norm.of(inner.norm),
             weight_of(model.lm_head if "lm_head" in model else inner.embed_tokens),
@@ -73,7 +73,7 @@ class Decoder:
             getattr(model, "final_logit_softcapping", None),
         )
         ropes = [block.self_attn.rope for block in inner.layers]
-        self._rotaries = _rotaries(ropes, [layer.key_dim for layer in layout.layers])
+        self._rotaries = rotaries(ropes, [layer.key_dim for layer in layout.layers])
         self._owned = [model.lm_head] if "lm_head" in model else []
         self._layers: list[_Layer] = []
         self.stretches: list[Session] = []
@@ -166,7 +166,7 @@ class Decoder:
         self._embedding.read_from(files)
 
 
-def _embedding_scale(model: Any) -> np.float32:
+def embedding_scale(model: Any) -> np.float32:
     """Return the factor of embeddings."""
     size = model.args.hidden_size**0.5
     match type(model).__module__.rpartition(".")[2]:
@@ -177,7 +177,7 @@ def _embedding_scale(model: Any) -> np.float32:
     return np.float32(getattr(model.model, "embedding_multiplier", 1))
 
 
-def _rotaries(ropes: Sequence[nn.Module], dims: Sequence[int]) -> list[Rotary]:
+def rotaries(ropes: Sequence[nn.Module], dims: Sequence[int]) -> list[Rotary]:
     """Return the rotation of each layer. Layers with the same one share its tables."""
     known: list[tuple[int, Rotary]] = []
     found = []

@@ -66,6 +66,14 @@ def last(hidden: int, before: TransformerBlock, head: Head) -> Session:
     return graph.session()
 
 
+def last_states(hidden: int, before: TransformerBlock, norm: Norm) -> Session:
+    """Return the stretch from the last attention to the hidden states (tokens, hidden)."""
+    graph = Graph()
+    _, normed = _add_to_the_end(graph, hidden, before, norm)
+    graph.output(normed, ROWS, hidden)
+    return graph.session()
+
+
 def _add_to_the_end(
     graph: Graph, hidden: int, block: TransformerBlock, norm: Norm | None
 ) -> tuple[str, str]:
@@ -82,7 +90,7 @@ def _add_projections(
     """Add queries, keys and values as outputs, scaled and rotated."""
     width = block.qkv.weight.shape[0]
     dim = width // (block.heads + 2 * block.kv_heads)
-    turn = _rotation(graph, dim, rotary)
+    turn = rotation(graph, dim, rotary)
     widths = block.heads * dim, block.kv_heads * dim
     qkv = block.qkv.add(graph, normed)
     if block.head_norms:
@@ -101,7 +109,7 @@ def _add_projections(
         graph.output(value, ROWS, size)
 
 
-def _rotation(graph: Graph, dim: int, rotary: Rotary) -> Callable[[str, int], str]:
+def rotation(graph: Graph, dim: int, rotary: Rotary) -> Callable[[str, int], str]:
     """Return a function that rotates (tokens, heads * dim) in ``graph``."""
     if not rotary.turned:
         return lambda x, heads: x

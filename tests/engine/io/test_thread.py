@@ -286,6 +286,9 @@ def test_a_request_during_loading_is_refused_as_full(engine: Engine) -> None:
     engine.send(submit())
     refused = engine.hear(wire.Refused)
     assert (refused.request_id, refused.attempt, refused.reason) == ("r", 3, "full")
+    engine.send(wire.Encode(request_id="texts", attempt=1, token_ids=[[1]]))
+    refused = engine.hear(wire.Refused)
+    assert (refused.request_id, refused.attempt, refused.reason) == ("texts", 1, "full")
 
 
 def test_only_files_of_the_tokenizer_are_sent_and_each_once(engine: Engine) -> None:

@@ -228,7 +228,7 @@ def test_an_unknown_model_is_not_found(server: Server) -> None:
 
 def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
     assert_error(server.client.get("/v1/nothing"), 404)
-    assert_error(server.client.post("/v1/embeddings", json={}), 501)
+    assert_error(server.client.post("/v1/images", json={}), 501)
     answer = server.client.get("/v1/chat/completions")
     assert_error(answer, 405)
     assert answer.headers["allow"] == "POST"

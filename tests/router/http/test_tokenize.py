@@ -104,7 +104,7 @@ def test_an_error_names_the_field(server: Server) -> None:
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 @pytest.mark.parametrize(
     "path",
-    ["/v1/embeddings", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/rerank"],
+    ["/v1/images", "/v1/audio/speech", "/v1/files", "/v1/files/f-1/content", "/classify"],
 )
 def test_an_unsupported_endpoint_is_a_501(server: Server, path: str, method: str) -> None:
     answer = server.client.request(method, path, json={} if method == "POST" else None)

@@ -1,0 +1,265 @@
+"""Vectors of texts: how many a second, beside PyTorch, and what others feel of many of them.
+
+The model is of BERT-base's size, with random weights, and texts have 256 tokens. PyTorch is that of
+``BENCH_TORCH_PYTHON``, a Python with sentence-transformers: it embeds without a server around it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bench.servers import running
+from engine.backend.graphs import Graph
+
+TOKENS = 256
+SECONDS = 8.0
+WORDS = 5000
+LAYERS, HIDDEN, WIDE = 12, 768, 3072
+TORCH_VARIABLE = "BENCH_TORCH_PYTHON"
+_TORCH = """
+import sys, time, random
+from sentence_transformers import SentenceTransformer
+path, seconds, batch, length = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+model = SentenceTransformer(path, device="cpu")
+def text():
+    return " ".join(f"w{random.randrange(4000)}" for _ in range(length))
+model.encode([text()] * batch, batch_size=batch, show_progress_bar=False)
+began, done = time.perf_counter(), 0
+while time.perf_counter() - began < seconds:
+    model.encode([text() for _ in range(batch)], batch_size=batch, show_progress_bar=False)
+    done += batch
+print(done / (time.perf_counter() - began))
+"""
+
+
+_ASK = (
+    "import httpx, json, sys; httpx.post(sys.argv[1], content=sys.stdin.buffer.read(), "
+    "headers=json.loads(sys.argv[2]), timeout=9999)"
+)
+
+
+def embeddings(model: str, runs: int) -> None:
+    """Texts a second with 1 and 32 clients; a short text beside 2,048 others; a stream beside
+    them."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as private:
+        folder = make_base(Path(private) / "base")
+        _throughput(folder, runs)
+        _beside_many(folder)
+        _stream_beside(folder, model, Path(private))
+
+
+def make_base(path: Path) -> Path:
+    """Write a random encoder of BERT-base's size into ``path``, and return it."""
+    path.mkdir()
+    random = np.random.default_rng(0)
+
+    def weights(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return random.standard_normal(shape, np.float32) * np.float32(0.03)
+
+    def affine(name: str, out: int, width: int) -> dict[str, Any]:
+        return {f"{name}.weight": weights(out, width), f"{name}.bias": weights(out)}
+
+    def norm(name: str) -> dict[str, Any]:
+        return {f"{name}.weight": np.ones(HIDDEN, np.float32), f"{name}.bias": weights(HIDDEN)}
+
+    tensors = {
+        "embeddings.word_embeddings.weight": weights(WORDS, HIDDEN),
+        "embeddings.position_embeddings.weight": weights(512, HIDDEN),
+        "embeddings.token_type_embeddings.weight": weights(2, HIDDEN),
+        **norm("embeddings.LayerNorm"),
+    }
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}"
+        for part in ("query", "key", "value"):
+            tensors |= affine(f"{at}.attention.self.{part}", HIDDEN, HIDDEN)
+        tensors |= affine(f"{at}.attention.output.dense", HIDDEN, HIDDEN)
+        tensors |= affine(f"{at}.intermediate.dense", WIDE, HIDDEN)
+        tensors |= affine(f"{at}.output.dense", HIDDEN, WIDE)
+        tensors |= norm(f"{at}.attention.output.LayerNorm") | norm(f"{at}.output.LayerNorm")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = {
+        "model_type": "bert", "architectures": ["BertModel"], "vocab_size": WORDS,
+        "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 12,
+        "intermediate_size": WIDE, "max_position_embeddings": 512, "type_vocab_size": 2,
+        "hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 0,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    names = ["[PAD]", *(f"w{number}" for number in range(WORDS - 1))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[PAD]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(path / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
+    (path / "tokenizer_config.json").write_text(json.dumps(kind))
+    return path
+
+
+def product_rate(rows: int) -> float:
+    """Return the texts a second if nothing but the products of the layers took time."""
+    total = 0.0
+    for out, width in ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)):
+        graph = Graph()
+        weight = graph.constant(np.random.default_rng(0).standard_normal((out, width), np.float32))
+        product = graph.node("Gemm", graph.input("x", "rows", width), weight, transB=1)
+        graph.output(product, "rows", out)
+        session, x = graph.session(), np.ones((rows, width), np.float32)
+        times = []
+        for _ in range(12):
+            began = time.perf_counter()
+            session(x)
+            times.append(time.perf_counter() - began)
+        total += statistics.median(times[2:])
+    return rows / TOKENS / (LAYERS * total)
+
+
+def _throughput(folder: Path, runs: int) -> None:
+    print(f"clients   texts/s   products alone   PyTorch   ({TOKENS} tokens a text)")
+    for clients in (1, 32):
+        mine, theirs, bound = [], [], []
+        for _ in range(max(1, runs)):
+            with _served(folder) as port:
+                mine.append(_rate(port, clients))
+            bound.append(product_rate(TOKENS * min(clients, 2)))
+            if python := os.environ.get(TORCH_VARIABLE):
+                theirs.append(_torch_rate(python, folder, clients))
+        rates = [
+            f"{statistics.median(each):.2f}" if each else "-" for each in (mine, bound, theirs)
+        ]
+        print(f"{clients:7}   {rates[0]:>7}   {rates[1]:>14}   {rates[2]:>7}", flush=True)
+
+
+def _torch_rate(python: str, folder: Path, batch: int) -> float:
+    command = [python, "-c", _TORCH, str(folder), str(SECONDS), str(batch), str(TOKENS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+@contextmanager
+def _served(folder: Path, *flags: str) -> Iterator[int]:
+    command = [sys.executable, "-m", "mlx_lm_server", "--host", "127.0.0.1", "--no-ssd"]
+    command += flags or ("--model", str(folder), "--served-model-name", "base")
+    with running(command, "/readyz") as (port, _):
+        yield port
+
+
+_numbers = count()
+
+
+def _text(length: int = TOKENS) -> list[int]:
+    """Return token ids that no other text has."""
+    number = next(_numbers)
+    return [1 + number % 4000, 1 + number // 4000, *([7] * (length - 2))]
+
+
+def _embed(port: int, texts: list[list[int]], key: str = "") -> float:
+    """Return the seconds that a request takes."""
+    body = {"model": "base", "input": texts, "encoding_format": "base64"}
+    began = time.perf_counter()
+    url = f"http://127.0.0.1:{port}/v1/embeddings"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    httpx.post(url, json=body, headers=headers, timeout=1200).raise_for_status()
+    return time.perf_counter() - began
+
+
+def _rate(port: int, clients: int) -> float:
+    """Return the texts a second of so many clients with a text each."""
+    _embed(port, [_text()])
+    began = time.perf_counter()
+    ends = began + SECONDS
+
+    def client(_: int) -> int:
+        done = 0
+        while time.perf_counter() < ends:
+            _embed(port, [_text()])
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(clients) as pool:
+        done = sum(pool.map(client, range(clients)))
+    return done / (time.perf_counter() - began)
+
+
+def _beside_many(folder: Path) -> None:
+    """Print how long single texts of one key take alone, and beside 2,048 texts of another."""
+    keys = ("--api-key", "many", "--api-key", "single")
+    flags = ("--model", str(folder), "--served-model-name", "base", *keys)
+    with _served(folder, *flags) as port:
+        for length in (16, TOKENS):
+            _embed(port, [_text(length)], "single")
+            alone = [_embed(port, [_text(length)], "single") for _ in range(8)]
+            with _meanwhile(port, [_text(64) for _ in range(2048)], "many"):
+                beside = [_embed(port, [_text(length)], "single") for _ in range(16)]
+            print(
+                f"a text of {length} tokens: {_ms(alone)} ms alone, {_ms(beside)} ms beside 2,048"
+                f" of another key (longest {max(beside) * 1e3:.0f})",
+                flush=True,
+            )
+
+
+def _stream_beside(folder: Path, model: str, private: Path) -> None:
+    """Print the time between tokens of a stream alone, and while texts are embedded."""
+    config = private / "both.toml"
+    tables = [("chat", model), ("base", str(folder))]
+    config.write_text("".join(f'[[model]]\nid = "{n}"\npath = "{p}"\n' for n, p in tables))
+    with _served(folder, "--config", str(config)) as port:
+        _stream(port)
+        _embed(port, [_text()])
+        alone = _stream(port)
+        with _meanwhile(port, [_text() for _ in range(500)]):
+            beside = _stream(port)
+    ratio = statistics.median(beside) / statistics.median(alone)
+    print(
+        f"a token of a stream: {_ms(alone)} ms alone, {_ms(beside)} ms while texts are embedded"
+        f" ({ratio:.2f} times)"
+    )
+
+
+def _stream(port: int) -> list[float]:
+    """Return the times between tokens."""
+    body = {"model": "chat", "prompt": "Once", "max_tokens": 60, "stream": True, "temperature": 0}
+    times = []
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"ignore_eos": True}, timeout=600) as answer:
+        answer.raise_for_status()
+        times = [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
+    return [after - before for before, after in pairwise(times[5:])]
+
+
+@contextmanager
+def _meanwhile(port: int, texts: list[list[int]], key: str = "") -> Iterator[None]:
+    """Ask for ``texts`` meanwhile, and leave then."""
+    body = {"model": "base", "input": texts, "encoding_format": "base64"}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    url = f"http://127.0.0.1:{port}/v1/embeddings"
+    command = [sys.executable, "-c", _ASK, url, json.dumps(headers)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(body).encode())
+    process.stdin.close()
+    time.sleep(2.0)
+    try:
+        yield
+        assert process.poll() is None, "the others were done too early"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ms(times: list[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.0f}"

@@ -1,0 +1,250 @@
+"""The main loop of an engine that embeds or ranks: messages in, passes of texts, rows out.
+
+A pass is computed layer by layer. What another group asks for meanwhile is computed between two of
+its layers, in a pass of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.embedding.texts import Job, Text, TextQueue
+from engine.io.inbox import Inbox, InboxMessage, NewRouter
+from engine.io.status import EngineStatus
+from engine.io.thread import IOThread
+from shared import wire
+
+logger = logging.getLogger(__name__)
+
+PASS_S = 0.5
+"""How long a pass may take."""
+SMALL_PASS_S = 0.05
+"""How long a pass may take that several groups share."""
+MAX_PASS_TOKENS = 8192
+"""A pass keeps some ten arrays of (tokens, hidden size)."""
+_MIN_PASS_TOKENS = 64
+_FIRST_GUESS_S = 1e-3
+"""Seconds that a token takes, until a pass has been measured."""
+_IDLE_WAIT_S = 0.5
+_MAX_OPEN = 2
+"""Passes at once: one, and one between two of its layers."""
+
+Rows = NDArray[np.float32]
+
+
+class TextModel(Protocol):
+    """Computes the rows of texts."""
+
+    def compute(self, texts: Sequence[Text]) -> Generator[None, None, Rows]:
+        """Compute (texts, width), a layer at each step. Raises anything."""
+
+    def check(self, text: Text) -> str | None:
+        """Return why ``text`` cannot be computed, if so."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    texts: dict[Text, str]  # with their groups
+    work: Generator[None, None, Rows]
+    priority: int
+    seconds: float = 0.0
+
+
+class EmbeddingCore:
+    """Serves until it is drained. All methods are called on the main thread."""
+
+    def __init__(
+        self,
+        *,
+        model: TextModel,
+        inbox: Inbox,
+        io_thread: IOThread,
+        status: EngineStatus,
+        max_jobs: int,
+        active_memory_bytes: Any = lambda: 0,
+    ) -> None:
+        self._model, self._inbox, self._io_thread = model, inbox, io_thread
+        self._status, self._max_jobs = status, max_jobs
+        self._active_memory_bytes = active_memory_bytes
+        self._queue = TextQueue()
+        self._open: list[_Pass] = []
+        self._token_s = _FIRST_GUESS_S
+        self._draining = False
+        self._stats = wire.EngineStats()
+
+    def run(self) -> None:
+        """Serve until the engine was told to drain and has finished its jobs."""
+        worked = True
+        while not (self._draining and not len(self._queue) and not self._open):
+            worked = self.run_once(0 if worked else _IDLE_WAIT_S)
+
+    def run_once(self, wait_s: float = 0) -> bool:
+        """Take messages (wait up to ``wait_s`` for the first) and compute a layer of a pass.
+
+        Return False if there was nothing to compute.
+        """
+        for item in self._inbox.take(wait_s):
+            self._handle(item)
+        self._begin()
+        worked = bool(self._open)
+        if worked:
+            self._advance(self._open[-1])
+        self._report()
+        return worked
+
+    def _handle(self, item: InboxMessage) -> None:
+        if isinstance(item, wire.Encode):
+            if (refusal := self._refusal(item)) is not None:
+                self._io_thread.send([refusal])
+            else:
+                self._queue.add(item)
+        elif isinstance(item, wire.Submit):
+            why = "this model embeds or ranks texts, and generates none"
+            self._io_thread.send([_refused(item, "unsupported", why)])
+        elif isinstance(item, wire.Abort):
+            for key in self._queue.find(item.request_id, item.attempt):
+                self._queue.drop(key)
+        elif isinstance(item, NewRouter):
+            for key in item.requests:
+                self._queue.drop(key)
+        elif isinstance(item, wire.Drain):
+            self._draining = True
+            self._status.enter_phase("draining")
+
+    def _refusal(self, job: wire.Encode) -> wire.Refused | None:
+        if self._draining:
+            return _refused(job, "draining", "the engine ends")
+        if len(self._queue) >= self._max_jobs:
+            return _refused(job, "full", f"it has {self._max_jobs} jobs")
+        if (job.request_id, job.attempt) in self._queue.find(job.request_id, job.attempt):
+            return _refused(job, "invalid", "it is here already")
+        if job.second_starts and len(job.second_starts) != len(job.token_ids):
+            return _refused(job, "invalid", "second_starts and token_ids do not match")
+        if not job.token_ids:
+            return _refused(job, "invalid", "there are no texts")
+        starts = job.second_starts or [0] * len(job.token_ids)
+        for ids, start in zip(job.token_ids, starts, strict=True):
+            if not ids or not 0 <= start <= len(ids):
+                return _refused(job, "invalid", "a text has no tokens, or is cut outside of it")
+            if (why := self._model.check(Text(tuple(ids), start))) is not None:
+                return _refused(job, "invalid", why)
+        return None
+
+    # -- passes ----------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin a pass if none is open, or if texts came that need not wait for its end."""
+        if len(self._open) >= _MAX_OPEN:
+            return
+        budget = int(min(MAX_PASS_TOKENS, max(_MIN_PASS_TOKENS, PASS_S / self._token_s)))
+        small = int(min(budget, max(_MIN_PASS_TOKENS, SMALL_PASS_S / self._token_s)))
+        outer = self._open[-1] if self._open else None
+        texts = self._queue.take(
+            budget if outer is None else small,
+            small,
+            but_of=set(outer.texts.values()) if outer else (),
+            at_least=outer.priority if outer else None,
+        )
+        if texts:
+            self._open.append(self._pass_of(texts))
+
+    def _pass_of(self, texts: dict[Text, str]) -> _Pass:
+        priority = max(map(self._queue.priority_of, texts))
+        return _Pass(texts, self._model.compute(list(texts)), priority)
+
+    def _advance(self, one: _Pass) -> None:
+        """Compute a layer of a pass; after the last, send what is complete."""
+        rows: Rows | None = None
+        started = time.perf_counter()
+        try:
+            next(one.work)
+        except StopIteration as done:
+            rows = done.value
+        except Exception as error:
+            logger.exception("a pass of %d texts failed", len(one.texts))
+            self._open.remove(one)
+            self._on_failed(one, f"{type(error).__name__}: {error}")
+            return
+        finally:
+            one.seconds += time.perf_counter() - started
+        self._status.progress += 1
+        if rows is not None:
+            self._open.remove(one)
+            self._finish(one, rows)
+
+    def _finish(self, one: _Pass, rows: Rows) -> None:
+        tokens = sum(map(len, one.texts))
+        new_token_s = max(one.seconds, 1e-6) / tokens
+        weight = min(0.5, tokens / 512)  # of short ones a pass takes long for each token
+        self._token_s += weight * (new_token_s - self._token_s)
+        stats = self._stats
+        self._stats = msgspec.structs.replace(
+            stats,
+            steps_total=stats.steps_total + 1,
+            step_seconds_total=stats.step_seconds_total + one.seconds,
+            batch_rows_total=stats.batch_rows_total + len(one.texts),
+            prefill_tokens_total=stats.prefill_tokens_total + tokens,
+        )
+        complete = [
+            job
+            for text, row in zip(one.texts, rows, strict=True)
+            for job in self._queue.done(text, row.astype("<f4").tobytes())
+        ]
+        self._io_thread.send([_encoded(job) for job in complete])
+
+    def _on_failed(self, one: _Pass, reason: str) -> None:
+        """Compute the texts of a pass that failed one by one, which shows whose fault it was."""
+        if len(one.texts) > 1:
+            for text, group in one.texts.items():
+                alone = self._pass_of({text: group})
+                self._open.append(alone)
+                while alone in self._open:
+                    self._advance(alone)
+            return
+        (text,) = one.texts
+        self._io_thread.send([_encoded(job, reason) for job in self._queue.fail(text)])
+
+    def _report(self) -> None:
+        queue, stats = self._queue, self._stats
+        self._status.live = [
+            wire.LiveRequest(
+                request_id=job.message.request_id, attempt=job.message.attempt, generated=0
+            )
+            for job in queue.jobs
+        ]
+        self._status.stats = msgspec.structs.replace(
+            stats,
+            running=sum(len(one.texts) for one in self._open),
+            waiting=queue.num_waiting,
+            texts_total=queue.num_texts,
+            shared_texts_total=queue.num_shared,
+            active_memory_bytes=self._active_memory_bytes(),
+        )
+
+
+def _refused(
+    message: wire.Encode | wire.Submit, reason: wire.RefusalReason, why: str
+) -> wire.Refused:
+    return wire.Refused(
+        request_id=message.request_id, attempt=message.attempt, reason=reason, message=why
+    )
+
+
+def _encoded(job: Job, error: str | None = None) -> wire.Encoded:
+    now, begun = time.monotonic(), job.begun_at or job.arrived_at
+    return wire.Encoded(
+        request_id=job.message.request_id,
+        attempt=job.message.attempt,
+        rows=b"".join(row for row in job.rows if row is not None) if error is None else b"",
+        error=error,
+        queue_s=begun - job.arrived_at,
+        compute_s=now - begun,
+    )

@@ -1,0 +1,201 @@
+"""The texts that wait, and the choice of those that a pass computes. No MLX.
+
+Texts are of groups, which are those who asked for them. A pass begins with the texts of the group
+that has not been served for longest. Texts of other groups join as long as the pass stays small: a
+single text is not to wait for the many of another group. Those that come while a long pass is
+computed are computed between two of its layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from engine.io.inbox import RequestKey
+from shared.wire import Encode
+
+_MAX_GROUPS = 1024
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a row of the answer depends on."""
+
+    token_ids: tuple[int, ...]
+    second_start: int = 0  # where the second text of a pair begins; 0: it is no pair
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(eq=False)
+class Job:
+    """One `Encode` until its rows are there."""
+
+    message: Encode
+    arrived_at: float
+    rows: list[bytes | None]
+    missing: int
+    begun_at: float | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.message.request_id, self.message.attempt
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """A text that waits or is computed, with all who want it."""
+
+    text: Text
+    wanted_by: list[tuple[Job, int]] = field(default_factory=list)
+    is_computed: bool = False
+
+
+class TextQueue:
+    """The jobs of an engine. Equal texts are computed once."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[RequestKey, Job] = {}
+        self._wanted: dict[Text, _Wanted] = {}
+        self._waiting: dict[str, dict[Text, None]] = {}
+        """By group: the texts that wait, the oldest first."""
+        self._served: dict[str, int] = {}
+        """By group: the number of its last turn."""
+        self._turns = 0
+        self.num_texts = self.num_shared = 0
+        """Texts so far, and those of them that were equal to one in flight."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def jobs(self) -> Iterable[Job]:
+        return self._jobs.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_computed(self) -> int:
+        """Texts that are in a pass now."""
+        return sum(wanted.is_computed for wanted in self._wanted.values())
+
+    def add(self, message: Encode) -> None:
+        """Take a job in."""
+        starts = message.second_starts or [0] * len(message.token_ids)
+        texts = [Text(tuple(ids), at) for ids, at in zip(message.token_ids, starts, strict=True)]
+        job = Job(message, time.monotonic(), [None] * len(texts), len(texts))
+        self._jobs[job.key] = job
+        for number, text in enumerate(texts):
+            self.num_texts += 1
+            wanted = self._wanted.get(text)
+            if wanted is None:
+                wanted = self._wanted[text] = _Wanted(text)
+            else:
+                self.num_shared += 1
+            wanted.wanted_by.append((job, number))
+            if not wanted.is_computed:
+                self._waiting.setdefault(message.group, {})[text] = None
+
+    def take(
+        self,
+        budget_tokens: int,
+        small_tokens: int,
+        *,
+        but_of: Collection[str] = (),
+        at_least: int | None = None,
+    ) -> dict[Text, str]:
+        """Return texts for the next pass with their groups: at most ``budget_tokens`` unless the
+        first is longer, of one priority, and none of the groups ``but_of`` nor of a priority below
+        ``at_least``. Groups share a pass of up to ``small_tokens``."""
+        priorities = {
+            group: max(map(self.priority_of, lane))
+            for group, lane in self._waiting.items()
+            if group not in but_of
+        }
+        highest = max(priorities.values(), default=0)
+        if not priorities or (at_least is not None and highest < at_least):
+            return {}
+        groups = [group for group, priority in priorities.items() if priority == highest]
+        groups.sort(key=lambda group: self._served.get(group, -1))
+        taken: dict[Text, str] = {}
+        tokens, limit = 0, budget_tokens
+        for number, group in enumerate(groups):
+            for text in list(self._waiting[group]):
+                if taken and tokens + len(text) > limit:
+                    break
+                if self.priority_of(text) < highest:
+                    continue
+                taken[text] = group
+                tokens += len(text)
+            if number == 0:
+                limit = max(tokens, min(budget_tokens, small_tokens))
+        for group in dict.fromkeys(taken.values()):
+            self._turns += 1
+            self._served.pop(group, None)
+            self._served[group] = self._turns
+        while len(self._served) > _MAX_GROUPS:
+            del self._served[next(iter(self._served))]
+        now = time.monotonic()
+        for text in taken:
+            wanted = self._wanted[text]
+            wanted.is_computed = True
+            for job, _ in wanted.wanted_by:
+                job.begun_at = job.begun_at or now
+                self._leave(job.message.group, text)
+        return taken
+
+    def priority_of(self, text: Text) -> int:
+        """Return the highest priority with which a text that is not done is wanted."""
+        found = (job.message.priority for job, _ in self._wanted[text].wanted_by)
+        return max(found, default=0)
+
+    def done(self, text: Text, row: bytes) -> list[Job]:
+        """Give ``row`` to all jobs that want ``text``. Return those that are complete by it."""
+        complete = []
+        for job, number in self._wanted.pop(text).wanted_by:
+            job.rows[number] = row
+            job.missing -= 1
+            if not job.missing:
+                complete.append(job)
+                self._jobs.pop(job.key, None)
+        return complete
+
+    def fail(self, text: Text) -> list[Job]:
+        """Give up all jobs that want ``text``, and return them."""
+        jobs = list(dict.fromkeys(job for job, _ in self._wanted[text].wanted_by))
+        for job in jobs:
+            self.drop(job.key)
+        self._wanted.pop(text, None)
+        return jobs
+
+    def drop(self, key: RequestKey) -> None:
+        """Forget a job, if it is there. Texts that nobody else wants do not wait any more."""
+        job = self._jobs.pop(key, None)
+        if job is None:
+            return
+        starts = job.message.second_starts or [0] * len(job.message.token_ids)
+        for ids, start in zip(job.message.token_ids, starts, strict=True):
+            text = Text(tuple(ids), start)
+            wanted = self._wanted.get(text)
+            if wanted is None:
+                continue
+            wanted.wanted_by = [each for each in wanted.wanted_by if each[0] is not job]
+            group = job.message.group
+            if all(each.message.group != group for each, _ in wanted.wanted_by):
+                self._leave(group, text)
+            if not wanted.wanted_by and not wanted.is_computed:
+                del self._wanted[text]
+
+    def find(self, request_id: str, attempt: int | None) -> list[RequestKey]:
+        return [key for key in self._jobs if key[0] == request_id and attempt in (None, key[1])]
+
+    def _leave(self, group: str, text: Text) -> None:
+        lane = self._waiting.get(group)
+        if lane is not None:
+            lane.pop(text, None)
+            if not lane:
+                del self._waiting[group]

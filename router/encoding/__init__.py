@@ -1,0 +1,1 @@
+"""Texts to vectors and scores, whatever the API that asks for them."""

@@ -1,0 +1,113 @@
+"""Vectors of texts: what `/v1/embeddings` and other APIs' endpoints for it share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.encoding.encoding import Caller, EncodedTexts, encode
+from router.errors import InvalidRequest, InvalidValue
+from router.fleet.engines import Model
+from router.fleet.remote_texts import Rows
+from router.fleet.router import Router
+from router.fleet.tasks import check_task, models_for
+from router.tokens.text_tokens import TokenizedPair, text_tokens, too_long
+from shared.wire import Task, TextTask
+
+MAX_TEXTS = 2048
+"""As many as OpenAI takes at once."""
+
+
+async def text_model(router: Router, name: str | None, caller: Caller, task: Task) -> Model:
+    """Return the model called ``name``, loaded, if it is for ``task``; without a name the first
+    that is. Raises `ApiError`."""
+    if name is None:
+        found = models_for(task, router)
+        if not found:
+            raise InvalidRequest("'model' is missing: name the model.", param="model")
+        name = found[0]
+    model = await router.loaded_model(name, caller.tenant)
+    check_task(model, task, router)
+    return model
+
+
+async def embed_texts(
+    router: Router,
+    model: Model,
+    caller: Caller,
+    texts: Sequence[str | list[int]],
+    *,
+    field: str = "input",
+    prompt_name: str | None = None,
+    dimensions: int | None = None,
+    truncate: bool = False,
+    size: int,
+) -> EncodedTexts:
+    """Return a vector for each of ``texts``, which are given as text or as token ids: these are
+    taken as they are, without a prompt.
+
+    ``dimensions`` keeps so many of each vector, with the length 1 again. A text over the model's
+    limit is cut with ``truncate``, and refused otherwise. ``size`` is that of the body, and
+    ``field`` the name of the texts there, for errors. To be called within `Router.admit`.
+    Raises `ApiError`."""
+    task = model.hello.text_task or TextTask()
+    if dimensions is not None and dimensions > task.dimensions:
+        raise InvalidValue(
+            f"'dimensions' is over {task.dimensions}, which this model's vectors have.",
+            param="dimensions",
+        )
+    prompt = _prompt(task, prompt_name)
+    if prompt_name is not None and not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("'prompt_name' makes no sense for token ids.", param="prompt_name")
+
+    def prepare() -> list[TokenizedPair]:
+        found = []
+        for number, text in enumerate(texts):
+            try:
+                found.append(TokenizedPair(_tokens(model, text, prompt, truncate), 0))
+            except InvalidRequest as error:
+                error.param = field if len(texts) == 1 else f"{field}[{number}]"
+                raise
+        return found
+
+    encoded = await encode(router, model, caller, prepare, size)
+    if dimensions is None or dimensions == task.dimensions:
+        return encoded
+    rows = await router.work.run(
+        caller.tenant.name, lambda: shortened(encoded.rows, dimensions), encoded.rows.size
+    )
+    return EncodedTexts(rows=rows, num_tokens=encoded.num_tokens)
+
+
+def shortened(rows: Rows, dimensions: int) -> Rows:
+    """Return the first ``dimensions`` of each row, with the length 1."""
+    cut = rows[:, :dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return np.asarray(cut / np.where(lengths > 0, lengths, 1), np.float32)
+
+
+def _prompt(task: TextTask, name: str | None) -> str:
+    if name is None:
+        return task.prompts.get(task.default_prompt or "", "")
+    if name not in task.prompts:
+        known = ", ".join(task.prompts) or "none"
+        raise InvalidValue(
+            f"'prompt_name' is none of this model's prompts: {known}.", param="prompt_name"
+        )
+    return task.prompts[name]
+
+
+def _tokens(model: Model, text: str | list[int], prompt: str, truncate: bool) -> list[int]:
+    limit = min(model.hello.context_length, model.settings.max_prompt_tokens)
+    if isinstance(text, str):
+        found = text_tokens(model.renderer, prompt + text, limit, truncate=truncate)
+        if not found:
+            raise InvalidValue("The text has no tokens.")
+        return found
+    most = model.hello.vocab_size - 1
+    if not text or max(text) > most:
+        raise InvalidValue(f"Token ids are 0 to {most}, and there is one at least.")
+    if len(text) > limit and not truncate:
+        raise too_long(len(text), limit)
+    return text[:limit]

@@ -1,0 +1,140 @@
+"""The texts of one request on their way through the engines.
+
+They go in pieces, a few of them at a time: so the many texts of one request leave room for those of
+others, and an engine that is lost costs a few pieces.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.fleet.engines import Model
+from router.fleet.remote_texts import RemoteTexts, Rows
+from router.fleet.router import Router
+from router.fleet.tenants import Tenant
+from router.generation.signal import Signal
+from router.tokens.text_tokens import TokenizedPair
+from shared.wire import Encode
+
+PIECE_TEXTS = 64
+PIECE_TOKENS = 8192
+PIECES_AT_ONCE = 4
+
+_Text = tuple[tuple[int, ...], int]
+"""Token ids, and where the second text of a pair begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who asks, and what a request's state has of it."""
+
+    tenant: Tenant
+    priority: int | None = None
+    traceparent: str = ""
+    limits_left: dict[str, str]
+    """Headers that tell of the tenant's limits, filled here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedTexts:
+    rows: Rows
+    """(texts, dimensions), or (texts, 1) of scores."""
+    num_tokens: int
+    """Of all texts."""
+
+
+async def encode(
+    router: Router,
+    model: Model,
+    caller: Caller,
+    prepare: Callable[[], Sequence[TokenizedPair]],
+    size: int,
+) -> EncodedTexts:
+    """Return the rows of what ``prepare`` returns, which runs on a thread (``size`` as for a
+    `WorkPool`).
+
+    To be called within `Router.admit`. Raises what ``prepare`` raises, and `ApiError`."""
+    tenant = caller.tenant
+    priority = tenant.priority(caller.priority)
+    replicas = model.replicas
+    queue = router.dispatcher.queue_of(replicas)
+    router.admission.check_queue(replicas, queue, tenant, priority=priority, new=1)
+    places = await router.work.run(tenant.name, lambda: _places(prepare()), size)
+    num_tokens = sum(len(ids) * len(numbers) for (ids, _), numbers in places.items())
+    await router.rate_limits.admit_prompt(tenant, num_tokens, caller.limits_left)
+    distinct = sorted(places, key=lambda text: len(text[0]))  # those of a piece are about as long
+    rows: Rows = np.empty((sum(map(len, places.values())), _width(model)), np.float32)
+    async for numbers, found in _rows_of(router, model, caller, priority, distinct):
+        for number, row in zip(numbers, found, strict=True):
+            rows[places[distinct[number]]] = row
+    return EncodedTexts(rows=rows, num_tokens=num_tokens)
+
+
+def _places(texts: Sequence[TokenizedPair]) -> dict[_Text, list[int]]:
+    """Return the numbers of each text: equal ones have one row."""
+    places: dict[_Text, list[int]] = {}
+    for number, text in enumerate(texts):
+        places.setdefault((tuple(text.token_ids), text.second_start), []).append(number)
+    return places
+
+
+async def _rows_of(
+    router: Router, model: Model, caller: Caller, priority: int, texts: Sequence[_Text]
+) -> AsyncIterator[tuple[range, Rows]]:
+    """Yield the rows of ``texts`` piece by piece, with their numbers. Raises `ApiError`."""
+    name, tenant, changed = f"enc-{uuid.uuid4().hex}", caller.tenant, Signal()
+    pieces = _pieces([len(ids) for ids, _ in texts])
+    waiting = deque(enumerate(pieces))
+    running: dict[RemoteTexts, range] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < PIECES_AT_ONCE:
+                number, members = waiting.popleft()
+                starts = [texts[i][1] for i in members]
+                message = Encode(
+                    request_id=f"{name}:{number}",
+                    attempt=0,
+                    token_ids=[list(texts[i][0]) for i in members],
+                    second_starts=starts if any(starts) else [],
+                    group=tenant.name or name,
+                    priority=priority,
+                    traceparent=caller.traceparent,
+                )
+                is_part = len(pieces) > 1
+                piece = RemoteTexts(message, _width(model), tenant, changed.set, is_part=is_part)
+                running[piece] = members
+                version = model.replicas.version_for(has_output=number > 0)
+                router.dispatcher.admit(version, [piece])
+            await changed.wait()
+            for piece in [each for each in running if each.done]:
+                members = running.pop(piece)
+                if piece.error is not None:
+                    raise piece.error
+                assert piece.rows is not None
+                yield members, piece.rows
+    finally:
+        for piece in running:
+            router.dispatcher.release(piece)
+
+
+def _width(model: Model) -> int:
+    task = model.hello.text_task
+    return 1 if task is None else task.dimensions or 1
+
+
+def _pieces(lengths: Sequence[int]) -> list[range]:
+    """Cut texts with these ``lengths`` into pieces of `PIECE_TEXTS` and `PIECE_TOKENS` at most, or
+    of one text."""
+    found, first, tokens = [], 0, 0
+    for number, length in enumerate(lengths):
+        full = number - first == PIECE_TEXTS or tokens + length > PIECE_TOKENS
+        if full and number > first:
+            found.append(range(first, number))
+            first, tokens = number, 0
+        tokens += length
+    return [*found, range(first, len(lengths))]

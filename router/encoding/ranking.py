@@ -1,0 +1,90 @@
+"""Scores of pairs of texts: what the endpoints for rankings and scores share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.encoding.encoding import Caller, EncodedTexts, encode
+from router.errors import InvalidRequest
+from router.fleet.engines import Model
+from router.fleet.router import Router
+from router.tokens.text_tokens import (
+    TokenizedPair,
+    pair_tokens,
+    template_tokens,
+    text_tokens,
+)
+from shared.wire import TextTask
+
+MAX_REPEATED_TOKENS = 1_000_000
+"""Limit of the tokens of the first texts of all pairs."""
+
+
+async def score_pairs(
+    router: Router,
+    model: Model,
+    caller: Caller,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    field: str,
+    instruction: str | None = None,
+    max_tokens: int | None = None,
+    truncate: bool,
+    size: int,
+) -> EncodedTexts:
+    """Return how well the second text of each of ``pairs`` answers the first, from 0 to 1.
+
+    A pair over the model's limit, or over ``max_tokens``, loses the end of its second text with
+    ``truncate``, and is refused otherwise. ``size`` is that of the body, ``field`` the name of the
+    second texts there. To be called within `Router.admit`. Raises `ApiError`."""
+    task = model.hello.text_task or TextTask()
+    if instruction is not None and not task.pair_template:
+        raise InvalidRequest("This model takes no instruction.", param="instruction")
+    limit = min(model.hello.context_length, model.settings.max_prompt_tokens)
+    limit = min(limit, max_tokens or limit)
+
+    def prepare() -> list[TokenizedPair]:
+        _check_firsts(model, [first for first, _ in pairs], limit)
+        found = []
+        for number, (first, second) in enumerate(pairs):
+            try:
+                found.append(_tokens(model, task, first, second, instruction, limit, truncate))
+            except InvalidRequest as error:
+                error.param = error.param or f"{field}[{number}]"
+                raise
+        return found
+
+    return await encode(router, model, caller, prepare, size)
+
+
+def _check_firsts(model: Model, texts: Sequence[str], limit: int) -> None:
+    """Raise `InvalidRequest` if one of ``texts`` is too long by itself, or all are together: a
+    query is tokenized and computed with each of the documents."""
+    lengths = {
+        text: len(text_tokens(model.renderer, text, limit, truncate=False)) for text in set(texts)
+    }
+    if (total := sum(lengths[text] for text in texts)) > MAX_REPEATED_TOKENS:
+        raise InvalidRequest(
+            f"The query counts {total} tokens with all documents, over the limit of"
+            f" {MAX_REPEATED_TOKENS}: shorten it, or give fewer documents.",
+            code="request_too_large",
+        )
+
+
+def _tokens(
+    model: Model,
+    task: TextTask,
+    first: str,
+    second: str,
+    instruction: str | None,
+    limit: int,
+    truncate: bool,
+) -> TokenizedPair:
+    if not task.pair_template:
+        return pair_tokens(model.renderer, first, second, limit, truncate=truncate)
+    values = {
+        "instruction": task.instruction if instruction is None else instruction,
+        "query": first,
+        "document": second,
+    }
+    return template_tokens(model.renderer, task.pair_template, values, limit, truncate=truncate)

@@ -1,0 +1,198 @@
+"""`/v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from router.api.body import read_body, send_json
+from router.api.endpoints import cancel_on_disconnect
+from router.api.operations import Operation
+from router.encoding.embedding import MAX_TEXTS, embed_texts, text_model
+from router.encoding.encoding import Caller, EncodedTexts
+from router.errors import (
+    BODY_ERRORS,
+    MODEL_ERRORS,
+    EngineLost,
+    GenerationTimeout,
+    InvalidRequest,
+    InvalidValue,
+)
+from router.fleet.engines import Model
+from router.fleet.remote_texts import Rows
+from router.fleet.router import Router
+from router.schemas.requests import RequestBody, TokenId
+
+EncodingFormat = Literal["float", "base64"]
+
+
+class EmbeddingRequest(RequestBody, frozen=True, kw_only=True):
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    input: Annotated[
+        str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)],
+        Meta(
+            description=f"A text, up to {MAX_TEXTS} texts, the token ids of a text, or lists of"
+            " token ids."
+        ),
+    ]
+    encoding_format: EncodingFormat | None = None
+    dimensions: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=2**31 - 1,
+                description="How many numbers of each vector to keep; it has the length 1 again.",
+            ),
+        ]
+        | None
+    ) = None
+    user: str | None = None
+    prompt_name: (
+        Annotated[
+            str,
+            Meta(
+                max_length=512,
+                description="Which of the checkpoint's prompts to put before each text, such as"
+                " `query`.",
+            ),
+        ]
+        | None
+    ) = None
+    truncate: Annotated[
+        bool | None, Meta(description="Whether texts that are too long are cut, and not refused.")
+    ] = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    def check(self) -> None:
+        if len(self.texts) > MAX_TEXTS:
+            raise InvalidRequest(
+                f"{len(self.texts)} texts are more than {MAX_TEXTS}.", param="input"
+            )
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """Each text as it is, or as token ids. Raises `InvalidRequest` if both are mixed."""
+        if isinstance(self.input, str):
+            return [self.input]
+        kinds = {type(item) for item in self.input}
+        if len(kinds) > 1:
+            raise InvalidValue(
+                "'input' must be a string, a list of strings, token ids, or a list of lists of"
+                " token ids.",
+                param="input",
+            )
+        if kinds == {int}:
+            return [[item for item in self.input if isinstance(item, int)]]
+        return [item for item in self.input if not isinstance(item, int)]
+
+
+class EmbeddingItem(Struct, frozen=True, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Annotated[
+        list[float] | str,
+        Meta(description="Numbers, or in base64 their bytes: float32, little-endian."),
+    ]
+
+
+class EmbeddingUsage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Embeddings:
+    """An ASGI application."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        router, http, state = self._router, Request(scope, receive), scope["state"]
+        body, size = await read_body(http, router, EmbeddingRequest)
+        caller = Caller(
+            tenant=state["tenant"],
+            priority=body.priority,
+            traceparent=state.get("traceparent", ""),
+            limits_left=state["limits_left"],
+        )
+        async with cancel_on_disconnect(receive):
+            model = await text_model(router, body.model, caller, "embed")
+            async with router.admit(caller.tenant, model, caller.limits_left):
+                found = await embed_texts(
+                    router,
+                    model,
+                    caller,
+                    body.texts,
+                    prompt_name=body.prompt_name,
+                    dimensions=body.dimensions,
+                    truncate=bool(body.truncate),
+                    size=size,
+                )
+                name = body.model or model.names[0]
+                answer = await router.work.run(
+                    caller.tenant.name,
+                    lambda: list(_written(found, name, body.encoding_format)),
+                    found.rows.size * 4,
+                )
+        state["audit"] = audit(model, found)
+        await send_json(send, answer, ())
+
+
+def audit(model: Model, found: EncodedTexts) -> dict[str, object]:
+    """Return what the log says of a request."""
+    return {
+        "model": model.names[0],
+        "prompt_tokens": found.num_tokens,
+        "texts": len(found.rows),
+    }
+
+
+def _written(found: EncodedTexts, model: str, how: EncodingFormat | None) -> Iterator[bytes]:
+    """Yield the answer in JSON, piece by piece: the numbers of thousands of texts at once would
+    take several times their size."""
+    empty = EmbeddingList(
+        data=[], model=model, usage=EmbeddingUsage(found.num_tokens, found.num_tokens)
+    )
+    before, after = msgspec.json.encode(empty).split(b"[]", 1)
+    yield before + b"["
+    for index, row in enumerate(found.rows):
+        item = EmbeddingItem(index=index, embedding=_numbers(row, how))
+        yield (b"," if index else b"") + msgspec.json.encode(item)
+    yield b"]" + after
+
+
+def _numbers(row: Rows, how: EncodingFormat | None) -> list[float] | str:
+    if how == "base64":
+        return base64.b64encode(row.astype("<f4").tobytes()).decode()
+    numbers: list[float] = row.tolist()
+    return numbers
+
+
+def operations(router: Router) -> list[Operation]:
+    return [
+        Operation(
+            "/v1/embeddings",
+            Embeddings(router),
+            "The vectors of texts",
+            "OpenAI",
+            method="POST",
+            body_type=EmbeddingRequest,
+            example={"input": ["A text.", "Another."]},
+            response_type=EmbeddingList,
+            errors=(*BODY_ERRORS, *MODEL_ERRORS, EngineLost, GenerationTimeout),
+        )
+    ]

@@ -1,0 +1,259 @@
+"""Models that embed and rank, beside one that generates: whole servers."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.text_models import MAX_TOKENS, make_text_model
+from tests.tiny_models import make_tiny
+
+MODELS = {
+    "chat": ("llama", "generate"),
+    "bert": ("bert", "auto"),
+    "qwen": ("qwen3", "auto"),
+    "ranker": ("xlm_roberta_reranker", "auto"),
+    "asked": ("qwen3_reranker", "rerank"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("models")
+    tables = []
+    for name, (kind, task) in MODELS.items():
+        path = folder / name
+        make_tiny("llama", path) if name == "chat" else make_text_model(kind, path)
+        lines = f'[[model]]\nid = "{name}"\npath = "{path}"\ntask = "{task}"\n'
+        if name == "asked":
+            lines += "idle_unload_s = 1\n"
+        tables.append(lines)
+    config = folder / "server.toml"
+    config.write_text("\n".join(tables))
+    with serving(None, "--config", str(config), "--admin-key", "root") as running:
+        for name in MODELS:
+            running.wait_until(lambda name=name: state(running, name) != "loading", 240, name)  # type: ignore[misc]
+        yield running
+
+
+def state(server: Server, name: str) -> str:
+    return str(server.client.get(f"/v1/models/{name}").json()["state"])
+
+
+def vectors(server: Server, texts: Any, model: str = "bert", **fields: Any) -> Any:
+    answer = server.post("/v1/embeddings", model=model, input=texts, **fields)
+    assert answer.status_code == 200, answer.text
+    data = answer.json()["data"]
+    assert [item["index"] for item in data] == list(range(len(data)))
+    return np.array([item["embedding"] for item in data])
+
+
+@pytest.mark.parametrize("model", ["bert", "qwen"])
+def test_vectors_come_in_the_order_of_the_texts(server: Server, model: str) -> None:
+    texts = [("this is of " * length).strip() for length in (40, 1, 7, 1, 90)]
+    together = vectors(server, texts, model)
+    assert together.shape == (5, 64)
+    assert np.allclose(np.linalg.norm(together, axis=1), 1)
+    for text, vector in zip(texts, together, strict=True):
+        assert np.array_equal(vectors(server, text, model)[0], vector)
+
+
+def test_base64_has_the_same_numbers(server: Server) -> None:
+    answer = server.post(
+        "/v1/embeddings", model="bert", input="this is", encoding_format="base64"
+    ).json()
+    numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    assert np.array_equal(numbers, vectors(server, "this is")[0].astype(np.float32))
+    assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+
+
+def test_token_ids_are_taken_as_they_are(server: Server) -> None:
+    tokens = server.post("/tokenize", model="bert", prompt="this is").json()["tokens"]
+    wanted = vectors(server, "this is")
+    assert np.array_equal(vectors(server, tokens), wanted)
+    assert np.array_equal(vectors(server, [tokens, tokens]), np.repeat(wanted, 2, 0))
+
+
+def test_fewer_dimensions_are_the_first_ones_with_the_length_1(server: Server) -> None:
+    whole, short = vectors(server, "this")[0], vectors(server, "this", dimensions=8)[0]
+    assert np.allclose(short, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
+
+
+def test_a_prompt_of_the_checkpoint_is_put_before_each_text(server: Server) -> None:
+    asked = vectors(server, "this", prompt_name="query")
+    assert np.array_equal(asked, vectors(server, "query: this"))
+    assert not np.array_equal(asked, vectors(server, "this"))
+
+
+def test_a_text_that_is_too_long_is_refused_or_cut(server: Server) -> None:
+    long = "x " * MAX_TOKENS
+    refused = server.post("/v1/embeddings", model="bert", input=["this", long])
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input[1]")
+    cut = server.post("/v1/embeddings", model="bert", input=[long], truncate=True)
+    assert cut.json()["usage"]["prompt_tokens"] == MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [320]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "prompt_name": "title"}, "prompt_name"),
+        ({"input": [1], "prompt_name": "query"}, "prompt_name"),
+        ({"input": "a", "model": "chat"}, "model"),
+        ({"input": "a", "model": "ranker"}, "model"),
+        ({}, "input"),
+    ],
+)
+def test_bad_fields_are_named(server: Server, fields: dict[str, Any], param: str) -> None:
+    answer = server.post("/v1/embeddings", **{"model": "bert", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+def test_a_model_for_something_else_is_refused_with_the_name_of_one_that_fits(
+    server: Server,
+) -> None:
+    answer = server.post("/v1/embeddings", model="chat", input="a").json()["error"]
+    assert answer["code"] == "wrong_task"
+    assert "Here bert and qwen can." in answer["message"]
+    asked = {"model": "bert", "messages": [{"role": "user", "content": "a"}]}
+    answer = server.post("/v1/chat/completions", **asked).json()["error"]
+    assert answer["code"] == "wrong_task"
+    assert "Here chat can." in answer["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_come_in_the_order_of_their_scores(server: Server, path: str) -> None:
+    documents = ["this is", {"text": "that was"}, "of the", "x " * MAX_TOKENS]
+    answer = server.post(
+        path, model="ranker", query="what is", documents=documents, return_documents=True
+    )
+    assert answer.status_code == 200, answer.text
+    results = answer.json()["results"]
+    scores = [result["relevance_score"] for result in results]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(result["index"] for result in results) == [0, 1, 2, 3]
+    by_index = {result["index"]: result for result in results}
+    assert by_index[1]["document"] == {"text": "that was"}
+    best = server.post(path, model="ranker", query="what is", documents=documents, top_n=2).json()
+    assert [result["index"] for result in best["results"]] == [r["index"] for r in results[:2]]
+    pairs = server.post(
+        "/v1/score", model="ranker", text_1="what is", text_2=["this is", "that was", "of the"]
+    ).json()["data"]
+    for pair in pairs:
+        assert math.isclose(pair["score"], by_index[pair["index"]]["relevance_score"])
+
+
+def test_a_decoder_ranks_by_the_answer_to_its_prompt(server: Server) -> None:
+    def score(**fields: Any) -> float:
+        body = {"model": "asked", "query": "what", "documents": ["this"], **fields}
+        answer = server.post("/v1/rerank", **body)
+        assert answer.status_code == 200, answer.text
+        return float(answer.json()["results"][0]["relevance_score"])
+
+    assert 0 < score() < 1
+    assert score(instruction="Find it.") != score()
+
+
+def test_pairs_that_are_too_much_are_refused(server: Server) -> None:
+    long = {"query": "x " * MAX_TOKENS, "documents": ["a"], "model": "ranker"}
+    refused = server.post("/v1/rerank", **long)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    many = {"query": "x" * 510, "documents": ["a"] * 2048, "model": "ranker"}
+    refused = server.post("/v1/rerank", **many)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "request_too_large"
+    uneven = server.post("/v1/score", model="ranker", text_1=["a", "b"], text_2=["c"])
+    assert uneven.json()["error"]["param"] == "text_2"
+
+
+def test_a_score_of_a_model_that_embeds_is_the_cosine(server: Server) -> None:
+    first, second = vectors(server, ["this", "that"])
+    answer = server.post("/v1/score", model="bert", text_1="this", text_2=["that", "this"])
+    scores = [item["score"] for item in answer.json()["data"]]
+    assert np.allclose(scores, [first @ second, 1], atol=1e-5)
+
+
+def test_equal_texts_are_computed_once(server: Server) -> None:
+    before = computed_tokens(server)
+    assert len(vectors(server, ["is it as they have been"] * 500)) == 500
+    server.wait_until(lambda: computed_tokens(server) > before, 10, "figures of an engine")
+    assert computed_tokens(server) - before < 100
+
+
+def computed_tokens(server: Server) -> float:
+    """Return the tokens that the engine of ``bert`` has computed."""
+    name = 'mlx_lm_server_prefill_tokens_total{engine="bert-0"'
+    lines = server.client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_text_streams_while_texts_are_embedded(server: Server) -> None:
+    texts = [f"this is number {i} of the many " * 8 for i in range(300)]
+    with ThreadPoolExecutor(1) as pool:
+        embedding = pool.submit(vectors, server, texts)
+        events = list(server.stream("this is", 60, model="chat"))
+        assert events[-1] == {"done": True}
+        assert embedding.result().shape == (300, 64)
+
+
+def long_texts(count: int) -> list[list[int]]:
+    """Return token ids of texts that take seconds together."""
+    return [[3 + i % 300, 3 + i // 300] + [5] * 480 for i in range(count)]
+
+
+def test_a_killed_engine_costs_only_time(server: Server) -> None:
+    texts = long_texts(900)
+    wanted = vectors(server, texts[:3])
+    (engine,) = server.pids("/bert ")
+    killer = threading.Timer(0.5, os.kill, (engine, signal.SIGKILL))
+    killer.start()
+    found = vectors(server, texts)
+    killer.join()
+    assert np.array_equal(found[:3], wanted)
+    assert any("engine bert-0 is lost" in line for line in server.log)
+    assert any("is submitted once more" in line for line in server.log)
+
+
+def test_a_client_that_leaves_frees_its_texts(server: Server) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            server.client.base_url.join("/v1/embeddings"),
+            json={"model": "bert", "input": long_texts(900)},
+            timeout=0.5,
+        )
+    headers = {"authorization": "Bearer root"}
+
+    def is_free() -> bool:
+        found = server.client.get("/admin/requests", headers=headers).json()
+        return bool(found["total"] == 0)
+
+    server.wait_until(is_free, 20, "requests of a client that left")
+
+
+def test_a_model_is_unloaded_when_idle_and_loaded_again(server: Server) -> None:
+    body = {"model": "asked", "query": "what", "documents": ["this"]}
+    before = server.post("/v1/rerank", **body).json()["results"]
+    server.wait_until(lambda: state(server, "asked") == "unloaded", 60, "unloading")
+    assert server.post("/v1/rerank", **body).json()["results"] == before

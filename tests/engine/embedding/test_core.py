@@ -1,0 +1,149 @@
+"""The loop of an engine that embeds, without processes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from engine.embedding.core import EmbeddingCore, Rows
+from engine.embedding.texts import Text
+from engine.io.inbox import Inbox, NewRouter
+from engine.io.status import EngineStatus
+from engine.io.thread import IOThread
+from shared import wire
+
+LAYERS = 4
+
+
+class Model:
+    """A row has the first token of its text; a text that begins with 13 fails."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+
+    def compute(self, texts: Sequence[Text]) -> Generator[None, None, Rows]:
+        self.passes.append([text.token_ids[0] for text in texts])
+        for _ in range(LAYERS):
+            yield
+        if 13 in self.passes[-1]:
+            raise ValueError("thirteen")
+        return np.array([[text.token_ids[0]] for text in texts], np.float32)
+
+    def check(self, text: Text) -> str | None:
+        return "too long" if len(text) > 10 else None
+
+
+class Engine:
+    def __init__(self, max_jobs: int = 8) -> None:
+        self.model, self.inbox, self.status = Model(), Inbox(), EngineStatus()
+        self.sent: list[Any] = []
+        self.core = EmbeddingCore(
+            model=self.model,
+            inbox=self.inbox,
+            io_thread=cast(IOThread, self),
+            status=self.status,
+            max_jobs=max_jobs,
+        )
+
+    def send(self, messages: Sequence[wire.Message]) -> None:
+        self.sent += messages
+
+    def run(self, *messages: Any, steps: int = 50) -> list[Any]:
+        for message in messages:
+            self.inbox.put(message)
+        for _ in range(steps):
+            self.core.run_once()
+        return self.sent
+
+
+def encode(name: str, *texts: list[int], attempt: int = 0, **fields: Any) -> wire.Encode:
+    return wire.Encode(
+        request_id=name, attempt=attempt, token_ids=list(texts), group=name, **fields
+    )
+
+
+def numbers(message: wire.Encoded) -> list[float]:
+    found: list[float] = np.frombuffer(message.rows, "<f4").tolist()
+    return found
+
+
+def test_rows_are_sent_once_all_are_there() -> None:
+    (encoded,) = Engine().run(encode("a", [5], [7], [5]))
+    assert (encoded.request_id, numbers(encoded), encoded.error) == ("a", [5, 7, 5], None)
+
+
+def test_a_text_that_fails_fails_alone() -> None:
+    engine = Engine()
+    sent = {each.request_id: each for each in engine.run(encode("a", [5], [13]), encode("b", [6]))}
+    assert "thirteen" in sent["a"].error
+    assert numbers(sent["b"]) == [6]
+    assert engine.status.live == []
+
+
+def test_texts_of_others_are_computed_between_two_layers() -> None:
+    engine = Engine()
+    engine.run(encode("a", [1] * 10, [2] * 10), steps=2)
+    engine.run(encode("b", [3]))
+    assert [each.request_id for each in engine.sent] == ["b", "a"]
+    assert engine.model.passes == [[1, 2], [3]]
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    engine = Engine(max_jobs=1)
+    refused = engine.run(
+        encode("none"),
+        encode("empty", []),
+        encode("long", [1] * 11),
+        encode("uneven", [1], second_starts=[0, 0]),
+        encode("outside", [1], second_starts=[2]),
+        encode("fits", [1]),
+        encode("full", [1]),
+        steps=1,
+    )
+    reasons = {each.request_id: each.reason for each in refused}
+    assert reasons.pop("full") == "full"
+    assert set(reasons.values()) == {"invalid"}
+    assert reasons.keys() == {"none", "empty", "long", "uneven", "outside"}
+
+
+def test_a_model_that_embeds_generates_nothing() -> None:
+    sampling = wire.SamplingParams(seed=1)
+    submit = wire.Submit(
+        request_id="a", attempt=0, token_ids=[1], sampling=sampling, max_tokens=1, stop_token_ids=[]
+    )
+    (refused,) = Engine().run(submit)
+    assert refused.reason == "unsupported"
+
+
+def test_jobs_that_nobody_waits_for_are_dropped() -> None:
+    engine = Engine()
+    gone = NewRouter(frozenset({("b", 0)}))
+    abort = wire.Abort(request_id="a")
+    assert engine.run(encode("a", [1]), encode("b", [2]), abort, gone) == []
+    assert engine.model.passes == []
+    assert engine.status.live == []
+
+
+def test_a_drained_engine_finishes_what_it_has() -> None:
+    engine = Engine()
+    for message in (encode("a", [1]), wire.Drain(), encode("b", [2])):
+        engine.inbox.put(message)
+    engine.core.run()
+    assert {type(each).__name__: each.request_id for each in engine.sent} == {
+        "Refused": "b",
+        "Encoded": "a",
+    }
+
+
+def test_live_jobs_and_figures_are_told() -> None:
+    engine = Engine()
+    engine.run(encode("a", [1, 2], [3]), steps=2)
+    assert [one.request_id for one in engine.status.live] == ["a"]
+    assert engine.status.stats.running == 2
+    progress = engine.status.progress
+    engine.run()
+    assert engine.status.progress > progress
+    stats = engine.status.stats
+    assert (stats.texts_total, stats.steps_total, stats.prefill_tokens_total) == (2, 1, 3)

@@ -63,7 +63,7 @@ def test_every_generated_part_is_in_a_document() -> None:
         assert texts.count(f"<!-- generated: {name} -->") == 1, name
 
 
-@pytest.mark.parametrize(("name", "most_bytes"), [("README.md", 6_000), ("ARCHITECTURE.md", 8_000)])
+@pytest.mark.parametrize(("name", "most_bytes"), [("README.md", 8_000), ("ARCHITECTURE.md", 8_000)])
 def test_what_is_read_first_is_short(name: str, most_bytes: int) -> None:
     assert len((ROOT / name).read_bytes()) <= most_bytes
 

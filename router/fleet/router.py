@@ -216,8 +216,7 @@ class Router:
         """Wait until the supervisor has loaded a model. Raises `Unavailable` if it cannot, or is
         late, and `TooManyRequests`."""
         model_id, limit_s = configured.names[0], self.settings.first_token_timeout_s
-        deadline = time.monotonic() + limit_s
-        limit = self.settings.max_concurrent_requests
+        deadline, limit = time.monotonic() + limit_s, self.settings.max_concurrent_requests
         with (
             self.admission.limit_concurrency(tenant, model_id, limit),
             self.supervised.waiting_for(configured),
@@ -241,9 +240,7 @@ class Router:
 
     def model_for(self, name: str | None, tenant: Tenant) -> Model:
         """Return the model called ``name``, if it can take a request of ``tenant`` now or soon.
-
-        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`.
-        """
+        Raises `ModelNotFound`, `ModelForbidden` or `Unavailable`."""
         settings = self.settings
         if self.draining:
             raise Unavailable(

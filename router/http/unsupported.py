@@ -34,8 +34,6 @@ _UNSUPPORTED = {
     "classify": "Classes",
 }
 _UNSUPPORTED_OF_OLLAMA = {
-    "embed": "Embeddings",
-    "embeddings": "Embeddings",
     "create": "New models",
     "copy": "Copies of models",
     "push": "Uploads of models",

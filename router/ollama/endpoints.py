@@ -15,7 +15,7 @@ from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest
 from router.fleet.engines import Model
 from router.fleet.router import Router
-from router.ollama import management, models
+from router.ollama import embedding, management, models
 from router.ollama.errors import OllamaError
 from router.ollama.keeping import keep, load_or_unload
 from router.ollama.names import served_name
@@ -42,6 +42,7 @@ def operations(router: Router) -> list[Operation]:
     return [
         generating("/api/chat", OllamaChat(router), "Answer a conversation"),
         generating("/api/generate", OllamaGenerate(router), "Answer a prompt, or continue it"),
+        *embedding.operations(router),
         *models.operations(router),
         *management.operations(router),
     ]

@@ -14,7 +14,7 @@ from router.errors import EndpointNotSupported, InvalidRequest, ManagementForbid
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
 from router.ollama.objects import DoneReason
-from router.ollama.schemas import OllamaRequest
+from router.ollama.schemas import OllamaModelUse, OllamaRequest
 
 
 async def load_or_unload(
@@ -32,7 +32,7 @@ async def load_or_unload(
     return "load"
 
 
-def keep(router: Router, body: OllamaRequest, name: str, tenant: Tenant) -> None:
+def keep(router: Router, body: OllamaModelUse, name: str, tenant: Tenant) -> None:
     """Let the model that is served as ``name`` stay as long as ``body``, which has been answered,
     says; or as is configured, if it says nothing. A ``tenant`` that may not use it decides
     nothing."""

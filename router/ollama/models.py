@@ -153,6 +153,8 @@ def _shown(router: Router, model_id: str) -> OllamaShown:
 
 
 def _capabilities(model: ModelReplicas | None) -> list[str]:
+    if model is not None and model.hello.task != "generate":
+        return ["embedding"] if model.hello.task == "embed" else []
     own = model.renderer.capabilities if model and model.renderer else []
     return ["completion", *(_CAPABILITIES[name] for name in own if name in _CAPABILITIES)]
 

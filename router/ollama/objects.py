@@ -122,3 +122,15 @@ class OllamaProgress(Struct, frozen=True, kw_only=True):
     digest: str | UnsetType = UNSET
     total: int | UnsetType = UNSET
     completed: int | UnsetType = UNSET
+
+
+class OllamaEmbeddings(Struct, frozen=True, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: Nanoseconds
+    load_duration: Nanoseconds
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct, frozen=True):
+    embedding: list[float]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from router.encoding.embedding import MAX_TEXTS
 from router.errors import InvalidRequest, InvalidValue
 from router.schemas.conversation import MAX_TOOLS, Tool
 from router.schemas.requests import (
@@ -79,25 +80,14 @@ class OllamaMessage(Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
 
-class OllamaRequest(RequestBody, frozen=True, kw_only=True):
-    """Fields of both endpoints that generate."""
+class OllamaModelUse(RequestBody, frozen=True, kw_only=True):
+    """Fields of all endpoints that use a model."""
 
     any_media_type = True
 
     model: ModelName
-    stream: bool | None = None
-    format: str | dict[str, Any] | None = None
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: KeepAlive | None = None
-    truncate: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: LogprobsCount | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to answer: the model is to be loaded, or unloaded."""
-        return False
 
     @property
     def keep_s(self) -> float | None:
@@ -110,6 +100,25 @@ class OllamaRequest(RequestBody, frozen=True, kw_only=True):
 
     def check(self) -> None:
         _ = self.keep_s
+
+
+class OllamaRequest(OllamaModelUse, frozen=True, kw_only=True):
+    """Fields of both endpoints that generate."""
+
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    truncate: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobsCount | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to answer: the model is to be loaded, or unloaded."""
+        return False
+
+    def check(self) -> None:
+        super().check()
         if isinstance(self.format, str) and self.format not in ("", "json"):
             raise InvalidValue("'format' is neither \"json\" nor a JSON schema.", param="format")
 
@@ -150,6 +159,36 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
         for name in ("system", "context"):
             if self.raw and getattr(self, name):
                 raise InvalidRequest(f"'raw' does not go with '{name}'.", param=name)
+
+
+class OllamaEmbedRequest(OllamaModelUse, frozen=True, kw_only=True):
+    """Texts to embed. Without any the model is loaded."""
+
+    texts_field: ClassVar = "input"
+
+    input: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] = ""
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=_MOST)] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        if isinstance(self.input, list):
+            return self.input
+        return [self.input] if self.input else []
+
+
+class OllamaEmbeddingRequest(OllamaModelUse, frozen=True, kw_only=True):
+    """A text to embed. Without one the model is loaded."""
+
+    texts_field: ClassVar = "prompt"
+    truncate: ClassVar = True
+    dimensions: ClassVar = None
+
+    prompt: str = ""
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.prompt] if self.prompt else []
 
 
 class OllamaModelRequest(RequestBody, frozen=True, kw_only=True):

@@ -90,6 +90,24 @@ def test_fewer_dimensions_are_the_first_ones_with_the_length_1(server: Server) -
     assert np.allclose(short, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
 
 
+def test_ollamas_endpoints_give_the_same_vectors(server: Server) -> None:
+    texts = ["this is", "of", "x " * MAX_TOKENS]
+    wanted = vectors(server, texts, truncate=True).astype(np.float32)
+    found = server.post("/api/embed", model="bert:latest", input=texts).json()
+    assert np.array_equal(np.array(found["embeddings"], np.float32), wanted)
+    assert found["model"] == "bert:latest" and found["prompt_eval_count"] == MAX_TOKENS + 9
+    one = server.post("/api/embeddings", model="bert", prompt="of").json()
+    assert np.array_equal(np.array(one["embedding"], np.float32), wanted[1])
+    short = server.post("/api/embed", model="bert", input="of", dimensions=8).json()
+    assert np.allclose(short["embeddings"][0], wanted[1][:8] / np.linalg.norm(wanted[1][:8]))
+    assert server.post("/api/embed", model="bert", input=[]).json()["embeddings"] == []
+    for fields in ({"input": texts, "truncate": False}, {"input": 3}, {"model": "chat"}):
+        refused = server.post("/api/embed", **{"model": "bert", "input": "of", **fields})
+        assert refused.status_code == 400 and set(refused.json()) == {"error"}
+    shown = server.post("/api/show", model="bert").json()
+    assert shown["capabilities"] == ["embedding"]
+
+
 def test_a_prompt_of_the_checkpoint_is_put_before_each_text(server: Server) -> None:
     asked = vectors(server, "this", prompt_name="query")
     assert np.array_equal(asked, vectors(server, "query: this"))

@@ -492,9 +492,7 @@ def test_keys_limits_and_metrics_hold_here_too(
 # -- what is not served --------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path", ["embed", "embeddings", "create", "copy", "push", "blobs/sha256:0"]
-)
+@pytest.mark.parametrize("path", ["create", "copy", "push", "blobs/sha256:0"])
 def test_what_is_not_served_says_so(server: Server, path: str) -> None:
     error = refused(server.client.post(f"/api/{path}", json={"model": "tiny"}), 501)
     assert "not served here" in error

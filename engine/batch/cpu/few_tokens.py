@@ -21,7 +21,11 @@ from engine.batch.cpu.tiles import TILE, before_scores, scores_of, shares_of, ti
 from engine.cache.rounding import Array
 
 MOST_COPIED_BYTES = 2 << 20
-"""Keys and values of a row up to which all its heads are copied at once."""
+"""Keys and values of a row up to which all its heads are copied at once. A longer row has a call
+of its own."""
+ROWS_AT_ONCE = 8
+"""The most rows of a call: each number of rows has a graph, and one of many rows takes tens of
+milliseconds to make."""
 
 
 class _Kind(NamedTuple):
@@ -109,30 +113,31 @@ def _copied(graph: Graph, slots: str, part: _Span) -> str:
 
 
 class Call:
-    """The arguments for a piece, in all layers of a kind. Used by one thread at a time.
+    """The arguments for rows of a piece, in all layers of a kind. Used by one thread at a time.
 
     It does not refer to the piece, which keeps it: a cycle would keep freed slabs alive."""
 
     def __init__(
-        self, piece: RowsPiece, kept: tuple[Array, Array], heads: int, group: int, how: How
+        self,
+        piece: RowsPiece,
+        members: slice,
+        kept: tuple[Array, Array],
+        heads: int,
+        group: int,
+        how: How,
+        *,
+        by_head: bool,
     ) -> None:
         _, _, capacity, dim = kept[1].shape
-        rows, width = piece.tokens.shape
-        firsts, lasts = piece.ends.min(axis=1) - 1, piece.ends.max(axis=1)
-        spans = [
-            tiled(int(start), int(end), how.window, dim)
-            for start, end in zip(firsts, lasts, strict=True)
-        ]
-        longest = max(high - low for low, high in spans)
-        row_bytes = 4 * heads * longest * (dim + kept[0].shape[3])
-        kind = _Kind(
-            row_bytes > MOST_COPIED_BYTES,
-            max(high for _, high in spans) > capacity,
-            how.softcap,
-            how.sinks is not None,
-        )
+        numbers, places = piece.tokens[members], piece.places[members]
+        rows, width = numbers.shape
+        spans = _spans(piece, members, how.window, dim)
+        pads = max(high for _, high in spans) > capacity
+        kind = _Kind(by_head, pads, how.softcap, how.sinks is not None)
         self._shape = rows, width, heads, group
-        self._tokens = piece.single_tokens if width == 1 else piece.tokens.ravel()
+        first, last = int(numbers[0, 0]), int(numbers[-1, -1])
+        is_run = np.array_equal(numbers.ravel(), np.arange(first, last + 1))
+        self._tokens = slice(first, last + 1) if is_run else numbers.ravel()
         self._twice = width * group == 1  # a product of one row takes other operations
         queries = max(2, width * group)
         self._bound = _session(rows, heads, kind).bound()
@@ -142,13 +147,13 @@ class Call:
         if how.sinks is not None:
             before = before_scores(how.sinks, queries // group).swapaxes(2, 3)
             self._add(before.reshape(1, heads, queries, TILE))
-        for place, ends, (low, high) in zip(piece.places, piece.ends, spans, strict=True):
+        for place, ends, (low, high) in zip(places, piece.ends[members], spans, strict=True):
             bias = np.repeat(_bias(ends, low, high, how.window), group, axis=0)
             self._add(np.repeat(bias, queries // len(bias), axis=0)[None, None])
             slot = piece.first + place
             self._add(np.array([slot, low]))
             self._add(np.array([slot + 1, high]))
-            if kind.pads:
+            if pads:
                 self._add(np.array([0] * 6 + [max(0, high - capacity), 0]))
 
     def _add(self, array: Array | Numbers) -> None:
@@ -184,11 +189,32 @@ def _bias(ends: Numbers, low: int, high: int, window: int | None) -> Array:
     return np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
+def _spans(piece: RowsPiece, members: slice, window: int | None, dim: int) -> list[tuple[int, int]]:
+    """Return the tiles of these rows: their first positions and their ends."""
+    ends = piece.ends[members]
+    firsts, lasts = (ends.min(axis=1) - 1).tolist(), ends.max(axis=1).tolist()
+    return [tiled(*each, window, dim) for each in zip(firsts, lasts, strict=True)]
+
+
+def _calls(
+    piece: RowsPiece, kept: tuple[Array, Array], heads: int, group: int, how: How
+) -> list[Call]:
+    dim, count = kept[1].shape[3], len(piece.places)
+    longest = max(high - low for low, high in _spans(piece, slice(count), how.window, dim))
+    by_head = 4 * heads * longest * (dim + kept[0].shape[3]) > MOST_COPIED_BYTES
+    at_once = 1 if by_head else ROWS_AT_ONCE
+    return [
+        Call(piece, slice(first, first + at_once), kept, heads, group, how, by_head=by_head)
+        for first in range(0, count, at_once)
+    ]
+
+
 def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:
     """Do what `pieces.attend_together` does."""
     heads, group = asked.shape[1:3]
     sinks = None if how.sinks is None else how.sinks.tobytes()
     key = heads, group, asked.shape[-1], how.window, how.softcap, sinks
     if key not in piece.calls:
-        piece.calls[key] = Call(piece, kept, heads, group, how)
-    piece.calls[key](kept, asked, out)
+        piece.calls[key] = _calls(piece, kept, heads, group, how)
+    for call in piece.calls[key]:
+        call(kept, asked, out)

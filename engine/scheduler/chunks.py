@@ -100,7 +100,9 @@ class ChunkPolicy:
         return tokens * (self._base_s + self._slope_s * (start + tokens / 2))
 
     def tokens_within(self, start: int, seconds: float) -> int:
-        """Return how many tokens from ``start`` on add about ``seconds``, of `predict_s`."""
+        """Return how many tokens from ``start`` on add about ``seconds``, of `predict_s`. It is
+        none if there is no time left."""
+        seconds = max(seconds, 0.0)
         first_s = self._base_s + self._slope_s * start
         return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * self._slope_s * seconds)))
 

@@ -118,6 +118,16 @@ def test_layers_are_measured_a_few_at_a_time() -> None:
         assert divided.predict_s(start, 400) == pytest.approx(whole.predict_s(start, 400), rel=0.02)
 
 
+def test_a_pass_whose_time_is_used_up_takes_no_more_prompts() -> None:
+    """Attention to a long prefix costs more than there is time for."""
+    policy = ChunkPolicy(16, layers=30, shared_tokens=512)
+    learn(policy, 1e-3, 1e-5)
+    policy.observe_decodes(0.001)
+    budget = policy.budget(streaming=True)
+    assert [budget.take(30_000, 64) for _ in range(3)] == [64, 0, 0]
+    assert policy.tokens_within(0, -1.0) == 0
+
+
 def test_long_prompts_share_no_pass_on_a_cpu() -> None:
     policy = ChunkPolicy(16, max_tokens=2048, layers=30, shared_tokens=256)
     for _ in range(10):

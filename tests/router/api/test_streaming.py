@@ -20,6 +20,7 @@ class LargeWriter:
     """Of a request that cannot be answered, and that each event repeats."""
 
     id = "resp_1"
+    stream_type = b"text/event-stream"
     repeats_request = True
     error_thread = 0
 

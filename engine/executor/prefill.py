@@ -120,10 +120,11 @@ class Prefill:
         """Build one pass after the other. Each has to be dispatched before the next is built."""
         for number, end in self._ends.items():
             is_last = number == list(self._ends)[-1]
-            left = self._passes.open.pop(number)
+            passes = self._passes.open
+            left = passes[number]
             kept: list[ChunkPass] = []
             while left:
-                one = left.pop(0)
+                one, *left = left
                 try:
                     with self._stopwatch.computing():
                         arrays = self._advance(one, end)
@@ -132,15 +133,19 @@ class Prefill:
                         raise
                     if len(one.chunks) > 1:  # one of them raised: one by one it shows which
                         left = self._passes.split(one) + left
+                        passes[number] = [*kept, *left]
                         continue
                     one.layers.close()
                     self._failed.append((one.chunks[0].slot, f"{type(error).__name__}: {error}"))
                 else:
                     if one.layers.logits is None:
                         kept.append(one)
+                    passes[number] = [*kept, *left]  # closed with the others if sending raises
                     yield BuiltPass(arrays, is_last and not left)
             if kept:
-                self._passes.open[number] = kept
+                passes[number] = kept
+            else:
+                del passes[number]
 
     def _advance(self, one: ChunkPass, end: int) -> list[Any]:
         """Build the graph up to layer ``end``. Return the arrays to evaluate."""

@@ -147,7 +147,9 @@ class Prefilling:
             tokens = budget.take(start, remaining)
             if tokens and not chunks:
                 tokens, reserved = self._within_memory(tokens)
-            if not tokens:
+            elif tokens and self._memory.reserve_pass(tokens):
+                reserved += tokens
+            else:
                 continue
             chunks.append(PlannedChunk(seq, start, start + tokens))
             builder.chunks.append(_chunk(seq, start + tokens))
@@ -167,7 +169,7 @@ class Prefilling:
         reserved memory for. The activations of a few are a part of what is left free for steps."""
         size = self._config.block_size
         while tokens > MIN_TOKENS and not self._memory.reserve_pass(tokens - MIN_TOKENS):
-            tokens = max(MIN_TOKENS, tokens // 2) // size * size or tokens
+            tokens = max(MIN_TOKENS, tokens // 2) // size * size or min(tokens, size)
             if tokens <= max(MIN_TOKENS, size):
                 return tokens, 0
         return tokens, max(0, tokens - MIN_TOKENS)
@@ -184,7 +186,7 @@ class Prefilling:
             seconds = owed_s if self._config.look_ahead else min(seconds, owed_s)
         count = max(1, min(round(seconds / self._layer_s), layers - one.layers_done))
         self._stretch_s = count * self._layer_s
-        builder.stretch(one, count, layers)
+        builder.stretch(one, count, layers, streaming=streaming)
         if one.layers_done == layers:
             self._complete(one)
 

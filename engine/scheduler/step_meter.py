@@ -61,7 +61,8 @@ class StepMeter:
 
     def _measure_stretch(self, stretch: PlannedStretch, elapsed_s: float, rows: int) -> None:
         """Learn from a stretch, beside so many ``rows`` of decodes in the same time."""
-        self._time_share.computed(elapsed_s)
+        if stretch.streaming:
+            self._time_share.computed(elapsed_s)
         if not stretch.scored:
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0

@@ -22,7 +22,7 @@ class TimeShare:
 
         Sums of both sides are never equal. After a decode step half of it has to be there, after
         another stretch all of it, so that two in a row, which streams notice, are rare."""
-        return self.owed_s >= (stretch_s if self._prompts_last else stretch_s / 2)
+        return self.owed_s >= min(stretch_s if self._prompts_last else stretch_s / 2, MOST_OWED_S)
 
     def decoded(self, seconds: float) -> None:
         """Note a decode step that was computed while prompts waited."""

@@ -145,8 +145,7 @@ class Call:
         self._bound.output(0, np.float32, self._found.shape, self._found.ctypes.data)
         self._arguments: list[Any] = []
         if how.sinks is not None:
-            before = before_scores(how.sinks, queries // group).swapaxes(2, 3)
-            self._add(before.reshape(1, heads, queries, TILE))
+            self._add(self._before(how.sinks))
         for place, ends, (low, high) in zip(places, piece.ends[members], spans, strict=True):
             bias = np.repeat(_bias(ends, low, high, how.window), group, axis=0)
             self._add(np.repeat(bias, queries // len(bias), axis=0)[None, None])
@@ -163,8 +162,19 @@ class Call:
         self._arguments.append(kept)
         self._bound.input(number, kept.dtype, kept.shape, kept.ctypes.data)
 
-    def __call__(self, kept: tuple[Array, Array], asked: Array, out: Array) -> None:
+    def _before(self, sinks: Array) -> Array:
+        """Return ``sinks`` (heads, group, 1, 1) as (1, heads, queries, `TILE`)."""
+        heads, queries = self._found.shape[1:3]
+        before = before_scores(sinks, queries // sinks.shape[1]).swapaxes(2, 3)
+        return before.reshape(1, heads, queries, TILE)
+
+    def __call__(
+        self, kept: tuple[Array, Array], asked: Array, out: Array, sinks: Array | None
+    ) -> None:
+        """Write to ``out`` what the queries ``asked`` find in a layer with these ``sinks``."""
         rows, width, heads, group = self._shape
+        if sinks is not None:  # each layer has others
+            self._arguments[0][...] = self._before(sinks)
         tokens = self._tokens
         given = asked[tokens, :, :, 0].reshape(rows, width, heads, group, -1).swapaxes(1, 2)
         queries = given.reshape(rows, heads, width * group, -1)
@@ -212,9 +222,8 @@ def _calls(
 def attend(piece: RowsPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How) -> None:
     """Do what `pieces.attend_together` does."""
     heads, group = asked.shape[1:3]
-    sinks = None if how.sinks is None else how.sinks.tobytes()
-    key = heads, group, asked.shape[-1], how.window, how.softcap, sinks
+    key = heads, group, asked.shape[-1], how.window, how.softcap, how.sinks is None
     if key not in piece.calls:
         piece.calls[key] = _calls(piece, kept, heads, group, how)
     for call in piece.calls[key]:
-        call(kept, asked, out)
+        call(kept, asked, out, how.sinks)

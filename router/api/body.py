@@ -61,8 +61,11 @@ async def receive_body(
     browsers have to say that they send JSON: any page may send a form anywhere, without being asked
     for permission, and browsers name its origin.
     """
-    if not any_media_type or "origin" in request.headers:
-        _check_media_type(request.headers.get("content-type"))
+    content_type, from_page = request.headers.get("content-type"), "origin" in request.headers
+    if from_page and content_type is None:  # a page may send that anywhere too
+        raise UnsupportedMediaType("A page has to send its body as application/json.")
+    if from_page or not any_media_type:
+        _check_media_type(content_type)
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
     if encoding != "identity" and encoding not in _WINDOW_BITS:
         raise UnsupportedMediaType(

@@ -95,8 +95,8 @@ def _written(body: _Body, found: EncodedTexts | None, figures: OllamaEmbeddings)
             OllamaEmbedding([number for row in rows for number in row.tolist()])
         )
         return
-    before, after = msgspec.json.encode(figures).split(b"[]", 1)
-    yield before + b"["
+    before, after = msgspec.json.encode(figures).split(b'"embeddings":[]', 1)
+    yield before + b'"embeddings":['
     for index, row in enumerate(rows):
         yield (b"," if index else b"") + msgspec.json.encode(row.tolist())
     yield b"]" + after

@@ -96,7 +96,9 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
             return [renderer.encode(request.raw_prompt, check_length=check_length)]
         render = super().tokenize_prompts
         if request.truncate:
-            prompts = render(request, model, cache_scope)
+            # The last question stays: alone it cannot become shorter.
+            turns = sum(message.role == "user" for message in request.messages)
+            prompts = render(request, model, cache_scope, None if turns > 1 else check_length)
             limit = _longest_prompt(request, model)
             shorter = partial(render, model=model, cache_scope=cache_scope)
             prompts = truncate_to_fit(prompts, request, limit, shorter)

@@ -31,6 +31,8 @@ KeepAlive = Annotated[
 ]
 
 
+MAX_IMAGES = 256
+"""Of a message."""
 _MOST = 2**31 - 1
 # Some clients send 4096 as 4096.0.
 Natural = Annotated[int, Meta(ge=0, le=_MOST)] | Annotated[float, Meta(ge=0, le=_MOST)]
@@ -74,7 +76,7 @@ class OllamaMessage(Struct, frozen=True, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -144,7 +146,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
-    images: list[str] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     context: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
 
     suffix: Any = None

@@ -167,8 +167,8 @@ def _written(found: EncodedTexts, model: str, how: EncodingFormat | None) -> Ite
     empty = EmbeddingList(
         data=[], model=model, usage=EmbeddingUsage(found.num_tokens, found.num_tokens)
     )
-    before, after = msgspec.json.encode(empty).split(b"[]", 1)
-    yield before + b"["
+    before, after = msgspec.json.encode(empty).split(b'"data":[]', 1)
+    yield before + b'"data":['
     for index, row in enumerate(found.rows):
         item = EmbeddingItem(index=index, embedding=_numbers(row, how))
         yield (b"," if index else b"") + msgspec.json.encode(item)

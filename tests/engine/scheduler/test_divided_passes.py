@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.scheduler.chunks import LEAST_UNIT_S
+from engine.scheduler.time_share import MOST_OWED_S, TimeShare
 from tests.engine.scheduler.harness import Client, Engine, config, request
 
 LAYERS = 30
@@ -206,3 +207,35 @@ def test_after_a_step_that_raised_passes_begin_again() -> None:
     assert len([plan for plan in made.plans if plan.chunks]) == 2
     made.assert_right(client)
     made.assert_nothing_left()
+
+
+@pytest.mark.parametrize("tokens", [130, 200, 255, 300])
+def test_chunks_are_planned_where_large_blocks_leave_no_memory_for_them(tokens: int) -> None:
+    made = engine(block_size=128, blocks=12, pass_token_bytes=10**9, prefill_chunk_tokens=None)
+    client = made.submit(request("one", prompt(tokens)))
+    made.run()
+    made.assert_right(client)
+    made.assert_nothing_left()
+
+
+def test_prompts_have_a_turn_although_a_layer_takes_longer_than_what_they_may_be_owed() -> None:
+    share = TimeShare(0.5)
+    for _ in range(100):
+        share.decoded(0.1)
+    assert share.is_turn_of_prompts(3 * MOST_OWED_S)
+
+
+def test_a_stretch_that_nobody_waited_for_is_no_debt() -> None:
+    """Of two prompts without streams the second one is not behind when the first one streams."""
+    made = engine(look_ahead=False, prefill_chunk_tokens=100)
+    first = made.submit(request("first", prompt(101), max_tokens=50))
+    second = made.submit(request("second", prompt(801, start=3)))
+    while first.started_step is None:
+        made.turn()
+    number = len(made.plans)
+    while not any(plan.chunks or plan.stretches for plan in made.plans[number:]):
+        made.turn()
+    # One stretch of the first prompt took some tens of decode steps of 1 ms.
+    assert sum(len(plan.decodes) for plan in made.plans[number:]) < 0.6 * LEAST_UNIT_S / 0.001 + 2
+    made.run()
+    made.assert_right(second)

@@ -44,11 +44,14 @@ def test_a_slot_with_nan_is_cleared_before_the_next_sequence(
     whole: Whole, tiny_model: Callable[..., Path], aborted: bool
 ) -> None:
     """The next one is short, and attends under a mask beside a long one."""
-    whole.renew(whole.executor.spec.look_ahead)
+    # Chunks of a fixed length put both prompts in one pass, so that both streams begin in one step.
+    # By predicted times the second prompt could wait until the first stream has ended.
+    whole.renew(whole.executor.spec.look_ahead, prefill_chunk_tokens=512, streams_share=0.05)
     whole.submit("spoiled", prompt(1, 90), 200 if aborted else 30)
-    whole.submit("long", prompt(2, 80), 40)
-    while not (whole.texts["spoiled"] and whole.texts["long"]):
+    whole.submit("long", prompt(2, 80), 100)
+    while not whole.texts["spoiled"]:
         whole.turn()
+    assert whole.texts["long"]
     spoiled = whole.scheduler.sequences.live["spoiled"]
     slot = spoiled.held_slot
     spoil(whole, "spoiled")

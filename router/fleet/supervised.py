@@ -42,7 +42,7 @@ class RemoteJob(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["pull", "delete"]
     number: int
-    state: Literal["running", "done", "failed"]
+    state: Literal["running", "done", "failed", "cancelled"]
     reason: str = ""
     completed: int = 0  # bytes
     total: int = 0  # as far as it is known
@@ -146,7 +146,9 @@ class Supervised:
         try:
             while not (last and last.has_ended):
                 job = self.jobs.get(name)
-                if job is not None and job.number > ended and job != last:
+                # One that was cancelled was another's: this one keeps its own from that.
+                is_news = job is not None and job.number > ended and job != last
+                if job is not None and is_news and job.state != "cancelled":
                     if job.kind != kind:
                         raise Unavailable(
                             f"{name} is just being {'pull' if job.kind == 'pull' else 'delet'}ed.",

@@ -39,6 +39,9 @@ class EnginePool:
         self._supervisor = supervisor
         self._make_spec = make_spec
         self._owners: dict[ManagedChild, FleetModel] = {}
+        self._budgets: dict[ManagedChild, int] = {}
+        """What each engine was started with. It keeps that until it ends, whatever its model's
+        budget is by now."""
         self.total_bytes = 0
 
     def start(self, model: FleetModel) -> ManagedChild:
@@ -48,7 +51,8 @@ class EnginePool:
         if model.engines:  # the others serve, whether this one can start or not
             spec = replace(spec, essential=False)
         child = self._supervisor.add(spec)
-        self._owners[child] = model
+        self._owners[child], self._budgets[child] = model, model.budget_bytes
+        model.awaits_memory = False
         if not model.engines:
             model.loading_since = time.monotonic()
         model.engines.append(child)
@@ -65,7 +69,7 @@ class EnginePool:
             if child.gave_up is not None:
                 self._supervisor.retire(child)
             if self.has_ended(child):
-                del self._owners[child]
+                del self._owners[child], self._budgets[child]
 
     def has_ended(self, child: ManagedChild) -> bool:
         return child not in self._supervisor.children
@@ -84,15 +88,19 @@ class EnginePool:
         enough = sum(known) <= OVERLAP_SHARE * self.total_bytes
         return self.fits(model) or (len(known) == len(sizes) and enough)
 
+    def bytes_of(self, model: FleetModel) -> int:
+        """Return what the engines take that serve ``model``."""
+        return sum(self._budgets[child] for child in model.engines)
+
+    def excess_bytes(self, model: FleetModel) -> int:
+        """Return what the engines of ``model`` take over the budget that new ones would get."""
+        return max(0, self.bytes_of(model) - len(model.engines) * model.budget_bytes)
+
     @property
     def used_bytes(self) -> int:
-        return sum(owner.budget_bytes for owner in self._owners.values())
+        return sum(self._budgets.values())
 
     @property
     def leaving_bytes(self) -> int:
         """What engines take that are on their way out."""
-        return sum(
-            owner.budget_bytes
-            for child, owner in self._owners.items()
-            if child.retired_until is not None
-        )
+        return sum(size for child, size in self._budgets.items() if child.retired_until is not None)

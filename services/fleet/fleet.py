@@ -12,7 +12,8 @@ from typing import Any
 from services.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
 from services.fleet.memory import budgets, entry_bytes, placed_bytes, total_bytes
 from services.fleet.model import FleetModel
-from services.fleet.model_jobs import Kind, ModelJobs, can_be_pulled, pulled_entry
+from services.fleet.model_jobs import Kind, ModelJobs
+from services.fleet.pulled import delete_refusal, pull_refusal, pulled_entry
 from services.fleet.rolling import RollingRestart
 from services.launcher import LaunchedProcess
 from services.managed_child import ManagedChild
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 ROUTER = "router"
 PATIENCE_S = 10.0
 """After this time a model that is waited for takes the memory of one that has requests."""
-MOST_PULLED = 64
 SHORTEST_STAY_S = 10.0
 """The time that a model with requests keeps its memory at least."""
 
@@ -85,19 +85,24 @@ class EngineFleet:
     def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
         """Serve ``entries`` and what was pulled from now on: load new models, unload others,
         restart changed ones."""
-        self._configured = tuple(entries)
         taken = {name for entry in entries for name in entry.names}
         self._pulled = [entry for entry in self._pulled if taken.isdisjoint(entry.names)]
+        self._settings = settings
+        self._serve(entries)
+
+    def _serve(self, entries: Sequence[ModelEntry]) -> None:
+        """Serve ``entries`` of the configuration, and what was pulled."""
+        self._configured = tuple(entries)
         if self._pulled:  # they share the memory
             entries = [replace(entry, alone=False) for entry in entries]
         known = {model.id: model for model in self._models}
-        self._settings, self._models = settings, []
+        self._models = []
         for entry in [*entries, *self._pulled]:
             model = known.pop(entry.id, None)
             if model is None:
                 model = FleetModel(entry, entry_bytes(entry))
                 logger.info("model %s was added", model.id)
-            elif changes := _changes(model.entry, entry):
+            elif changes := model_changes(model.entry, entry):
                 logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
                 model.entry = entry
                 model.mend()
@@ -190,32 +195,31 @@ class EngineFleet:
         if self._jobs is None:
             logger.error("the router asks for a model, which is not possible here: %s", name)
             return
-        if self._jobs.is_running(name):
-            return
         refusal, path = "", name
-        for model in self._models:
-            if name in model.entry.names:
-                path = model.entry.settings.model
-        if kind == "pull" and path == name and not can_be_pulled(name):
-            refusal = f"'{name}' is no name of the hub, which are OWNER/MODEL"
-        elif kind == "delete" and all(name != entry.id for entry in self._pulled):
-            refusal = f"{name} is a model of the configuration, or of another server"
-        elif kind == "delete":
-            self._pulled = [entry for entry in self._pulled if entry.id != name]
-            self.reconfigure(self._settings, self._configured)
-        elif len(self._pulled) >= MOST_PULLED:
-            refusal = f"{MOST_PULLED} models were pulled already; delete one first"
+        served = [model.entry for model in self._models]
+        known = next((model for model in self._models if name in model.entry.names), None)
+        if kind == "delete":
+            refusal = delete_refusal(name, served, self._pulled)
+            if known is not None and any(not child.is_ready for child in known.engines):
+                refusal = refusal or f"an engine of {name} is just starting"
+        elif known is None:
+            refusal = pull_refusal(name, served, self._pulled)
+        else:
+            path = known.entry.settings.model
         self._jobs.begin(kind, name, path, refusal)
 
     def _finish_jobs(self) -> None:
-        """Serve what has been pulled."""
+        """Serve what has been pulled, and take out what has been deleted."""
         for job in () if self._jobs is None else self._jobs.turn():
             found = [model for model in self._models if job.name in model.entry.names]
             for model in found:
                 model.mend()
             if job.kind == "pull" and not found:
                 self._pulled.append(pulled_entry(self._settings, job.name))
-                self.reconfigure(self._settings, self._configured)
+                self._serve(self._configured)
+            elif job.kind == "delete":
+                self._pulled = [entry for entry in self._pulled if entry.id != job.name]
+                self._serve(self._configured)
 
     # -- memory ----------------------------------------------------------------
 
@@ -234,11 +238,21 @@ class EngineFleet:
             model.budget_bytes = size
 
     def _load_what_fits(self) -> None:
-        """Start engines in the order of the configuration, pinned models first."""
+        """Start engines in the order of the configuration, pinned models first.
+
+        A model that fits once others have only their present budgets is loaded when they do. One
+        that was pulled is not: nobody has asked for it yet, and engines would restart for it.
+        """
+        planned = sum(len(model.engines) * model.budget_bytes for model in self._models)
         for model in sorted(self._models, key=lambda model: not model.entry.pinned):
             while self._lacks_engines(model) and self._pool.fits(model):
                 self._pool.start(model)
+                planned += model.budget_bytes
             if not model.engines:
+                planned += model.budget_bytes
+                will_fit = planned <= self._pool.total_bytes and model.entry not in self._pulled
+                model.awaits_memory = will_fit and self._lacks_engines(model)
+            if not model.engines and not model.awaits_memory:
                 logger.info("model %s will be loaded when it is asked for", model.id)
 
     def _lacks_engines(self, model: FleetModel) -> bool:
@@ -246,11 +260,13 @@ class EngineFleet:
             model.trouble is None
             and len(model.engines) + model.given_up < model.scaling.wanted
             and not self._rolling.concerns(model)
+            and not (self._jobs is not None and self._jobs.is_running(model.id, "delete"))
         )
 
     def _load(self, model: FleetModel, now: float, *, asked: bool = False) -> None:
         """Start the engines that ``model`` lacks, if it is waited for or loaded in part."""
-        if not self._lacks_engines(model) or not (model.engines or model.waiting or asked):
+        wanted = model.engines or model.waiting or model.awaits_memory or asked
+        if not self._lacks_engines(model) or not wanted:
             return
         if self._pool.fits(model):
             if not model.engines:
@@ -286,14 +302,30 @@ class EngineFleet:
             logger.error("model %s cannot be loaded: %s", model.id, model.trouble)
             return
         lacking = pool.used_bytes - pool.leaving_bytes + model.budget_bytes - pool.total_bytes
+        if lacking <= 0 or self._shrink(lacking) or not model.waiting_since:
+            return
         waited_s = now - (model.waiting_since or now)
         for victim in sorted(self._models, key=lambda each: -each.idle_s):
             if lacking <= 0:
                 return
             if victim.engines and victim not in (*pinned, model) and _may_go(victim, waited_s, now):
                 logger.info("model %s makes room for %s", victim.id, model.id)
-                lacking -= victim.budget_bytes * len(victim.engines)
+                lacking -= pool.bytes_of(victim)
                 pool.retire(victim, victim.engines)
+
+    def _shrink(self, lacking_bytes: int) -> bool:
+        """Exchange engines that were started with larger budgets than they would get now, if that
+        frees so much. Return whether that is under way."""
+        excess = self._pool.excess_bytes
+        large = [model for model in self._models if excess(model) and not model.given_up]
+        if any(map(self._rolling.concerns, large)):
+            return True
+        if sum(map(excess, large)) < lacking_bytes:
+            return False
+        for model in large:
+            logger.info("model %s is restarted with less memory, for others", model.id)
+            self._rolling.add(model)
+        return True
 
     def _unload_idle(self) -> None:
         for model in self._models:
@@ -302,11 +334,6 @@ class EngineFleet:
                 logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
                 model.kept_s = None
                 self._pool.retire(model, model.engines)
-
-
-def _changes(before: ModelEntry, after: ModelEntry) -> set[str]:
-    """Return why an engine of ``before`` has to be restarted."""
-    return model_changes(before, after) | ({"memory"} if before.alone != after.alone else set())
 
 
 def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:

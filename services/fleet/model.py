@@ -26,6 +26,8 @@ class FleetModel:
         self.waiting = 0
         """Requests that wait for it to be loaded."""
         self.waiting_since: float | None = None
+        self.awaits_memory = False
+        """Whether it is loaded, unasked, as soon as others have given memory back."""
         self.idle_s = 0.0
         """The time since its last request; 0 while there are any."""
         self.kept_s: float | None = None

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.model.load import DEMOS, HUB_ID
 from services.launcher import LaunchedProcess
 from services.managed_child import describe_exit
 from shared.exits import EXIT_OK
-from shared.settings import ModelEntry, Settings
-from shared.settings.groups import ModelSettings, SpeculationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +29,10 @@ _REASON_CHARS = 500
 class ModelJob:
     kind: Kind
     name: str
+    path: str
     number: int
     process: LaunchedProcess | None = None
-    state: Literal["running", "done", "failed"] = "running"
+    state: Literal["running", "done", "failed", "cancelled"] = "running"
     reason: str = ""
     completed: int = 0
     total: int = 0
@@ -53,6 +50,9 @@ class ModelJobs:
     def __init__(self, start: StartJob) -> None:
         self._start = start
         self._jobs: dict[str, ModelJob] = {}
+        self._ending: list[tuple[str, LaunchedProcess]] = []
+        """Processes of cancelled jobs, by the names of their models. They have files open, so the
+        next job of the model starts when they have ended."""
         self._number = 0
 
     def begin(self, kind: Kind, name: str, path: str, refusal: str = "") -> None:
@@ -65,48 +65,46 @@ class ModelJobs:
             del self._jobs[old.name]
         self._number += 1
         self._jobs.pop(name, None)  # the newest is the last
-        job = self._jobs[name] = ModelJob(kind, name, self._number)
+        job = self._jobs[name] = ModelJob(kind, name, path, self._number)
         if not refusal and len(running) >= MOST_AT_ONCE:
             refusal = f"{len(running)} models are pulled or deleted already"
-        try:
-            if not refusal:
-                job.process = self._start(kind, path)
-        except OSError as error:
-            refusal = f"no process could be started ({error.strerror})"
         if refusal:
             self._end(job, refusal)
+        else:
+            self._start_process(job)
 
-    def is_running(self, name: str) -> bool:
-        return name in self._jobs and self._jobs[name].state == "running"
+    def is_running(self, name: str, kind: Kind | None = None) -> bool:
+        """Return whether a job, of this ``kind`` if one is given, runs about the model."""
+        job = self._jobs.get(name)
+        return job is not None and job.state == "running" and kind in (None, job.kind)
 
     def cancel(self, name: str) -> None:
         """Stop a download. What has come is kept: the next one goes on from there."""
         job = self._jobs.get(name)
-        if job is not None and job.process is not None and job.kind == "pull":
+        if job is None or job.kind != "pull" or job.state != "running":
+            return
+        if job.process is not None:
             job.process.stop(at_once=True)
-            job.reason = "it was cancelled"
+            self._ending.append((name, job.process))
+        job.process, job.state, job.ended_at = None, "cancelled", time.monotonic()
+        logger.info("pull %s: cancelled", name)
 
     def turn(self) -> list[ModelJob]:
         """Take what the processes say; return the jobs that have ended well since the last call."""
-        done, now = [], time.monotonic()
+        done: list[ModelJob] = []
+        now = time.monotonic()
+        for ending in list(self._ending):
+            ending[1].refresh(now)
+            if ending[1].state.exit_code is not None:
+                ending[1].close()
+                self._ending.remove(ending)
         for job in list(self._jobs.values()):
-            if job.process is None:
+            if job.state != "running":
                 if now - job.ended_at > KEPT_S:
                     del self._jobs[job.name]
-                continue
-            job.process.refresh(now)
-            for message in job.process.take_messages():
-                job.completed = int(message.get("completed", job.completed))
-                job.total = int(message.get("total", job.total))
-                job.reason = str(message.get("reason", job.reason))
-            code = job.process.state.exit_code
-            if code is None:
-                continue
-            job.process.close()
-            self._end(
-                job, "" if code == EXIT_OK else job.reason or f"its process {describe_exit(code)}"
-            )
-            if job.state == "done":
+            elif job.process is None:
+                self._start_process(job)
+            elif self._has_ended_well(job, job.process, now):
                 done.append(job)
         return done
 
@@ -115,11 +113,33 @@ class ModelJobs:
 
     def close(self) -> None:
         """End all processes, and wait until they have ended."""
-        for job in self._jobs.values():
-            if job.process is not None:
-                job.process.stop(at_once=True)
-                job.process.wait()
-                job.process.close()
+        running = [job.process for job in self._jobs.values() if job.process is not None]
+        for process in [*running, *(process for _, process in self._ending)]:
+            process.stop(at_once=True)
+            process.wait()
+            process.close()
+
+    def _start_process(self, job: ModelJob) -> None:
+        """Start the process of ``job``, unless one of the same model still ends."""
+        if any(name == job.name for name, _ in self._ending):
+            return
+        try:
+            job.process = self._start(job.kind, job.path)
+        except OSError as error:
+            self._end(job, f"no process could be started ({error.strerror})")
+
+    def _has_ended_well(self, job: ModelJob, process: LaunchedProcess, now: float) -> bool:
+        process.refresh(now)
+        for message in process.take_messages():
+            job.completed = int(message.get("completed", job.completed))
+            job.total = int(message.get("total", job.total))
+            job.reason = str(message.get("reason", job.reason))
+        code = process.state.exit_code
+        if code is not None:
+            process.close()
+            reason = job.reason or f"its process {describe_exit(code)}"
+            self._end(job, "" if code == EXIT_OK else reason)
+        return code == EXIT_OK
 
     def _end(self, job: ModelJob, failure: str) -> None:
         job.process, job.ended_at = None, time.monotonic()
@@ -129,23 +149,3 @@ class ModelJobs:
         logger.log(
             logging.ERROR if failure else logging.INFO, "%s %s: %s", job.kind, job.name, what
         )
-
-
-def can_be_pulled(name: str) -> bool:
-    """Return whether the hub may have a model of this name, or it is the demo."""
-    return name in DEMOS or (HUB_ID.fullmatch(name) is not None and not name.startswith("."))
-
-
-def pulled_entry(settings: Settings, name: str) -> ModelEntry:
-    """Return how the model ``name``, which was pulled, is served: with ``settings``, but for those
-    that were made for another model. Code that comes with it is never run."""
-    defaults = Settings()
-    own = {
-        field.name
-        for group in (ModelSettings, SpeculationSettings)
-        for field in dataclasses.fields(group)
-    } - {"idle_unload_s", "cpu_precision", "prove"}
-    values = {field: getattr(defaults, field) for field in own}
-    values |= {"model": name, "served_model_name": (name,)}
-    given = settings.given - own | {"model", "served_model_name"}
-    return ModelEntry(settings=dataclasses.replace(settings, **values, given=given))

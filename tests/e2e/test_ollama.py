@@ -100,14 +100,20 @@ def test_what_cannot_be_pulled_says_why(server: Server) -> None:
     assert {"status": "success"} in pull(server, "own"), "it is there already"
 
 
-def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path) -> None:
+def begin_and_leave(server: Server, hub: Hub) -> None:
+    """Begin a download that cannot go on, and close the connection."""
     hub.is_open.clear()
     url = str(server.client.base_url.join("/api/pull"))
     with httpx.stream("POST", url, json={"model": MODEL}) as answer:
         lines = answer.iter_lines()
         assert json.loads(next(lines)) == {"status": "pulling manifest"}
         server.wait_until(lambda: bool(server.pids("model_job")), PATIENCE_S, "a download")
+
+
+def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path) -> None:
+    begin_and_leave(server, hub)
     server.wait_until(lambda: not server.pids("model_job"), PATIENCE_S, "it was cancelled")
+    begin_and_leave(server, hub)
     hub.is_open.set()
     assert pull(server, f"{MODEL}:latest")[-1] == {"status": "success"}
 
@@ -115,6 +121,8 @@ def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path
         return {model["name"] for model in server.client.get("/api/tags").json()["models"]}
 
     server.wait_until(lambda: names() == {"own:latest", f"{MODEL}:latest"}, 10, "it is listed")
+    engines = server.pids("services.engine")
+    assert generate(server, "own")["response"] and server.pids("services.engine") == engines
     assert generate(server, MODEL)["response"] == generate(server, f"{MODEL}:latest")["response"]
     assert generate(server, "own")["response"], "the other is served beside it"
     server.process.send_signal(signal.SIGHUP)  # reading the file again takes nothing out

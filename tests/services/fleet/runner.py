@@ -137,8 +137,15 @@ class FleetRun:
         return str(told["models"][name]["reason"])
 
 
-def entry(name: str, gigabytes: float = 1.0, *, pinned: bool = False, **fields: Any) -> ModelEntry:
+def entry(
+    name: str,
+    gigabytes: float = 1.0,
+    *,
+    pinned: bool = False,
+    alone: bool = False,
+    **fields: Any,
+) -> ModelEntry:
     settings = Settings(
         model=f"/nowhere/{name}", served_model_name=(name,), memory_gb=gigabytes, **fields
     )
-    return ModelEntry(settings=settings, pinned=pinned)
+    return ModelEntry(settings=settings, pinned=pinned, alone=alone)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.fleet import model_jobs
-from services.fleet.model_jobs import MOST_AT_ONCE, pulled_entry
-from shared.settings import Settings
+from services.fleet.model_jobs import MOST_AT_ONCE
+from services.fleet.pulled import pulled_entry
+from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
 
 GB = 10**9
@@ -44,8 +47,10 @@ def test_a_pulled_model_is_served_beside_the_others_until_it_is_deleted() -> Non
     assert set(run.states) == {"a", "c", "me/b"}, "reading the file again takes nothing out"
     ask(run, "delete", "me/b")
     run.settle()
-    assert set(run.states) == {"a", "c"}
+    assert set(run.states) == {"a", "c", "me/b"}
     finish(run, 0)
+    run.settle()
+    assert set(run.states) == {"a", "c"}
     assert run.jobs["me/b"]["kind"] == "delete" and run.jobs["me/b"]["state"] == "done"
 
 
@@ -92,6 +97,167 @@ def test_only_what_was_pulled_is_deleted() -> None:
     ask(run, "delete", "a")
     assert "configuration" in run.jobs["a"]["reason"] and not run.job_processes
     assert run.states == {"a": "ready"}
+
+
+def pulled(run: FleetRun, name: str) -> None:
+    ask(run, "pull", name)
+    finish(run, 0)
+    run.settle()
+
+
+def test_a_model_that_is_served_under_another_name_is_neither_pulled_nor_deleted() -> None:
+    own = entry("assistant")
+    own = replace(own, settings=replace(own.settings, model="me/b"))
+    run = FleetRun(3 * GB, [own])
+    run.settle()
+    for name in ("me/b", "Me/B"):
+        ask(run, "pull", name)
+        assert "assistant" in run.jobs[name]["reason"], name
+    assert not run.job_processes
+    pulled(run, "me/c")
+    for settings in (
+        replace(own.settings, model="me/c"),
+        replace(own.settings, draft_model_path="me/c"),
+    ):
+        run.fleet.reconfigure(run.settings, [replace(own, settings=settings)])
+        run.settle()
+        ask(run, "delete", "me/c")
+        assert "assistant" in run.jobs["me/c"]["reason"]
+        assert set(run.states) == {"assistant", "me/c"}
+    assert len(run.job_processes) == 1, "no deletion has begun"
+
+
+def test_a_model_whose_files_another_is_served_from_by_path_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--me--b" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(snapshot)
+    own = entry("assistant")
+    own = replace(own, settings=replace(own.settings, model=str(tmp_path / "link")))
+    run = FleetRun(3 * GB, [own])
+    pulled(run, "me/b")
+    pulled(run, "me/b2")
+    ask(run, "delete", "me/b")
+    assert "assistant" in run.jobs["me/b"]["reason"]
+    ask(run, "delete", "me/b2")
+    assert run.jobs["me/b2"]["state"] == "running"
+
+
+def test_a_model_that_is_not_deleted_after_all_is_served_as_before() -> None:
+    run = FleetRun(4 * GB, [entry("a")])
+    pulled(run, "me/b")
+    for number in range(MOST_AT_ONCE):
+        ask(run, "pull", f"me/more{number}")
+    ask(run, "delete", "me/b")
+    run.settle()
+    assert "already" in run.jobs["me/b"]["reason"]
+    assert run.states == {"a": "ready", "me/b": "ready"}
+    finish(run, 1)
+    log = list(run.log)
+    ask(run, "delete", "me/b")
+    finish(run, 1, reason="the disk is read-only")
+    run.settle()
+    assert "read-only" in run.jobs["me/b"]["reason"]
+    assert run.states == {"a": "ready", "me/b": "ready"} and run.log == log
+
+
+def test_a_model_is_not_loaded_while_it_is_deleted() -> None:
+    run = FleetRun(4 * GB, [entry("a")])
+    run.settle()
+    ask(run, "pull", "me/b")
+    finish(run, 0)
+    ask(run, "delete", "me/b")
+    assert "starting" in run.jobs["me/b"]["reason"], "it reads the files"
+    run.settle()
+    ask(run, "keep", "me/b", keep_s=0.0)
+    run.settle(**{"me/b": (0, 0.1)})
+    assert run.states["me/b"] == "unloaded"
+    ask(run, "delete", "me/b")
+    run.log.clear()
+    run.settle(**{"me/b": (1, 0.0)})
+    assert not run.log
+    finish(run, 1)
+    run.settle(**{"me/b": (1, 0.0)})
+    assert run.log == ["+me-b-0"], "it was not deleted after all"
+
+
+def test_a_download_just_after_a_cancelled_one_is_a_new_one() -> None:
+    run = FleetRun(3 * GB, [entry("a")])
+    run.settle()
+    ask(run, "pull", "me/b")
+    ask(run, "cancel pull", "me/b")
+    assert run.jobs["me/b"]["state"] == "cancelled"
+    ask(run, "pull", "me/b")
+    assert (run.jobs["me/b"]["state"], run.jobs["me/b"]["number"]) == ("running", 2)
+    assert len(run.job_processes) == 1, "the other still has files open"
+    finish(run, -9)
+    run.fleet.turn()
+    assert len(run.job_processes) == 2
+    finish(run, 0)
+    assert run.jobs["me/b"]["state"] == "done"
+
+
+def test_a_path_of_this_machine_is_not_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "me" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    run = FleetRun(3 * GB, [entry("a")])
+    run.settle()
+    ask(run, "pull", "me/b")
+    assert "path" in run.jobs["me/b"]["reason"] and not run.job_processes
+
+
+def only_model() -> ModelEntry:
+    """Return an entry that may take all memory, as that of --model does."""
+    found = entry("a", alone=True)
+    return replace(found, settings=replace(found.settings, memory_gb=None))
+
+
+def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.fleet.fleet.entry_bytes", lambda _: GB // 10)
+    run = FleetRun(2 * GB, [only_model()])
+    run.settle()
+    pulled(run, "me/b")
+    assert run.states == {"a": "ready", "me/b": "unloaded"}
+    assert run.log == ["+engine-0"]
+    ask(run, "delete", "me/b")
+    finish(run, 0)
+    run.settle()
+    assert run.log == ["+engine-0"]
+
+
+def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.fleet.fleet.entry_bytes", lambda _: GB // 10)
+    run = FleetRun(2 * GB, [only_model()])
+    run.settle()
+    pulled(run, "me/b")
+    run.log.clear()
+    run.settle(**{"me/b": (1, 0.0)})
+    assert run.states == {"a": "ready", "me/b": "ready"}
+    assert run.log == ["+a-0", "-engine-0", ".engine-0", "+me-b-0"]
+    budgets = [int(child.spec.command[1]) for child in run.children[1:]]
+    assert sum(budgets) <= 2 * GB
+
+
+def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.fleet.fleet.entry_bytes", lambda _: GB // 10)
+    one, two = entry("a"), entry("b")
+    one, two = (replace(e, settings=replace(e.settings, memory_gb=None)) for e in (one, two))
+    run = FleetRun(2 * GB, [one])
+    run.settle()
+    run.log.clear()
+    run.fleet.reconfigure(run.settings, [one, two])
+    run.settle()
+    assert run.log == ["+a-1", "-a-0", ".a-0", "+b-0"]
 
 
 def test_a_model_is_not_deleted_while_it_is_pulled_again() -> None:

@@ -1,0 +1,82 @@
+"""Models that clients pull and delete: which may be, and how they are served."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.model.load import DEMOS, HUB_ID
+from shared.paths import user_path
+from shared.settings import ModelEntry, Settings
+from shared.settings.groups import ModelSettings, SpeculationSettings
+
+MOST_PULLED = 64
+
+
+def pull_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[ModelEntry]) -> str:
+    """Return why the model ``name``, which nobody serves by this name yet, is not pulled; "" if it
+    may be. ``pulled`` are the models that were pulled before, a part of those that are ``served``.
+    """
+    if name not in DEMOS and (HUB_ID.fullmatch(name) is None or name.startswith(".")):
+        return f"'{name}' is no name of the hub, which are OWNER/MODEL"
+    if _exists(name):  # and an engine would load that
+        return f"'{name}' is a path where the server runs, and no name of the hub"
+    for entry in served:
+        if entry.settings.model.casefold() == name.casefold():
+            return f"{name} is served here as {entry.id}"
+    if len(list(pulled)) >= MOST_PULLED:
+        return f"{MOST_PULLED} models were pulled already; delete one first"
+    return ""
+
+
+def delete_refusal(name: str, served: Iterable[ModelEntry], pulled: Iterable[ModelEntry]) -> str:
+    """Return why the model ``name`` is not deleted; "" if it may be."""
+    if all(name != entry.id for entry in pulled):
+        return f"{name} is a model of the configuration, or of another server"
+    for entry in served:
+        if entry.id != name and any(_is_of(name, path) for path in _files_of(entry.settings)):
+            return f"{entry.id} is served from its files"
+    return ""
+
+
+def pulled_entry(settings: Settings, name: str) -> ModelEntry:
+    """Return how the model ``name``, which was pulled, is served: with ``settings``, but for those
+    that were made for another model. Code that comes with it is never run."""
+    defaults = Settings()
+    own = {
+        field.name
+        for group in (ModelSettings, SpeculationSettings)
+        for field in dataclasses.fields(group)
+    } - {"idle_unload_s", "cpu_precision", "prove"}
+    values = {field: getattr(defaults, field) for field in own}
+    values |= {"model": name, "served_model_name": (name,)}
+    given = settings.given - own | {"model", "served_model_name"}
+    return ModelEntry(settings=dataclasses.replace(settings, **values, given=given))
+
+
+def _exists(name: str) -> bool:
+    try:
+        return user_path(name).exists()
+    except OSError:
+        return False
+
+
+def _files_of(settings: Settings) -> list[str]:
+    """Return the ids and paths that an engine with ``settings`` loads weights from."""
+    found = [settings.model, settings.draft_model_path, settings.adapter_path]
+    return [str(path) for path in found if path is not None]
+
+
+def _is_of(name: str, path: str) -> bool:
+    """Return whether ``path`` is the model ``name`` of the hub, or a path into its files."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    # Names that differ in case share a folder where the file system ignores case.
+    if path.casefold() == name.casefold():
+        return True
+    folder = Path(HF_HUB_CACHE) / "--".join(["models", *name.split("/")])
+    try:
+        return user_path(path).resolve().is_relative_to(folder.resolve())
+    except OSError:
+        return False

@@ -23,7 +23,7 @@ class PlannedStretch(NamedTuple):
     sizes: list[tuple[int, int]]  # start and tokens of each chunk of the pass
     share: float  # of its layers
     scored: bool  # whether log-probabilities of a prompt are computed, which takes longer
-    streaming: bool  # whether streams wait meanwhile
+    owing_s: float | None  # predicted while streams wait; None: none do
 
 
 @dataclass(eq=False, slots=True)
@@ -106,14 +106,14 @@ class PlanBuilder:
             self.step.drafts[seq] = proposal
         self.step.by_slot[decode.slot] = seq
 
-    def stretch(self, one: OpenPass, count: int, layers: int, *, streaming: bool) -> None:
+    def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
         """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or in
-        an earlier one."""
+        an earlier one. ``owing_s`` as in `PlannedStretch`."""
         one.layers_done += count
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
         scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
-        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, streaming)
+        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, owing_s)
         for chunk in one.chunks:
             self.step.by_slot[chunk.seq.held_slot] = chunk.seq
         if one.layers_done == layers:

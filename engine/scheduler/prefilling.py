@@ -186,7 +186,9 @@ class Prefilling:
             seconds = owed_s if self._config.look_ahead else min(seconds, owed_s)
         count = max(1, min(round(seconds / self._layer_s), layers - one.layers_done))
         self._stretch_s = count * self._layer_s
-        builder.stretch(one, count, layers, streaming=streaming)
+        builder.stretch(one, count, layers, self._stretch_s if streaming else None)
+        if streaming:
+            self._time_share.planned(self._stretch_s)
         if one.layers_done == layers:
             self._complete(one)
 

@@ -30,6 +30,7 @@ class StepMeter:
     def clear(self) -> None:
         """Forget the chunks of which the time is to come: it never will."""
         self._unmeasured.clear()
+        self._time_share.forget_planned()
 
     def measure(self, step: InFlightStep, result: StepResult) -> int:
         """Count ``step``. Return how many tokens it computed."""
@@ -61,8 +62,8 @@ class StepMeter:
 
     def _measure_stretch(self, stretch: PlannedStretch, elapsed_s: float, rows: int) -> None:
         """Learn from a stretch, beside so many ``rows`` of decodes in the same time."""
-        if stretch.streaming:
-            self._time_share.computed(elapsed_s)
+        if stretch.owing_s is not None:
+            self._time_share.computed(elapsed_s, stretch.owing_s)
         if not stretch.scored:
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0

@@ -13,9 +13,16 @@ class TimeShare:
     def __init__(self, streams_share: float = DEFAULT_STREAMS_SHARE) -> None:
         """``streams_share`` is the part of the time that streams get, between 0 and 1."""
         self._ratio = (1 - streams_share) / streams_share
-        self.owed_s = 0.0
-        """Seconds that prompts may take now; negative if they took more than their part."""
+        self._balance_s = 0.0
+        """What prompts may take after all that was measured."""
+        self._planned_s = 0.0
+        """Predicted for stretches that are planned, and not measured yet."""
         self._prompts_last = False
+
+    @property
+    def owed_s(self) -> float:
+        """Seconds that prompts may take now; negative if they took more than their part."""
+        return self._balance_s - self._planned_s
 
     def is_turn_of_prompts(self, stretch_s: float) -> bool:
         """Return whether prompts may take ``stretch_s`` now.
@@ -26,14 +33,24 @@ class TimeShare:
 
     def decoded(self, seconds: float) -> None:
         """Note a decode step that was computed while prompts waited."""
-        self.owed_s = min(self.owed_s + seconds * self._ratio, MOST_OWED_S)
+        self._balance_s = min(self._balance_s + seconds * self._ratio, MOST_OWED_S)
         self._prompts_last = False
 
-    def computed(self, seconds: float) -> None:
-        """Note a stretch of prompts that was computed while streams waited."""
-        self.owed_s = max(self.owed_s - seconds, -MOST_OWED_S)
+    def planned(self, seconds: float) -> None:
+        """Note a stretch that is predicted to take so long while streams wait. With look-ahead the
+        next plan is made before its time is known."""
+        self._planned_s += seconds
+
+    def computed(self, seconds: float, planned_s: float) -> None:
+        """Note the time of a stretch while streams waited, for which ``planned_s`` was predicted."""
+        self._planned_s = max(0.0, self._planned_s - planned_s)
+        self._balance_s = max(self._balance_s - seconds, -MOST_OWED_S)
         self._prompts_last = True
 
     def clear(self) -> None:
         """Begin anew: there are no streams, or no prompts."""
-        self.owed_s = 0.0
+        self._balance_s = 0.0
+
+    def forget_planned(self) -> None:
+        """Forget stretches in flight: their times never come."""
+        self._planned_s = 0.0

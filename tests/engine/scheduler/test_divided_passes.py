@@ -225,6 +225,18 @@ def test_prompts_have_a_turn_although_a_layer_takes_longer_than_what_they_may_be
     assert share.is_turn_of_prompts(3 * MOST_OWED_S)
 
 
+def test_with_look_ahead_time_that_is_owed_is_spent_once() -> None:
+    made = engine(look_ahead=True, blocks=4000, max_batch_size=5)
+    begin_streams(made, 4, max_tokens=1400)
+    first = len(made.plans)
+    long = made.submit(request("long", prompt(1201)))
+    while long.started_step is None:
+        made.turn()
+    busy = [bool(plan.chunks or plan.stretches) for plan in made.plans[first:]]
+    in_a_row = sum(map(bool.__and__, busy, busy[1:]))
+    assert sum(busy) > 10 and in_a_row <= 1
+
+
 def test_a_stretch_that_nobody_waited_for_is_no_debt() -> None:
     """Of two prompts without streams the second one is not behind when the first one streams."""
     made = engine(look_ahead=False, prefill_chunk_tokens=100)

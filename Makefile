@@ -78,9 +78,10 @@ $(SERVES): pyproject.toml requirements/serve.txt
 	@$(COMPILE)
 	@touch $@
 
-$(READY): pyproject.toml $(LOCK)
+$(READY): pyproject.toml $(LOCK) requirements/vision.txt
 	@$(VENV)
 	@$(call INSTALL,$(LOCK),$(EXTRA)$(comma)dev)
+	@$(PIP_INSTALL) --no-deps --require-hashes -r requirements/vision.txt
 	@$(EDITABLE) --no-build-isolation
 	@$(COMPILE)
 	@touch $(SERVES) $@

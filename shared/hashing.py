@@ -1,16 +1,18 @@
 """Block hashes: the names under which equal KV is found again.
 
-``H(parent, token ids of the block)``, chained from a root that covers everything that
-changes the content of a block. BLAKE2b with 128 bits; stable across processes, machines
-and releases.
+``H(parent, token ids of the block, pictures in it)``, chained from a root that covers everything
+that changes the content of a block. BLAKE2b with 128 bits; stable across processes, machines and
+releases.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 HASH_BYTES = 16
 
@@ -88,19 +90,44 @@ def salted_root(root: bytes, cache_salt: str) -> bytes:
     return blake2b(root + cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of the block with ``token_ids`` that follows ``parent``."""
+class Picture(NamedTuple):
+    """Where a picture is in a prompt."""
+
+    start: int  # of its first token
+    length: int  # tokens
+    digest: bytes  # of its content: those of one content have the same tokens and embeddings
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int], pictures: bytes = b"") -> bytes:
+    """Return the hash of the block with ``token_ids`` that follows ``parent``, and has a part of
+    ``pictures`` (`pictures_in`)."""
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
-    return blake2b(parent + ids.tobytes(), digest_size=HASH_BYTES).digest()
+    return blake2b(parent + ids.tobytes() + pictures, digest_size=HASH_BYTES).digest()
 
 
-def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def pictures_in(pictures: Sequence[Picture], start: int, end: int) -> bytes:
+    """Return a name of all that positions ``start`` to ``end`` (exclusive) have of ``pictures``,
+    which are in order; empty if that is nothing."""
+    first = bisect_right(pictures, start, key=lambda one: one.start + one.length)
+    found = b""
+    for one in pictures[first:]:
+        if one.start >= end:
+            break
+        found += one.digest + (one.start - start).to_bytes(8, "little", signed=True)
+    return found
+
+
+def block_hashes(
+    root: bytes, token_ids: Sequence[int], block_size: int, pictures: Sequence[Picture] = ()
+) -> list[bytes]:
     """Return the chained hashes of the full blocks of ``token_ids``, first to last."""
     hashes: list[bytes] = []
     parent = root
     for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = block_hash(parent, token_ids[end - block_size : end])
+        start = end - block_size
+        shown = pictures_in(pictures, start, end)
+        parent = block_hash(parent, token_ids[start:end], shown)
         hashes.append(parent)
     return hashes

@@ -124,7 +124,7 @@ def make_tiny(kind: Kind, path: Path, seed: int = 0, **changes: Any) -> Path:
     mx.save_safetensors(
         str(path / "model.safetensors"), _weights(config, seed), metadata={"format": "mlx"}
     )
-    _tokenizer().save(str(path / "tokenizer.json"))
+    byte_tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -153,7 +153,8 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
     return dict(tree_flatten(tree_map(shaken, model.parameters())))
 
 
-def _tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """Return a byte-level tokenizer with `VOCAB_SIZE` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -10,5 +10,6 @@ Durations travel in seconds, never wall-clock times. Hashes travel as raw bytes.
 
 from shared.wire.codec import *  # noqa: F403
 from shared.wire.engine_messages import *  # noqa: F403
+from shared.wire.images import *  # noqa: F403
 from shared.wire.kvstore_messages import *  # noqa: F403
 from shared.wire.parts import *  # noqa: F403

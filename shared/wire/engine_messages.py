@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from shared.wire.codec import PROTOCOL_VERSION, Message
+from shared.wire.images import PROCESSOR_FILES, ImagePart, Vision
 from shared.wire.parts import (
     Delta,
     EngineStats,
@@ -38,6 +39,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "vocab.txt",
+    *PROCESSOR_FILES,
 )
 """The only names that a router asks an engine for, and the only ones that an engine sends."""
 
@@ -74,6 +76,8 @@ class Submit(Message, frozen=True, tag="submit"):
     grammar: Grammar | None = None  # the request is accepted once this is compiled
     thinking: ThinkingBudget | None = None
     prediction: tuple[int, ...] = ()  # what the answer may repeat; it changes no text
+    # Pictures in the prompt, one after the other. A raw frame for each of their arrays follows.
+    images: tuple[ImagePart, ...] = ()
     traceparent: str = ""  # W3C's name of the span to trace it under; empty: it is not traced
 
 
@@ -145,6 +149,7 @@ class Hello(Message, frozen=True, tag="hello"):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     task: Task = "generate"
     text_task: TextTask | None = None  # of a model with another task than to generate
+    vision: Vision | None = None  # None: it takes no pictures
 
 
 class Beat(Message, frozen=True, tag="beat"):

@@ -1,0 +1,1 @@
+"""Pictures in requests: decoded, and prepared for the model's vision encoder."""

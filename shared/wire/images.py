@@ -1,0 +1,92 @@
+"""Pictures in a `Submit`: where they are in its prompt, and what an encoder takes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""What a router needs beside the tokenizer to prepare pictures for a model."""
+
+MAX_IMAGES = 256
+"""In one message."""
+MAX_IMAGE_BYTES = 1 << 30
+"""Of the arrays of all pictures in one message."""
+DIGEST_BYTES = 32
+
+ArrayType = Literal["float32", "float16", "int64", "int32", "uint8", "bool"]
+_ITEM_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class Vision(msgspec.Struct, frozen=True, kw_only=True):
+    """How a router prepares pictures for a model that takes some."""
+
+    model_type: str  # mlx-vlm's package that has the processor
+    placeholder: str  # the text of one picture in a prompt: one token, that its expansion replaces
+    placeholder_id: int  # that token
+    image_token_id: int  # the tokens of an expansion that stand for embeddings
+
+
+class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An array whose bytes, in C order and little-endian, are a frame of the message."""
+
+    name: str  # as the vision encoder calls it, such as "pixel_values"
+    dtype: ArrayType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+class ImagePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture in the prompt of a `Submit`."""
+
+    # Names pixels and processor: equal digests mean equal arrays and equal embeddings.
+    digest: bytes
+    start: int  # the position of its first token
+    length: int  # tokens: those that stand for embeddings, and those between them
+    # Empty if an earlier picture of the message has the same digest.
+    arrays: tuple[ArraySpec, ...] = ()
+
+
+class ImagesWrong(Exception):
+    """The pictures of a message are not what they have to be."""
+
+
+def check_images(
+    images: Sequence[ImagePart], prompt_length: int, frames: Sequence[bytes | memoryview]
+) -> None:
+    """Raise `ImagesWrong` unless ``images`` fit into the prompt and ``frames`` are their arrays."""
+    if len(images) > MAX_IMAGES:
+        raise ImagesWrong(f"{len(images)} pictures, and {MAX_IMAGES} are the most")
+    if sum(len(frame) for frame in frames) > MAX_IMAGE_BYTES:
+        raise ImagesWrong(f"the pictures have more than {MAX_IMAGE_BYTES >> 20} MB")
+    sizes = [spec.nbytes for image in images for spec in image.arrays]
+    if any(size < 0 for image in images for spec in image.arrays for size in spec.shape):
+        raise ImagesWrong("an array has a negative size")
+    if sizes != [len(frame) for frame in frames]:
+        raise ImagesWrong("the arrays of the pictures have other sizes than their bytes")
+    known: set[bytes] = set()
+    end = 0
+    for number, image in enumerate(images):
+        if len(image.digest) != DIGEST_BYTES:
+            raise ImagesWrong(f"the digest of picture {number} has not {DIGEST_BYTES} bytes")
+        if image.start < end or image.length < 1:
+            raise ImagesWrong(f"picture {number} overlaps the one before it, or is empty")
+        if bool(image.arrays) == (image.digest in known):
+            raise ImagesWrong(f"picture {number} has no arrays, or has them again")
+        known.add(image.digest)
+        end = image.start + image.length
+    if end > prompt_length - 1 and images:
+        raise ImagesWrong("nothing follows the last picture in the prompt")

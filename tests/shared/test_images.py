@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+
+from shared.hashing import Picture, block_hashes
+from shared.wire import (
+    MAX_IMAGES,
+    ArraySpec,
+    ImagePart,
+    ImagesWrong,
+    SamplingParams,
+    Submit,
+    ToEngine,
+    check_images,
+    decode,
+    encode,
+)
+
+ROOT = bytes(16)
+IDS = [7] * 64
+
+
+def picture(digest: int = 1, start: int = 2, length: int = 3, arrays: int = 1) -> ImagePart:
+    spec = ArraySpec(name="pixel_values", dtype="float32", shape=(2, 2))
+    return ImagePart(
+        digest=bytes([digest]) * 32, start=start, length=length, arrays=(spec,) * arrays
+    )
+
+
+def test_pictures_arrive_with_their_bytes() -> None:
+    submit = Submit(
+        request_id="a",
+        attempt=1,
+        token_ids=[1] * 9,
+        sampling=SamplingParams(seed=1),
+        max_tokens=2,
+        stop_token_ids=[],
+        images=(picture(),),
+    )
+    message, frames = decode(encode(submit, memoryview(bytes(16))), ToEngine)
+    assert message == submit
+    check_images(message.images, 9, frames)
+
+
+@pytest.mark.parametrize(
+    ("images", "frames", "reason"),
+    [
+        ([picture()], [], "sizes"),
+        ([picture()], [bytes(15)], "sizes"),
+        ([picture()], [bytes(16)] * 2, "sizes"),
+        ([picture(start=-1)], [bytes(16)], "overlaps"),
+        ([picture(length=0)], [bytes(16)], "overlaps"),
+        ([picture(), picture(2, 4)], [bytes(16)] * 2, "overlaps"),
+        ([picture(), picture(1, 6)], [bytes(16)] * 2, "again"),
+        ([picture(arrays=0)], [], "no arrays"),
+        ([picture(start=7)], [bytes(16)], "follows"),
+        ([picture(start=1 << 40)], [bytes(16)], "follows"),
+        ([picture()] * (MAX_IMAGES + 1), [], "most"),
+        ([ImagePart(digest=b"short", start=0, length=1)], [], "digest"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused(
+    images: list[ImagePart], frames: list[bytes], reason: str
+) -> None:
+    with pytest.raises(ImagesWrong, match=reason):
+        check_images(images, 10, frames)
+
+
+def test_a_negative_size_is_refused() -> None:
+    spec = ArraySpec(name="pixel_values", dtype="uint8", shape=(-2, -2))
+    image = ImagePart(digest=bytes(32), start=0, length=1, arrays=(spec,))
+    with pytest.raises(ImagesWrong, match="negative"):
+        check_images([image], 10, [bytes(4)])
+
+
+def test_equal_pictures_share_arrays() -> None:
+    check_images([picture(), picture(1, 6, arrays=0)], 10, [bytes(16)])
+
+
+def shown(*pictures: tuple[int, int, int]) -> list[bytes]:
+    return block_hashes(ROOT, IDS, 16, [Picture(s, n, bytes([d]) * 32) for s, n, d in pictures])
+
+
+def test_blocks_without_a_picture_keep_their_names() -> None:
+    assert shown((20, 20, 1))[0] == shown()[0]
+    assert shown((64, 3, 1)) == shown()
+
+
+def test_another_picture_is_another_block_from_its_first_position_on() -> None:
+    one, other = shown((20, 20, 1)), shown((20, 20, 2))
+    assert one[0] == other[0]
+    assert not set(one[1:]) & set(other)
+
+
+def test_the_same_picture_is_the_same_blocks() -> None:
+    assert shown((20, 20, 1)) == shown((20, 20, 1))
+    assert shown((20, 20, 1), (60, 2, 2))[:3] == shown((20, 20, 1))[:3]
+
+
+def test_a_picture_elsewhere_is_another_block() -> None:
+    assert shown((20, 20, 1))[1] != shown((21, 19, 1))[1]
+
+
+def test_pictures_that_end_at_a_border_are_not_in_the_next_block() -> None:
+    # The chain names them; the block alone does not.
+    first = block_hashes(ROOT, IDS, 16, [Picture(0, 16, bytes(32))])
+    assert first[1] == block_hashes(first[0], IDS[16:], 16)[0]

@@ -1,0 +1,147 @@
+"""Tiny random models that take pictures, made from mlx-vlm's own classes, as model directories.
+
+They are what `tests.tiny_models` are among models of text. Tests that use them need mlx-vlm, which
+`make setup` installs (requirements/vision.txt).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from tokenizers import AddedToken
+
+from tests.tiny_models import CONTEXT, EOS, SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": CONTEXT,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What a kind of model needs beside its text config."""
+
+    text: dict[str, Any]
+    tower: dict[str, Any]
+    placeholder: str
+    tokens: tuple[str, ...]  # special tokens after the placeholder, which has id `VOCAB_SIZE`
+    config: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)  # processor_config.json
+    preprocessor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json
+    tokenizer: dict[str, Any] = field(default_factory=dict)  # more of tokenizer_config.json
+
+
+FAMILIES: dict[str, VisionFamily] = {
+    "idefics3": VisionFamily(
+        text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
+        tower=_TOWER | {"model_type": "idefics3", "patch_size": 4, "image_size": 16},
+        placeholder="<image>",
+        tokens=(
+            "<fake_token_around_image>",
+            "<global-img>",
+            "<end_of_utterance>",
+            *(f"<row_{row}_col_{col}>" for row in range(1, 4) for col in range(1, 4)),
+        ),
+        config={"scale_factor": 2, "image_token_id": VOCAB_SIZE},
+        processor={"image_seq_len": 4, "processor_class": "Idefics3Processor"},
+        preprocessor={
+            "image_processor_type": "Idefics3ImageProcessor",
+            "do_image_splitting": True,
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+    ),
+}
+
+
+def needs_mlx_vlm() -> None:
+    """Skip the test, or the module at its import, where mlx-vlm is missing."""
+    pytest.importorskip("mlx_vlm.models", reason="needs mlx-vlm (requirements/vision.txt)")
+
+
+def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write a random model of ``family`` into the directory ``path``, and return ``path``.
+
+    Its vocabulary is that of `tests.tiny_models.make_tiny` with the tokens of pictures after it.
+    ``changes`` replace fields of the config's text part."""
+    path.mkdir(parents=True, exist_ok=True)
+    made = FAMILIES[family]
+    special = (made.placeholder, *made.tokens)
+    vocab_size = -(-(VOCAB_SIZE + len(special)) // 8) * 8
+    config = made.config | {
+        "model_type": family,
+        "text_config": made.text | {"vocab_size": vocab_size} | changes,
+        "vision_config": made.tower,
+        "vocab_size": vocab_size,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    weights = dict(tree_flatten(random_model(config, seed).parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    tokenizer.save(str(path / "tokenizer.json"))
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[EOS],
+        "pad_token": SPECIAL_TOKENS[0],
+        "chat_template": TEMPLATE.replace("IMAGE", made.placeholder),
+    }
+    for name, content in (
+        ("tokenizer_config.json", named | made.tokenizer),
+        ("processor_config.json", made.processor),
+        ("preprocessor_config.json", made.preprocessor),
+    ):
+        (path / name).write_text(json.dumps(content, indent=2))
+    return path
+
+
+def random_model(config: dict[str, Any], seed: int) -> Any:
+    """Return a model of mlx-vlm's own class with random weights."""
+    package = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
+    made = package.ModelConfig.from_dict(config)
+    made.text_config = package.TextConfig.from_dict(config["text_config"])
+    made.vision_config = package.VisionConfig.from_dict(config["vision_config"])
+    mx.random.seed(seed)
+    model = package.Model(made)
+
+    def shaken(weight: mx.array) -> mx.array:
+        """Add noise to norms and biases: they start as ones and zeros, which hides bugs."""
+        return weight + 0.1 * mx.random.normal(weight.shape) if weight.ndim == 1 else weight
+
+    return model.update(tree_map(shaken, model.parameters()))

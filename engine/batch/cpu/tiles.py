@@ -58,22 +58,29 @@ def tiled(start: int, end: int, window: int | None, dim: int) -> tuple[int, int]
 
 
 @cache
-def _session(softcap: float | None, has_sinks: bool) -> Session:
-    """Return attention of queries (1, 1, queries, dim) to keys and values (1, 1, keys, dim), with
-    a bias (groups, tokens, keys) on scores in the shape (-1, tokens, keys).
-
-    Sinks (1, groups, tokens, `TILE`) are scores before these, which have shares and no values."""
+def _scores_session(softcap: float | None) -> Session:
+    """Return the scores (1, 1, queries, keys) of queries (1, 1, queries, dim) and keys
+    (1, 1, keys, dim)."""
     graph = Graph()
     queries = graph.input("queries", 1, 1, "queries", "dim")
     keys = graph.input("keys", 1, 1, "keys", "dim")
-    values = graph.input("values", 1, 1, "keys", "value_dim")
-    bias = graph.input("bias", 1, 1, "tokens", "keys")
-    shape = graph.input("shape", 4, dtype=np.int64)
-    sinks = graph.input("sinks", 1, "groups", "tokens", TILE) if has_sinks else ""
-    scores = scores_of(graph, queries, keys, softcap)
-    found = shares_of(graph, graph.node("Reshape", scores, shape), bias, sinks)
-    found = graph.node("Reshape", found, graph.node("Shape", scores))
-    graph.output(graph.node("MatMul", found, values), 1, 1, "queries", "value_dim")
+    graph.output(scores_of(graph, queries, keys, softcap), 1, 1, "queries", "keys")
+    return graph.session(threads=1)
+
+
+@cache
+def _result_session(has_sinks: bool) -> Session:
+    """Return the sums of values (1, 1, keys, dim) by the shares of masked scores
+    (1, 1, queries, keys).
+
+    Sinks (1, 1, queries, `TILE`) are scores before these, which have shares and no values."""
+    graph = Graph()
+    scores = graph.input("scores", 1, 1, "queries", "keys")
+    values = graph.input("values", 1, 1, "keys", "dim")
+    sinks = graph.input("sinks", 1, 1, "queries", TILE) if has_sinks else ""
+    graph.output(
+        graph.node("MatMul", softmax_of(graph, scores, sinks), values), 1, 1, "queries", "dim"
+    )
     return graph.session(threads=1)
 
 
@@ -90,7 +97,11 @@ def scores_of(graph: Graph, queries: str, keys: str, softcap: float | None) -> s
 def shares_of(graph: Graph, scores: str, bias: str, sinks: str) -> str:
     """Return the shares of keys: the softmax of ``scores`` with ``bias``, after ``sinks`` if there
     are some."""
-    masked = graph.node("Add", scores, bias)
+    return softmax_of(graph, graph.node("Add", scores, bias), sinks)
+
+
+def softmax_of(graph: Graph, masked: str, sinks: str) -> str:
+    """Return the shares of keys for ``masked`` scores, after ``sinks`` if there are some."""
     if not sinks:
         return graph.node("Softmax", masked, axis=-1)
     found = graph.node("Softmax", graph.node("Concat", sinks, masked, axis=-1), axis=-1)
@@ -106,50 +117,59 @@ def before_scores(sinks: Array, count: int) -> Array:
     return before
 
 
-def _bias(start: int, end: int, low: int, high: int, window: int | None) -> Array:
-    """Return (1, 1, tokens, keys): 0 if the query attends to the key, else minus infinity."""
-    bias = np.zeros((1, 1, end - start, high - low), np.float32)
-    first = start if window is None else low  # all attend to those before, which may be many
-    keys, queries = np.arange(first, high), np.arange(start, end)[:, None]
-    seen = keys <= queries
+def _mask(scores: Array, start: int, low: int, window: int | None) -> None:
+    """Set ``scores`` (groups, tokens, keys) of keys that a token does not attend to to minus
+    infinity. Tokens begin at position ``start``, keys at ``low``.
+
+    NumPy writes to these alone. An addition in the graph would read and write all scores, which
+    takes a tenth of the time of a long prompt's attention."""
+    first = start if window is None else low  # all tokens attend to the keys before
+    _, tokens, count = scores.shape
+    keys, queries = np.arange(first, low + count), np.arange(start, start + tokens)[:, None]
+    unseen = keys > queries
     if window is not None:
-        seen &= keys > queries - window
-    bias[0, 0, :, first - low :][~seen] = -np.inf
-    return bias
+        unseen |= keys <= queries - window
+    np.copyto(scores[:, :, first - low :], -np.inf, where=unseen)
 
 
-def _part(array: Array, low: int, high: int, end: int) -> Array:
-    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), zeros from ``end`` on.
+def _part(array: Array, low: int, high: int, stored: int) -> Array:
+    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), with zeros from ``stored``
+    on.
 
-    What a slot held there before may be anything, and nothing is a share of zero of NaN."""
-    if end < high:
+    What a slot held there before may be anything, and zero times NaN is NaN."""
+    if stored < high:
         part: Array = np.zeros((high - low, array.shape[1]), np.float32)
-        part[: end - low] = array[low:end]
+        part[: stored - low] = array[low:stored]
     else:
         part = array[low:high]
     return part[None, None]
 
 
 def attend(
-    queries: Array, kept: tuple[Array, Array], start: int, how: How, sinks: Array | None
+    queries: Array,
+    kept: tuple[Array, Array],
+    start: int,
+    stored: int,
+    how: How,
+    sinks: Array | None,
 ) -> Array:
     """Return the attention of scaled ``queries`` (groups, tokens, dim) at ``start`` and the
     positions after it, for one head of keys.
 
-    Keys and values are (positions, dim), sinks (groups, 1, 1). Called on any thread."""
+    Keys and values are (positions, dim), of which the first ``stored`` are the row's. Sinks are
+    (groups, 1, 1). Called on any thread."""
     groups, tokens, dim = queries.shape
-    end = start + tokens
-    low, high = tiled(start, end, how.window, kept[1].shape[1])
+    low, high = tiled(start, start + tokens, how.window, kept[1].shape[1])
     flat = queries.reshape(1, 1, groups * tokens, dim)
     if alone := flat.shape[2] == 1:  # a product of one row takes other operations
         flat, tokens = np.repeat(flat, 2, axis=2), 2
-    bias = _bias(start, end, low, high, how.window)
-    shape = np.array([1, groups, tokens, high - low])
-    inputs = [np.ascontiguousarray(flat), *(_part(each, low, high, end) for each in kept)]
-    inputs += [bias, shape]
+    keys, values = (_part(each, low, high, stored) for each in kept)
+    scores: Array = _scores_session(how.softcap)(np.ascontiguousarray(flat), keys)[0]
+    _mask(scores.reshape(groups, tokens, -1), start, low, how.window)
+    inputs = [scores, values]
     if sinks is not None:
-        inputs.append(before_scores(sinks, tokens))
-    found: Array = _session(how.softcap, sinks is not None)(*inputs)[0]
+        inputs.append(before_scores(sinks, tokens).reshape(1, 1, -1, TILE))
+    found: Array = _result_session(sinks is not None)(*inputs)[0]
     return found[0, :, :1] if alone else found.reshape(groups, tokens, -1)
 
 
@@ -157,8 +177,8 @@ def attend_to_prefill(
     piece: PrefillPiece, kept: tuple[Array, Array], asked: Array, out: Array, how: How
 ) -> None:
     """Do what `pieces.attend_to_prefill` does."""
-    its = slice(piece.first, piece.last)
-    both = kept[0][piece.row.slot.row, piece.head], kept[1][piece.row.slot.row, piece.head]
+    row, its = piece.row, slice(piece.first, piece.last)
+    both = kept[0][row.slot.row, piece.head], kept[1][row.slot.row, piece.head]
     sinks = None if how.sinks is None else how.sinks[piece.head]
-    found = attend(asked[piece.head, :, its], both, piece.row.start + piece.first, how, sinks)
-    out[piece.head, :, its] = found
+    queries = asked[piece.head, :, its]
+    out[piece.head, :, its] = attend(queries, both, row.start + piece.first, row.end, how, sinks)

@@ -33,11 +33,11 @@ def alone(options: Options) -> None:
     """Print times to first tokens of new prompts, one client.
 
     Arithmetic: two operations a parameter of the layers and token, and attention to the half of
-    all pairs, at the best rate of large fp32 products that was seen in this run so far. Codes of 4
-    bits may be faster."""
+    all pairs, at the rate of large fp32 products: the mean of the best rates right before and right
+    after the prompts, since the speed of a machine that others use too changes meanwhile. Codes of
+    4 bits may be faster."""
     lengths = options.lengths or (CHECK_LENGTHS if options.check else LENGTHS)
     chunks = (DEFAULT, *(options.chunks or (CHECK_CHUNKS if options.check else CHUNKS)))
-    rate = 0.0
     for name in options.cases or (("fp32",) if options.check else tuple(CASES)):
         model, flags = CASES[name]
         config = json.loads((Path(resolve(model)) / "config.json").read_text())
@@ -51,13 +51,15 @@ def alone(options: Options) -> None:
             }
             for tokens in lengths:
                 with options.turn():
-                    rate = max(rate, product_rate())
+                    before = product_rate()
                 found = options.in_turn(
                     {
                         size: partial(_first, port=port, tokens=tokens)
                         for size, port in ports.items()
                     }
                 )
+                with options.turn():
+                    rate = (before + product_rate()) / 2
                 _show(tokens, rate, operations(config, tokens) / rate, found)
 
 

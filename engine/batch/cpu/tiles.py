@@ -133,8 +133,7 @@ def _mask(scores: Array, start: int, low: int, window: int | None) -> None:
 
 
 def _part(array: Array, low: int, high: int, stored: int) -> Array:
-    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), with zeros from ``stored``
-    on.
+    """Return positions ``low`` to ``high`` of ``array`` (positions, dim), zeros from ``stored`` on.
 
     What a slot held there before may be anything, and zero times NaN is NaN."""
     if stored < high:

@@ -42,7 +42,7 @@ class TimeShare:
         self._planned_s += seconds
 
     def computed(self, seconds: float, planned_s: float) -> None:
-        """Note the time of a stretch while streams waited, for which ``planned_s`` was predicted."""
+        """Note the time of a stretch while streams waited. ``planned_s`` was predicted for it."""
         self._planned_s = max(0.0, self._planned_s - planned_s)
         self._balance_s = max(self._balance_s - seconds, -MOST_OWED_S)
         self._prompts_last = True

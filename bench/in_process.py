@@ -30,7 +30,7 @@ class InProcessEngine:
         precision: Literal["exact", "compact", "fast", "auto"] = "auto",
         **others: Any,
     ) -> None:
-        """``others`` are more settings of the server."""
+        """``others`` are more settings of the server. Without any nothing is drafted."""
         load_fast_blas()
         from engine.batch import device
         from engine.model.load import load, resolve
@@ -45,7 +45,7 @@ class InProcessEngine:
             max_batch_size=16,
             completion_batch_size=32,
             no_ssd=True,
-            **others,
+            **{"spec_decode": "none", **others},
         )
         self.replica = build_replica(self.loaded, self.settings)
         self._config = self.replica.scheduler.config

@@ -44,7 +44,9 @@ class TimedRun:
         numbers: Sequence[int],
         tokens: int,
         drafts: Speculator | None,
+        stop: Sequence[int] = (),
     ) -> None:
+        """``stop`` are tokens that end an answer."""
         self._engine = engine
         engine.renew(drafts)
         prompts = {
@@ -53,7 +55,7 @@ class TimedRun:
         }
         engine.texts(list(prompts.values()), 1)  # so that all begin at nearly the same time
         self._names = {
-            engine.submit(prompt, tokens, **workload.fields(number)): number
+            engine.submit(prompt, tokens, stop, **workload.fields(number)): number
             for number, prompt in prompts.items()
         }
         self.texts: dict[int, list[int]] = {number: [] for number in numbers}
@@ -137,8 +139,19 @@ class Comparison:
             while known.is_running:
                 known.step()
             self._known |= known.texts
-        plain = TimedRun(self.plain, workload, numbers, self._tokens, None)
-        drafted = TimedRun(self.engine, workload, numbers, self._tokens, drafts)
+        return self.in_turn(workload, numbers, self._tokens, drafts)
+
+    def in_turn(
+        self,
+        workload: Workload,
+        numbers: Sequence[int],
+        tokens: int,
+        drafts: Speculator,
+        stop: Sequence[int] = (),
+    ) -> tuple[TimedRun, TimedRun]:
+        """Run requests without drafts and with them, a step of each in turn."""
+        plain = TimedRun(self.plain, workload, numbers, tokens, None, stop)
+        drafted = TimedRun(self.engine, workload, numbers, tokens, drafts, stop)
         order = [plain, drafted]
         while plain.is_running or drafted.is_running:
             for run in order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -57,13 +58,16 @@ class EngineCore:
         store: EngineStore | None,
         grammar_queue: GrammarQueue,
         check_integrity: bool = False,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_idle`` is called whenever there was nothing to run."""
         self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
         self._grammar_queue = grammar_queue
         self._refused: list[wire.Refused] = []
         self._check_integrity = check_integrity
+        self._on_idle = on_idle
         self._draining = False
         self._reported_at = 0.0
         self._event_number = 0
@@ -94,6 +98,8 @@ class EngineCore:
         worked = self._step()
         self._send_outputs()
         self._report_stats(worked)
+        if not worked:
+            self._on_idle()
         return worked
 
     def _handle_messages(self, items: list[InboxMessage]) -> None:

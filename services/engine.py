@@ -175,11 +175,9 @@ def serve_sequences(
     replica = build_replica(loaded, options, user_cache() / "proofs", leader)
     times.ended("layers and proof")
     store = connect_store(options, context, replica, io_thread, inbox, leader)
+    drafts = replica.draft_model
     grammar_queue = open_grammar_queue(
-        loaded,
-        replica.executor,
-        replica.draft_model,
-        lambda *done: inbox.put(GrammarCompiled(*done)),
+        loaded, replica.executor, drafts, lambda *done: inbox.put(GrammarCompiled(*done))
     )
     times.ended("grammars")
     hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)
@@ -197,7 +195,9 @@ def serve_sequences(
         store=store,
         grammar_queue=grammar_queue,
         check_integrity=CHECK_VARIABLE in os.environ,
+        on_idle=replica.keep_costs,
     ).run()
+    replica.keep_costs(at_once=True)
     grammar_queue.close()
     if others is not None:
         others.close()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench.every_kind import measure, show
+from bench.kinds_of_text import KINDS
 from bench.lossless import check
 from bench.ngram_rules import LlamaLookupRule, LlamaSimpleRule, OurRule, VllmRule, replay
 from bench.speculation import MISSES, compare
@@ -25,9 +27,9 @@ def test_answers_with_drafts_are_compared_for_each_feature(
         assert not check(model, cases, 9, 12, record / "lines", draft_model=model, **options)
         return capsys.readouterr().out
 
-    assert checked(model, cases[:1], seconds=0).count("0/0 the same") == 3
+    assert checked(model, cases[:1], seconds=0).count("0/0 the same") == 4
     shown = checked(model, cases)
-    assert shown.count("9/9 the same") == 3 * len(cases)
+    assert shown.count("9/9 the same") == 4 * len(cases)
     assert re.search(r"greedy +draft +9/9 the same  \(draft [1-9]", shown)  # some are accepted
     assert checked("no such model", cases) == shown  # it is all there
 
@@ -69,3 +71,16 @@ def test_a_replay_counts_steps_and_drafts() -> None:
     assert steps + accepted == len(answer) - 1
     assert 6 <= accepted < drafted
     assert replay(OurRule(OurRule.speculator(3), prompt, answer), prompt, answer)[2] >= accepted
+
+
+def test_prompts_of_every_kind_are_timed_and_remembered(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, record = str(tiny_model("llama")), tmp_path / "lines"
+    assert len(KINDS) == 20
+    pairs = measure(model, ["CSV"], [1], 1, record)
+    assert len(pairs) == 3 and all(pair.same and pair.ratio > 0 for pair in pairs)
+    assert measure("no such model", ["CSV"], [1], 1, record) == pairs
+    show(pairs)
+    shown = capsys.readouterr().out
+    assert "of 3 prompts" in shown and "3 of 3 pairs are the same" in shown

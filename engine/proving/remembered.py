@@ -119,6 +119,11 @@ class ProofRecord:
         whole = json.dumps([_machine(), _programs(), *facts], default=str, sort_keys=True)
         self._path = folder / f"{hashlib.sha256(whole.encode()).hexdigest()}.json"
 
+    def beside(self, folder: str) -> Path:
+        """Return where something else is kept in ``folder``, beside that of proofs, that depends on
+        the same."""
+        return self._path.parent.parent / folder / self._path.name
+
     def read(self) -> ProvenBatches | None:
         """Return what was remembered; None without a record, or with a damaged one."""
         try:

@@ -26,10 +26,11 @@ from engine.proving.remembered import AgreedRecord, ProofRecord, Record, code_di
 from engine.replica import memory
 from engine.replica.draft_model import open_draft_model
 from engine.replica.head import ServedHead, with_head
+from engine.replica.kept_costs import KeptCosts
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.replica.speculation import make_speculator
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.speculation.speculator import MOST_TOKENS
+from engine.speculation.speculator import MOST_TOKENS, Speculator
 from shared.hashing import namespace_root
 from shared.settings import Settings
 
@@ -51,6 +52,12 @@ class Replica:
     uses_store: bool  # whether blocks are stored in the kvstore and fetched from it
     capabilities: tuple[str, ...]  # for the hello
     draft_model: DraftModel | None = None
+    kept_costs: KeptCosts | None = None  # of drafts
+
+    def keep_costs(self, at_once: bool = False) -> None:
+        """Write what was learned of the costs of drafts, if that was long ago or ``at_once``."""
+        if self.kept_costs is not None:
+            self.kept_costs.keep(at_once)
 
 
 def build_replica(
@@ -65,28 +72,28 @@ def build_replica(
     ``--prove always`` says so. Of several ranks, this one is the ``leader``."""
     own = EngineMemory.of(settings)
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
-    record: Record | None = None if proofs is None else _record(proofs, loaded, settings, layers)
+    own_record = None if proofs is None else _record(proofs, loaded, settings, layers)
+    record: Record | None = own_record
     group, sized = None, own
     if leader is not None:
         group, sized = leader.group, own.at_most(leader.smallest_bytes)
-        record = agreed = AgreedRecord(None if record is None else record.read(), record)
+        record = agreed = AgreedRecord(own_record.read() if own_record else None, own_record)
         leader.plans.start(agreed.encode())
     executor = choose_executor_of(loaded, settings, record, group)
-    head = None
-    if leader is None:  # the other ranks have none
-        head = with_head(executor, loaded, settings, own.size_bytes)
-    packed_bytes = 0
+    # Other ranks have no head.
+    head = with_head(executor, loaded, settings, own.size_bytes) if leader is None else None
+    other_bytes = 0
     if head is not None:
-        executor, packed_bytes = head.executor, head.nbytes
+        executor, other_bytes = head.executor, head.nbytes
     if layers is not None:
-        packed_bytes += layers.nbytes  # about as many where the whole pass has packed them anew
+        other_bytes += layers.nbytes  # about as many where the whole pass has packed them anew
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
     draft_model, draft_bytes = None, 0
     if executor.spec.verifies_drafts:
         draft_model, draft_bytes = open_draft_model(loaded, settings, proofs)
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
-    other_bytes = packed_bytes + draft_bytes + slots_bytes
+    other_bytes += draft_bytes + slots_bytes
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
     memory.set_limits(own)
     executor.release_weights(loaded.weight_files)
@@ -101,17 +108,23 @@ def build_replica(
         executor = leader.lead(executor)
     namespace = _block_namespace(executor, loaded, settings, head, layers)
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
+    speculator = make_speculator(settings, executor.spec, draft_model)
     return Replica(
         executor=executor,
-        scheduler=Scheduler(
-            config, speculator=make_speculator(settings, executor.spec, draft_model)
-        ),
+        scheduler=Scheduler(config, speculator=speculator),
         draft_model=draft_model,
+        kept_costs=_kept_costs(own_record, speculator),
         namespace=config.namespace,
         num_blocks=sizes.num_blocks if config.keeps_kv else sizes.num_slots + sizes.max_snapshots,
         uses_store=config.uses_store,
         capabilities=("batching", "prefix-cache") if config.prefix_cache else (),
     )
+
+
+def _kept_costs(record: ProofRecord | None, speculator: Speculator | None) -> KeptCosts | None:
+    if record is None or speculator is None:
+        return None
+    return KeptCosts(record.beside("costs"), speculator.costs)
 
 
 def build_rank(

@@ -29,12 +29,12 @@ def make_speculator(
     verify any."""
     if settings.spec_decode == "none":
         return None
-    if not spec.verifies_drafts:
-        logger.warning(
-            "--spec-decode has no effect: this model's requests are computed %s", spec.batching
-        )
-        return None
     is_auto = settings.spec_decode == "auto"
+    if not spec.verifies_drafts:
+        level = logging.INFO if is_auto else logging.WARNING
+        why = "--spec-decode has no effect: this model's requests are computed %s"
+        logger.log(level, why, spec.batching)
+        return None
     options = SpeculationOptions(
         tokens=MOST_TOKENS if is_auto else settings.num_speculative_tokens,
         largest_batch=settings.max_batch_size
@@ -43,6 +43,7 @@ def make_speculator(
         least_rate=settings.spec_decode_acceptance_threshold,
         adapts=settings.spec_decode_dynamic or is_auto,
         by_sequence=settings.adaptive_k,
+        protects=is_auto,
     )
     sources: list[SourceMaker] = [partial(ForcedSource.of, proposes=is_auto), PredictionSource.of]
     if settings.spec_decode != "draft":

@@ -17,6 +17,8 @@ class Drafting:
     def __init__(self, config: SchedulerConfig, speculator: Speculator | None) -> None:
         self._config = config
         self._speculator = speculator
+        self._waiting: list[SequenceDrafts] = []
+        """Of sequences that are left out of the next plan."""
 
     def begin(self, request: wire.Submit, grammar: object) -> SequenceDrafts | None:
         return None if self._speculator is None else self._speculator.begin(request, grammar)
@@ -26,19 +28,27 @@ class Drafting:
         token, after which some are likely."""
         if self._speculator is None or not seq.num_inflight or seq.drafts is None:
             return False
-        if seq.num_inflight_drafts or seq.awaits_guesses:
-            return True
-        limit = self._limit(seq) + 1  # the first stands for the token in flight
-        return self._speculator.waits(DraftRow(seq.drafts, seq.token_ids, limit), num_rows)
+        waits = bool(seq.num_inflight_drafts or seq.awaits_guesses)
+        if not waits:
+            limit = self._limit(seq) + 1  # the first stands for the token in flight
+            row = DraftRow(seq.drafts, seq.token_ids, limit)
+            waits = self._speculator.waits(row, num_rows)
+        if waits:
+            self._waiting.append(seq.drafts)
+        return waits
 
     def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
         """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""
         if self._speculator is None:
             return {}
+        if rows:
+            for drafts in self._waiting:
+                self._speculator.waited(drafts, len(rows))
+        self._waiting.clear()
         asked = {
-            seq: DraftRow(seq.drafts, seq.token_ids, self._limit(seq))
+            seq: DraftRow(seq.drafts, seq.token_ids, 0 if seq.num_inflight else self._limit(seq))
             for seq in rows
-            if seq.drafts is not None and not seq.num_inflight
+            if seq.drafts is not None
         }
         chosen = self._speculator.choose(len(rows), list(asked.values()))
         found = zip(asked, chosen, strict=True)
@@ -65,9 +75,18 @@ class Drafting:
             row = DraftRow(seq.drafts, seq.token_ids, 0)
             self._speculator.verified(row, proposal, accepted)
 
-    def observe_step(self, rows: int, drafted: int, elapsed_s: float | None) -> None:
+    def observe_step(
+        self, decodes: SequenceOf[Sequence], drafted: int, elapsed_s: float | None
+    ) -> None:
         if self._speculator is not None:
-            self._speculator.observe_step(rows, drafted, elapsed_s)
+            known = [(seq, seq.drafts) for seq in decodes if seq.drafts is not None]
+            self._speculator.observe_step(
+                len(decodes),
+                drafted,
+                elapsed_s,
+                [drafts for _, drafts in known],
+                [drafts for seq, drafts in known if seq.awaits_guesses],
+            )
 
     def stats(self) -> wire.DraftStats | None:
         return None if self._speculator is None else self._speculator.stats()

@@ -45,7 +45,8 @@ class StepMeter:
         elif stretch is not None:
             self._unmeasured[step.number] = stretch
         if rows:
-            self._drafting.observe_step(rows, drafted, result.elapsed_s if is_apart else None)
+            elapsed_s = result.elapsed_s if is_apart else None
+            self._drafting.observe_step(step.decodes, drafted, elapsed_s)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, None):
                 self._measure_stretch(seen, elapsed_s, 0)

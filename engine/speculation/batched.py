@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from engine.speculation.accounts import DraftAccounts
+from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.costs import WORTH_IT, StepCosts
 from engine.speculation.source import BatchSource, DraftRequest, Proposal
 
@@ -37,6 +38,8 @@ class BatchDrafting:
         self._token_s = StepCosts()  # seconds for a token of each sequence, by their number
         self.pays = True
         """Whether its drafts were worth while when that was considered last."""
+        self.last_s = 0.0
+        """What each sequence that was asked for had its part in, of the time of the last call."""
         self._calls_without = 0
 
     @property
@@ -53,7 +56,7 @@ class BatchDrafting:
         return self._calls_without == 0
 
     def propose(
-        self, num_rows: int, rows: Sequence[BatchRow], steps: StepCosts
+        self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts
     ) -> list[Proposal | None]:
         """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences that costs
         as ``steps`` say: drafts of the source where they are worth while, or those of others."""
@@ -73,6 +76,7 @@ class BatchDrafting:
         drafts = self._source.propose(requests)
         elapsed_s = perf_counter() - began
         self._accounts.spent(self.name, elapsed_s)
+        self.last_s = elapsed_s / len(requests)
         if longest := max(map(len, drafts)):
             self._token_s.observe(len(requests), elapsed_s / longest)
         for number, tokens in zip(chosen, drafts, strict=True):
@@ -87,21 +91,21 @@ class BatchDrafting:
             return row.other is None
         return sum(row.gains[:length]) > row.other_gain
 
-    def _best_length(self, num_rows: int, rows: Sequence[BatchRow], steps: StepCosts) -> int:
+    def _best_length(self, num_rows: int, rows: Sequence[BatchRow], steps: BatchCosts) -> int:
         """Return the length of drafts that gives the most tokens a second, 0 for none."""
 
         def rate(length: int) -> float:
-            expected, tokens, asked = float(num_rows), num_rows, 0
+            expected, drafted, asked = float(num_rows), 0, 0
             for row in rows:
                 if length and self._prefers(row, length):
                     expected += sum(row.gains[:length])
-                    tokens += min(len(row.gains), length)
+                    drafted += min(len(row.gains), length)
                     asked += 1
                 else:
                     expected += row.other_gain
-                    tokens += len(row.other.tokens) if row.other else 0
+                    drafted += len(row.other.tokens) if row.other else 0
             draft_s = length * self._token_s.predict_s(asked) if asked else 0.0
-            return expected / (steps.predict_s(tokens) + draft_s or 1.0)
+            return expected / (steps.predict_s(num_rows, drafted) + draft_s or 1.0)
 
         lengths = range(1, 1 + max(len(row.gains) for row in rows))
         best = max(lengths, key=rate, default=0)

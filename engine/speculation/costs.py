@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 EXACT_TOKENS = 16
 """Steps of up to so many tokens are told apart by every token, larger ones by quarters of a
@@ -16,11 +16,14 @@ FASTER, SLOWER = 0.3, 0.05
 times are long for many reasons that have nothing to do with the step."""
 ASSUMED_TIMES = 4
 """A size counts as much as what other sizes say of it once it was measured so often."""
+LATELY = 0.1
+"""So often at least has a size been measured that was measured once, three times `UNSEEN_STEPS`
+ago."""
 UNSEEN_STEPS = 64
 """After so many steps, sizes that did not occur meanwhile count as measured half as often."""
-ASSUMED_GROWTH = 0.05
-"""What each token beyond the largest step that was measured adds, as a part of that: little, so
-that longer ones are tried."""
+ASSUMED_GROWTH = 0.1
+"""What each token beyond the largest step that was measured adds, as a part of that. With AVX2 a
+token of the first steps takes 0.08; longer ones are tried all the same."""
 WORTH_IT = 1.03
 """Drafts must make tokens come faster by this factor at least."""
 
@@ -56,6 +59,7 @@ class StepCosts:
         self._measured: dict[int, _Measured] = {}
         self._known: list[int] = []  # keys of it, sorted
         self._predicted: dict[int, float] = {}  # of those; empty after a measurement
+        self._at_least: list[float] = []  # what it or a smaller one of those took, as measured
         self._steps = 0
 
     def observe(self, tokens: int, elapsed_s: float) -> None:
@@ -83,15 +87,33 @@ class StepCosts:
         if (place < len(known) and known[place] == tokens) or place == 0:
             return self._predicted[known[place]]
         if place == len(known):
-            return _grown(self._predicted[known[-1]], tokens - known[-1])
+            return grown(self._predicted[known[-1]], tokens - known[-1])
         return _between(tokens, known[place - 1], known[place], self._predicted)
+
+    def at_least_s(self, tokens: int) -> float:
+        """Return what steps of ``tokens`` or less took lately, as they were measured, however
+        seldom: for those who must not be wrong. 0 if nothing is known."""
+        if not self._predicted and self._known:
+            self._predict()
+        place = bisect_right(self._known, tokens)
+        return self._at_least[place - 1] if place else 0.0
+
+    @property
+    def largest(self) -> int:
+        """The most tokens of a step that was measured; 0 without any."""
+        return self._known[-1] if self._known else 0
+
+    def knows(self, tokens: int) -> bool:
+        """Return whether steps of so many tokens were measured often enough to trust that."""
+        measured = self._measured.get(_size(tokens))
+        return measured is not None and measured.times >= ASSUMED_TIMES
 
     def _predict(self) -> None:
         """Predict the time of each known size."""
         own = {size: self._measured[size].seconds for size in self._known}
         if len(own) > 1:
             last, before = self._known[-1], self._known[-2]
-            own[last] = min(own[last], _grown(own[before], last - before))
+            own[last] = min(own[last], grown(own[before], last - before))
         hull: list[int] = []
         for size in reversed(self._known):  # from above: nothing takes longer than what is larger
             if hull and own[size] > own[hull[-1]]:
@@ -105,31 +127,13 @@ class StepCosts:
         for size, measured in self._measured.items():
             share = measured.times / (measured.times + ASSUMED_TIMES)
             self._predicted[size] = share * measured.seconds + (1 - share) * own[size]
+        lately = (self._measured[size] for size in self._known)
+        seconds = (each.seconds if each.times >= LATELY else 0.0 for each in lately)
+        self._at_least = list(accumulate(seconds, max))
 
     def seconds(self) -> dict[int, float]:
         """Return what is known, by tokens."""
         return {size: self._measured[size].seconds for size in self._known}
-
-    def best_lengths(self, rows: int, gains: Sequence[Sequence[float]]) -> list[int]:
-        """Return how many drafts to verify of each of the sequences that have some, in a step of
-        ``rows`` sequences: those that give the most tokens a second.
-
-        ``gains`` are for each sequence the chances that its drafts are accepted, with all before
-        them: they fall from one draft to the next."""
-        order = sorted(
-            ((gain, row) for row, chances in enumerate(gains) for gain in chances), reverse=True
-        )
-        lengths, best = [0] * len(gains), 0
-        expected = float(rows)
-        best_rate = WORTH_IT * expected / (self.predict_s(rows) or 1.0)
-        for number, (gain, _) in enumerate(order, 1):
-            expected += gain
-            rate = expected / (self.predict_s(rows + number) or 1.0)
-            if rate > best_rate:
-                best, best_rate = number, rate
-        for _, row in order[:best]:
-            lengths[row] += 1
-        return lengths
 
 
 def _size(tokens: int) -> int:
@@ -139,7 +143,7 @@ def _size(tokens: int) -> int:
     return round(2 ** (round(4 * math.log2(tokens)) / 4))
 
 
-def _grown(seconds: float, tokens: int) -> float:
+def grown(seconds: float, tokens: int) -> float:
     """Return what is assumed of a step with ``tokens`` more than one that takes ``seconds``."""
     return seconds * (1 + ASSUMED_GROWTH * tokens)
 

@@ -74,3 +74,9 @@ class PredictionSource(DraftSource):
             place, length = found.after, found.length
         self._lost = length < SHORTEST
         self._next, self._matched = (expected, 0) if self._lost else (place, length)
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return with how many equal tokens both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -69,5 +69,14 @@ class BatchSource(ABC):
         """Return tokens that may follow, for each sequence. None are a guess as well."""
 
 
+def possible_part(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
+    """Return ``proposal`` up to what none of ``sources`` knows to be impossible."""
+    length = len(proposal.tokens)
+    possible = min((source.num_possible(proposal.tokens) for source in sources), default=length)
+    if possible == length:
+        return proposal
+    return proposal._replace(tokens=proposal.tokens[:possible])
+
+
 MAX_SOURCE_BYTES = 2**21
 """What one source may take for a sequence, beside the tokens."""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
 from engine.speculation.accounts import DraftAccounts
+from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.batched import BatchDrafting, BatchRow
-from engine.speculation.costs import StepCosts
 from engine.speculation.executor_guesses import ExecutorGuesses
-from engine.speculation.prediction import PredictionSource
-from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
+from engine.speculation.prediction import PredictionSource, num_common
+from engine.speculation.regret import SequenceAccount, SourceAccount, VerifiedStep
+from engine.speculation.source import (
+    BatchSource,
+    DraftRequest,
+    DraftSource,
+    Proposal,
+    possible_part,
+)
 from shared.wire import DraftStats, Submit
 
 MOST_TOKENS = 16
@@ -40,6 +47,7 @@ class SpeculationOptions:
     least_rate: float = 0.3  # acceptance rate below which a sequence stops
     adapts: bool = True  # whether rates and costs decide; otherwise as much as there is
     by_sequence: bool = True  # whether each sequence has rates of its own
+    protects: bool = False  # whether no sequence may lose time to the drafts of others
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +66,12 @@ class SequenceDrafts:
     rejected: int = 0
     guesses: ExecutorGuesses | None = None
     """The one of ``sources`` that proposes what the executor guesses, if there is one."""
+    account: SequenceAccount = field(default_factory=SequenceAccount)
+    accounts: dict[str, SourceAccount] = field(default_factory=dict)
+    """Those of the sources, by name."""
+
+    def account_of(self, source: str) -> SourceAccount:
+        return self.accounts.setdefault(source, SourceAccount())
 
 
 class DraftRow(NamedTuple):
@@ -77,9 +91,12 @@ class Speculator:
         sources: Sequence[SourceMaker],
         guesses: str = "",
         batch_source: BatchSource | None = None,
+        costs: BatchCosts | None = None,
     ) -> None:
-        """``guesses`` is `ExecutorSpec.guesses`, or empty if the executor's are not wanted."""
+        """``guesses`` is `ExecutorSpec.guesses`, or empty if the executor's are not wanted.
+        ``costs`` are what is known of steps."""
         self.options = options
+        self.costs = BatchCosts() if costs is None else costs
         self._sources = sources
         self._guesses = guesses
         self._accounts = DraftAccounts()
@@ -87,7 +104,7 @@ class Speculator:
         if batch_source is not None:
             self._batch = BatchDrafting(batch_source, options.adapts, self._accounts)
         self._rates: dict[tuple[str, int], AcceptanceRate] = {}
-        self._costs = StepCosts()
+        self._step = VerifiedStep(1, 0.0, 0.0)
 
     def begin(self, request: Submit, grammar: object) -> SequenceDrafts | None:
         """Return what is kept of a new sequence, None if nothing can be proposed for it."""
@@ -103,24 +120,38 @@ class Speculator:
     def waits(self, row: DraftRow, num_rows: int) -> bool:
         """Return whether ``row``, of a step of ``num_rows`` sequences, should wait for its token in
         flight, the first that ``row.limit`` counts, since drafts after it are likely."""
-        if num_rows > self.options.largest_batch:
+        if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return False
-        may_ask = self._batch is not None and row.limit > 1 and not self._has_stopped(row)
-        if self._batch is not None and may_ask and self._batch.waits():
+        plain_s = self.costs.plain_s(num_rows)
+        if self.options.adapts and row.drafts.account.room_s(plain_s) < plain_s:
+            return False
+        if (
+            (batch := self._batch) is not None
+            and row.limit > 1
+            and not self._has_stopped(row)
+            and not row.drafts.account_of(batch.name).is_silent(len(row.tokens))
+            and batch.waits()
+        ):
             return True
-        proposal = self.propose(row)
+        proposal = self.propose(row, num_rows)
         return proposal is not None and len(proposal.tokens) > 1
 
-    def propose(self, row: DraftRow) -> Proposal | None:
-        """Return the best guess for one sequence, None if there is none or its rate is too low."""
+    def waited(self, drafts: SequenceDrafts, num_rows: int) -> None:
+        """Note that a sequence waits for its drafts while ``num_rows`` others have a step."""
+        drafts.account.step(0.0, self.costs.plain_s(num_rows))
+
+    def propose(self, row: DraftRow, num_rows: int = 1) -> Proposal | None:
+        """Return the best guess for one of the sequences of a step, as far as the account of its
+        source pays; None if there is none or its rate is too low."""
         limit = min(row.limit, self.options.tokens)
         if limit < 1 or self._has_stopped(row):
             return None
-        found = [self._ask(source, row.tokens, limit) for source in row.drafts.sources]
-        cut = [_cut(each, row.drafts.sources) for each in found if each is not None]
-        proposals = [each for each in cut if each.tokens]
-        of_prediction = (p.tokens for p in proposals if p.source == PredictionSource.NAME)
+        found = [self._ask(source, row, limit, num_rows) for source in row.drafts.sources]
+        cut = [possible_part(each, row.drafts.sources) for each in found if each is not None]
+        of_prediction = (p.tokens for p in cut if p.source == PredictionSource.NAME)
         row.drafts.predicted = next(of_prediction, ())
+        paid = (self._paid(row, num_rows, each) for each in cut)
+        proposals = [each for each in paid if each.tokens]
         return max(proposals, key=lambda p: sum(self._chances(row.drafts, p)), default=None)
 
     def guesses_after(self, row: DraftRow, num_rows: int) -> int:
@@ -128,22 +159,34 @@ class Speculator:
         may be followed by ``row.limit`` drafts then: as many as would be verified."""
         if row.drafts.guesses is None or num_rows > self.options.largest_batch:
             return 0
-        if self._has_stopped(row):
+        if self._has_stopped(row) or not self._may_draft(num_rows):
             return 0
         most = max(0, min(row.limit, self.options.tokens))
         if not most or not self.options.adapts:
             return most
         likely = Proposal((0,) * most, self._guesses)  # whatever they will be
-        worth = self._costs.best_lengths(num_rows, [self._chances(row.drafts, likely)])[0]
+        likely = self._paid(row, num_rows, likely)
+        if not likely.tokens:
+            return 0
+        worth = self.costs.best_lengths(num_rows, [self._chances(row.drafts, likely)])[0]
         if not worth:
             self._fade([(row, likely)])
         return worth
 
     def choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
-        """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences."""
-        if num_rows > self.options.largest_batch:
+        """Return what to verify of each of ``rows``, in a step of ``num_rows`` sequences. Those
+        with a limit of 0 get no drafts, but take part in the step."""
+        if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return [None] * len(rows)
-        proposals = [self.propose(row) for row in rows]
+        began = perf_counter()
+        found = self._choose(num_rows, rows)
+        elapsed_s = perf_counter() - began
+        for row in rows:
+            row.drafts.account.step(0.0, elapsed_s)
+        return found
+
+    def _choose(self, num_rows: int, rows: Sequence[DraftRow]) -> list[Proposal | None]:
+        proposals = [self.propose(row, num_rows) for row in rows]
         if self._batch is not None:
             proposals = self._ask_batch_source(self._batch, num_rows, rows, proposals)
         if not self.options.adapts:
@@ -152,7 +195,7 @@ class Speculator:
             self._chances(row.drafts, proposal) if proposal else []
             for row, proposal in zip(rows, proposals, strict=True)
         ]
-        lengths = self._costs.best_lengths(num_rows, gains)
+        lengths = self.costs.best_lengths(num_rows, gains, self._most_s(num_rows, rows))
         chosen = zip(rows, proposals, lengths, strict=True)
         self._fade((row, proposal) for row, proposal, length in chosen if proposal and not length)
         return [
@@ -165,7 +208,9 @@ class Speculator:
         them."""
         drafted, drafts = len(proposal.tokens), row.drafts
         self._accounts.verified(proposal.source, drafted, accepted)
-        predicted = _num_common(proposal.tokens, drafts.predicted)
+        account = drafts.account_of(proposal.source)
+        self._step.verified(drafts.account, account, drafted, accepted)
+        predicted = num_common(proposal.tokens, drafts.predicted)
         drafts.accepted += min(predicted, accepted)
         drafts.rejected += max(0, predicted - accepted)
         tried = min(drafted, accepted + 1)
@@ -178,27 +223,76 @@ class Speculator:
         if drafts.rate.rate() < self.options.least_rate:
             drafts.next_probe = len(row.tokens) + PROBE_TOKENS
 
-    def observe_step(self, rows: int, drafted: int, elapsed_s: float | None) -> None:
-        """Note the time of a step of ``rows`` sequences, with ``drafted`` tokens, before what of
-        them was `verified`; None if chunks have their part in it."""
+    def observe_step(
+        self,
+        rows: int,
+        drafted: int,
+        elapsed_s: float | None,
+        decoded: Iterable[SequenceDrafts] = (),
+        guessing: Collection[SequenceDrafts] = (),
+    ) -> None:
+        """Note the time of a step of ``rows`` sequences, those with sources ``decoded``, with
+        ``drafted`` tokens, before what of them was `verified`; None if chunks have their part in
+        it. For those ``guessing`` the executor has guessed in it what comes next."""
+        is_plain = not drafted and not guessing
+        excess_s = 0.0 if is_plain else self.costs.measured_excess_s(rows, drafted, elapsed_s)
+        if elapsed_s is not None and (drafted or is_plain):
+            self.costs.observe(rows, drafted, elapsed_s)
+        plain_s = self.costs.plain_s(rows) or self.costs.predict_s(rows)
+        if guessing and not drafted:
+            self._accounts.spent(self._guesses, excess_s)
+            for drafts in guessing:
+                drafts.account_of(self._guesses).spend(rows * excess_s / len(guessing))
+        self._step = VerifiedStep(rows, plain_s, excess_s / drafted if drafted else 0.0)
+        for drafts in decoded:
+            drafts.account.step(plain_s, excess_s)
         if elapsed_s is None:
             self._accounts.skip_step()
-            return
-        self._costs.observe(rows + drafted, elapsed_s)
-        self._accounts.begin_step(rows, drafted, self._costs.predict_s(rows), elapsed_s)
+        elif drafted or is_plain:
+            self._accounts.begin_step(rows, drafted, plain_s, plain_s + excess_s)
 
     def stats(self) -> DraftStats:
         return DraftStats(
             sources=self._accounts.counts(),
             rates={f"{source}/{kind}": rate.rate() for (source, kind), rate in self._rates.items()},
-            step_s={str(tokens): seconds for tokens, seconds in self._costs.seconds().items()},
+            step_s={str(tokens): seconds for tokens, seconds in self.costs.seconds().items()},
         )
 
-    def _ask(self, source: DraftSource, tokens: Sequence[int], limit: int) -> Proposal | None:
+    def _may_draft(self, num_rows: int) -> bool:
+        """Return whether it is known what a step without drafts takes, or does not matter."""
+        return not self.options.adapts or not self.costs.needs_plain(num_rows)
+
+    def _most_s(self, num_rows: int, rows: Sequence[DraftRow]) -> float | None:
+        """Return what drafts may make a step longer by, for the sake of each of its sequences."""
+        if not self.options.protects:
+            return None
+        plain_s = self.costs.plain_s(num_rows)
+        return min((row.drafts.account.room_s(plain_s) for row in rows), default=0.0)
+
+    def _paid(self, row: DraftRow, num_rows: int, proposal: Proposal) -> Proposal:
+        """Return as much of ``proposal`` as the account of its source pays, even if none of it is
+        accepted. If that is nothing, the source is silent for a while."""
+        if not self.options.adapts or not proposal.tokens:
+            return proposal
+        drafts, num_tokens = row.drafts, len(row.tokens)
+        account = drafts.account_of(proposal.source)
+        if account.is_silent(num_tokens):
+            return proposal._replace(tokens=())
+        room_s = account.room_s(self.costs.plain_s(num_rows), drafts.account.without_s)
+        paid = self.costs.affordable(num_rows, len(proposal.tokens), room_s)
+        if not paid:
+            account.begin_silence(num_tokens)
+        return proposal._replace(tokens=proposal.tokens[:paid])
+
+    def _ask(
+        self, source: DraftSource, row: DraftRow, limit: int, num_rows: int
+    ) -> Proposal | None:
         began = perf_counter()
-        proposal = source.propose(tokens, limit)
+        proposal = source.propose(row.tokens, limit)
         if proposal is not None:
-            self._accounts.spent(proposal.source, perf_counter() - began)
+            elapsed_s = perf_counter() - began
+            self._accounts.spent(proposal.source, elapsed_s)
+            row.drafts.account_of(proposal.source).spend(num_rows * elapsed_s)
         return proposal
 
     def _ask_batch_source(
@@ -215,17 +309,23 @@ class Speculator:
             count = min(row.limit, self.options.tokens)
             if count < 1 or self._has_stopped(row):
                 continue
+            unknown = self._paid(row, num_rows, batch.of_unknown(count))
+            if not unknown.tokens:
+                continue
             asked[number] = BatchRow(
-                self._request(row, count),
+                self._request(row, len(unknown.tokens)),
                 other,
                 sum(self._chances(row.drafts, other)) if other else 0.0,
-                self._chances(row.drafts, batch.of_unknown(count)),
+                self._chances(row.drafts, unknown),
             )
-        chosen = batch.propose(num_rows, list(asked.values()), self._costs)
+        chosen = batch.propose(num_rows, list(asked.values()), self.costs)
         if not batch.pays:
             self._fade((rows[number], batch.of_unknown(1)) for number in asked)
         for number, proposal in zip(asked, chosen, strict=True):
-            cut = proposal and _cut(proposal, rows[number].drafts.sources)
+            drafts = rows[number].drafts
+            if proposal is not None and proposal.source == batch.name:
+                drafts.account_of(batch.name).spend(num_rows * batch.last_s)
+            cut = proposal and possible_part(proposal, drafts.sources)
             found[number] = cut if cut and cut.tokens else None
         return found
 
@@ -283,18 +383,3 @@ class Speculator:
             if key not in rates:
                 rates[key] = AcceptanceRate(proposal.likely[kind])
         return drafts.rates[key], self._rates[key]
-
-
-def _cut(proposal: Proposal, sources: Sequence[DraftSource]) -> Proposal:
-    """Return ``proposal`` up to what none of ``sources`` knows to be impossible."""
-    length = len(proposal.tokens)
-    possible = min((source.num_possible(proposal.tokens) for source in sources), default=length)
-    if possible == length:
-        return proposal
-    return proposal._replace(tokens=proposal.tokens[:possible])
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return with how many equal tokens both begin."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

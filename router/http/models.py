@@ -13,6 +13,7 @@ from starlette.responses import Response
 from router.api.body import json_response
 from router.api.operations import Operation
 from router.errors import ModelForbidden, ModelNotFound
+from router.fleet.engines import ModelReplicas
 from router.fleet.router import Router
 from router.fleet.supervised import ConfiguredState
 from router.fleet.tenants import Tenant
@@ -35,6 +36,13 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     max_prompt_tokens: Annotated[int, Meta(description="The longest prompt that is taken.")]
     capabilities: list[str]
     kv_bits: Annotated[int | None, Meta(description="16 for a KV cache in the model's own type.")]
+    draft_saved_s: Annotated[
+        float | None,
+        Meta(
+            description="Seconds of decode steps that drafts saved since the engines started; null "
+            "without speculation."
+        ),
+    ]
     replicas: Annotated[int, Meta(description="Engines that serve the model.")]
     ready_replicas: Annotated[int, Meta(description="Engines that take requests now.")]
     state: Annotated[
@@ -98,12 +106,21 @@ def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCa
         max_prompt_tokens=min(router.settings.max_prompt_tokens, context or sys.maxsize),
         capabilities=[*capabilities, *(hello.capabilities if hello else ())],
         kv_bits=None if hello is None else hello.kv_bits,
+        draft_saved_s=None if model is None else _saved_s(model),
         replicas=0 if model is None else len(model.engines),
         ready_replicas=ready,
         state="ready" if ready else configured.state if configured else "loading",
         display_name=name,
         created_at=datetime.fromtimestamp(created, UTC).isoformat(),
     )
+
+
+def _saved_s(model: ModelReplicas) -> float | None:
+    """Return what drafts saved; None if no engine of ``model`` speculates."""
+    drafts = [each.stats.drafts for each in model.engines if each.stats.drafts is not None]
+    if not drafts:
+        return None
+    return round(sum(c.saved_s for stats in drafts for c in stats.sources.values()), 1)
 
 
 OPERATIONS = (

@@ -274,7 +274,8 @@ class SpeculationSettings:
 
     spec_decode: Literal["none", "ngram", "draft", "auto"] = flag(
         "none",
-        "where drafts come from: earlier text, a draft model, or whatever is likely to be right",
+        "where drafts come from: nowhere, earlier text, a draft model, or whatever is likely to be "
+        "right, at no request's expense",
     )
     num_speculative_tokens: int = flag(
         5, "most drafts of a sequence in a step; with auto costs decide", at_least=1, at_most=16

@@ -272,7 +272,7 @@ def test_a_replica_drafts_as_its_settings_say(tiny_model: Callable[..., Path], s
         whole.run()
         return whole.texts, whole.scheduler.stats().drafts
 
-    plain, none = texts()
+    plain, none = texts(spec_decode="none")
     drafted, stats = texts(spec_decode=source, spec_decode_dynamic=False)
     assert drafted == plain
     assert none is None and stats is not None and stats.sources["ngram"].accepted

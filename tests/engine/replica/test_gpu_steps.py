@@ -42,8 +42,9 @@ def on_a_gpu() -> Iterator[None]:
 
 
 def forced(path: Path, **settings: Any) -> Whole:
-    # So much that slots are long from the beginning: rows that move are no steady steps.
-    whole = Whole(path, num_blocks=60_000, **settings)
+    # So much that slots are long from the beginning: rows that move are no steady steps. Nor are
+    # those with drafts.
+    whole = Whole(path, num_blocks=60_000, **{"spec_decode": "none"} | settings)
     assert isinstance(whole.executor, BatchedExecutor)
     assert whole.executor.spec.look_ahead and whole.executor.spec.shares_slabs
     return whole
@@ -285,7 +286,8 @@ def test_slabs_are_written_in_place_and_copies_are_bounded(
     fields = {"num_key_value_heads": 2, "num_attention_heads": 2, "head_dim": 64}
     path = make_tiny("llama", tmp_path, max_position_embeddings=16384, **fields)
     num_blocks = 192_000 // kv_bits  # slots take as much with 8 bits
-    whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits, prefill_chunk_tokens=64)
+    settings = {"prefill_chunk_tokens": 64, "spec_decode": "none"}  # each row in each step
+    whole = Whole(path, num_blocks=num_blocks, kv_bits=kv_bits, **settings)
     whole.renew(look_ahead=True, store_enabled=True, store_policy="write_through")
     shared = prompt(1, length)
     # Scores of a chunk (heads, 64, length) in fp32, twice. Pieces of blocks take less.

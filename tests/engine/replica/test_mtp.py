@@ -45,7 +45,7 @@ class Headed:
 
     def __init__(self, path: Path, **settings: Any) -> None:
         given = {"block_size": 16, "no_ssd": True, "num_blocks": 400} | settings
-        self.plain = Whole(path, **given)
+        self.plain = Whole(path, spec_decode="none", **given)
         self.whole = Whole(path, spec_decode="auto", **given)
         for each in (self.plain, self.whole):
             each.use_grammars()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.batched import CALLS_WITHOUT
 from engine.speculation.source import BatchSource, DraftRequest, DraftSource, Proposal
 from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
@@ -66,8 +67,8 @@ def begin(spec: Speculator, limit: int = 100) -> DraftRow:
 
 
 def with_costs(spec: Speculator, base_s: float, token_s: float) -> None:
-    for tokens in range(1, 17):
-        spec.observe_step(1, tokens - 1, base_s + token_s * tokens)
+    for drafted in (*[0] * PLAIN_FIRST, *range(16)):
+        spec.observe_step(1, drafted, base_s + token_s * (1 + drafted))
 
 
 def test_without_control_it_is_asked_where_there_is_no_other_draft() -> None:
@@ -126,6 +127,10 @@ def test_sequences_wait_for_its_drafts_only_while_they_are_worth_while(model: Mo
     model.token_s = 0.004
     spec = speculator(model)
     row = begin(spec)
+    row.drafts.account.without_s = 10.0  # it has been decoding for long
+    assert not spec.waits(row, 1)  # it is not known yet what a step without drafts takes
+    for _ in range(PLAIN_FIRST):
+        spec.observe_step(1, 0, 0.002)
     assert spec.waits(row, 1)
     assert not spec.waits(row._replace(limit=1), 1)  # nothing after the token in flight
     with_costs(spec, 0.001, 0.001)

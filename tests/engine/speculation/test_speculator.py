@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.speculation.batch_costs import PLAIN_FIRST, BatchCosts
 from engine.speculation.costs import StepCosts
 from engine.speculation.prediction import PredictionSource
 from engine.speculation.source import DraftSource, Proposal
@@ -55,9 +56,21 @@ def lengths(spec: Speculator, *rows: DraftRow, num_rows: int = 0) -> list[int]:
     return [len(proposal.tokens) if proposal else 0 for proposal in found]
 
 
+def with_costs(spec: Speculator, base_s: float, token_s: float, rows: int = 1) -> None:
+    """Let it know steps of ``rows`` sequences with up to five drafts each."""
+    for drafted in (*range(5 * rows + 1), *[0] * PLAIN_FIRST):
+        spec.observe_step(rows, drafted, base_s + token_s * (rows + drafted))
+
+
 def verify(spec: Speculator, row: DraftRow, accepted: int, times: int = 1) -> None:
     for _ in range(times):
         spec.verified(row, Proposal((7,) * 5, "f"), accepted)
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sources take no time, however slow the machine of the test is."""
+    monkeypatch.setattr("engine.speculation.speculator.perf_counter", lambda: 0.0)
 
 
 def test_nothing_is_drafted_in_large_batches_nor_beyond_the_limits() -> None:
@@ -69,6 +82,7 @@ def test_nothing_is_drafted_in_large_batches_nor_beyond_the_limits() -> None:
 
 def test_a_sequence_whose_drafts_are_wrong_stops_and_tries_again_later() -> None:
     spec = speculator(Fixed("f", 5))
+    with_costs(spec, 0.010, 0.00001)
     row, other = begin(spec), begin(spec)
     verify(spec, row, accepted=0, times=8)
     assert lengths(spec, row) == [0]
@@ -78,8 +92,7 @@ def test_a_sequence_whose_drafts_are_wrong_stops_and_tries_again_later() -> None
 
 def test_drafts_that_were_not_worth_while_are_tried_again_in_time() -> None:
     spec = speculator(Fixed("f", 5))
-    for tokens in range(1, 7):
-        spec.observe_step(1, tokens - 1, 0.010 + 0.004 * tokens)
+    with_costs(spec, 0.010, 0.004)
     verify(spec, begin(spec), accepted=0, times=12)
     row = begin(spec)
     tried = [lengths(spec, row)[0] for _ in range(1000)]
@@ -90,8 +103,7 @@ def test_many_sequences_try_again_no_sooner_than_one() -> None:
     waited = []
     for num_rows in (1, 8):
         spec = speculator(Fixed("f", 1), largest_batch=16)
-        for drafted in range(9):
-            spec.observe_step(num_rows, drafted, 0.010 + 0.004 * drafted / num_rows)
+        with_costs(spec, 0.010, 0.004 / num_rows, num_rows)
         verify(spec, begin(spec), accepted=0, times=12)
         rows = [begin(spec) for _ in range(num_rows)]
         waited.append(next(step for step in range(1000) if any(lengths(spec, *rows))))
@@ -100,8 +112,7 @@ def test_many_sequences_try_again_no_sooner_than_one() -> None:
 
 def test_what_is_accepted_of_other_sequences_counts_for_new_ones() -> None:
     spec = speculator(Fixed("f", 5))
-    for tokens in range(1, 7):
-        spec.observe_step(1, tokens - 1, 0.010 + 0.004 * tokens)
+    with_costs(spec, 0.030, 0.002)
     before = lengths(spec, begin(spec))
     verify(spec, begin(spec), accepted=5, times=12)
     assert lengths(spec, begin(spec)) == [5] > before
@@ -118,6 +129,7 @@ def test_tokens_of_one_draft_have_rates_by_their_kinds() -> None:
 
 def test_the_source_that_is_right_more_often_is_chosen() -> None:
     spec = speculator(Fixed("bad", 5), Fixed("good", 5, likely=0.6))
+    with_costs(spec, 0.010, 0.0001)
     row = begin(spec)
     (proposal,) = spec.choose(1, [row])
     assert proposal is not None and proposal.source == "good"
@@ -130,17 +142,17 @@ def test_the_source_that_is_right_more_often_is_chosen() -> None:
 
 @pytest.mark.parametrize(("token_s", "expected"), [(0.0, 5), (0.002, 2), (0.1, 0)])
 def test_drafts_are_verified_only_where_they_pay(token_s: float, expected: int) -> None:
-    costs = StepCosts()
-    for tokens in range(1, 7):
-        costs.observe(tokens, 0.010 + token_s * tokens)
+    costs = BatchCosts()
+    for drafted in range(6):
+        costs.observe(1, drafted, 0.010 + token_s * (1 + drafted))
     (found,) = costs.best_lengths(1, [[0.6, 0.36, 0.216, 0.13, 0.078]])
     assert found == expected
 
 
 def test_of_several_sequences_the_likeliest_drafts_come_first() -> None:
-    costs = StepCosts()
-    for tokens in range(2, 13):
-        costs.observe(tokens, 0.010 + 0.002 * tokens)
+    costs = BatchCosts()
+    for drafted in range(11):
+        costs.observe(2, drafted, 0.014 + 0.002 * drafted)
     first, second = costs.best_lengths(2, [[0.9, 0.81, 0.73], [0.2, 0.04, 0.01]])
     assert (first, second) == (3, 0)
 
@@ -161,14 +173,14 @@ def test_costs_follow_what_is_measured_and_forget_outliers() -> None:
 
 
 def test_a_size_that_was_slow_by_chance_is_tried_again_in_time() -> None:
-    costs = StepCosts()
-    for tokens, seconds in ((1, 0.010), (2, 0.011), (6, 1.0)):
-        costs.observe(tokens, seconds)
+    costs = BatchCosts()
+    for drafted, seconds in ((0, 0.010), (1, 0.011), (5, 1.0)):
+        costs.observe(1, drafted, seconds)
     gains = [[0.9**number for number in range(1, 6)]]
     assert costs.best_lengths(1, gains) == [1]
     for _ in range(500):
-        costs.observe(1, 0.010)
-        costs.observe(2, 0.011)
+        costs.observe(1, 0, 0.010)
+        costs.observe(1, 1, 0.011)
     assert costs.best_lengths(1, gains) == [5]
 
 

@@ -13,6 +13,7 @@ def test_figures_are_sums_over_sources_and_engines(
     server: Server, engine: ScriptedEngine, start_engine: Callable[..., ScriptedEngine]
 ) -> None:
     path = "/v1/spec_decode/metrics"
+    assert server.client.get("/v1/models").json()["data"][0]["draft_saved_s"] is None
     nothing = server.client.get(path).json()
     assert nothing["models"][0]["engines"] == []
     assert nothing["total"]["acceptance_rate"] is None
@@ -34,6 +35,7 @@ def test_figures_are_sums_over_sources_and_engines(
         "acceptance_rate": 0.5,
         "accepted_per_proposal": 2.0,
     }
+    assert server.client.get("/v1/models").json()["data"][0]["draft_saved_s"] == 1.8
     (model,) = shown["models"]
     first, second = sorted(model["engines"], key=lambda each: each["name"])
     assert (first["total"]["saved_s"], second["acceptance"]) == (-0.25, {"grammar/0": 0.9})

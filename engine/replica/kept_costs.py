@@ -1,0 +1,82 @@
+"""What steps with drafts cost, remembered on disk beside the proof of the model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.speculation.batch_costs import BatchCosts
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 60.0
+"""Files are written no more often, but for the last one."""
+MOST_RECORDS = 256
+"""The oldest go when there are more."""
+LONGEST_STEP_S, MOST_TOKENS = 600.0, 1 << 16
+"""Other figures than these are no costs."""
+
+
+class KeptCosts:
+    """The file of one model, as it is computed by this process. A thread of its own writes it: a
+    disk that hangs holds up nothing."""
+
+    def __init__(self, path: Path, costs: BatchCosts) -> None:
+        """Let ``costs`` know what the file at ``path`` says, if there is one."""
+        self._path, self._costs = path, costs
+        self._writer: threading.Thread | None = None
+        self._written_at = time.monotonic()
+        costs.remember(_read(path))
+
+    def keep(self, at_once: bool = False) -> None:
+        """Write what was learned since the last time, if that was long ago or ``at_once``. To be
+        called by the thread that learns."""
+        now = time.monotonic()
+        if not self._costs.changes or (now < self._written_at + INTERVAL_S and not at_once):
+            return
+        if self._writer is not None and self._writer.is_alive():
+            return
+        body = msgspec.json.encode(self._costs.known())
+        self._costs.changes, self._written_at = 0, now
+        self._writer = threading.Thread(
+            target=_write, args=(self._path, body), name="costs", daemon=True
+        )
+        self._writer.start()
+        if at_once:
+            self._writer.join(1.0)
+
+
+def _read(path: Path) -> Mapping[int, Mapping[int, float]]:
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=dict[int, dict[int, float]])
+        counts = [*known, *(drafted for each in known.values() for drafted in each)]
+        seconds = [one for each in known.values() for one in each.values()]
+        if not all(0 < one < LONGEST_STEP_S for one in seconds):
+            raise ValueError("these are no times of steps")
+        if not all(0 <= one < MOST_TOKENS for one in counts) or 0 in known:
+            raise ValueError("these are no numbers of tokens")
+        return known
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        logger.warning("the remembered costs in %s are ignored: %s", path, error)
+        return {}
+
+
+def _write(path: Path, body: bytes) -> None:
+    scratch = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(body)
+        scratch.replace(path)
+        records = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        for old in records[:-MOST_RECORDS]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("the costs of steps cannot be remembered: %s", error)

@@ -1,0 +1,80 @@
+"""What steps with drafts cost is known to the next engine of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.replica.kept_costs import KeptCosts
+from engine.speculation.batch_costs import PLAIN_FIRST, BatchCosts
+from tests.engine.whole import Whole
+
+
+def learned(rows: int = 1, plain_s: float = 0.03) -> BatchCosts:
+    costs = BatchCosts()
+    for drafted in (*[0] * PLAIN_FIRST, 1, 2, 4, 8, 16):
+        for _ in range(5):
+            costs.observe(rows, drafted, plain_s * (1 + 0.05 * drafted))
+    return costs
+
+
+def test_costs_are_known_after_a_restart(tmp_path: Path) -> None:
+    path, costs = tmp_path / "costs" / "a.json", learned(rows=4)
+    kept = KeptCosts(path, costs)
+    kept.keep()  # it has just begun
+    assert not path.exists()
+    costs.observe(4, 0, 0.03)
+    kept.keep(at_once=True)
+    again = BatchCosts()
+    KeptCosts(path, again)
+    assert not again.needs_plain(4) and again.needs_plain(5)
+    assert again.plain_s(4) == pytest.approx(0.03)
+    assert again.predict_s(4, 8) == pytest.approx(costs.predict_s(4, 8), rel=0.1)
+    again.observe(4, 0, 0.04)  # what was remembered soon counts little
+    for _ in range(30):
+        again.observe(4, 0, 0.04)
+    assert again.plain_s(4) > 0.036
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"no", b"[]", b"\xff" * 100, b'{"1": {"0": -1}}', b'{"1": {"0": 1e9}}'),
+        *(b'{"0": {"0": 1}}', b'{"1": {"99999999": 1}}', b'{"1": {"-1": 0.1}}'),
+    ],
+)
+def test_a_damaged_file_is_ignored(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(body)
+    costs = BatchCosts()
+    KeptCosts(path, costs)
+    assert not costs.known()
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "costs").write_bytes(b"not a folder")
+    costs = BatchCosts()
+    kept = KeptCosts(tmp_path / "costs" / "a.json", costs)
+    costs.observe(1, 0, 0.03)
+    kept.keep(at_once=True)
+    assert "cannot be remembered" in caplog.text
+
+
+def test_a_replica_begins_with_what_the_one_before_has_learned(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, proofs = tiny_model("llama"), tmp_path / "proofs"
+    first = Whole(path, spec_decode="auto", proofs=proofs).replica
+    assert first.kept_costs is not None
+    costs = first.kept_costs._costs
+    for _ in range(PLAIN_FIRST):
+        costs.observe(3, 0, 0.02)
+    first.kept_costs.keep(at_once=True)
+    second = Whole(path, spec_decode="auto", proofs=proofs).replica
+    assert second.kept_costs is not None
+    assert second.kept_costs._costs.plain_s(3) == pytest.approx(0.02)
+    assert Whole(path, spec_decode="none", proofs=proofs).replica.kept_costs is None

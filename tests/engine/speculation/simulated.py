@@ -1,0 +1,115 @@
+"""Requests that are decoded step by step on a simulated processor, with a clock of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.speculation.source import DraftSource, Proposal
+from engine.speculation.speculator import (
+    DraftRow,
+    SequenceDrafts,
+    SpeculationOptions,
+    Speculator,
+)
+from shared import wire
+
+PLAIN_S = 0.030
+RIGHT, WRONG = 1, 2
+"""All tokens of all texts, and one that is none of them."""
+
+
+class Guessing(DraftSource):
+    """Claims to be sure, and is right where ``is_right`` says so of the number of an output."""
+
+    def __init__(self, is_right: Callable[[int], bool], name: str = "guessing") -> None:
+        self._is_right, self._name = is_right, name
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
+        done = len(tokens) - 1
+        drafts = (RIGHT if self._is_right(done + i) else WRONG for i in range(count))
+        return Proposal(tuple(drafts), self._name, likely=(0.9,))
+
+
+@dataclass
+class SimulatedRow:
+    """One request, and what drafts cost it, in seconds without noise."""
+
+    drafts: SequenceDrafts
+    tokens: list[int] = field(default_factory=lambda: [RIGHT])  # with a prompt of one token
+    without_s: float = 0.0
+    lost_s: float = 0.0
+    most_lost: float = 0.0
+    """The most that it had ever lost, as a part of what it was allowed to."""
+
+    def step(self, plain_s: float, excess_s: float, accepted: int) -> None:
+        self.tokens += [RIGHT] * (accepted + 1)
+        self.without_s += (accepted + 1) * plain_s
+        self.lost_s += excess_s - accepted * plain_s
+        allowed_s = max(2 * plain_s, 0.03 * self.without_s)
+        self.most_lost = max(self.most_lost, self.lost_s / allowed_s)
+
+    @property
+    def lost(self) -> float:
+        return self.lost_s / self.without_s
+
+    @property
+    def gain(self) -> float:
+        return self.without_s / (self.without_s + self.lost_s)
+
+
+@dataclass
+class Processor:
+    """Takes ``draft`` of a step without drafts longer for each draft."""
+
+    draft: float
+    noise: Callable[[], float] = lambda: 1.0
+    speculator: Speculator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._makers: list[DraftSource] = []
+        options = SpeculationOptions(tokens=16, largest_batch=16, protects=True)
+        self.speculator = Speculator(options, [lambda request, grammar: self._makers.pop()])
+
+    def run(self, *is_right: Callable[[int], bool], tokens: int = 64) -> list[SimulatedRow]:
+        """Decode so many tokens of requests with sources of their own, all at once."""
+        rows = []
+        for each in is_right:
+            self._makers.append(Guessing(each))
+            drafts = self.speculator.begin(REQUEST, None)
+            assert drafts is not None
+            rows.append(SimulatedRow(drafts))
+        while left := [row for row in rows if len(row.tokens) <= tokens]:
+            self._step(left, tokens)
+        return rows
+
+    def _step(self, rows: list[SimulatedRow], tokens: int) -> None:
+        spec, num_rows = self.speculator, len(rows)
+        asked = [DraftRow(row.drafts, row.tokens, tokens - len(row.tokens)) for row in rows]
+        proposals = spec.choose(num_rows, asked)
+        drafted = sum(len(each.tokens) for each in proposals if each)
+        plain_s, excess_s = PLAIN_S, PLAIN_S * self.draft * drafted
+        elapsed_s = (plain_s + excess_s) * self.noise()
+        spec.observe_step(num_rows, drafted, elapsed_s, [row.drafts for row in rows])
+        for row, ask, proposal in zip(rows, asked, proposals, strict=True):
+            wrong = [*proposal.tokens, WRONG].index(WRONG) if proposal else 0
+            row.step(plain_s, excess_s, wrong)
+            if proposal:
+                spec.verified(ask._replace(tokens=row.tokens), proposal, wrong)
+
+
+def noisy(seed: int, spread: float, held_up: float = 0.0) -> Callable[[], float]:
+    """Return factors of mean 1 about, some of which (``held_up``) are ten times as large."""
+    pick = random.Random(seed)
+    return lambda: pick.uniform(1 - spread, 1 + spread) * (10 if pick.random() < held_up else 1)
+
+
+REQUEST = wire.Submit(
+    request_id="a",
+    attempt=0,
+    token_ids=[RIGHT],
+    sampling=wire.SamplingParams(seed=1),
+    max_tokens=9,
+    stop_token_ids=[],
+)

@@ -1,0 +1,103 @@
+"""Drafts never cost a request more than a little, whatever sources claim and steps take."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.speculation.regret import FIRST_SILENCE, SequenceAccount, SourceAccount
+from tests.engine.speculation.simulated import PLAIN_S, Processor, noisy
+
+DRAFTS = (0.0, 0.02, 0.1, 0.3, 1.0)
+"""What a draft adds to a step, in steps."""
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sources take no time, however slow the machine of the test is."""
+    monkeypatch.setattr("engine.speculation.speculator.perf_counter", lambda: 0.0)
+
+
+def always(number: int) -> bool:
+    return True
+
+
+def never(number: int) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_source_that_is_always_wrong_costs_next_to_nothing(draft: float) -> None:
+    for tokens, most in ((64, 0.02), (256, 0.01)):
+        (row,) = Processor(draft).run(never, tokens=tokens)  # nothing is known at first
+        assert row.lost <= most and row.most_lost <= 1
+
+
+@pytest.mark.parametrize(("draft", "gain"), [(0.0, 8), (0.02, 6), (0.1, 3), (0.3, 1.8)])
+def test_a_source_that_is_always_right_is_believed_soon(draft: float, gain: float) -> None:
+    processor = Processor(draft)
+    (first,) = processor.run(always, tokens=256)
+    (second,) = processor.run(always, tokens=256)
+    assert first.gain > 0.8 * gain and second.gain > gain and first.most_lost < 1
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_source_that_turns_wrong_is_left_soon(draft: float) -> None:
+    (row,) = Processor(draft).run(lambda number: number < 300, tokens=300)
+    saved_s = -row.lost_s
+    (row,) = Processor(draft).run(lambda number: number < 300, tokens=600)
+    assert saved_s + row.lost_s < 7 * PLAIN_S  # of what it had saved
+    assert row.lost < 0.01
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("spread", [0.1, 0.4])
+def test_noise_changes_none_of_that_by_much(seed: int, spread: float) -> None:
+    for draft in (0.02, 0.1, 0.3):
+        (row,) = Processor(draft, noisy(seed, spread, 0.01)).run(never, tokens=256)
+        assert row.lost <= 0.02 and row.most_lost <= 1
+    (row,) = Processor(0.02, noisy(seed, spread, 0.01)).run(always, tokens=256)
+    assert row.gain > 2.5
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_no_request_pays_for_the_drafts_of_others(draft: float) -> None:
+    rows = Processor(draft).run(always, never, always, never, tokens=128)
+    assert all(row.most_lost <= 1 for row in rows)
+
+
+def test_requests_gain_together() -> None:
+    rows = Processor(0.02).run(*[always] * 4, tokens=128)
+    assert all(row.gain > 2.5 for row in rows)
+
+
+def test_what_is_right_by_turns_is_drafted_while_it_is_right() -> None:
+    (row,) = Processor(0.05).run(lambda number: number % 100 < 80, tokens=1000)
+    assert row.gain > 2 and row.most_lost <= 1
+
+
+def test_a_source_is_silent_for_longer_each_time_until_it_saves_something() -> None:
+    account = SourceAccount()
+    for times in (1, 2, 4):
+        account.begin_silence(100)
+        assert account.is_silent(100 + times * FIRST_SILENCE - 1)
+        assert not account.is_silent(100 + times * FIRST_SILENCE)
+    account.verified(0.01, 0.03, PLAIN_S)
+    account.begin_silence(100)
+    assert not account.is_silent(100 + FIRST_SILENCE)
+
+
+def test_what_was_saved_pays_for_little_of_what_is_lost_later() -> None:
+    account = SourceAccount()
+    account.verified(0.0, 100 * PLAIN_S, PLAIN_S)
+    assert account.room_s(PLAIN_S, 0.0) < 3 * PLAIN_S
+
+
+def test_a_request_may_lose_little_of_what_it_has_computed() -> None:
+    account = SequenceAccount()
+    account.step(PLAIN_S, PLAIN_S)
+    assert account.room_s(PLAIN_S) == pytest.approx(0.25 * PLAIN_S)
+    for _ in range(999):
+        account.step(PLAIN_S, 0.0)
+    assert account.room_s(PLAIN_S) == pytest.approx(19 * PLAIN_S)
+    account.save(10, PLAIN_S)
+    assert account.room_s(PLAIN_S) == pytest.approx(29.2 * PLAIN_S)

@@ -42,7 +42,7 @@ PAGES = {
     " docs/design/memory docs/design/slots-and-slabs docs/design/prefix-cache"
     " docs/design/recurrent-state docs/design/quantization docs/design/sampling"
     " docs/design/grammars docs/design/speculation docs/design/ranks docs/design/cpu"
-    " docs/design/models docs/design/embeddings",
+    " docs/design/models docs/design/images docs/design/embeddings",
     "Project": "CONTRIBUTING CHANGELOG",
 }
 """What the side bar lists below each heading. Sphinx warns of a page that is not here."""

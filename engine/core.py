@@ -21,12 +21,15 @@ from engine.io.inbox import (
     Inbox,
     InboxMessage,
     NewRouter,
+    PicturedSubmit,
     StoresAnswered,
 )
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from engine.plan import StepResult
 from engine.scheduler import Scheduler
+from engine.vision.intake import take_pictures
+from engine.vision.pixels import PixelStore
 from shared import wire
 
 logger = logging.getLogger(__name__)
@@ -57,14 +60,16 @@ class EngineCore:
         status: EngineStatus,
         store: EngineStore | None,
         grammar_queue: GrammarQueue,
+        pixels: PixelStore | None = None,
         check_integrity: bool = False,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_idle`` is called whenever there was nothing to run."""
+        """``pixels`` is where the executor finds what came of pictures; None if it takes none.
+        ``on_idle`` is called whenever there was nothing to run."""
         self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
-        self._grammar_queue = grammar_queue
+        self._grammar_queue, self._pixels = grammar_queue, pixels
         self._refused: list[wire.Refused] = []
         self._check_integrity = check_integrity
         self._on_idle = on_idle
@@ -106,6 +111,12 @@ class EngineCore:
         for item in items:
             if isinstance(item, wire.Submit):
                 self._submit(self._grammar_queue.add(item))
+            elif isinstance(item, PicturedSubmit):
+                taken = take_pictures(item.request, item.frames, self._pixels)
+                if isinstance(taken, wire.Submit):
+                    self._submit(self._grammar_queue.add(taken))
+                else:
+                    self._refused.append(taken)
             elif isinstance(item, wire.Encode):
                 why = "this model generates text, and neither embeds nor ranks"
                 self._refused.append(
@@ -145,7 +156,9 @@ class EngineCore:
             self._report_live()
 
     def _report_live(self) -> None:
-        self._status.live = [*self._scheduler.live(), *self._grammar_queue.live()]
+        live = self._status.live = [*self._scheduler.live(), *self._grammar_queue.live()]
+        if self._pixels is not None and not self._pixels.is_empty:
+            self._pixels.keep_only({(one.request_id, one.attempt) for one in live})
 
     def _submit(self, answer: ReadyOrRefused | None) -> None:
         if isinstance(answer, ReadyRequest):

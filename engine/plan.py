@@ -159,12 +159,31 @@ class Decode(PlanOp, frozen=True):
     allows nothing else."""
     grammar: Grammar | None = None  # comes with the first decode in a slot
     forced: int | None = None  # the token to choose, whatever is likely or allowed
+    shift: int = 0  # what is added to the position where the model rotates by it
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens after the input, which is given then, and not ``forced``. What is
     ``forbidden`` is so after each of them. None ends the sequence."""
     guesses: int = 0
     """How many tokens after the run the executor may guess itself, where it can
     (`ExecutorSpec.guesses`). It may give fewer. A later plan verifies them, as drafts."""
+
+
+class EncodePicture(PlanOp, frozen=True):
+    """Compute embeddings of a picture, or go on with that. Its arrays are where those are kept that
+    came with requests (`engine.vision.pixels`)."""
+
+    digest: bytes
+    token_ids: tuple[int, ...]  # of the picture in a prompt
+    layers: int  # of the encoder that are computed now
+    is_last: bool  # all that is left is computed, and the embeddings are kept
+
+
+class ShownPart(PlanOp, frozen=True):
+    """Embeddings of a picture in a chunk."""
+
+    digest: bytes
+    first: int  # number of the picture's first embedding in the chunk
+    places: tuple[int, ...]  # the tokens of the chunk that the embeddings replace, from this one on
 
 
 class Chunk(PlanOp, frozen=True):
@@ -179,6 +198,10 @@ class Chunk(PlanOp, frozen=True):
     """The tokens that follow each of the first of ``token_ids``. Their log-probabilities are
     returned (`PromptLogprobs`)."""
     logprobs: int = 0  # number of alternatives to return with each
+    pictures: tuple[ShownPart, ...] = ()
+    shift: int = 0  # as in `Decode`
+    axes: tuple[tuple[int, ...], ...] = ()
+    """The positions of the tokens in three axes, where pictures have them (`engine.batch.axes`)."""
 
 
 class Stretch(PlanOp, frozen=True):
@@ -217,6 +240,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     dropped_passes: tuple[int, ...] = ()  # passes of which nothing more is computed
+    dropped_pictures: tuple[bytes, ...] = ()  # digests: embeddings, and what was begun of them
     evictions: tuple[Evict, ...] = ()
     freed_slabs: tuple[int, ...] = ()
     freed_slots: tuple[Slot, ...] = ()
@@ -228,6 +252,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     state_restores: tuple[RestoreState, ...] = ()
     moves: tuple[Move, ...] = ()
     decodes: tuple[Decode, ...] = ()
+    encodes: tuple[EncodePicture, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     """The pass of ``chunks`` is computed whole if no stretch has its number."""
@@ -264,6 +289,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     failed: tuple[tuple[Slot, str], ...] = ()
     """The slots whose chunk or grammar raised, with the reason. Nothing of theirs was saved, and
     what was left of the chunk's pass is dropped; everything else in the plan was done."""
+    failed_pictures: tuple[tuple[bytes, str], ...] = ()
+    """Digests of pictures whose encoding raised, with the reason. Nothing of them is kept."""
     elapsed_s: float = 0.0  # time of the step on the device that it shared with no other step
     chunks_apart: bool = False  # whether ``elapsed_s`` is without the chunks
     chunk_times: tuple[tuple[int, float], ...] = ()

@@ -194,6 +194,7 @@ def serve_sequences(
         status=status,
         store=store,
         grammar_queue=grammar_queue,
+        pixels=None if replica.vision is None else replica.vision.pixels,
         check_integrity=CHECK_VARIABLE in os.environ,
         on_idle=replica.keep_costs,
     ).run()
@@ -281,6 +282,7 @@ def _hello(
         ],
         kv_bits=replica.executor.spec.kv_bits,
         version=installed_version(),
+        vision=None if replica.vision is None else replica.vision.vision,
         options=settings.serving_options(options),
     )
 

@@ -44,6 +44,25 @@ _TOWER = {
     "num_attention_heads": 2,
 }
 
+_TILE_TOKENS = (
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{col}>" for row in range(1, 4) for col in range(1, 4)),
+)
+_TILES = {
+    "do_image_splitting": True,
+    "size": {"longest_edge": 32},
+    "max_image_size": {"longest_edge": 16},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+_PATCHES = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": 4,
+    "size": {"longest_edge": 32},
+}
+
 
 @dataclass(frozen=True)
 class VisionFamily:
@@ -57,6 +76,36 @@ class VisionFamily:
     processor: dict[str, Any] = field(default_factory=dict)  # processor_config.json
     preprocessor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json
     tokenizer: dict[str, Any] = field(default_factory=dict)  # more of tokenizer_config.json
+    flat: bool = False  # whether the text config is the outer one
+    around: tuple[str, str] = ("", "")  # what chat templates put around the placeholder
+
+
+def _qwen(tower: dict[str, Any]) -> VisionFamily:
+    """Return a family whose positions have three axes."""
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return VisionFamily(
+        text=_TEXT
+        | {
+            "tie_word_embeddings": False,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        },
+        tower=tower
+        | {"patch_size": 4, "spatial_patch_size": 4, "spatial_merge_size": 2}
+        | {"temporal_patch_size": 2, "in_channels": 3},
+        placeholder="<|image_pad|>",
+        tokens=("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        config={name: VOCAB_SIZE + number for number, name in enumerate(ids)},
+        preprocessor={
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "min_pixels": 64,
+            "max_pixels": 4096,
+        },
+        flat=True,
+        around=("<|vision_start|>", "<|vision_end|>"),
+    )
 
 
 FAMILIES: dict[str, VisionFamily] = {
@@ -64,22 +113,71 @@ FAMILIES: dict[str, VisionFamily] = {
         text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
         tower=_TOWER | {"model_type": "idefics3", "patch_size": 4, "image_size": 16},
         placeholder="<image>",
-        tokens=(
-            "<fake_token_around_image>",
-            "<global-img>",
-            "<end_of_utterance>",
-            *(f"<row_{row}_col_{col}>" for row in range(1, 4) for col in range(1, 4)),
-        ),
+        tokens=_TILE_TOKENS,
         config={"scale_factor": 2, "image_token_id": VOCAB_SIZE},
-        processor={"image_seq_len": 4, "processor_class": "Idefics3Processor"},
-        preprocessor={
-            "image_processor_type": "Idefics3ImageProcessor",
-            "do_image_splitting": True,
-            "size": {"longest_edge": 32},
-            "max_image_size": {"longest_edge": 16},
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
+        processor={"image_seq_len": 4},
+        preprocessor=_TILES | {"image_processor_type": "Idefics3ImageProcessor"},
+    ),
+    "smolvlm": VisionFamily(
+        text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
+        tower=_TOWER | {"model_type": "smolvlm_vision", "patch_size": 4, "image_size": 16},
+        placeholder="<image>",
+        tokens=_TILE_TOKENS,
+        config={"scale_factor": 2, "image_token_id": VOCAB_SIZE},
+        processor={"image_seq_len": 4},
+        preprocessor=_TILES | {"image_processor_type": "SmolVLMImageProcessor"},
+    ),
+    "llava": VisionFamily(
+        text=_TEXT | {"model_type": "llama"},
+        tower=_TOWER | {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 16},
+        placeholder="<image>",
+        tokens=(),
+        config={"image_token_index": VOCAB_SIZE, "vision_feature_layer": -2},
+        processor={
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
         },
+        preprocessor={
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": {"height": 16, "width": 16},
+        },
+    ),
+    "pixtral": VisionFamily(
+        text=_TEXT | {"model_type": "mistral", "head_dim": 16},
+        tower=_TOWER | {"model_type": "pixtral", "patch_size": 4, "image_size": 32, "head_dim": 16},
+        placeholder="[IMG]",
+        tokens=("[IMG_BREAK]", "[IMG_END]"),
+        config={"image_token_index": VOCAB_SIZE},
+        processor={"patch_size": 4},
+        preprocessor=_PATCHES,
+    ),
+    "mistral3": VisionFamily(
+        text=_TEXT
+        | {
+            "model_type": "mistral",
+            "head_dim": 16,
+            "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
+        },
+        tower=_TOWER | {"model_type": "pixtral", "patch_size": 4, "image_size": 32, "head_dim": 16},
+        placeholder="[IMG]",
+        tokens=("[IMG_BREAK]", "[IMG_END]"),
+        config={"image_token_index": VOCAB_SIZE, "spatial_merge_size": 2},
+        processor={"patch_size": 4, "spatial_merge_size": 2},
+        preprocessor=_PATCHES,
+    ),
+    "qwen2_vl": _qwen({"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_5_vl": _qwen(
+        {
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_heads": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        }
     ),
 }
 
@@ -98,9 +196,10 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
     made = FAMILIES[family]
     special = (made.placeholder, *made.tokens)
     vocab_size = -(-(VOCAB_SIZE + len(special)) // 8) * 8
+    text = made.text | {"vocab_size": vocab_size} | changes
     config = made.config | {
+        **(text if made.flat else {"text_config": text}),
         "model_type": family,
-        "text_config": made.text | {"vocab_size": vocab_size} | changes,
         "vision_config": made.tower,
         "vocab_size": vocab_size,
         "bos_token_id": 1,
@@ -120,7 +219,7 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
         "bos_token": SPECIAL_TOKENS[1],
         "eos_token": SPECIAL_TOKENS[EOS],
         "pad_token": SPECIAL_TOKENS[0],
-        "chat_template": TEMPLATE.replace("IMAGE", made.placeholder),
+        "chat_template": TEMPLATE.replace("IMAGE", made.placeholder.join(made.around)),
     }
     for name, content in (
         ("tokenizer_config.json", named | made.tokenizer),
@@ -134,8 +233,8 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
 def random_model(config: dict[str, Any], seed: int) -> Any:
     """Return a model of mlx-vlm's own class with random weights."""
     package = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
-    made = package.ModelConfig.from_dict(config)
-    made.text_config = package.TextConfig.from_dict(config["text_config"])
+    made = package.ModelConfig.from_dict(dict(config))
+    made.text_config = package.TextConfig.from_dict(config.get("text_config", config))
     made.vision_config = package.VisionConfig.from_dict(config["vision_config"])
     mx.random.seed(seed)
     model = package.Model(made)

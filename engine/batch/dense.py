@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.batch.axes import Axes
 from engine.batch.graph import GraphBatch
 from engine.batch.groups import Mask
 from engine.batch.ragged import Row, effective_window
@@ -106,8 +107,8 @@ class DenseKVCacheView:
         self._window = layer.window
 
     @property
-    def offset(self) -> int | mx.array:
-        return self.batch.offset
+    def offset(self) -> int | mx.array | Axes:
+        return self.batch.turned_by
 
     @property
     def keys(self) -> mx.array:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from engine.batch.groups import Reach, RowGroup, row_groups
 from engine.batch.places import places, sources
-from engine.batch.ragged import RaggedBatch, Row
+from engine.batch.ragged import Given, RaggedBatch, Row
 from engine.batch.writing import SlabWriter
 from engine.cache.layout import AttentionLayout, Layout
 from engine.cache.slabs import Slab, Slabs
@@ -88,8 +88,10 @@ class GraphBatch(RaggedBatch):
             gather += group.batch_rows()
         return mx.array(gather), mx.array(scatter)
 
-    def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
-        found = super().logits(model, inputs, kv_only=kv_only)
+    def logits(
+        self, model: Any, inputs: mx.array, *, kv_only: bool = False, given: Given | None = None
+    ) -> mx.array:
+        found = super().logits(model, inputs, kv_only=kv_only, given=given)
         self.finish_writes()
         return found
 

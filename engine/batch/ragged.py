@@ -20,6 +20,7 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import ArraysCache
 
 from engine.backend.patching import patch
+from engine.batch.axes import Axes
 from engine.batch.layered import LayeredPass
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.slabs import Slab, Slabs
@@ -34,11 +35,20 @@ class Row(NamedTuple):
     slot: Slot
     start: int
     end: int
+    shift: int = 0  # what is added to positions where a model rotates by them
 
     @property
     def width(self) -> int:
         """Number of new tokens."""
         return self.end - self.start
+
+
+class Given(NamedTuple):
+    """Embeddings that the one row of a pass has in place of those of its tokens."""
+
+    places: list[int]  # of the row's tokens
+    embeddings: mx.array  # (places, hidden), as the model takes them: before it scales any
+    axes: Axes | None = None  # of all tokens of the row, where positions have three axes
 
 
 class RaggedBatch(ABC):
@@ -83,6 +93,11 @@ class RaggedBatch(ABC):
         self.decoding = self.width == 1
         starts = [row.start for row in rows]
         self.offset: int | mx.array = starts[0] if len(rows) == 1 else mx.array(starts)
+        self.turned_by: int | mx.array | Axes = self.offset
+        """The offset by which a model rotates the first of each row's new tokens."""
+        if any(row.shift for row in rows):
+            shifted = [row.start + row.shift for row in rows]
+            self.turned_by = shifted[0] if len(rows) == 1 else mx.array(shifted)
         self.layout = layout
         self.new_states: dict[int, mx.array] = {}
         self.also_written: list[mx.array] = []
@@ -130,11 +145,20 @@ class RaggedBatch(ABC):
         ``files`` of its checkpoint. Called after the proof."""
         return
 
-    def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
+    def logits(
+        self, model: Any, inputs: mx.array, *, kv_only: bool = False, given: Given | None = None
+    ) -> mx.array:
         """Run ``model`` on ``inputs`` (batch, width) and return logits (batch, width, vocab).
 
         With ``kv_only`` the logits are not read, and only the stored KV and state count."""
-        found: mx.array = model(inputs, cache=self.views)
+        found: mx.array
+        if given is None:
+            found = model(inputs, cache=self.views)
+        else:
+            embedded = embedding_of(model)(inputs)
+            embedded[0, mx.array(given.places)] = given.embeddings.astype(embedded.dtype)
+            self.turned_by = given.axes or self.turned_by
+            found = model(inputs, cache=self.views, input_embeddings=embedded)
         return found
 
     def pause(self) -> None:
@@ -197,6 +221,12 @@ class RaggedBatch(ABC):
         A token attends to itself and the positions before it, within the last ``window``."""
 
 
+def embedding_of(model: Any) -> Any:
+    """Return the layer of ``model`` that embeds tokens."""
+    inner = getattr(model, "language_model", model)
+    return inner.model.embed_tokens
+
+
 def effective_window(asked: int | None, kept: int | None) -> int | None:
     """Return the window of a mask, given the window ``asked`` for and the positions ``kept``.
 
@@ -222,7 +252,7 @@ class KVCacheView:
         self.layer = number
         self.window = layer.window
         self.layout = layer
-        self.offset = batch.offset
+        self.offset = batch.turned_by
         """Position of each row's first new token. An array (batch,) for several rows."""
 
     def make_mask(
@@ -244,7 +274,7 @@ class KVCacheView:
     def shape(self) -> tuple[int, int, int | mx.array, int]:
         """Shape of the keys, but with a length for each row, padding included."""
         heads, dim = self.layout.kv_heads, self.layout.key_dim
-        return len(self.batch.rows), heads, self.offset + self.batch.width, dim
+        return len(self.batch.rows), heads, self.batch.offset + self.batch.width, dim
 
     @property
     def dtype(self) -> mx.Dtype:

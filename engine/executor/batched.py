@@ -19,6 +19,7 @@ from engine.executor.base import Executor
 from engine.executor.decoding import DecodePasses, DecodeRows
 from engine.executor.guessing import Guesser
 from engine.executor.line import DeviceLine, Piece
+from engine.executor.pictures import PictureEmbeddings
 from engine.executor.prefill import Passes, Prefill
 from engine.executor.spec import pads_chunks, spec_of
 from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
@@ -69,8 +70,14 @@ class BatchedExecutor(Executor):
         self._stopwatch = Stopwatch(asynchronous=self.spec.look_ahead)
         self._clock = StepClock()
 
+    def use_pictures(self, pictures: PictureEmbeddings) -> None:
+        """Accept plans with pictures from now on."""
+        self._passes.pictures = pictures
+
     def reset(self) -> None:
         self._passes.clear()
+        if self._passes.pictures is not None:
+            self._passes.pictures.clear()
         self._slabs = self._passes.slabs = Slabs()
         self._blocks = BlockStore(self.layout, self._block_size, self.batch_class.writes_in_place)
         self._snapshots = SnapshotStore(self.layout, self._slabs.states)
@@ -101,6 +108,8 @@ class BatchedExecutor(Executor):
         self._export((evict.block_id for evict in plan.evictions if evict.export), self._line.piece)
         for number in plan.dropped_passes:
             self._passes.close(number)
+        if self._passes.pictures is not None:
+            self._passes.pictures.drop(plan)
         for evict in plan.evictions:
             self._blocks.evict(evict.block_id)
             self._snapshots.evict(evict.block_id)

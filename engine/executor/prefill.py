@@ -10,9 +10,10 @@ import mlx.core as mx
 
 from engine.backend.file_rows import FilesChanged
 from engine.batch.layered import LayeredPass
-from engine.batch.ragged import RaggedBatch, Row
+from engine.batch.ragged import Given, RaggedBatch, Row
 from engine.cache.slabs import Slabs
 from engine.executor.base import is_allocation_failure
+from engine.executor.pictures import PictureEmbeddings, PictureUnusable
 from engine.executor.stopwatch import Stopwatch
 from engine.plan import Chunk, Plan, Slot
 from engine.sampling.logprobs import PendingLogprobs, target_logprobs
@@ -46,16 +47,18 @@ class Passes:
     batch: Callable[[Sequence[Row]], RaggedBatch]
     together: bool  # whether chunks may share a pass, padded to the longest
     longest: int | None  # the most tokens of a chunk, see `Layout.longest_pass`
+    pictures: PictureEmbeddings | None = None  # None: the model takes none
     open: dict[int, list[ChunkPass]] = field(default_factory=dict)
 
     def begin(self, plan: Plan) -> None:
         """Note the passes of the chunks of ``plan``.
 
-        Chunks with ``target_ids`` run one by one, since the logits of a whole chunk are large."""
+        Chunks with ``target_ids`` run one by one, since the logits of a whole chunk are large.
+        So do those with pictures: embeddings of a pass that begins again may be dropped by then."""
         if plan.chunks:
-            kv_only = [chunk for chunk in plan.chunks if not chunk.target_ids]
-            groups = [kv_only] if kv_only and self.together else [[chunk] for chunk in kv_only]
-            groups += [[chunk] for chunk in plan.chunks if chunk.target_ids]
+            simple = [chunk for chunk in plan.chunks if not (chunk.target_ids or chunk.pictures)]
+            groups = [simple] if simple and self.together else [[chunk] for chunk in simple]
+            groups += [[chunk] for chunk in plan.chunks if chunk.target_ids or chunk.pictures]
             self.open[plan.step] = [self._pass_of(group) for group in groups]
 
     def close(self, number: int) -> None:
@@ -76,7 +79,8 @@ class Passes:
         ordered = sorted(chunks, key=lambda chunk: chunk.slot)
         width = max(len(chunk.token_ids) for chunk in ordered)
         tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in ordered]
-        batch = self.batch([Row(c.slot, c.start, c.start + len(c.token_ids)) for c in ordered])
+        rows = [Row(c.slot, c.start, c.start + len(c.token_ids), c.shift) for c in ordered]
+        batch = self.batch(rows)
         kv_only = not any(chunk.target_ids for chunk in ordered)
 
         def compute() -> mx.array:
@@ -84,13 +88,21 @@ class Passes:
                 raise ValueError(
                     f"a chunk of {width} tokens does not fit into the rings of the slots"
                 )
-            return batch.logits(self.model, mx.array(tokens, mx.int32), kv_only=kv_only)
+            inputs = mx.array(tokens, mx.int32)
+            return batch.logits(self.model, inputs, kv_only=kv_only, given=self._given(ordered))
 
         return ChunkPass(ordered, batch, LayeredPass(batch, compute))
 
+    def _given(self, chunks: Sequence[Chunk]) -> Given | None:
+        if not chunks[0].pictures:
+            return None
+        if self.pictures is None:
+            raise PictureUnusable("this model takes no pictures")
+        return self.pictures.of(chunks[0])
+
 
 class Prefill:
-    """What one plan computes of chunks."""
+    """What one plan computes of pictures and chunks."""
 
     def __init__(
         self,
@@ -101,6 +113,8 @@ class Prefill:
     ) -> None:
         """Chunks that raise are added to ``failed``."""
         self._passes, self._failed, self._stopwatch = passes, failed, stopwatch
+        self._encodes = plan.encodes
+        self.failed_pictures: list[tuple[bytes, str]] = []
         passes.begin(plan)
         ends = {stretch.number: stretch.end for stretch in plan.stretches}
         if plan.chunks:
@@ -114,10 +128,20 @@ class Prefill:
         """What the passes so far give of the log-probabilities that chunks ask for."""
 
     def __bool__(self) -> bool:
-        return bool(self._ends)
+        return bool(self._ends or self._encodes)
 
     def build(self) -> Iterator[BuiltPass]:
         """Build one pass after the other. Each has to be dispatched before the next is built."""
+        for op in self._encodes:
+            try:
+                with self._stopwatch.computing():
+                    found = (
+                        [] if self._passes.pictures is None else self._passes.pictures.encode(op)
+                    )
+            except PictureUnusable as error:
+                self.failed_pictures.append((op.digest, str(error)))
+            else:
+                yield BuiltPass(found, op is self._encodes[-1] and not self._ends)
         for number, end in self._ends.items():
             is_last = number == list(self._ends)[-1]
             passes = self._passes.open

@@ -170,6 +170,7 @@ class BatchedStep(PendingStep):
             ),
             exported=self.late.take_exports(),
             failed=tuple(self.failed),
+            failed_pictures=tuple(self.prefill.failed_pictures),
             elapsed_s=elapsed_s,
             chunks_apart=self.ahead and bool(self.prefill),
             chunk_times=self.late.take_chunk_times(),

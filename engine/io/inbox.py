@@ -52,8 +52,17 @@ class GrammarCompiled:
     outcome: CompileOutcome
 
 
+@dataclass(frozen=True)
+class PicturedSubmit:
+    """A request with pictures, and the bytes of their arrays."""
+
+    request: Submit
+    frames: tuple[bytes, ...]
+
+
 InboxMessage = (
     Submit
+    | PicturedSubmit
     | Encode
     | Abort
     | Drain

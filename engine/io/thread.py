@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from engine.io.group_store import EngineStore
-from engine.io.inbox import Inbox, NewRouter
+from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
 from engine.io.ownership import Ownership
 from engine.io.router_link import HIGH_WATER_MARK, RouterLink
 from engine.io.router_links import RouterLinks
@@ -200,13 +200,13 @@ class IOThread(threading.Thread):
             if frames is None:
                 return
             try:
-                message, _ = wire.decode(frames, wire.ToEngine)
+                message, payload = wire.decode(frames, wire.ToEngine)
             except wire.WireError as error:
                 self._count_dropped(error)
                 continue
-            self._dispatch(link, message)
+            self._dispatch(link, message, payload)
 
-    def _dispatch(self, link: RouterLink, message: wire.ToEngine) -> None:
+    def _dispatch(self, link: RouterLink, message: wire.ToEngine, payload: list[bytes]) -> None:
         if isinstance(message, wire.Ping):
             self._on_ping(link, message)
         elif isinstance(message, wire.FilesWanted):
@@ -219,7 +219,10 @@ class IOThread(threading.Thread):
                 self._requests.add(message, link)
             if self._traces is not None:
                 self._traces.on_received(message)
-            self._inbox.put(message)
+            if isinstance(message, wire.Submit) and message.images:
+                self._inbox.put(PicturedSubmit(message, tuple(payload)))
+            else:
+                self._inbox.put(message)
 
     def _on_ping(self, link: RouterLink, ping: wire.Ping) -> None:
         if ping.protocol not in wire.SUPPORTED_VERSIONS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.model import adapter, sharding
+from engine.model import adapter, multimodal, sharding
 from engine.model.context import config_int, context_length, served_context
 from engine.model.demo import demo_model_path, on_cpu
 from engine.model.errors import ModelUnavailable
@@ -161,20 +161,18 @@ def _weight_files(path: Path) -> list[Path]:
 def _load_with_mlx_lm(
     path: Path, options: TokenizerOptions, trust: bool, *, lazy: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    import mlx_lm
+    from mlx_lm.utils import load_config, load_model, load_tokenizer
 
     names = ("eos_token", "bos_token", "pad_token")
     given: dict[str, Any] = {name: token for name in names if (token := getattr(options, name))}
     if trust:
         given["trust_remote_code"] = True
     try:
-        model, tokenizer, config = mlx_lm.load(
-            str(path),
-            tokenizer_config=given,
-            lazy=lazy,
-            return_config=True,
-            trust_remote_code=trust,
-        )
+        classes = multimodal.text_classes(load_config(path))
+        own = {} if classes is None else {"get_model_classes": classes}
+        model, config = load_model(path, lazy=lazy, trust_remote_code=trust, **own)
+        eos_token_ids = config.get("eos_token_id")
+        tokenizer = load_tokenizer(path, given, eos_token_ids=eos_token_ids)
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error

@@ -29,8 +29,10 @@ from engine.replica.head import ServedHead, with_head
 from engine.replica.kept_costs import KeptCosts
 from engine.replica.memory import EngineMemory, MemorySizes
 from engine.replica.speculation import make_speculator
+from engine.replica.vision import served_vision, with_pictures
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation.speculator import MOST_TOKENS, Speculator
+from engine.vision.load import ServedVision
 from shared.hashing import namespace_root
 from shared.settings import Settings
 
@@ -52,6 +54,7 @@ class Replica:
     uses_store: bool  # whether blocks are stored in the kvstore and fetched from it
     capabilities: tuple[str, ...]  # for the hello
     draft_model: DraftModel | None = None
+    vision: ServedVision | None = None
     kept_costs: KeptCosts | None = None  # of drafts
 
     def keep_costs(self, at_once: bool = False) -> None:
@@ -89,17 +92,16 @@ def build_replica(
         other_bytes += layers.nbytes  # about as many where the whole pass has packed them anew
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
+    served = served_vision(executor, loaded, settings, own.size_bytes, head)
     draft_model, draft_bytes = None, 0
     if executor.spec.verifies_drafts:
         draft_model, draft_bytes = open_draft_model(loaded, settings, proofs)
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
-    other_bytes += draft_bytes + slots_bytes
+    other_bytes += draft_bytes + slots_bytes + (0 if served is None else served.bytes)
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
     memory.set_limits(own)
     executor.release_weights(loaded.weight_files)
-    gc.collect()  # the proof's leftovers
-    mx.clear_cache()
-    allocation.give_back()
+    _drop_leftovers()
     if device.uses_host():
         context_bytes = executor.spec.slot_token_bytes * loaded.context_length
         allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES, context_bytes))
@@ -111,9 +113,10 @@ def build_replica(
     speculator = make_speculator(settings, executor.spec, draft_model)
     return Replica(
         executor=executor,
-        scheduler=Scheduler(config, speculator=speculator),
+        scheduler=Scheduler(with_pictures(config, served), speculator=speculator),
         draft_model=draft_model,
         kept_costs=_kept_costs(own_record, speculator),
+        vision=served,
         namespace=config.namespace,
         num_blocks=sizes.num_blocks if config.keeps_kv else sizes.num_slots + sizes.max_snapshots,
         uses_store=config.uses_store,
@@ -135,10 +138,15 @@ def build_rank(
     executor = choose_executor_of(loaded, settings, record, group)
     memory.set_limits(EngineMemory.of(settings))
     executor.release_weights(loaded.weight_files)
+    _drop_leftovers()
+    return executor, _block_namespace(executor, loaded, settings, None, None)
+
+
+def _drop_leftovers() -> None:
+    """Give back what proofs left behind."""
     gc.collect()
     mx.clear_cache()
     allocation.give_back()
-    return executor, _block_namespace(executor, loaded, settings, None, None)
 
 
 def _record(

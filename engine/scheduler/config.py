@@ -60,6 +60,10 @@ class SchedulerConfig:
     """Recurrent state of one sequence, in a slot or a snapshot; 0 for models without it."""
     max_snapshots: int = 0
     keeps_kv: bool = True  # False for models that keep nothing but recurrent state
+    image_token_id: int | None = None  # stands for embeddings of pictures; None: it takes none
+    picture_token_bytes: int = 1  # one embedding
+    picture_bytes: int = 0  # all embeddings that are kept, beside `limit_bytes`
+    picture_layers: int = 1  # parts of an encoding that may be computed in different plans
 
     def __post_init__(self) -> None:
         if not self.slot_block_bytes:
@@ -71,6 +75,11 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.max_sequence_blocks < 1:
             raise ValueError(f"limit_bytes {self.limit_bytes} is less than one row of one block")
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the ledger has beside `limit_bytes`, for what has its own room."""
+        return self.draft_bytes + self.picture_bytes
 
     @property
     def max_sequence_blocks(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.pictures import LARGEST_SHARE
+from engine.scheduler.sequence import Sequence, SequencePicture
 from engine.scheduler.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import salted_root
@@ -52,6 +55,7 @@ def make_sequence(
             f"this engine's memory, which holds {largest_capacity}",
             "max_tokens",
         )
+    pictures = _pictures(request, config)
     seq = Sequence(
         request=request,
         arrival=arrival,
@@ -62,10 +66,41 @@ def make_sequence(
         submitted_s=now_s,
         grammar=grammar,
         thinking=ThinkingProgress(request.thinking) if request.thinking else None,
+        pictures=pictures,
     )
     if config.prefix_cache:
         seq.update_block_hashes()
     return seq
+
+
+def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePicture, ...]:
+    """Return the pictures of ``request``, whose places in the prompt were checked. Raises:
+    `Refusal`."""
+    if request.images and config.image_token_id is None:
+        raise Refusal("unsupported", "this model takes no pictures here", "images")
+    sizes: dict[bytes, int] = {}
+    found = []
+    for number, image in enumerate(request.images):
+        end = image.start + image.length
+        token_ids = tuple(request.token_ids[image.start : end])
+        places = tuple(
+            at for at, token in enumerate(token_ids, image.start) if token == config.image_token_id
+        )
+        if not places:
+            raise Refusal("invalid", f"nothing of the prompt is picture {number}", "images")
+        if len(places) * config.picture_token_bytes > LARGEST_SHARE * config.picture_bytes:
+            raise Refusal("too_large", f"picture {number} does not fit into the memory", "images")
+        if image.arrays:
+            sizes[image.digest] = sum(spec.nbytes for spec in image.arrays)
+        size, grid = sizes[image.digest], image.grid
+        if grid is not None and (
+            len(places) != prod(grid) or len(places) != places[-1] - places[0] + 1
+        ):
+            raise Refusal(
+                "invalid", f"picture {number} has other embeddings than its grid", "images"
+            )
+        found.append(SequencePicture(image.digest, image.start, end, places, token_ids, size, grid))
+    return tuple(found)
 
 
 def _check_tokens(request: wire.Submit, vocab_size: int) -> None:

@@ -32,7 +32,7 @@ def check(
 def _memory(config: SchedulerConfig, memory: Memory, steps: list[InFlightStep]) -> Iterator[str]:
     yield from memory.blocks.faults()
     yield from memory.snapshots.faults()
-    charged = config.draft_bytes
+    charged = config.beside_bytes
     charged += sum(config.slab_bytes(slab.rows, slab.capacity) for slab in memory.slots.slabs())
     charged += len(memory.blocks) * config.block_bytes
     charged += len(memory.snapshots) * config.state_bytes

@@ -49,8 +49,8 @@ class Memory:
         self._config = config
         self._classes = config.capacity_classes()
         self._evicting_exports = config.uses_store and config.store_policy == "evict_only"
-        self.ledger = Ledger(config.limit_bytes + config.draft_bytes)
-        self.ledger.reserve(config.draft_bytes)
+        self.ledger = Ledger(config.limit_bytes + config.beside_bytes)
+        self.ledger.reserve(config.beside_bytes)
         clock = count()
         self.blocks = BlockPool(clock)
         self.snapshots = SnapshotPool(config.max_snapshots, clock)
@@ -258,13 +258,13 @@ class Memory:
             seq.fetch.drop()
         self.fetch_reservations.clear()
         self.withdrawn_bytes = 0
-        self.ledger.used_bytes = self._config.draft_bytes
+        self.ledger.used_bytes = self._config.beside_bytes
         self.forget_changes()
 
     def lower_limit(self, limit_bytes: float) -> None:
         """Lower the ledger's limit to ``limit_bytes``, but never below what one sequence alone
         may need."""
-        alone_bytes = self._config.slab_bytes(1, self.largest_capacity) + self._config.draft_bytes
+        alone_bytes = self._config.slab_bytes(1, self.largest_capacity) + self._config.beside_bytes
         lowered = min(self.ledger.limit_bytes, int(limit_bytes))
         self.ledger.limit_bytes = max(alone_bytes, lowered)
 

@@ -99,3 +99,7 @@ class Counters:
     generated_tokens: int = 0
     preemptions: int = 0
     aborts: int = 0
+    images: int = 0
+    image_hits: int = 0
+    encoded_images: int = 0
+    encode_seconds: float = 0.0

@@ -26,6 +26,14 @@ class PlannedStretch(NamedTuple):
     owing_s: float | None  # predicted while streams wait; None: none do
 
 
+class PlannedEncoding(NamedTuple):
+    """A part of the encoding of a picture."""
+
+    size_bytes: float  # of what is encoded, times the part of the layers
+    is_last: bool
+    owing_s: float | None  # as in `PlannedStretch`
+
+
 @dataclass(eq=False, slots=True)
 class InFlightStep:
     """The record of a plan in flight: its sequences, and what its result will settle."""
@@ -34,6 +42,7 @@ class InFlightStep:
     decodes: list[Sequence] = field(default_factory=list)
     drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # of those that have some
     stretch: PlannedStretch | None = None
+    encoding: PlannedEncoding | None = None
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
     restored: dict[Sequence, list[Block]] = field(default_factory=dict)
@@ -68,6 +77,8 @@ class PlanBuilder:
         self.moves: list[plan.Move] = []
         self.decodes: list[plan.Decode] = []
         self.dropped_passes: list[int] = []
+        self.dropped_pictures: list[bytes] = []
+        self.encodes: list[plan.EncodePicture] = []
         self.chunks: list[plan.Chunk] = []
         self.stretches: list[plan.Stretch] = []
         self.saves: list[plan.Save] = []
@@ -118,6 +129,15 @@ class PlanBuilder:
             self.step.by_slot[chunk.seq.held_slot] = chunk.seq
         if one.layers_done == layers:
             self.step.completed = list(one.chunks)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether something of a prompt is computed."""
+        return self.step.stretch is not None or self.step.encoding is not None
+
+    def encode(self, op: plan.EncodePicture, encoding: PlannedEncoding) -> None:
+        self.encodes.append(op)
+        self.step.encoding = encoding
 
     def save(self, seq: Sequence, first: int, blocks: list[Block]) -> None:
         """Copy the slot's blocks from number ``first`` on into ``blocks``."""

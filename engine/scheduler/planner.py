@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.plan import Decode, Move
+from engine.scheduler.axes import position_shift
 from engine.scheduler.backoff import ConcurrencyBackoff
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import Drafting
@@ -57,6 +58,7 @@ class Planner:
     def fill(self, builder: PlanBuilder) -> None:
         """Decide one step. Whatever it needs of the device goes into ``builder``."""
         self.prefilling.passes.drop_abandoned()
+        self.prefilling.pictures.drop_abandoned(self._sequences.live.values())
         self._free_slots(builder)
         has_room = self._grow(builder)
         if has_room:
@@ -67,6 +69,7 @@ class Planner:
             self._save_computed(builder)
         self._release_leaving(builder)
         builder.dropped_passes += self.prefilling.passes.take_dropped()
+        builder.dropped_pictures += self.prefilling.pictures.take_dropped()
         builder.export(self._memory.backlog.take())
 
     def _free_slots(self, builder: PlanBuilder) -> None:
@@ -223,7 +226,7 @@ class Planner:
             self._decode(builder)
         if not builder.decodes:
             self.prefilling.plan(builder, streaming=streaming)
-        if prompts_first and builder.step.stretch is None:
+        if prompts_first and not builder.has_prompts:
             self._decode(builder)
 
     def _lets_first_token_pass(self) -> bool:
@@ -280,6 +283,7 @@ class Planner:
             forced=thinking.forced() if thinking and not seq.num_inflight else None,
             drafts=drafts,
             guesses=guesses,
+            shift=position_shift(seq, position) if seq.pictures else 0,
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from engine.plan import Chunk
+from engine.scheduler.axes import axes_of, position_shift
 from engine.scheduler.chunks import MIN_TOKENS, ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.passes import OpenPass, OpenPasses, PlannedChunk
-from engine.scheduler.plan_builder import PlanBuilder
-from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.pictures import PictureTable, shown_parts
+from engine.scheduler.plan_builder import PlanBuilder, PlannedEncoding
+from engine.scheduler.sequence import Sequence, SequencePicture, Status
 from engine.scheduler.sequence_table import SequenceTable
 from engine.scheduler.snapshot_policy import SnapshotPolicy
 from engine.scheduler.time_share import TimeShare
@@ -47,6 +49,7 @@ class Prefilling:
         self._chunk_policy = chunk_policy
         self._time_share = time_share
         self.passes = OpenPasses(memory)
+        self.pictures = PictureTable(config)
         self._lead_s = 0.0
         """Time of those that overtook, less the time of the overtaken since."""
         self._layer_s = 0.0
@@ -58,6 +61,11 @@ class Prefilling:
         """Whether it is the turn of prompts, while streams run too."""
         return self._time_share.is_turn_of_prompts(self._layer_s)
 
+    def clear(self) -> None:
+        """Forget what was begun: the executor has lost it."""
+        self.passes.clear()
+        self.pictures.clear()
+
     def plan(self, builder: PlanBuilder, *, streaming: bool) -> None:
         """Add a stretch of a pass to ``builder``, if there are prompts to compute."""
         prefilling = self._sequences.ordered(Status.PREFILLING)
@@ -68,6 +76,10 @@ class Prefilling:
             seq = self._first(candidates)
             one = self.passes.of(seq)
             if one is None and not self._is_claimed(seq, claimed):
+                picture, limits[seq] = self.pictures.missing(seq, limits[seq])
+                if picture is not None:
+                    self._encode(picture, seq, builder, streaming=streaming)
+                    return
                 one = self._begin(seq, candidates, limits, claimed, builder, streaming=streaming)
             if one is not None:
                 self._advance(one, builder, streaming=streaming)
@@ -161,6 +173,8 @@ class Prefilling:
     def _may_share(self, first: Sequence, seq: Sequence) -> bool:
         """Return whether ``seq`` may have a chunk in the pass of ``first``, which waits for it."""
         scored = first.needs_prompt_logprobs or seq.needs_prompt_logprobs
+        if first.has_pictures_ahead or seq.has_pictures_ahead:
+            return False
         is_longer = _tokens_left(seq) >= MUCH_SHORTER * max(_tokens_left(first), MIN_SHARED)
         return self._config.batches_chunks and not scored and not is_longer
 
@@ -180,10 +194,7 @@ class Prefilling:
         """Plan the next layers of ``one``, and what follows if they are the last."""
         layers = self._config.layers
         self._layer_s = self._chunk_policy.predict_layer_s(one.sizes)
-        seconds = self._chunk_policy.unit_s(streaming=streaming)
-        if streaming:
-            owed_s = self._time_share.owed_s
-            seconds = owed_s if self._config.look_ahead else min(seconds, owed_s)
+        seconds = self._seconds_now(streaming=streaming)
         count = max(1, min(round(seconds / self._layer_s), layers - one.layers_done))
         self._stretch_s = count * self._layer_s
         builder.stretch(one, count, layers, self._stretch_s if streaming else None)
@@ -191,6 +202,31 @@ class Prefilling:
             self._time_share.planned(self._stretch_s)
         if one.layers_done == layers:
             self._complete(one)
+
+    def _seconds_now(self, *, streaming: bool) -> float:
+        """Return how long what is planned now may take without a break."""
+        seconds = self._chunk_policy.unit_s(streaming=streaming)
+        if not streaming:
+            return seconds
+        owed_s = self._time_share.owed_s
+        return owed_s if self._config.look_ahead else min(seconds, owed_s)
+
+    def _encode(
+        self, picture: SequencePicture, seq: Sequence, builder: PlanBuilder, *, streaming: bool
+    ) -> None:
+        """Plan the next layers of the encoding of ``picture``, which ``seq`` needs next."""
+        kept = {one.digest for one in seq.pictures if one.start < picture.end}
+        seq.num_encoded += self.pictures.begin(picture, kept)
+        self._layer_s = self.pictures.layer_s(picture)
+        seconds = self._seconds_now(streaming=streaming)
+        count = max(1, round(seconds / self._layer_s)) if self._layer_s else 1
+        op = self.pictures.encode(picture, count)
+        self._stretch_s = op.layers * self._layer_s
+        size_bytes = picture.size_bytes * op.layers / self._config.picture_layers
+        owing_s = self._stretch_s if streaming else None
+        builder.encode(op, PlannedEncoding(size_bytes, op.is_last, owing_s))
+        if streaming:
+            self._time_share.planned(self._stretch_s)
 
     def _complete(self, one: OpenPass) -> None:
         self.passes.forget(one)
@@ -209,7 +245,10 @@ def _tokens_left(seq: Sequence) -> int:
 def _chunk(seq: Sequence, end: int) -> Chunk:
     start = seq.num_computed_tokens
     token_ids = tuple(seq.token_ids[start:end])
-    if not seq.needs_prompt_logprobs:
-        return Chunk(seq.held_slot, start, token_ids)
-    target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
-    return Chunk(seq.held_slot, start, token_ids, target_ids, seq.request.prompt_logprobs or 0)
+    pictures, axes = shown_parts(seq, start, end), axes_of(seq, start, end)
+    shift = position_shift(seq, start) if seq.pictures else 0
+    target_ids: tuple[int, ...] = ()
+    if seq.needs_prompt_logprobs:
+        target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
+    wanted = seq.request.prompt_logprobs or 0 if target_ids else 0
+    return Chunk(seq.held_slot, start, token_ids, target_ids, wanted, pictures, shift, axes)

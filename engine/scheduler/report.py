@@ -8,6 +8,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters
 from engine.scheduler.passes import OpenPasses
+from engine.scheduler.prefilling import Prefilling
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence_table import SequenceTable
 from shared import wire
@@ -42,26 +43,28 @@ def engine_stats(
     sequences: SequenceTable,
     memory: Memory,
     counters: Counters,
+    prefilling: Prefilling,
     *,
-    open_passes: int,
     drafts: wire.DraftStats | None,
 ) -> wire.EngineStats:
     """Return gauges and counters. Used blocks are all bytes in use, in blocks, including cached
     ones."""
     totals = {f"{name}_total": total for name, total in asdict(counters).items()}
-    ledger = memory.ledger
-    total = (ledger.limit_bytes - config.state_bytes) // config.unit_bytes
-    used = -(-ledger.used_bytes // config.unit_bytes)
+    # The room of pictures is theirs alone: nothing else waits for it.
+    limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
+    total = (limit_bytes - config.state_bytes) // config.unit_bytes
+    used = -(-(memory.ledger.used_bytes - config.picture_bytes) // config.unit_bytes)
     return wire.EngineStats(
         running=sequences.num_running,
         waiting=len(sequences.waiting) + len(sequences.loading),
         total_blocks=total,
         used_blocks=used,
         free_blocks=total - used,
-        limit_bytes=ledger.limit_bytes,
+        limit_bytes=limit_bytes,
         unevictable_bytes=memory.unevictable_bytes,
         kept_states=len(memory.snapshots),
-        open_passes=open_passes,
+        open_passes=len(prefilling.passes),
         drafts=drafts,
+        image_bytes=prefilling.pictures.used_bytes,
         **totals,
     )

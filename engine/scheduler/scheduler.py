@@ -12,7 +12,7 @@ from engine.scheduler import integrity, report
 from engine.scheduler.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import Drafting
-from engine.scheduler.failures import discard_failed_saves
+from engine.scheduler.failures import discard_failed_saves, without_pictures
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
@@ -54,7 +54,7 @@ class Scheduler:
         self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
         self._drafting = Drafting(config, speculator)
         time_share = TimeShare(config.streams_share)
-        chunk_policy = ChunkPolicy(
+        policy = ChunkPolicy(
             config.block_size,
             config.prefill_chunk_tokens,
             config.max_chunk_tokens,
@@ -67,10 +67,10 @@ class Scheduler:
             self.sequences,
             self.memory,
             self._prefix_cache.snapshot_policy,
-            chunk_policy,
+            policy,
             time_share,
         )
-        self._meter = StepMeter(chunk_policy, time_share, self._drafting, self._counters)
+        self._meter = StepMeter(policy, time_share, prefilling, self._drafting, self._counters)
         self.planner = Planner(
             config,
             self.sequences,
@@ -121,6 +121,7 @@ class Scheduler:
         self._arrivals += 1
         seq.drafts = self._drafting.begin(message, grammar)
         self._counters.prompt_tokens += seq.num_prompt_tokens
+        self._counters.images += len(seq.pictures)
         self.sequences.live[message.request_id] = seq
         self.sequences.enqueue(seq)
         if message.generated:
@@ -233,7 +234,7 @@ class Scheduler:
             self.memory.lower_limit(limit_bytes)
         self._in_flight.clear()
         self._meter.clear()
-        self.planner.prefilling.passes.clear()
+        self.planner.prefilling.clear()
         self.sequences.drop_slots()
         self.memory.clear()
         self.planner.backoff.step_failed(len(running))
@@ -281,7 +282,7 @@ class Scheduler:
             self.sequences,
             self.memory,
             self._counters,
-            open_passes=len(self.planner.prefilling.passes),
+            self.planner.prefilling,
             drafts=self._drafting.stats(),
         )
 
@@ -310,6 +311,7 @@ class Scheduler:
         """Add the tokens of a decode and send them."""
         if seq.first_token_s is None:
             seq.first_token_s = self._clock()
+            self._counters.image_hits += max(0, len(seq.pictures) - seq.num_encoded)
         finish = seq.append(run, self.config.eos_token_ids)
         self._counters.generated_tokens += len(run)
         self._send(seq, list(run), [one for one in logprobs if one is not None], finish)
@@ -357,7 +359,8 @@ class Scheduler:
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
         """End the sequences whose part of the step raised, and restart those that restored blocks
         of theirs."""
-        reasons = {step.by_slot[slot]: why for slot, why in result.failed}
+        reasons = without_pictures(result, self.sequences, self.planner.prefilling.pictures)
+        reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
         for seq, block in step.invalid_blocks:
             self.memory.settle(block, exists=seq not in reasons)
         failed = reasons.keys() - step.discarded

@@ -11,7 +11,7 @@ from engine.scheduler.block_pool import Block
 from engine.scheduler.thinking import ThinkingProgress
 from engine.speculation.speculator import SequenceDrafts
 from shared import wire
-from shared.hashing import block_hash
+from shared.hashing import Picture, block_hash, pictures_in
 
 ARRIVALS_PER_PRIORITY = 256
 """How many later arrivals a step of priority puts a sequence ahead of."""
@@ -67,6 +67,21 @@ class SequenceSnapshots:
     trailing_position: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SequencePicture:
+    """A picture in the prompt of a sequence."""
+
+    digest: bytes
+    start: int
+    end: int  # exclusive
+    places: tuple[int, ...]  # the positions that have embeddings
+    token_ids: tuple[int, ...]
+    size_bytes: int  # of what the encoder takes
+    grid: tuple[int, int, int] | None = None
+    """How many embeddings there are in time, rows and columns, if positions have these axes. The
+    places are neighbours then."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
     """A request and its progress."""
@@ -80,6 +95,8 @@ class Sequence:
     submitted_s: float
     grammar: object = None  # only kept alive here, for the executor to find
     thinking: ThinkingProgress | None = None  # None: it may reason as long as it wants
+    pictures: tuple[SequencePicture, ...] = ()  # in the order of the prompt
+    num_encoded: int = 0  # of these, those that were encoded for this sequence first
 
     status: Status = Status.WAITING
     slot: Slot | None = None
@@ -211,9 +228,20 @@ class Sequence:
         """Extend ``block_hashes`` to all full blocks of the known tokens."""
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
-            token_ids = self.token_ids[start : start + self.block_size]
-            self.parent_hash = block_hash(self.parent_hash, token_ids)
+            end = start + self.block_size
+            shown = pictures_in(self.shown, start, end) if self.pictures else b""
+            self.parent_hash = block_hash(self.parent_hash, self.token_ids[start:end], shown)
             self.block_hashes.append(self.parent_hash)
+
+    @property
+    def shown(self) -> list[Picture]:
+        """Its pictures, as block hashes name them."""
+        return [Picture(one.start, one.end - one.start, one.digest) for one in self.pictures]
+
+    @property
+    def has_pictures_ahead(self) -> bool:
+        """Whether it has still to compute a position of a picture."""
+        return bool(self.pictures) and self.pictures[-1].end > self.num_computed_tokens
 
     def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
         """Count tokens that were restored from ``num_computed_tokens`` on.

@@ -6,7 +6,8 @@ from engine.plan import StepResult
 from engine.scheduler.chunks import ChunkPolicy
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.outputs import Counters
-from engine.scheduler.plan_builder import InFlightStep, PlannedStretch
+from engine.scheduler.plan_builder import InFlightStep, PlannedEncoding, PlannedStretch
+from engine.scheduler.prefilling import Prefilling
 from engine.scheduler.time_share import TimeShare
 
 
@@ -17,15 +18,17 @@ class StepMeter:
         self,
         chunk_policy: ChunkPolicy,
         time_share: TimeShare,
+        prefilling: Prefilling,
         drafting: Drafting,
         counters: Counters,
     ) -> None:
         self._chunk_policy = chunk_policy
         self._time_share = time_share
+        self._pictures = prefilling.pictures
         self._drafting = drafting
         self._counters = counters
-        self._unmeasured: dict[int, PlannedStretch] = {}
-        """Stretches of which the time is to come, by the number of their step."""
+        self._unmeasured: dict[int, PlannedStretch | PlannedEncoding] = {}
+        """What computes of prompts of which the time is to come, by the number of its step."""
 
     def clear(self) -> None:
         """Forget the chunks of which the time is to come: it never will."""
@@ -34,38 +37,44 @@ class StepMeter:
 
     def measure(self, step: InFlightStep, result: StepResult) -> int:
         """Count ``step``. Return how many tokens it computed."""
-        rows, stretch = len(step.decodes), step.stretch
+        rows, stretch, of_prompts = len(step.decodes), step.stretch, step.stretch or step.encoding
         drafted = sum(len(proposal.tokens) for proposal in step.drafts.values())
-        is_apart = result.chunks_apart or stretch is None
+        is_apart = result.chunks_apart or of_prompts is None
         if is_apart and rows:
             self._chunk_policy.observe_decodes(result.elapsed_s)
             self._time_share.decoded(result.elapsed_s)
-        if stretch is not None and not result.chunks_apart:
-            self._measure_stretch(stretch, result.elapsed_s, rows)
-        elif stretch is not None:
-            self._unmeasured[step.number] = stretch
+        if of_prompts is not None and not result.chunks_apart:
+            self._measure_prompts(of_prompts, result.elapsed_s, rows)
+        elif of_prompts is not None:
+            self._unmeasured[step.number] = of_prompts
         if rows:
             elapsed_s = result.elapsed_s if is_apart else None
             self._drafting.observe_step(step.decodes, drafted, elapsed_s)
         for number, elapsed_s in result.chunk_times:
             if seen := self._unmeasured.pop(number, None):
-                self._measure_stretch(seen, elapsed_s, 0)
+                self._measure_prompts(seen, elapsed_s, 0)
             self._counters.step_seconds += elapsed_s
         self._counters.steps += 1
         self._counters.step_seconds += result.elapsed_s
         self._counters.batch_rows += rows
         self._counters.prefill_tokens += sum(chunk.tokens for chunk in step.completed)
         if stretch is None:
-            return rows + drafted
+            return rows + drafted + (step.encoding is not None)
         self._counters.prefill_stretches += 1
         self._counters.prefill_passes += bool(step.completed)
         return rows + drafted + max(1, int(stretch.share * sum(n for _, n in stretch.sizes)))
 
-    def _measure_stretch(self, stretch: PlannedStretch, elapsed_s: float, rows: int) -> None:
+    def _measure_prompts(
+        self, stretch: PlannedStretch | PlannedEncoding, elapsed_s: float, rows: int
+    ) -> None:
         """Learn from a stretch, beside so many ``rows`` of decodes in the same time."""
         if stretch.owing_s is not None:
             self._time_share.computed(elapsed_s, stretch.owing_s)
-        if not stretch.scored:
+        if isinstance(stretch, PlannedEncoding):
+            self._pictures.observe(stretch.size_bytes, elapsed_s)
+            self._counters.encode_seconds += elapsed_s
+            self._counters.encoded_images += stretch.is_last
+        elif not stretch.scored:
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0
             )

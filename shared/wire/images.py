@@ -58,6 +58,9 @@ class ImagePart(msgspec.Struct, frozen=True, kw_only=True):
     length: int  # tokens: those that stand for embeddings, and those between them
     # Empty if an earlier picture of the message has the same digest.
     arrays: tuple[ArraySpec, ...] = ()
+    # For models whose positions have three axes: embeddings in time, rows and columns. The engine
+    # finds it in the arrays.
+    grid: tuple[int, int, int] | None = None
 
 
 class ImagesWrong(Exception):

@@ -238,6 +238,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens_total: int = 0
     preemptions_total: int = 0
     aborts_total: int = 0
+    image_bytes: int = 0  # embeddings of pictures that are kept
+    images_total: int = 0  # pictures in prompts
+    image_hits_total: int = 0  # of these, those that were not encoded for their request
+    encoded_images_total: int = 0
+    encode_seconds_total: float = 0.0
     drafts: DraftStats | None = None  # None without speculation
     texts_total: int = 0  # that were asked for, by a model that embeds or ranks
     shared_texts_total: int = 0  # of these, equal to one that was in flight already

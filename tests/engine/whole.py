@@ -16,7 +16,7 @@ from engine.batch import device
 from engine.core import EngineCore
 from engine.grammar.cache import GrammarCache
 from engine.grammar.queue import GrammarQueue
-from engine.io.inbox import Inbox
+from engine.io.inbox import Inbox, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.store_client import StoreClient
 from engine.io.thread import IOThread
@@ -78,14 +78,16 @@ class Whole:
         self.refused: dict[str, wire.Refused] = {}
         self.cached: set[bytes] = set()  # the hashes that a router believes to be in memory
         self.after_step: Callable[[], None] = lambda: None  # called after each turn
+        self.inbox = Inbox()
         self.core = EngineCore(
             scheduler=self.scheduler,
             executor=self.executor,
-            inbox=Inbox(),
+            inbox=self.inbox,
             io_thread=cast(IOThread, self),
             status=EngineStatus(),
             store=cast(StoreClient, self),
             grammar_queue=GrammarQueue(None, None),
+            pixels=None if self.replica.vision is None else self.replica.vision.pixels,
             check_integrity=True,
         )
 
@@ -105,11 +107,15 @@ class Whole:
             "attempt": 0,
             **fields,
         }
+        frames: tuple[bytes, ...] | None = fields.pop("frames", None)  # of pictures
         self.texts[name], self.logprobs[name] = [], []
         sent = wire.Submit(request_id=name, token_ids=prompt, max_tokens=max_tokens, **fields)
         compiled = None
         if sent.grammar is not None and self._grammars is not None:
             compiled = self._grammars.get(sent.grammar)
+        if frames is not None:
+            self.inbox.put(PicturedSubmit(sent, frames))
+            return
         self.scheduler.submit(sent, compiled)
 
     def turn(self) -> bool:

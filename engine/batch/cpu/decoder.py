@@ -24,12 +24,13 @@ from engine.backend import graphs
 from engine.backend.graphs import Session, Unsupported
 from engine.backend.quantized import of_all
 from engine.backend.weights import Embedding, weight_of
+from engine.batch.axes import Axes
 from engine.batch.cpu import stretches
 from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.rotary import Rotary
 from engine.batch.cpu.stretches import Head
-from engine.batch.ragged import Row
+from engine.batch.ragged import Given, Row
 from engine.cache.layout import KVNode, Layout
 from engine.cache.rounding import Array, Arrays
 from engine.cache.slabs import Slabs
@@ -41,6 +42,10 @@ FAMILY = (
     *("gemma2", "gemma3", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss"),
 )
 """Modules of mlx-lm whose `Model` can be computed by `Decoder`."""
+
+
+WRAPPERS = ("mistral3", "pixtral", "qwen2_vl")
+"""The same of models that do nothing but call the language model in them."""
 
 
 class _Layer(NamedTuple):
@@ -96,15 +101,23 @@ class Decoder:
         self.same_bits = of_all(kinds)
         """The numbers of rows among which a row has the same bits."""
 
-    def __call__(self, batch: DecoderBatch, tokens: Array, *, silent: bool) -> Array | None:
+    def __call__(
+        self, batch: DecoderBatch, tokens: Array, *, silent: bool, given: Given | None = None
+    ) -> Array | None:
         """Return logits (tokens, vocabulary) of the packed ``tokens``, None if ``silent``."""
         count, positions = len(tokens), batch.positions
+        if given is not None and given.axes is not None:
+            positions = given.axes.positions
         if batch.deterministic and self.same_bits == "even" and count % 2:
-            tokens, positions = np.append(tokens, tokens[:1]), np.append(positions, 0)
+            tokens = np.append(tokens, tokens[:1])
+            positions = np.append(positions, positions[..., :1], axis=-1)
         x = self._embedding.gather(tokens)
+        if given is not None:
+            x = np.array(x)
+            x[given.places] = np.asarray(given.embeddings.astype(mx.float32))
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
-        tables = self._tables(positions)
+        tables = self._tables(positions, None if given is None else given.axes)
         x, *new = self.stretches[0](x, *tables[self._rotaries[0]])
         for number in range(len(self._layers)):
             if batch.division is not None:
@@ -151,12 +164,21 @@ class Decoder:
         )
         return found.reshape(padded, -1)
 
-    def _tables(self, positions: np.ndarray[Any, Any]) -> dict[Rotary, Sequence[Array]]:
-        """Return the arguments of each kind of positions."""
-        return {
-            rotary: rotary.tables(positions) if rotary.turned else ()
-            for rotary in set(self._rotaries)
-        }
+    def _tables(
+        self, positions: np.ndarray[Any, Any], axes: Axes | None
+    ) -> dict[Rotary, Sequence[Array]]:
+        """Return the arguments of each kind of positions: (tokens,), or (3, tokens) with
+        ``axes``."""
+        found: dict[Rotary, Sequence[Array]] = {}
+        for rotary in set(self._rotaries):
+            if not rotary.turned:
+                found[rotary] = ()
+            elif axes is None:
+                found[rotary] = rotary.tables(positions)
+            else:
+                each = zip(*(rotary.tables(axis) for axis in positions), strict=True)
+                found[rotary] = [axes.spread(parts) for parts in each]
+        return found
 
     def release_weights(self, files: Sequence[Path]) -> None:
         """Drop MLX's copies of the weights that are packed here, or can be looked up in ``files``
@@ -192,7 +214,9 @@ def rotaries(ropes: Sequence[nn.Module], dims: Sequence[int]) -> list[Rotary]:
 
 def knows(model: Any) -> bool:
     """Return whether ``model`` is of the `FAMILY`."""
-    return model.__class__.__module__ in {f"mlx_lm.models.{name}" for name in FAMILY}
+    parts = (model, getattr(model, "language_model", model))
+    family = {f"mlx_lm.models.{name}" for name in (*FAMILY, *WRAPPERS)}
+    return all(part.__class__.__module__ in family for part in parts)
 
 
 class DecoderBatch(HostBatch):
@@ -203,7 +227,7 @@ class DecoderBatch(HostBatch):
 
     def __init__(self, layout: Layout, slabs: Slabs, rows: Sequence[Row]) -> None:
         super().__init__(layout, slabs, rows)
-        self.positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
+        self.positions = np.concatenate([np.arange(r.start, r.end) + r.shift for r in rows])
         self._cuts = list(pairwise(self.first_tokens))
 
     @classmethod
@@ -218,9 +242,11 @@ class DecoderBatch(HostBatch):
     def packed_logits(self, model: Any, inputs: mx.array) -> mx.array:
         return mx.array(self.decoder(self, self._packed(inputs), silent=False))
 
-    def logits(self, model: Any, inputs: mx.array, *, kv_only: bool = False) -> mx.array:
+    def logits(
+        self, model: Any, inputs: mx.array, *, kv_only: bool = False, given: Given | None = None
+    ) -> mx.array:
         tokens = self._packed(inputs)
-        found = self.decoder(self, tokens, silent=kv_only)
+        found = self.decoder(self, tokens, silent=kv_only, given=given)
         if found is None:
             return mx.zeros((*inputs.shape, 0))
         if tokens.size == inputs.size:

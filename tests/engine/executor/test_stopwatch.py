@@ -17,9 +17,9 @@ LONG_S = 0.2
 
 
 class Slow(GraphBatch):
-    def logits(self, model: Any, inputs: Any, *, kv_only: bool = False) -> Any:
+    def logits(self, model: Any, inputs: Any, **options: Any) -> Any:
         time.sleep(LONG_S)
-        return super().logits(model, inputs, kv_only=kv_only)
+        return super().logits(model, inputs, **options)
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="there the host does not compute")

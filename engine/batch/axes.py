@@ -1,0 +1,69 @@
+"""Positions in three axes: time, rows and columns of pictures.
+
+Models with them rotate each pair of a head's elements by the position in one of the axes. Those of
+text are the same in all three, and a rotation is then an ordinary one.
+
+Source: "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution"
+(2024), section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """The positions of a row's new tokens. To a model it is the offset of its cache."""
+
+    positions: NDArray[np.int64]  # (3, tokens)
+    sections: Sequence[int]  # how many pairs of a head turn by each axis, one after the other
+
+    def spread(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Return of ``parts``, arrays (tokens, pairs) for each axis, what each pair turns by."""
+        ends = np.cumsum(self.sections)
+        starts = [0, *ends[:-1]]
+        return np.concatenate(
+            [part[:, a:b] for part, a, b in zip(parts, starts, ends, strict=True)], axis=1
+        )
+
+
+class AxesRope(nn.Module):  # type: ignore[misc]
+    """A model's rotation, which takes `Axes` too."""
+
+    def __init__(self, rope: Any) -> None:
+        """``rope`` turns the first half of a head's elements with the second one."""
+        super().__init__()
+        self.rope = rope
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if not isinstance(offset, Axes):
+            found: mx.array = self.rope(x, offset=offset)
+            return found
+        half = sum(offset.sections)
+        speeds = self.rope.scale * self.rope.base ** (-np.arange(half) / half)
+        angles = offset.spread([each[:, None] * speeds for each in offset.positions])
+        cosines, sines = (
+            mx.array(turn(angles).astype(np.float32)).astype(x.dtype) for turn in (np.cos, np.sin)
+        )
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = [first * cosines - second * sines, second * cosines + first * sines]
+        return mx.concatenate([*turned, rest], axis=-1)
+
+
+def take_axes(model: Any) -> None:
+    """Have the layers of a language model take `Axes` as offsets. Raises: ValueError if they turn
+    otherwise than `AxesRope` does."""
+    inner = getattr(model, "language_model", model)
+    for layer in inner.model.layers:
+        rope = layer.self_attn.rope
+        if not isinstance(rope, nn.RoPE) or rope.traditional:
+            raise ValueError(f"a {type(rope).__name__} has no positions in three axes")
+        layer.self_attn.rope = AxesRope(rope)

@@ -1,0 +1,84 @@
+"""Embeddings of pictures, as plans have them computed, used and dropped."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from engine.batch.axes import Axes
+from engine.batch.ragged import Given
+from engine.executor.base import is_allocation_failure
+from engine.plan import Chunk, EncodePicture, Plan
+from engine.vision.encoder import EncoderPass, VisionEncoder
+from engine.vision.pixels import Pixels, PixelStore
+
+
+class PictureUnusable(Exception):
+    """There are no embeddings of a picture."""
+
+
+class PictureEmbeddings:
+    """The executor's part: it does what plans say."""
+
+    def __init__(self, encoder: VisionEncoder, pixels: PixelStore) -> None:
+        self._encoder, self._pixels = encoder, pixels
+        self.clear()
+
+    def clear(self) -> None:
+        self._begun: dict[bytes, EncoderPass] = {}
+        self._done: dict[bytes, mx.array] = {}
+
+    def drop(self, plan: Plan) -> None:
+        """Drop what ``plan`` says."""
+        for digest in plan.dropped_pictures:
+            self._done.pop(digest, None)
+            if (begun := self._begun.pop(digest, None)) is not None:
+                begun.close()
+
+    def encode(self, op: EncodePicture) -> list[mx.array]:
+        """Build the graph of a part of a picture's embeddings. Return what to evaluate.
+
+        Raises: `PictureUnusable`."""
+        try:
+            begun = self._begun.get(op.digest)
+            if begun is None:
+                pixels = self._pixels.find(op.digest)
+                if pixels is None:
+                    raise PictureUnusable("the picture is not there any more")
+                begun = self._encoder.begin(op.token_ids, _arrays(pixels))
+                self._begun[op.digest] = begun
+            found = begun.advance(None if op.is_last else op.layers)
+            if op.is_last:
+                del self._begun[op.digest]
+                self._done[op.digest] = found[0]
+            return found
+        except PictureUnusable:
+            raise
+        except Exception as error:
+            if (failed := self._begun.pop(op.digest, None)) is not None:
+                failed.close()
+            if is_allocation_failure(error):
+                raise
+            raise PictureUnusable(f"{type(error).__name__}: {error}") from error
+
+    def of(self, chunk: Chunk) -> Given:
+        """Return what a ``chunk`` is given in place of its tokens' embeddings.
+
+        Raises: `PictureUnusable` if one is missing."""
+        places: list[int] = []
+        parts: list[mx.array] = []
+        for part in chunk.pictures:
+            whole = self._done.get(part.digest)
+            if whole is None:
+                raise PictureUnusable("a picture of the prompt could not be encoded")
+            places += part.places
+            parts.append(whole[part.first : part.first + len(part.places)])
+        axes = Axes(np.array(chunk.axes), self._encoder.sections) if chunk.axes else None
+        return Given(places, parts[0] if len(parts) == 1 else mx.concatenate(parts), axes)
+
+
+def _arrays(pixels: Pixels) -> dict[str, mx.array]:
+    return {
+        spec.name: mx.array(np.frombuffer(frame, np.dtype(spec.dtype)).reshape(spec.shape))
+        for spec, frame in pixels
+    }

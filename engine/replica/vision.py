@@ -1,0 +1,72 @@
+"""The part of a replica that takes pictures."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import mlx.core as mx
+
+from engine.batch import device
+from engine.batch.axes import take_axes
+from engine.batch.ragged import embedding_of
+from engine.executor.base import Executor
+from engine.executor.batched import BatchedExecutor
+from engine.executor.pictures import PictureEmbeddings
+from engine.model.load import LoadedModel
+from engine.model.multimodal import takes_pictures
+from engine.replica.head import ServedHead
+from engine.scheduler import SchedulerConfig
+from engine.vision.load import ServedVision, open_vision
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 512 << 20
+"""Of embeddings that are kept."""
+MOST_SHARE = 1 / 16
+"""The same as a part of the engine's memory."""
+
+
+def with_pictures(config: SchedulerConfig, served: ServedVision | None) -> SchedulerConfig:
+    """Return ``config`` with what the scheduler is told of pictures."""
+    if served is None:
+        return config
+    return replace(
+        config,
+        image_token_id=served.vision.image_token_id,
+        picture_token_bytes=served.embedding_bytes,
+        picture_layers=served.encoder.layers,
+        picture_bytes=served.room_bytes,
+    )
+
+
+def served_vision(
+    executor: Executor,
+    loaded: LoadedModel,
+    settings: Settings,
+    memory_bytes: int,
+    head: ServedHead | None,
+) -> ServedVision | None:
+    """Have ``executor`` take pictures, if ``loaded`` has parts that encode them. Log what hinders
+    that. Return these parts."""
+    if not takes_pictures(loaded.config):
+        return None
+    reason = ""
+    if settings.ranks > 1:
+        reason = "its layers are divided between ranks"
+    elif not isinstance(executor, BatchedExecutor):
+        reason = f"requests are computed {executor.spec.batching}"
+    elif head is not None:
+        reason = "drafts come from its own head, which takes none (--spec-decode)"
+    if reason or not isinstance(executor, BatchedExecutor):
+        logger.warning("the model is served without pictures: %s", reason)
+        return None
+    embedded = embedding_of(loaded.model)(mx.zeros((1, 1), mx.int32))
+    room_bytes = min(MOST_BYTES, int(memory_bytes * MOST_SHARE))
+    served = open_vision(loaded, embedded, room_bytes, widen=device.uses_host())
+    if served is not None:
+        if served.has_axes:
+            take_axes(loaded.model)
+        executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
+    return served

@@ -1,0 +1,1 @@
+"""Pictures: the vision encoder of a model, and the embeddings that it makes."""

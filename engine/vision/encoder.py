@@ -1,0 +1,152 @@
+"""Passes of a vision encoder that are computed a few layers at a time.
+
+mlx-vlm's code computes a picture's embeddings in one call. As in `engine.batch.layered` that call
+has a stack of its own, which is left where the next layer of the tower would begin, and entered
+again later, so that running streams go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from greenlet import greenlet
+from mlx import nn
+
+Arrays = dict[str, mx.array]
+
+
+class VisionEncoder:
+    """The parts of a multimodal model that make embeddings of pictures."""
+
+    def __init__(self, model: Any, image_token_id: int, hidden: int, dtype: mx.Dtype) -> None:
+        """``model`` is mlx-vlm's, with its weights. Its language model is taken out of it:
+        embeddings have ``hidden`` elements of ``dtype``, which are the language model's."""
+        model.language_model = _NoLanguageModel(hidden, dtype)
+        self.model = model
+        self.image_token_id = image_token_id
+        self.hidden, self.dtype = hidden, dtype
+        self.sections: Sequence[int] = ()
+        """As in `engine.batch.axes.Axes`; empty if positions have one axis."""
+        self._gate = _Gate()
+        self.layers = _divide(model, self._gate)
+        """Parts of a pass that may be computed one by one."""
+
+    def begin(self, token_ids: Sequence[int], arrays: Arrays) -> EncoderPass:
+        """Return the pass for a picture with ``token_ids`` in a prompt, and these ``arrays``."""
+        tokens = list(token_ids)
+
+        def compute() -> mx.array:
+            others = {name: array for name, array in arrays.items() if name != "pixel_values"}
+            ids = mx.array([tokens])
+            found = self.model.get_input_embeddings(
+                ids, arrays["pixel_values"], mask=mx.ones_like(ids), **others
+            )
+            places = [i for i, token in enumerate(tokens) if token == self.image_token_id]
+            embeddings: mx.array = found.inputs_embeds[0][mx.array(places)]
+            return embeddings.astype(self.dtype)
+
+        return EncoderPass(self._gate, compute)
+
+
+class EncoderPass:
+    """One call of an encoder. It begins with the first `advance`."""
+
+    def __init__(self, gate: _Gate, compute: Callable[[], mx.array]) -> None:
+        self._gate, self._call = gate, greenlet(compute)
+        self._entered = self._end = 0
+        self._inputs: list[mx.array] = []
+        self.embeddings: mx.array | None = None
+        """(embeddings, hidden), once all is computed."""
+
+    def advance(self, layers: int | None) -> list[mx.array]:
+        """Compute so many more layers, all that are left for None. Return what to evaluate."""
+        self._end = self._end + layers if layers is not None else 1 << 30
+        if self.embeddings is not None:  # it had fewer layers than was thought
+            return [self.embeddings]
+        self._gate.current = self
+        try:
+            found = self._call.switch()
+        finally:
+            self._gate.current = None
+        if self._call.dead:
+            self.embeddings = found
+            return [found]
+        return self._inputs
+
+    def enter_layer(self, inputs: Sequence[Any]) -> None:
+        """Leave the call if no more layers are wanted now. The next one has these ``inputs``."""
+        if self._entered >= self._end:
+            self._inputs = [x for x in inputs if isinstance(x, mx.array)]
+            assert self._call.parent is not None
+            self._call.parent.switch()
+            self._inputs = []
+        self._entered += 1
+
+    def close(self) -> None:
+        """Give up the call, if it is not complete."""
+        if self._call and not self._call.dead:
+            self._call.throw()
+
+
+class _Gate:
+    """Knows the pass that is computed now."""
+
+    current: EncoderPass | None = None
+
+
+class _TowerLayer(nn.Module):  # type: ignore[misc]
+    """A layer of a tower, which tells when it is called."""
+
+    def __init__(self, layer: Any, gate: _Gate) -> None:
+        super().__init__()
+        self.layer = layer
+        self._gate = gate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (current := self._gate.current) is not None:
+            current.enter_layer([*args, *kwargs.values()])
+        return self.layer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class _NoLanguageModel:
+    """Stands for the language model where embeddings of pictures are put between those of text."""
+
+    def __init__(self, hidden: int, dtype: mx.Dtype) -> None:
+        self._hidden, self._dtype = hidden, dtype
+        self.model = self
+
+    def get_rope_index(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
+        """Leave positions to the scheduler, which knows all of the prompt."""
+        return None, None
+
+    def embed_tokens(self, tokens: mx.array) -> mx.array:
+        return mx.zeros((*tokens.shape, self._hidden), self._dtype)
+
+
+def _divide(model: nn.Module, gate: _Gate) -> int:
+    """Have the layers of all towers in ``model`` tell when they are called. Return their number."""
+    count = 0
+    for _, module in model.named_modules():
+        for layers in module.values():
+            if isinstance(layers, list) and len(layers) > 1 and _are_layers(layers):
+                layers[:] = [_TowerLayer(layer, gate) for layer in layers]
+                count += len(layers)
+    return max(1, count)
+
+
+def _are_layers(found: list[Any]) -> bool:
+    """Return whether ``found`` are the layers of a tower: alike, and with parts of their own."""
+    first = type(found[0])
+    return (
+        issubclass(first, nn.Module)
+        and all(type(x) is first for x in found)
+        and bool(found[0].children())
+    )

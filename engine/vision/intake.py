@@ -1,0 +1,37 @@
+"""Requests with pictures, as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.vision.pixels import PixelStore
+from shared import wire
+
+
+def take_pictures(
+    request: wire.Submit, frames: Sequence[bytes], pixels: PixelStore | None
+) -> wire.Submit | wire.Refused:
+    """Keep the ``frames`` of ``request`` in ``pixels``. Return the request with what was found in
+    them, or why it is refused."""
+
+    def refused(reason: wire.RefusalReason, message: str) -> wire.Refused:
+        return wire.Refused(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=reason,
+            message=message,
+            param="images",
+        )
+
+    if pixels is None:
+        return refused("unsupported", "this model takes no pictures here")
+    try:
+        wire.check_images(request.images, len(request.token_ids), frames)
+    except wire.ImagesWrong as error:
+        return refused("invalid", str(error))
+    if not pixels.hold(request, frames):
+        return refused("full", "the engine has as many pictures as fit into its memory")
+    try:
+        return pixels.with_grids(request)
+    except ValueError as error:
+        return refused("invalid", str(error))

@@ -1,0 +1,140 @@
+"""Loads the parts of a checkpoint that encode pictures, through mlx-vlm."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from engine.model.load import LOAD_ERRORS, LoadedModel
+from engine.model.multimodal import FAMILIES, Family, takes_pictures
+from engine.vision.encoder import VisionEncoder
+from engine.vision.pixels import PixelStore
+from shared.wire import Vision
+
+logger = logging.getLogger(__name__)
+
+
+class VisionUnusable(Exception):
+    """Pictures are not served. Its text says why, in one line."""
+
+
+@dataclass(frozen=True)
+class ServedVision:
+    """What encodes pictures for a model, and what routers are told of it."""
+
+    encoder: VisionEncoder
+    vision: Vision
+    weight_bytes: int
+    room_bytes: int  # for embeddings that are kept
+    pixels: PixelStore  # where pictures are that came with requests
+
+    @property
+    def bytes(self) -> int:
+        """What pictures take beside keys and values."""
+        return self.weight_bytes + self.room_bytes
+
+    @property
+    def has_axes(self) -> bool:
+        return bool(self.encoder.sections)
+
+    @property
+    def embedding_bytes(self) -> int:
+        return int(self.encoder.hidden * self.encoder.dtype.size)
+
+
+def open_vision(
+    loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
+) -> ServedVision | None:
+    """Return what encodes pictures for ``loaded``, None for a model that takes none. Log what
+    hinders it otherwise.
+
+    ``embedded`` are embeddings of tokens in the language model, ``room_bytes`` as in
+    `ServedVision`. With ``widen`` weights are in
+    fp32, as on a CPU, where 16 bits are slow."""
+    if not takes_pictures(loaded.config):
+        return None
+    try:
+        served = _opened(loaded, embedded, room_bytes, widen=widen)
+    except VisionUnusable as reason:
+        logger.warning("the model is served without pictures: %s", reason)
+        return None
+    logger.info(
+        "pictures are encoded in %d layers, with %.2f GB of weights",
+        served.encoder.layers,
+        served.weight_bytes / 1e9,
+    )
+    return served
+
+
+def _opened(
+    loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
+) -> ServedVision:
+    model_type = str(loaded.config.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise VisionUnusable(f"those of {model_type} are not supported yet")
+    _leave_out_mlx_vlm()
+    try:
+        from mlx_vlm.utils import load_model
+
+        model = load_model(loaded.path, lazy=True)
+    except LOAD_ERRORS as error:
+        raise VisionUnusable(" ".join(f"{type(error).__name__}: {error}".split())) from error
+    vision = _vision(model, model_type, family, loaded.tokenizer)
+    encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
+    merge = 0
+    if family.has_axes:
+        encoder.sections = _sections(loaded.config)
+        merge = int(model.config.vision_config.spatial_merge_size)
+    if widen:
+        model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return ServedVision(encoder, vision, nbytes, room_bytes, PixelStore(merge))
+
+
+def _sections(config: dict[str, Any]) -> list[int]:
+    """Return how many pairs of a head turn by each axis."""
+    text = config.get("text_config") or {}
+    for part in (text, config):
+        for name in ("rope_scaling", "rope_parameters"):
+            found = (part.get(name) or {}).get("mrope_section")
+            if isinstance(found, list) and len(found) == 3:
+                return found
+    raise VisionUnusable("its configuration has no sections of positions")
+
+
+def _vision(model: Any, model_type: str, family: Family, tokenizer: Any) -> Vision:
+    names = ("image_token_index", "image_token_id")
+    found = [getattr(model.config, name, None) for name in names]
+    image_token_id = next((token for token in found if isinstance(token, int)), None)
+    placeholder_id = tokenizer.convert_tokens_to_ids(family.placeholder)
+    if image_token_id is None or not isinstance(placeholder_id, int):
+        raise VisionUnusable(f"its tokenizer has no {family.placeholder}")
+    return Vision(
+        model_type=model_type,
+        placeholder=family.placeholder,
+        placeholder_id=placeholder_id,
+        image_token_id=image_token_id,
+    )
+
+
+def _leave_out_mlx_vlm() -> None:
+    """Make ``mlx_vlm`` a package without code of its own, from which modules can be imported: that
+    code imports all that generates and converts. Raises `VisionUnusable` if it is missing."""
+    if "mlx_vlm" in sys.modules:
+        return
+    found = importlib.util.find_spec("mlx_vlm")
+    if found is None:
+        raise VisionUnusable("mlx-vlm is missing: pip install 'mlx-lm-server[vision]'")
+    package = ModuleType("mlx_vlm")
+    package.__path__ = list(found.submodule_search_locations or ())
+    package.__spec__ = found
+    sys.modules["mlx_vlm"] = package

@@ -1,0 +1,91 @@
+"""The arrays of pictures that came with requests, as long as these live."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from struct import unpack
+
+from msgspec import structs
+
+from shared.wire import ArraySpec, Submit
+
+MOST_BYTES = 4 << 30
+"""Of the arrays of all requests together, in the host's memory."""
+
+RequestKey = tuple[str, int]
+"""The id and the attempt of a request."""
+Pixels = tuple[tuple[ArraySpec, bytes], ...]
+"""The arrays of one picture."""
+
+
+class PixelStore:
+    """Arrays by digest. A request that begins again needs them again, so they stay with it."""
+
+    def __init__(self, merge: int = 0, most_bytes: int = MOST_BYTES) -> None:
+        """``merge``: patches of a side that one embedding stands for, where positions have axes;
+        otherwise 0."""
+        self._merge = merge
+        self._most_bytes = most_bytes
+        self._by_digest: dict[bytes, Pixels] = {}
+        self._holders: dict[RequestKey, frozenset[bytes]] = {}
+        self.nbytes = 0
+
+    def hold(self, request: Submit, frames: Sequence[bytes]) -> bool:
+        """Keep the arrays of ``request``. Return False if there is no room for them now."""
+        rest = iter(frames)
+        own = {
+            image.digest: tuple((spec, next(rest)) for spec in image.arrays)
+            for image in request.images
+            if image.arrays
+        }
+        new = own.keys() - self._by_digest.keys()
+        size = sum(_nbytes(own[digest]) for digest in new)
+        if self.nbytes + size > self._most_bytes and self._holders:
+            return False
+        self._by_digest.update((digest, own[digest]) for digest in new)
+        self._holders[request.request_id, request.attempt] = frozenset(own)
+        self.nbytes += size
+        return True
+
+    def with_grids(self, request: Submit) -> Submit:
+        """Return ``request`` with the grid of each picture, if positions have axes.
+
+        Raises: ValueError if there is none in the arrays."""
+        if not self._merge:
+            return request
+        images = tuple(
+            structs.replace(image, grid=_grid(self._by_digest[image.digest], self._merge))
+            for image in request.images
+        )
+        return structs.replace(request, images=images)
+
+    def keep_only(self, live: Collection[RequestKey]) -> None:
+        """Forget the arrays that no request of ``live`` has."""
+        gone = self._holders.keys() - live
+        if not gone:
+            return
+        for key in gone:
+            del self._holders[key]
+        needed = frozenset().union(*self._holders.values())
+        for digest in self._by_digest.keys() - needed:
+            self.nbytes -= _nbytes(self._by_digest.pop(digest))
+
+    def find(self, digest: bytes) -> Pixels | None:
+        return self._by_digest.get(digest)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._holders
+
+
+def _grid(pixels: Pixels, merge: int) -> tuple[int, int, int]:
+    for spec, frame in pixels:
+        if spec.name == "image_grid_thw" and spec.dtype == "int64" and spec.nbytes == 24:
+            time, rows, columns = unpack("<3q", frame)
+            if min(time, rows // merge, columns // merge) > 0:
+                return time, rows // merge, columns // merge
+    raise ValueError("a picture has no grid")
+
+
+def _nbytes(pixels: Pixels) -> int:
+    return sum(len(frame) for _, frame in pixels)

@@ -7,7 +7,12 @@ n-gram at the end that occurred before, the first place; what follows there, up 
 text. llama.cpp's `llama-lookup` (`common/ngram-cache.cpp`, without files of statistics): the most
 frequent token after the longest n-gram that was seen often enough, one after the other. Its
 server's `ngram-simple` (`common/ngram-map.cpp`): what followed the last 12 tokens where they
-occurred last, if that is 12 tokens or more.
+occurred last, if that is 12 tokens or more. Its `ngram-mod`: the token that last followed each 12
+tokens, of all requests, one after the other.
+vLLM's suffix decoding (Oliaro et al. 2024, by its page on it): after the longest match of up to 24
+tokens the most frequent token, one after the other, while the product of their frequencies is 0.1,
+and no more tokens than have matched; of the request's own text, or of answers to earlier requests
+where these match longer.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import msgspec
 
 from bench.in_process import InProcessEngine
 from bench.repetitive import WORKLOADS
+from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.ngram import MOST_AT_ONCE, NgramSource
 from engine.speculation.source import Proposal
 from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
@@ -113,11 +119,88 @@ class LlamaSimpleRule(Rule):
         return ()
 
 
+class LlamaModRule(Rule):
+    SIZE = 12
+
+    def __init__(self, followed: dict[tuple[int, ...], int]) -> None:
+        """``followed`` is for all requests."""
+        self._followed, self._entered = followed, 0
+
+    def propose(self, tokens: Sequence[int]) -> Sequence[int]:
+        for index in range(max(self.SIZE, self._entered), len(tokens)):
+            self._followed[tuple(tokens[index - self.SIZE : index])] = tokens[index]
+        self._entered = len(tokens)
+        found = list(tokens[-self.SIZE :])
+        while len(found) < self.SIZE + MOST:
+            token = self._followed.get(tuple(found[-self.SIZE :]))
+            if token is None:
+                break
+            found.append(token)
+        return found[self.SIZE :]
+
+
+class SuffixCounts:
+    """How often each token followed each run of up to `LONGEST` tokens."""
+
+    LONGEST = 24
+
+    def __init__(self) -> None:
+        self.after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+
+    def enter(self, tokens: Sequence[int], first: int) -> None:
+        """Count the tokens from index ``first`` on."""
+        for index in range(max(1, first), len(tokens)):
+            for size in range(1, min(self.LONGEST, index) + 1):
+                self.after[tuple(tokens[index - size : index])][tokens[index]] += 1
+
+    def draft(self, tokens: Sequence[int]) -> tuple[int, list[int], float]:
+        """Return the length of the match, what follows, and a score: the expected tokens."""
+        most = min(self.LONGEST, len(tokens))
+        sizes = (n for n in range(most, 0, -1) if tuple(tokens[-n:]) in self.after)
+        matched = next(sizes, 0)
+        found = list(tokens[-matched:]) if matched else []
+        chance, score = 1.0, 0.0
+        while matched and len(found) < matched + min(matched, MOST):
+            counts = self.after.get(tuple(found[-self.LONGEST :]))
+            if not counts:
+                break
+            ((token, count),) = counts.most_common(1)
+            chance *= count / counts.total()
+            if chance < SuffixRule.LEAST_CHANCE:
+                break
+            score += chance
+            found.append(token)
+        return matched, found[matched:], score
+
+
+class SuffixRule(Rule):
+    LEAST_CHANCE = 0.1
+
+    def __init__(self, earlier: SuffixCounts | None) -> None:
+        """``earlier`` are answers of other requests."""
+        self._own, self._earlier, self._entered = SuffixCounts(), earlier, 0
+
+    def propose(self, tokens: Sequence[int]) -> Sequence[int]:
+        self._own.enter(tokens, self._entered)
+        self._entered = len(tokens)
+        drafts = [self._own.draft(tokens)]
+        if self._earlier is not None:
+            drafts.append(self._earlier.draft(tokens))
+        return max(drafts, key=lambda draft: draft[2])[1]
+
+
 class OurRule(Rule):
     """Our n-grams, with the control of `Speculator` or without."""
 
-    def __init__(self, speculator: Speculator, prompt: list[int], answer: list[int]) -> None:
-        self._speculator = speculator
+    def __init__(
+        self,
+        speculator: Speculator,
+        prompt: list[int],
+        answer: list[int],
+        token_cost: float = 0.0,
+    ) -> None:
+        """A further token makes a step longer by ``token_cost`` of its time."""
+        self._speculator, self._token_cost = speculator, token_cost
         drafts = speculator.begin(_request(prompt, len(answer)), None)
         assert drafts is not None
         self._row = DraftRow(drafts, (), speculator.options.tokens)
@@ -131,14 +214,17 @@ class OurRule(Rule):
         its time; without it always ``most`` tokens. ``sizes``: of the n-grams."""
         options = SpeculationOptions(tokens=most, adapts=token_cost is not None)
         made = Speculator(options, [lambda request, grammar: _source(request, *sizes)])
-        for drafts in range(most + 1):
+        for drafts in (*range(most + 1), *[0] * PLAIN_FIRST):
             made.observe_step(1, drafts, 1 + (token_cost or 0) * drafts)
         return made
 
     def propose(self, tokens: Sequence[int]) -> Sequence[int]:
         self._row = self._row._replace(tokens=tokens)
         (self._proposal,) = self._speculator.choose(1, [self._row])
-        return self._proposal.tokens if self._proposal else ()
+        found = self._proposal.tokens if self._proposal else ()
+        step_s = 1 + self._token_cost * len(found)
+        self._speculator.observe_step(1, len(found), step_s, [self._row.drafts])
+        return found
 
     def verified(self, tokens: Sequence[int], accepted: int) -> None:
         assert self._proposal is not None
@@ -181,18 +267,23 @@ def replay(rule: Rule, prompt: Sequence[int], answer: Sequence[int]) -> tuple[in
 def rules(transcripts: Iterable[Transcript]) -> dict[str, list[tuple[int, int, int]]]:
     """Return what `replay` does of each transcript by each rule. Ours learn from one to the
     next."""
+    costs: dict[str, float] = {}
     ours = {f"ours, {most}": OurRule.speculator(most) for most in (5, MOST)}
     for cost in TOKEN_COSTS:
-        ours[f"ours, auto, cost {cost}"] = OurRule.speculator(MOST, cost)
+        name = f"ours, auto, cost {cost}"
+        ours[name], costs[name] = OurRule.speculator(MOST, cost), cost
     long = LlamaSimpleRule.SIZE
     ours[f"ours, {long}-{long}, {MOST}"] = OurRule.speculator(MOST, sizes=(long, long))
     for cost in (TOKEN_COSTS[0], TOKEN_COSTS[-1]):
         name = f"ours, {long}-{long}, cost {cost}"
-        ours[name] = OurRule.speculator(MOST, cost, sizes=(long, long))
+        ours[name], costs[name] = OurRule.speculator(MOST, cost, sizes=(long, long)), cost
     found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    followed: dict[tuple[int, ...], int] = {}
+    earlier = SuffixCounts()
     for prompt, answer in transcripts:
         each: dict[str, Rule] = {
-            name: OurRule(speculator, prompt, answer) for name, speculator in ours.items()
+            name: OurRule(speculator, prompt, answer, costs.get(name, 0.0))
+            for name, speculator in ours.items()
         }
         each |= {
             "vLLM, 1-4, 5": VllmRule(1, 4, 5),
@@ -200,9 +291,13 @@ def rules(transcripts: Iterable[Transcript]) -> dict[str, list[tuple[int, int, i
             "vLLM, 2-5, 16": VllmRule(2, 5, MOST),
             "llama-lookup": LlamaLookupRule(),
             "ngram-simple": LlamaSimpleRule(),
+            "ngram-mod": LlamaModRule(followed),
+            "suffix, own text": SuffixRule(None),
+            "suffix": SuffixRule(earlier),
         }
         for name, rule in each.items():
             found[name].append(replay(rule, prompt, answer))
+        earlier.enter(answer, 0)
     return found
 
 

@@ -13,6 +13,7 @@ Then the rules of other servers are replayed on the texts (`bench.ngram_rules`).
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -114,6 +115,8 @@ class Comparison:
         self.engine = InProcessEngine(model, **{"spec_decode": "auto", **settings})
         for engine in (self.plain, self.engine):
             engine.use_grammars()
+        gc.collect()
+        gc.freeze()  # as an engine does: or a collection of all there is falls into some step
         self._tokens = tokens
         self._known: dict[int, list[int]] = {}
 

@@ -12,7 +12,16 @@ import pytest
 from bench.every_kind import measure, show
 from bench.kinds_of_text import KINDS
 from bench.lossless import check
-from bench.ngram_rules import LlamaLookupRule, LlamaSimpleRule, OurRule, VllmRule, replay
+from bench.ngram_rules import (
+    LlamaLookupRule,
+    LlamaModRule,
+    LlamaSimpleRule,
+    OurRule,
+    SuffixCounts,
+    SuffixRule,
+    VllmRule,
+    replay,
+)
 from bench.speculation import MISSES, compare
 
 LIST = list(range(30, 60))
@@ -63,6 +72,15 @@ def test_rules_of_other_servers_draft_as_they_say() -> None:
     simple = LlamaSimpleRule()
     assert list(simple.propose([*LIST, *again, *LIST[:12]])) == [*LIST[12:], 7, 8][:16]
     assert list(simple.propose([*LIST, *again, *LIST[:11]])) == []
+    followed: dict[tuple[int, ...], int] = {}
+    LlamaModRule(followed).propose(LIST)
+    assert list(LlamaModRule(followed).propose(LIST[:20])) == LIST[20:]  # of another request
+    suffix = SuffixRule(None)
+    assert list(suffix.propose([1, 2, 3, 9, 2, 3])) == [9, 2]  # no more than have matched
+    assert list(suffix.propose([1, 2, 3, 9, 2, 3, 8, 3, 8, 3])) == [8, 3]
+    earlier = SuffixCounts()
+    earlier.enter(LIST, 0)
+    assert list(SuffixRule(earlier).propose(LIST[:3])) == LIST[3:6]
 
 
 def test_a_replay_counts_steps_and_drafts() -> None:

@@ -17,7 +17,7 @@ LIKELY = 0.8
 class ForcedSource(DraftSource):
     """Follows the outputs with a matcher of its own: the executor's is ahead, or behind."""
 
-    NAME = "grammar"
+    SOURCE = "grammar"
 
     def __init__(self, matcher: GrammarMatcher, num_prompt_tokens: int, proposes: bool) -> None:
         self._matcher: GrammarMatcher | None = matcher
@@ -45,7 +45,7 @@ class ForcedSource(DraftSource):
         self._followed = len(tokens)
         inner = self._matcher.inner if self._proposes else None
         forced = tuple(inner.compute_ff_tokens()) if inner is not None else ()
-        return Proposal(forced[:count], self.NAME, likely=(LIKELY,)) if forced else None
+        return Proposal(forced[:count], self.SOURCE, likely=(LIKELY,)) if forced else None
 
     def matcher(self) -> GrammarMatcher | None:
         return self._matcher

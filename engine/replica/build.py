@@ -28,6 +28,7 @@ from engine.replica.draft_model import open_draft_model
 from engine.replica.head import ServedHead, with_head
 from engine.replica.kept_costs import KeptCosts
 from engine.replica.memory import EngineMemory, MemorySizes
+from engine.replica.rehearsal import rehearse
 from engine.replica.speculation import make_speculator
 from engine.replica.vision import served_vision, with_pictures
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -115,7 +116,7 @@ def build_replica(
         executor=executor,
         scheduler=Scheduler(with_pictures(config, served), speculator=speculator),
         draft_model=draft_model,
-        kept_costs=_kept_costs(own_record, speculator),
+        kept_costs=_kept_costs(own_record, speculator, config, None if leader else executor),
         vision=served,
         namespace=config.namespace,
         num_blocks=sizes.num_blocks if config.keeps_kv else sizes.num_slots + sizes.max_snapshots,
@@ -124,10 +125,20 @@ def build_replica(
     )
 
 
-def _kept_costs(record: ProofRecord | None, speculator: Speculator | None) -> KeptCosts | None:
+def _kept_costs(
+    record: ProofRecord | None,
+    speculator: Speculator | None,
+    config: SchedulerConfig,
+    executor: Executor | None,
+) -> KeptCosts | None:
+    """Return where the costs of drafts are remembered. Without any, those of the ``executor`` are
+    measured, if it is one of a device and can begin again."""
     if record is None or speculator is None:
         return None
-    return KeptCosts(record.beside("costs"), speculator.costs)
+    kept = KeptCosts(record.beside("costs"), speculator.costs)
+    if executor is not None and executor.spec.look_ahead and speculator.costs.needs_plain(1):
+        rehearse(executor, config, speculator.costs)
+    return kept
 
 
 def build_rank(

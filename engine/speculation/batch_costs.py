@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.speculation.costs import WORTH_IT, StepCosts, grown
+from engine.speculation.costs import WORTH_IT, StepCosts
 
 LEARNS, MOST_DIFFERENCE = 0.1, 0.3
 """How far the typical time follows a time, and by which part of itself a time may differ before it
@@ -13,6 +13,11 @@ counts as one that differs by so much: a step that something else held up says l
 PLAIN_FIRST, PLAIN_EVERY = 3, 64
 """There are no drafts before so many steps without were measured. After so many with drafts one
 without shows again what that takes, since contexts grow; sooner while few were measured."""
+ASSUMED_ROWS = 9
+"""Where nothing is known of drafts, one is assumed to take as long as one of so many rows more than
+a step has: a tenth of a step of one sequence."""
+PROBED = 0.5
+"""As long as nothing is known of drafts, one that is likelier than this is tried to learn it."""
 STEEPER = 1.5
 """Drafts beyond those that were measured are assumed to take longer by this factor than those."""
 OUTLIER, UNKNOWN_OUTLIER = 1.5, 2.0
@@ -52,6 +57,9 @@ class BatchCosts:
         self._of_rows: dict[int, StepCosts] = {}
         """By sequences, the seconds of steps by their drafts and one."""
         self._plain: dict[int, _Typical] = {}
+        self._predicted: dict[tuple[int, int], float] = {}
+        self._excess: dict[tuple[int, int], float] = {}
+        """What was predicted since the last measurement, by sequences and drafts."""
         self.changes = 0
         """How often something was learned."""
 
@@ -60,6 +68,8 @@ class BatchCosts:
         if elapsed_s <= 0:
             return
         self.changes += 1
+        self._predicted.clear()
+        self._excess.clear()
         self._all.observe(rows + drafted, elapsed_s)
         if rows not in self._of_rows:
             self._of_rows[rows] = StepCosts()
@@ -84,6 +94,12 @@ class BatchCosts:
 
     def predict_s(self, rows: int, drafted: int = 0) -> float:
         """Return the seconds of a step; 0 if nothing is known."""
+        known = self._predicted.get((rows, drafted))
+        if known is None:
+            known = self._predicted[rows, drafted] = self._predict_s(rows, drafted)
+        return known
+
+    def _predict_s(self, rows: int, drafted: int) -> float:
         costs, all_ = self._of_rows.get(rows), self._all
         if costs is None:
             return all_.predict_s(rows + drafted)
@@ -91,17 +107,24 @@ class BatchCosts:
         if beyond <= 0:
             return costs.predict_s(1 + drafted)
         longest_s, known = costs.predict_s(costs.largest), rows + costs.largest - 1
-        if all_.largest <= known:
+        if all_.largest < known + beyond:
             drafts_s = longest_s - costs.predict_s(1)
-            if costs.largest == 1:
-                return grown(longest_s, beyond)
-            steeper_s = STEEPER * beyond * drafts_s / (costs.largest - 1)
-            return min(grown(longest_s, beyond), longest_s + max(0.0, steeper_s))
+            assumed_s = longest_s * beyond / (rows + ASSUMED_ROWS)
+            if costs.largest > 1:
+                steeper_s = STEEPER * beyond * drafts_s / (costs.largest - 1)
+                assumed_s = min(assumed_s, max(0.0, steeper_s))
+            return longest_s + assumed_s
         return longest_s + max(0.0, all_.predict_s(known + beyond) - all_.predict_s(known))
 
     def excess_s(self, rows: int, drafted: int) -> float:
         """Return how much longer a step takes with ``drafted`` tokens than without. It is rather
         too long than too short."""
+        known = self._excess.get((rows, drafted))
+        if known is None:
+            known = self._excess[rows, drafted] = self._excess_s(rows, drafted)
+        return known
+
+    def _excess_s(self, rows: int, drafted: int) -> float:
         plain_s, costs = self.predict_s(rows), self._of_rows.get(rows)
         excess_s = max(0.0, self.predict_s(rows, drafted) - plain_s)
         if costs is None or not drafted or costs.largest == 1:
@@ -122,7 +145,9 @@ class BatchCosts:
 
     def most_drafts(self, rows: int) -> int:
         """Return how many drafts a step may have, by what was measured."""
-        return max(1, 2 * (self._all.largest - rows))
+        costs = self._of_rows.get(rows)
+        own = 0 if costs is None else costs.largest - 1
+        return max(1, 2 * own, 2 * (self._all.largest - rows))
 
     def affordable(self, rows: int, count: int, room_s: float) -> int:
         """Return how many drafts of one sequence, ``count`` at most, cost all ``rows`` of a step
@@ -147,12 +172,13 @@ class BatchCosts:
         lengths, best = [0] * len(gains), 0
         expected = float(rows)
         best_rate = WORTH_IT * expected / (self.predict_s(rows) or 1.0)
-        for number, (gain, _) in enumerate(order[: self.most_drafts(rows)], 1):
+        most = self.most_drafts(rows)
+        for number, (gain, _) in enumerate(order[:most], 1):
             expected += gain
             if most_s is not None and self.excess_s(rows, number) > most_s:
                 break
             rate = expected / (self.predict_s(rows, number) or 1.0)
-            if rate > best_rate:
+            if rate > best_rate or (gain >= PROBED and most == number == 1):
                 best, best_rate = number, rate
         for _, row in order[:best]:
             lengths[row] += 1

@@ -87,7 +87,7 @@ class StepCosts:
         if (place < len(known) and known[place] == tokens) or place == 0:
             return self._predicted[known[place]]
         if place == len(known):
-            return grown(self._predicted[known[-1]], tokens - known[-1])
+            return _grown(self._predicted[known[-1]], tokens - known[-1])
         return _between(tokens, known[place - 1], known[place], self._predicted)
 
     def at_least_s(self, tokens: int) -> float:
@@ -113,7 +113,7 @@ class StepCosts:
         own = {size: self._measured[size].seconds for size in self._known}
         if len(own) > 1:
             last, before = self._known[-1], self._known[-2]
-            own[last] = min(own[last], grown(own[before], last - before))
+            own[last] = min(own[last], _grown(own[before], last - before))
         hull: list[int] = []
         for size in reversed(self._known):  # from above: nothing takes longer than what is larger
             if hull and own[size] > own[hull[-1]]:
@@ -143,7 +143,7 @@ def _size(tokens: int) -> int:
     return round(2 ** (round(4 * math.log2(tokens)) / 4))
 
 
-def grown(seconds: float, tokens: int) -> float:
+def _grown(seconds: float, tokens: int) -> float:
     """Return what is assumed of a step with ``tokens`` more than one that takes ``seconds``."""
     return seconds * (1 + ASSUMED_GROWTH * tokens)
 

@@ -56,6 +56,8 @@ class SourceAccount:
 
     balance_s: float = 0.0
     """What they saved; below zero if they cost more."""
+    is_new: bool = True
+    """Whether none of its drafts was verified."""
     silence: int = FIRST_SILENCE
     """How many tokens it will propose nothing when its account is used up the next time."""
     silent_until: int = 0
@@ -66,6 +68,7 @@ class SourceAccount:
 
     def verified(self, cost_s: float, saved_s: float, plain_s: float) -> None:
         """Note that drafts cost so much and saved so much, in steps of ``plain_s``."""
+        self.is_new = False
         balance_s = self.balance_s - cost_s + saved_s
         self.balance_s = min(balance_s, MOST_SAVED_STEPS * plain_s)
         if self.balance_s > 0:

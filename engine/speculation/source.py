@@ -29,6 +29,9 @@ class DraftSource(ABC):
     """Proposes drafts for one sequence. Every token that it proposes is verified, so it may be
     wrong. It takes no more memory than `MAX_SOURCE_BYTES`, and a call little time."""
 
+    NAME: ClassVar[str] = ""
+    """The source of its proposals, if it need not be asked while that is silent."""
+
     @abstractmethod
     def propose(self, tokens: Sequence[int], count: int) -> Proposal | None:
         """Return up to ``count`` (at least 1) tokens that may follow ``tokens``, the prompt and all

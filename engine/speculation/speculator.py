@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import thread_time
 from typing import NamedTuple
 
 from engine.speculation.acceptance import AcceptanceRate
@@ -123,7 +123,8 @@ class Speculator:
         if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return False
         plain_s = self.costs.plain_s(num_rows)
-        if self.options.adapts and row.drafts.account.room_s(plain_s) < plain_s:
+        lost_s = plain_s if num_rows > 1 else 0.0  # others have a step meanwhile
+        if self.options.adapts and row.drafts.account.room_s(plain_s) < lost_s:
             return False
         if (
             (batch := self._batch) is not None
@@ -146,7 +147,8 @@ class Speculator:
         limit = min(row.limit, self.options.tokens)
         if limit < 1 or self._has_stopped(row):
             return None
-        found = [self._ask(source, row, limit, num_rows) for source in row.drafts.sources]
+        asked = (source for source in row.drafts.sources if not _is_silent(row, source))
+        found = [self._ask(source, row, limit, num_rows) for source in asked]
         cut = [possible_part(each, row.drafts.sources) for each in found if each is not None]
         of_prediction = (p.tokens for p in cut if p.source == PredictionSource.NAME)
         row.drafts.predicted = next(of_prediction, ())
@@ -178,9 +180,9 @@ class Speculator:
         with a limit of 0 get no drafts, but take part in the step."""
         if num_rows > self.options.largest_batch or not self._may_draft(num_rows):
             return [None] * len(rows)
-        began = perf_counter()
+        began = thread_time()
         found = self._choose(num_rows, rows)
-        elapsed_s = perf_counter() - began
+        elapsed_s = thread_time() - began
         for row in rows:
             row.drafts.account.step(0.0, elapsed_s)
         return found
@@ -280,6 +282,8 @@ class Speculator:
             return proposal._replace(tokens=())
         room_s = account.room_s(self.costs.plain_s(num_rows), drafts.account.without_s)
         paid = self.costs.affordable(num_rows, len(proposal.tokens), room_s)
+        if not paid and account.is_new:
+            paid = 1  # or no source would ever be tried in a large batch
         if not paid:
             account.begin_silence(num_tokens)
         return proposal._replace(tokens=proposal.tokens[:paid])
@@ -287,10 +291,10 @@ class Speculator:
     def _ask(
         self, source: DraftSource, row: DraftRow, limit: int, num_rows: int
     ) -> Proposal | None:
-        began = perf_counter()
+        began = thread_time()
         proposal = source.propose(row.tokens, limit)
         if proposal is not None:
-            elapsed_s = perf_counter() - began
+            elapsed_s = thread_time() - began
             self._accounts.spent(proposal.source, elapsed_s)
             row.drafts.account_of(proposal.source).spend(num_rows * elapsed_s)
         return proposal
@@ -383,3 +387,8 @@ class Speculator:
             if key not in rates:
                 rates[key] = AcceptanceRate(proposal.likely[kind])
         return drafts.rates[key], self._rates[key]
+
+
+def _is_silent(row: DraftRow, source: DraftSource) -> bool:
+    account = row.drafts.accounts.get(source.NAME)
+    return account is not None and account.is_silent(len(row.tokens))

@@ -273,7 +273,7 @@ class SpeculationSettings:
     GROUP: ClassVar = "speculative decoding"
 
     spec_decode: Literal["none", "ngram", "draft", "auto"] = flag(
-        "none",
+        "auto",
         "where drafts come from: nowhere, earlier text, a draft model, or whatever is likely to be "
         "right, at no request's expense",
     )
@@ -329,7 +329,7 @@ class ProcessSettings:
         None,
         "memory of all engines of this machine in GB: models that do not fit are loaded on demand",
         more_than=0,
-        word="auto",
+        word="none",
         shown_default="auto: the device's",
     )
     engine_socket: tuple[str, ...] = flag(

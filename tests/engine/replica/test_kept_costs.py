@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from engine.backend import gpu_path
+from engine.executor.batched import BatchedExecutor
 from engine.replica.kept_costs import KeptCosts
 from engine.speculation.batch_costs import PLAIN_FIRST, BatchCosts
 from tests.engine.whole import Whole
@@ -78,3 +81,50 @@ def test_a_replica_begins_with_what_the_one_before_has_learned(
     assert second.kept_costs is not None
     assert second.kept_costs._costs.plain_s(3) == pytest.approx(0.02)
     assert Whole(path, spec_decode="none", proofs=proofs).replica.kept_costs is None
+
+
+def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(mx, "default_device", lambda: mx.gpu)  # as in forced_gpu_path, but compiled
+    patch.setattr(gpu_path, "forced", True)
+
+
+def test_a_device_is_asked_at_the_start_what_drafts_cost(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
+    path, proofs = tiny_model("llama"), tmp_path / "proofs"
+    whole = Whole(path, spec_decode="auto", proofs=proofs)
+    kept = whole.replica.kept_costs
+    assert kept is not None and whole.executor.spec.look_ahead
+    assert not kept._costs.needs_plain(1)
+    assert {0, 2, 4, 8} <= kept._costs.known()[1].keys()
+    kept.keep(at_once=True)
+    again = Whole(path, spec_decode="auto", proofs=proofs)  # which only reads them
+    assert again.replica.kept_costs is not None
+    assert again.replica.kept_costs._costs.changes == 0
+    again.submit("a", [5, 6, 7] * 9, 20)
+    again.run()
+    whole.submit("a", [5, 6, 7] * 9, 20)
+    whole.run()
+    assert len(whole.texts["a"]) == 20 and whole.texts == again.texts
+
+
+def test_a_rehearsal_that_fails_costs_nothing_else(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on_a_gpu(monkeypatch)
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(BatchedExecutor, "dispatch", fails)
+    whole = Whole(tiny_model("llama"), spec_decode="auto", proofs=tmp_path / "proofs")
+    assert "no memory" in caplog.text
+    monkeypatch.undo()
+    on_a_gpu(monkeypatch)
+    whole.submit("a", [5, 6, 7], 5)
+    whole.run()
+    assert len(whole.texts["a"]) == 5

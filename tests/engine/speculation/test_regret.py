@@ -14,7 +14,7 @@ DRAFTS = (0.0, 0.02, 0.1, 0.3, 1.0)
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have sources take no time, however slow the machine of the test is."""
-    monkeypatch.setattr("engine.speculation.speculator.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("engine.speculation.speculator.thread_time", lambda: 0.0)
 
 
 def always(number: int) -> bool:
@@ -65,9 +65,10 @@ def test_no_request_pays_for_the_drafts_of_others(draft: float) -> None:
     assert all(row.most_lost <= 1 for row in rows)
 
 
-def test_requests_gain_together() -> None:
-    rows = Processor(0.02).run(*[always] * 4, tokens=128)
-    assert all(row.gain > 2.5 for row in rows)
+@pytest.mark.parametrize("num_rows", [4, 8, 16])
+def test_requests_gain_together(num_rows: int) -> None:
+    rows = Processor(0.1 / num_rows).run(*[always] * num_rows, tokens=128)
+    assert all(row.gain > 2 for row in rows)
 
 
 def test_what_is_right_by_turns_is_drafted_while_it_is_right() -> None:

@@ -70,7 +70,7 @@ def verify(spec: Speculator, row: DraftRow, accepted: int, times: int = 1) -> No
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have sources take no time, however slow the machine of the test is."""
-    monkeypatch.setattr("engine.speculation.speculator.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("engine.speculation.speculator.thread_time", lambda: 0.0)
 
 
 def test_nothing_is_drafted_in_large_batches_nor_beyond_the_limits() -> None:

@@ -17,7 +17,7 @@ was predicted."""
 FIRST_STEPS, LATER_SHARE = 0.4, 1 / 200
 """The same of one source with its own drafts: less than 2 % of 64 tokens and less than 1 % of 256,
 with room for steps that take longer than was predicted."""
-MOST_SAVED_STEPS = 2.0
+MOST_SAVED_STEPS = 3.0
 """What a source has saved pays for later drafts, but no more than this: one that turns wrong after
 hundreds of right tokens stops as soon."""
 FIRST_SILENCE, LONGEST_SILENCE = 16, 1024

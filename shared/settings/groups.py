@@ -329,7 +329,7 @@ class ProcessSettings:
         None,
         "memory of all engines of this machine in GB: models that do not fit are loaded on demand",
         more_than=0,
-        word="none",
+        word="auto",
         shown_default="auto: the device's",
     )
     engine_socket: tuple[str, ...] = flag(

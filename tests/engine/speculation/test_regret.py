@@ -45,7 +45,7 @@ def test_a_source_that_turns_wrong_is_left_soon(draft: float) -> None:
     (row,) = Processor(draft).run(lambda number: number < 300, tokens=300)
     saved_s = -row.lost_s
     (row,) = Processor(draft).run(lambda number: number < 300, tokens=600)
-    assert saved_s + row.lost_s < 7 * PLAIN_S  # of what it had saved
+    assert saved_s + row.lost_s < 8 * PLAIN_S  # of what it had saved
     assert row.lost < 0.01
 
 
@@ -90,7 +90,7 @@ def test_a_source_is_silent_for_longer_each_time_until_it_saves_something() -> N
 def test_what_was_saved_pays_for_little_of_what_is_lost_later() -> None:
     account = SourceAccount()
     account.verified(0.0, 100 * PLAIN_S, PLAIN_S)
-    assert account.room_s(PLAIN_S, 0.0) < 3 * PLAIN_S
+    assert account.room_s(PLAIN_S, 0.0) < 4 * PLAIN_S
 
 
 def test_a_request_may_lose_little_of_what_it_has_computed() -> None:

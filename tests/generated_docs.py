@@ -17,6 +17,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
+from engine.model.multimodal import FAMILIES
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.metrics import LoopHistogram
 from router.fleet.router import Router
@@ -78,6 +79,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "endpoints": lambda: _endpoints(document()),
         "templates": lambda: _table(*template_table.table()),
         "model choices": _model_choices,
+        "vision models": _vision_models,
         "fields sampling": lambda: _sampling_fields(document()),
         **fields,
     }
@@ -166,6 +168,19 @@ def _model_choices() -> str:
 
     bits = [f"`--kv-bits {bits}`" for bits in model_choices.KV_BITS]
     return _table(("Mac", "model", "weights", *bits), model_choices.rows())
+
+
+def _vision_models() -> str:
+    rows = [
+        (
+            f"`{name}`",
+            f"`{family.placeholder}`",
+            "three axes" if family.has_axes else "plain",
+            family.text or "mlx-lm's own class",
+        )
+        for name, family in FAMILIES.items()
+    ]
+    return _table(("model type", "placeholder", "positions", "language model"), rows)
 
 
 # -- the API -------------------------------------------------------------------

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from PIL import Image
 from tokenizers import AddedToken
 
 from tests.tiny_models import CONTEXT, EOS, SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
@@ -108,6 +111,17 @@ def _qwen(tower: dict[str, Any]) -> VisionFamily:
     )
 
 
+def _qwen3(text: dict[str, Any]) -> VisionFamily:
+    """Return a family whose pictures have features for several layers too."""
+    tower: dict[str, Any] = {"depth": 3, "hidden_size": 32, "intermediate_size": 48}
+    tower["out_hidden_size"] = 64
+    tower |= {"num_heads": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    made = _qwen(tower)
+    rope = {"type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    of_text = {"num_hidden_layers": 4, "head_dim": 16, "rope_scaling": rope, **text}
+    return replace(made, text=made.text | of_text, flat=False)
+
+
 FAMILIES: dict[str, VisionFamily] = {
     "idefics3": VisionFamily(
         text=_TEXT | {"model_type": "llama", "tie_word_embeddings": False},
@@ -179,6 +193,17 @@ FAMILIES: dict[str, VisionFamily] = {
             "fullatt_block_indexes": [1],
         }
     ),
+    "qwen3_vl": _qwen3({}),
+    "qwen3_vl_moe": _qwen3(
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+    ),
 }
 
 
@@ -196,7 +221,7 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
     made = FAMILIES[family]
     special = (made.placeholder, *made.tokens)
     vocab_size = -(-(VOCAB_SIZE + len(special)) // 8) * 8
-    text = made.text | {"vocab_size": vocab_size} | changes
+    text = {"model_type": family} | made.text | {"vocab_size": vocab_size} | changes
     config = made.config | {
         **(text if made.flat else {"text_config": text}),
         "model_type": family,
@@ -230,12 +255,22 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
     return path
 
 
+@cache
+def picture(seed: int, width: int = 30, height: int = 20) -> Image.Image:
+    """Return a picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
 def random_model(config: dict[str, Any], seed: int) -> Any:
     """Return a model of mlx-vlm's own class with random weights."""
     package = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
     made = package.ModelConfig.from_dict(dict(config))
     made.text_config = package.TextConfig.from_dict(config.get("text_config", config))
-    made.vision_config = package.VisionConfig.from_dict(config["vision_config"])
+    tower = package.VisionConfig.from_dict(config["vision_config"])
+    if tower.model_type.startswith("qwen3_vl"):
+        tower.model_type = config["model_type"]
+    made.vision_config = tower
     mx.random.seed(seed)
     model = package.Model(made)
 

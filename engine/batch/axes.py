@@ -24,15 +24,21 @@ class Axes:
     """The positions of a row's new tokens. To a model it is the offset of its cache."""
 
     positions: NDArray[np.int64]  # (3, tokens)
-    sections: Sequence[int]  # how many pairs of a head turn by each axis, one after the other
+    of_pairs: Sequence[int]  # the axis that each pair of a head turns by
 
     def spread(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Return of ``parts``, arrays (tokens, pairs) for each axis, what each pair turns by."""
-        ends = np.cumsum(self.sections)
-        starts = [0, *ends[:-1]]
-        return np.concatenate(
-            [part[:, a:b] for part, a, b in zip(parts, starts, ends, strict=True)], axis=1
-        )
+        return np.choose(np.array(self.of_pairs)[None], [*parts])
+
+
+def axes_of_pairs(sections: Sequence[int], *, interleaved: bool) -> list[int]:
+    """Return the axis of each pair of a head, of which ``sections`` turn by each axis: one section
+    after the other, or in turn as long as there are some left."""
+    found = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if not interleaved:
+        return found
+    turns = (at % 3 for at in range(len(found)))
+    return [axis if at < 3 * sections[axis] else 0 for at, axis in enumerate(turns)]
 
 
 class AxesRope(nn.Module):  # type: ignore[misc]
@@ -47,7 +53,7 @@ class AxesRope(nn.Module):  # type: ignore[misc]
         if not isinstance(offset, Axes):
             found: mx.array = self.rope(x, offset=offset)
             return found
-        half = sum(offset.sections)
+        half = len(offset.of_pairs)
         speeds = self.rope.scale * self.rope.base ** (-np.arange(half) / half)
         angles = offset.spread([each[:, None] * speeds for each in offset.positions])
         cosines, sines = (

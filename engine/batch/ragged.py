@@ -49,6 +49,9 @@ class Given(NamedTuple):
     places: list[int]  # of the row's tokens
     embeddings: mx.array  # (places, hidden), as the model takes them: before it scales any
     axes: Axes | None = None  # of all tokens of the row, where positions have three axes
+    deep: tuple[
+        mx.array, ...
+    ] = ()  # (places, hidden) to be added to the output of each first layer
 
 
 class RaggedBatch(ABC):
@@ -95,6 +98,7 @@ class RaggedBatch(ABC):
         self.offset: int | mx.array = starts[0] if len(rows) == 1 else mx.array(starts)
         self.turned_by: int | mx.array | Axes = self.offset
         """The offset by which a model rotates the first of each row's new tokens."""
+        self.given: Given | None = None
         if any(row.shift for row in rows):
             shifted = [row.start + row.shift for row in rows]
             self.turned_by = shifted[0] if len(rows) == 1 else mx.array(shifted)
@@ -157,7 +161,7 @@ class RaggedBatch(ABC):
         else:
             embedded = embedding_of(model)(inputs)
             embedded[0, mx.array(given.places)] = given.embeddings.astype(embedded.dtype)
-            self.turned_by = given.axes or self.turned_by
+            self.turned_by, self.given = given.axes or self.turned_by, given
             found = model(inputs, cache=self.views, input_embeddings=embedded)
         return found
 

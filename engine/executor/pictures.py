@@ -73,8 +73,10 @@ class PictureEmbeddings:
                 raise PictureUnusable("a picture of the prompt could not be encoded")
             places += part.places
             parts.append(whole[part.first : part.first + len(part.places)])
-        axes = Axes(np.array(chunk.axes), self._encoder.sections) if chunk.axes else None
-        return Given(places, parts[0] if len(parts) == 1 else mx.concatenate(parts), axes)
+        axes = Axes(np.array(chunk.axes), self._encoder.axes_of_pairs) if chunk.axes else None
+        whole = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        embeddings, *deep = mx.split(whole, self._encoder.deep_layers + 1, axis=-1)
+        return Given(places, embeddings, axes, tuple(deep))
 
 
 def _arrays(pixels: Pixels) -> dict[str, mx.array]:

@@ -110,6 +110,7 @@ def load(
         path, options, trust_remote_code, lazy=group is not None
     )
     parameters = get_total_parameters(model)
+    model.deep_layers = multimodal.deep_layers(config)
     if group is not None:
         sharding.shard(model, group, str(path))
     if adapter_path is not None:

@@ -19,6 +19,8 @@ class Family(NamedTuple):
     """mlx-lm's module of the language model, where mlx-lm does not know the whole."""
     has_axes: bool = False
     """Whether positions within a picture have three axes."""
+    interleaved: bool = False
+    """Whether the pairs of a head turn by the axes in turn."""
 
 
 FAMILIES = {
@@ -29,6 +31,8 @@ FAMILIES = {
     "mistral3": Family("[IMG]"),
     "qwen2_vl": Family("<|image_pad|>", has_axes=True),
     "qwen2_5_vl": Family("<|image_pad|>", has_axes=True),
+    "qwen3_vl": Family("<|image_pad|>", has_axes=True, interleaved=True),
+    "qwen3_vl_moe": Family("<|image_pad|>", has_axes=True, interleaved=True),
 }
 
 _DEFAULTS = {"rope_theta": 1e6, "num_hidden_layers": 32, "tie_word_embeddings": False}
@@ -38,6 +42,14 @@ _DEFAULTS = {"rope_theta": 1e6, "num_hidden_layers": 32, "tie_word_embeddings": 
 def takes_pictures(config: dict[str, Any]) -> bool:
     """Return whether the checkpoint with this ``config`` has parts that encode pictures."""
     return bool(config.get("vision_config"))
+
+
+def deep_layers(config: dict[str, Any]) -> int:
+    """Return how many of the language model's first layers have features of pictures added to their
+    outputs."""
+    tower = config.get("vision_config")
+    found = tower.get("deepstack_visual_indexes") if isinstance(tower, dict) else None
+    return len(found) if isinstance(found, list) else 0
 
 
 def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from engine.batch import device
 from engine.batch.axes import take_axes
+from engine.batch.features import take_features
 from engine.batch.ragged import embedding_of
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
@@ -68,5 +69,6 @@ def served_vision(
     if served is not None:
         if served.has_axes:
             take_axes(loaded.model)
+        take_features(loaded.model, served.encoder.deep_layers)
         executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
     return served

@@ -27,8 +27,11 @@ class VisionEncoder:
         self.model = model
         self.image_token_id = image_token_id
         self.hidden, self.dtype = hidden, dtype
-        self.sections: Sequence[int] = ()
+        self.axes_of_pairs: Sequence[int] = ()
         """As in `engine.batch.axes.Axes`; empty if positions have one axis."""
+        self.deep_layers = 0
+        """Layers of the language model to whose outputs features are added. They follow the
+        embeddings, side by side."""
         self._gate = _Gate()
         self.layers = _divide(model, self._gate)
         """Parts of a pass that may be computed one by one."""
@@ -44,8 +47,11 @@ class VisionEncoder:
                 ids, arrays["pixel_values"], mask=mx.ones_like(ids), **others
             )
             places = [i for i, token in enumerate(tokens) if token == self.image_token_id]
-            embeddings: mx.array = found.inputs_embeds[0][mx.array(places)]
-            return embeddings.astype(self.dtype)
+            parts: list[mx.array] = [found.inputs_embeds[0][mx.array(places)]]
+            if self.deep_layers:
+                parts += list(found.deepstack_visual_embeds)
+            whole = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+            return whole.astype(self.dtype)
 
         return EncoderPass(self._gate, compute)
 
@@ -58,7 +64,7 @@ class EncoderPass:
         self._entered = self._end = 0
         self._inputs: list[mx.array] = []
         self.embeddings: mx.array | None = None
-        """(embeddings, hidden), once all is computed."""
+        """(embeddings, hidden and features), once all is computed."""
 
     def advance(self, layers: int | None) -> list[mx.array]:
         """Compute so many more layers, all that are left for None. Return what to evaluate."""

@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from engine.batch.axes import axes_of_pairs
 from engine.model.load import LOAD_ERRORS, LoadedModel
-from engine.model.multimodal import FAMILIES, Family, takes_pictures
+from engine.model.multimodal import FAMILIES, Family, deep_layers, takes_pictures
 from engine.vision.encoder import VisionEncoder
 from engine.vision.pixels import PixelStore
 from shared.wire import Vision
@@ -42,11 +43,11 @@ class ServedVision:
 
     @property
     def has_axes(self) -> bool:
-        return bool(self.encoder.sections)
+        return bool(self.encoder.axes_of_pairs)
 
     @property
     def embedding_bytes(self) -> int:
-        return int(self.encoder.hidden * self.encoder.dtype.size)
+        return int(self.encoder.hidden * (1 + self.encoder.deep_layers) * self.encoder.dtype.size)
 
 
 def open_vision(
@@ -91,8 +92,10 @@ def _opened(
     encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
     merge = 0
     if family.has_axes:
-        encoder.sections = _sections(loaded.config)
+        sections = _sections(loaded.config)
+        encoder.axes_of_pairs = axes_of_pairs(sections, interleaved=family.interleaved)
         merge = int(model.config.vision_config.spatial_merge_size)
+    encoder.deep_layers = deep_layers(loaded.config)
     if widen:
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())

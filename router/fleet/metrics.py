@@ -51,7 +51,7 @@ _ENGINE_COUNTERS = {
     "images": ("images_total", "Pictures in prompts"),
     "image_hits": ("image_hits_total", "Pictures that were not encoded for their request"),
     "encoded_images": ("encoded_images_total", "Pictures that were encoded"),
-    "encode_seconds": ("encode_seconds_total", "Time of vision encoders"),
+    "image_encoding_seconds": ("encode_seconds_total", "Time of vision encoders"),
     "preemptions": ("preemptions_total", "Sequences put back for want of memory"),
     "engine_aborts": ("aborts_total", "Requests that engines were told to drop"),
     "engine_dropped_messages": ("dropped_messages_total", "Messages an engine did not understand"),

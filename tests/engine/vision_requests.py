@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ class Request:
     @property
     def fields(self) -> dict[str, Any]:
         return {"images": self.images, "frames": self.frames} if self.images else {}
-
-
-@cache
-def picture(seed: int, width: int = 30, height: int = 20) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
 
 
 class VisionOracle:
@@ -88,7 +81,9 @@ class VisionOracle:
         embedded = self._model.get_input_embeddings(
             ids, given.pop("pixel_values", None), mask=mx.ones_like(ids), **given
         )
-        more = {} if embedded.position_ids is None else {"position_ids": embedded.position_ids}
+        names = ("position_ids", "visual_pos_masks", "deepstack_visual_embeds")
+        found = {name: getattr(embedded, name) for name in names}
+        more = {name: value for name, value in found.items() if value is not None}
         logits = self._model.language_model(
             ids, inputs_embeds=embedded.inputs_embeds, **more
         ).logits[0]

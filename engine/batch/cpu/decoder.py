@@ -44,7 +44,7 @@ FAMILY = (
 """Modules of mlx-lm whose `Model` can be computed by `Decoder`."""
 
 
-WRAPPERS = ("mistral3", "pixtral", "qwen2_vl")
+WRAPPERS = ("mistral3", "pixtral", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 """The same of models that do nothing but call the language model in them."""
 
 
@@ -65,9 +65,12 @@ class Decoder:
             raise Unsupported("it is of another kind")
         if layout.tree != tuple(KVNode(i) for i in range(len(layout.layers))):
             raise Unsupported("it keeps something else than keys and values of each layer")
-        model = getattr(model, "language_model", model)
+        whole, model = model, getattr(model, "language_model", model)
         inner = model.model
         self._embedding = Embedding(inner.embed_tokens)
+        self._deep_layers = getattr(whole, "deep_layers", 0)
+        if self._deep_layers >= len(inner.layers):
+            raise Unsupported("features of pictures are added to its last layer")
         embedding = self._embedding.weight
         assert embedding is not None
         self._embedding_scale = embedding_scale(model)
@@ -91,7 +94,8 @@ class Decoder:
             if before is None:
                 self.stretches.append(stretches.first(hidden, block, rotary))
             else:
-                self.stretches.append(stretches.between(hidden, before, block, rotary))
+                adds = len(self._layers) <= self._deep_layers
+                self.stretches.append(stretches.between(hidden, before, block, rotary, adds=adds))
             self._layers.append(_Layer(block.heads, block.kv_heads, block.softcap, block.sinks))
             self._owned += block.owned
             kinds.append(block.same_bits)
@@ -128,7 +132,8 @@ class Decoder:
             if number + 1 == len(self._layers):
                 break
             turns = tables[self._rotaries[number + 1]]
-            x, *new = self.stretches[number + 1](x, found, *turns)
+            added = [] if number >= self._deep_layers else [_added(x, number, given)]
+            x, *new = self.stretches[number + 1](x, found, *added, *turns)
         logits: Array = self.stretches[-1](x, found)[0]
         return logits[:count]
 
@@ -186,6 +191,14 @@ class Decoder:
         for module in self._owned:
             module.weight = mx.zeros((0,))
         self._embedding.read_from(files)
+
+
+def _added(x: Array, number: int, given: Given | None) -> Array:
+    """Return what is added to the output of a layer: features of pictures."""
+    added = np.zeros_like(x)
+    if given is not None:
+        added[given.places] = np.asarray(given.deep[number].astype(mx.float32))
+    return added
 
 
 def embedding_scale(model: Any) -> np.float32:

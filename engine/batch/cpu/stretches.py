@@ -46,14 +46,20 @@ def first(hidden: int, block: TransformerBlock, rotary: Rotary) -> Session:
 
 
 def between(
-    hidden: int, before: TransformerBlock, after: TransformerBlock, rotary: Rotary
+    hidden: int,
+    before: TransformerBlock,
+    after: TransformerBlock,
+    rotary: Rotary,
+    *,
+    adds: bool = False,
 ) -> Session:
     """Return the stretch from the attention of one layer to that of the next.
 
-    Inputs are x, what attention found (tokens, heads * value dim), and tables."""
+    Inputs are x, what attention found (tokens, heads * value dim), with ``adds`` what is added to
+    the layer's output (tokens, hidden), and tables."""
     graph = Graph()
     normed = after.before_attention
-    x, normed_x = _add_to_the_end(graph, hidden, before, normed)
+    x, normed_x = _add_to_the_end(graph, hidden, before, normed, adds=adds)
     _add_projections(graph, x, normed_x, after, rotary)
     return graph.session()
 
@@ -75,13 +81,16 @@ def last_states(hidden: int, before: TransformerBlock, norm: Norm) -> Session:
 
 
 def _add_to_the_end(
-    graph: Graph, hidden: int, block: TransformerBlock, norm: Norm | None
+    graph: Graph, hidden: int, block: TransformerBlock, norm: Norm | None, *, adds: bool = False
 ) -> tuple[str, str]:
     """Add a layer after its attention. Return the residual, and the same under ``norm``."""
     x = graph.input("x", ROWS, hidden)
     found = graph.input("found", ROWS, block.out.weight.shape[1])
     x, normed = add_residual(graph, x, block.add_attention_out(graph, found), block.before_mlp)
-    return add_residual(graph, x, block.add_mlp(graph, normed), norm)
+    made = block.add_mlp(graph, normed)
+    if adds:
+        made = graph.node("Add", made, graph.input("added", ROWS, hidden))
+    return add_residual(graph, x, made, norm)
 
 
 def _add_projections(

@@ -17,12 +17,11 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.plan import Plan
 from shared.wire import SamplingParams
 from tests.engine.guesses import guessing
+from tests.engine.vision_requests import Request, VisionOracle
 from tests.engine.whole import Whole
-from tests.vision_models import FAMILIES, make_vision_model, needs_mlx_vlm
+from tests.vision_models import FAMILIES, make_vision_model, needs_mlx_vlm, picture
 
 needs_mlx_vlm()
-
-from tests.engine.vision_requests import Request, VisionOracle, picture  # noqa: E402
 
 TOKENS = 8
 SIZE = 4
@@ -115,7 +114,7 @@ def test_answers_are_mlx_vlms(seeing: Callable[..., Seeing], family: str) -> Non
     one.assert_bits(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_answers_on_the_path_of_a_gpu_are_mlx_vlms(tmp_path: Path, family: str) -> None:
     path = make_vision_model(family, tmp_path / "model")
     with forced_gpu_path():
@@ -139,7 +138,7 @@ def test_keys_in_8_bits_change_little(seeing: Callable[..., Seeing]) -> None:
     one.assert_bits(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 @pytest.mark.parametrize("tokens", [SIZE, 3 * SIZE, 64])
 def test_bits_do_not_depend_on_where_chunks_end(
     seeing: Callable[..., Seeing], family: str, tokens: int
@@ -151,7 +150,7 @@ def test_bits_do_not_depend_on_where_chunks_end(
     one.assert_bits(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_the_next_turn_encodes_nothing_and_computes_no_old_token(
     seeing: Callable[..., Seeing],
     family: str,
@@ -253,7 +252,7 @@ def test_a_step_that_fails_loses_nothing(
     one.assert_bits(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_drafts_change_nothing(seeing: Callable[..., Seeing], family: str) -> None:
     one = seeing(family)
     one.start(*one.requests)
@@ -416,7 +415,7 @@ def test_pictures_of_requests_that_ended_are_forgotten(seeing: Callable[..., See
     assert one.whole.scheduler.stats().image_bytes == 0
 
 
-@pytest.mark.parametrize("family", ["idefics3", "llava"])
+@pytest.mark.parametrize("family", ["idefics3", "llava", "qwen3_vl"])
 def test_without_mlx_vlm_text_is_served_and_a_line_says_what_is_missing(
     seeing: Callable[..., Seeing],
     monkeypatch: pytest.MonkeyPatch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -13,12 +14,14 @@ from router.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.anthropic.translation import chat_request, with_notes
 from router.anthropic.writer import MessageWriter
 from router.api.body import json_response, read_body
-from router.api.endpoints import ChatEndpoint
+from router.api.endpoints import ChatEndpoint, cancel_on_disconnect
+from router.api.images import with_images
 from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
+from router.generation.sampling import cache_salt
 from router.schemas.requests import ChatRequest
 
 
@@ -82,9 +85,17 @@ class CountTokens:
         tenant: Tenant = http.state.tenant
         model = await router.loaded_model(body.model, tenant)
 
-        def tokenize() -> list[list[int]]:
-            return self._messages.tokenize_prompts(self._messages.chat_request(body), model)
-
         async with router.admit(tenant, model, http.state.limits_left):
-            (prompt,) = await router.work.run(tenant.name, tokenize, size)
-        await json_response(TokenCount(len(prompt)))(scope, receive, send)
+            request = await router.work.run(
+                tenant.name, lambda: self._messages.chat_request(body), size
+            )
+            salt = cache_salt(request, router.settings, tenant)
+            async with cancel_on_disconnect(receive):
+                messages, size = await with_images(
+                    router, request.messages, model, http.state, salt, size
+                )
+            request = replace(request, messages=messages)
+            (prompt,) = await router.work.run(
+                tenant.name, lambda: self._messages.tokenize_prompts(request, model), size
+            )
+        await json_response(TokenCount(len(prompt.token_ids)))(scope, receive, send)

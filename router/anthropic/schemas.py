@@ -11,11 +11,25 @@ from router.schemas.conversation import MAX_TOOLS, ToolName
 from router.schemas.requests import MAX_STOP_STRINGS, Count, SamplingRequest, StopString
 
 
+class BlockSource(Struct, frozen=True, kw_only=True):
+    """Where the content of an image or a document is: in ``data``, as base64 or (a document of type
+    ``text``) as text, behind a ``url``, or in ``content``, as blocks."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    content: str | list[ContentBlockParam] | None = None
+
+
 class ContentBlockParam(Struct, frozen=True, kw_only=True):
     """A content block of any type. The type decides which fields are required.
     ``cache_control``, ``citations`` and ``signature`` are accepted and have no effect."""
 
     type: str
+    source: BlockSource | None = None
+    title: str | None = None
+    context: str | None = None
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -24,6 +38,16 @@ class ContentBlockParam(Struct, frozen=True, kw_only=True):
     tool_use_id: str | None = None
     is_error: bool | None = None
     content: str | list[ContentBlockParam] | dict[str, Any] | None = None
+
+    def image_chars(self, depth: int = 3) -> int:
+        """Return the characters of the images in the block and in blocks in it: a tool's result, a
+        document in it, and an image in that have a ``depth`` of 3."""
+        source, inner = self.source, self.content
+        blocks = inner if isinstance(inner, list) else []
+        if source is not None and isinstance(source.content, list):
+            blocks = [*blocks, *source.content]
+        own = len(source.data or "") if source is not None and self.type == "image" else 0
+        return own + sum(block.image_chars(depth - 1) for block in blocks if depth > 1)
 
 
 class MessageParam(Struct, frozen=True, kw_only=True):
@@ -88,6 +112,8 @@ class Metadata(Struct, frozen=True, kw_only=True):
 class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
     """A conversation. Fields about the answer to it are accepted and have no effect."""
 
+    may_have_images = True
+
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=100_000)]
     system: str | list[ContentBlockParam] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -100,6 +126,15 @@ class CountTokensRequest(SamplingRequest, frozen=True, kw_only=True):
 
     container: Any = None
     mcp_servers: Any = None
+
+    @property
+    def image_chars(self) -> int:
+        return sum(
+            block.image_chars()
+            for message in self.messages
+            if isinstance(message.content, list)
+            for block in message.content
+        )
 
     @property
     def left_out_tools(self) -> list[str]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from router.anthropic.schemas import (
     AnthropicTool,
     AnthropicToolChoice,
+    BlockSource,
     ContentBlockParam,
     CountTokensRequest,
     MessageParam,
@@ -21,6 +22,7 @@ from router.api.translation import (
     PARAGRAPH_BREAK,
     assistant_message,
     content_note,
+    joined_content,
     required,
     unsupported_content,
     with_paths,
@@ -28,6 +30,7 @@ from router.api.translation import (
 from router.errors import InvalidRequest, NotSupported
 from router.schemas.conversation import (
     ChatMessage,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
@@ -36,10 +39,14 @@ from router.schemas.conversation import (
     ToolChoice,
     ToolMode,
 )
+from router.schemas.images import SentImage
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
-_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCK_TYPES = (
+    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    *("image", "document"),
+)
 _BILLING = "x-anthropic-billing-header:"
 """Begins a block of Claude Code's that is not meant for the model, and that changes with its
 version: in the prompt it would only keep prefixes from being found."""
@@ -79,7 +86,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def with_notes(body: CountTokensRequest) -> CountTokensRequest:
-    """Return ``body`` with a note in place of each block that is not supported."""
+    """Return ``body`` with a note in place of each block that is not supported, but for images: it
+    depends on the model whether these are."""
     messages = [replace(param, content=_noted(param.content)) for param in body.messages]
     return replace(body, messages=messages, system=_noted(body.system))
 
@@ -89,10 +97,16 @@ def _noted(content: Any) -> Any:
         return content
     return [
         replace(block, content=_noted(block.content))
-        if block.type in _BLOCK_TYPES
+        if block.type in _BLOCK_TYPES and not _is_unsupported(block)
         else ContentBlockParam(type="text", text=content_note(block.type))
         for block in content
     ]
+
+
+def _is_unsupported(block: ContentBlockParam) -> bool:
+    return block.type == "document" and (
+        block.source is None or block.source.type not in ("text", "content")
+    )
 
 
 def _response_format(output_format: OutputFormat) -> ResponseFormat:
@@ -202,27 +216,88 @@ def _user_messages(
     if isinstance(param.content, str):
         yield ChatMessage("user", param.content)
         return
-    texts: list[str] = []
+    parts: list[str | SentImage] = []
     for block_path, block in with_paths(param.content, f"{path}.content"):
         if block.type != "tool_result":
-            texts.append(_block_text(block, block_path))
+            parts += _block_parts(block, block_path)
             continue
-        if texts:
-            yield ChatMessage("user", PARAGRAPH_BREAK.join(texts))
-            texts = []
+        if parts:
+            yield ChatMessage("user", joined_content(parts, PARAGRAPH_BREAK))
+            parts = []
         call_id = required(block.tool_use_id, block_path, "tool_use_id")
         result = _result(block, f"{block_path}.content")
         yield ChatMessage("tool", result, name=tool_names.get(call_id), tool_call_id=call_id)
-    if texts or not param.content:
-        yield ChatMessage("user", PARAGRAPH_BREAK.join(texts))
+    if parts or not param.content:
+        yield ChatMessage("user", joined_content(parts, PARAGRAPH_BREAK))
 
 
-def _result(block: ContentBlockParam, path: str) -> str:
+def _result(block: ContentBlockParam, path: str) -> str | list[ContentPart]:
     content = block.content
     if isinstance(content, dict):
         raise InvalidRequest(f"'{path}' must be text or a list of blocks.", param=path)
-    text = _text(content, path, "\n") if content else ""
-    return f"Error: {text}" if block.is_error else text
+    found = joined_content(_parts(content or "", path), "\n")
+    if not block.is_error:
+        return found
+    return f"Error: {found}" if isinstance(found, str) else [ContentPart("text", "Error: "), *found]
+
+
+def _parts(content: str | Sequence[ContentBlockParam], path: str) -> Iterator[str | SentImage]:
+    """Yield the texts and images of ``content``."""
+    if isinstance(content, str):
+        yield content
+        return
+    for block_path, block in with_paths(content, path):
+        yield from _block_parts(block, block_path)
+
+
+def _block_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
+    match block.type:
+        case "image":
+            yield _image(required(block.source, path, "source"), path)
+        case "document":
+            yield from _document_parts(block, path)
+        case _:
+            yield _block_text(block, path)
+
+
+def _image(source: BlockSource, path: str) -> SentImage:
+    if source.type == "base64":
+        data, is_url = required(source.data, f"{path}.source", "data"), False
+    elif source.type == "url":
+        data, is_url = required(source.url, f"{path}.source", "url"), True
+    else:
+        raise InvalidRequest(
+            f"'{path}.source': an image is 'base64' or behind a 'url', not of type"
+            f" '{source.type}'.",
+            param=f"{path}.source.type",
+        )
+    return SentImage(
+        type="image", source=data, is_url=is_url, media_type=source.media_type, path=path
+    )
+
+
+def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
+    """Yield a document that is text, or blocks. PDFs are refused."""
+    source = required(block.source, path, "source")
+    if source.type not in ("text", "content"):
+        raise InvalidRequest(
+            f"'{path}': PDFs are not supported. A document is taken as text, or as blocks of text"
+            " and images.",
+            param=f"{path}.source.type",
+            code="unsupported_content",
+        )
+    yield from filter(None, (block.title, block.context))
+    if source.type == "text":
+        yield required(source.data, f"{path}.source", "data")
+        return
+    content_path = f"{path}.source.content"
+    if not isinstance(source.content, list):
+        yield required(source.content, f"{path}.source", "content")
+        return
+    for inner_path, inner in with_paths(source.content, content_path):
+        if inner.type not in ("text", "image"):
+            raise unsupported_content(inner.type, inner_path)
+        yield from _block_parts(inner, inner_path)
 
 
 def _text(content: str | Sequence[ContentBlockParam], path: str, separator: str) -> str:

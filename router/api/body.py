@@ -6,13 +6,14 @@ import asyncio
 import time
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Send
 
+from router.api.held import held_memory
 from router.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -21,11 +22,13 @@ from router.errors import (
     UnsupportedMediaType,
 )
 from router.fleet.router import Router
+from router.images.memory import HeldMemory
 from router.schemas.requests import RequestBody, parse_body
 
 BODY_TIMEOUT_S = 30.0
 _DISCARD_S = 2.0
 _PIECE_BYTES = 256 * 1024
+_AROUND_IMAGES_BYTES = 65536
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 _Body = TypeVar("_Body", bound=RequestBody)
@@ -34,17 +37,41 @@ _Body = TypeVar("_Body", bound=RequestBody)
 async def read_body(request: Request, router: Router, body_type: type[_Body]) -> tuple[_Body, int]:
     """Return the body as a ``body_type``, and its size. Large ones are decoded off the event loop.
 
-    Raises what `receive_body` and `parse_body` raise.
+    One with images may be larger where a model takes images, unless it is compressed. Raises what
+    `receive_body`, `parse_body` and `HeldMemory.hold` raise.
     """
     max_bytes = router.settings.max_request_bytes
-    raw, encoding = await receive_body(request, max_bytes, any_media_type=body_type.any_media_type)
+    room = None
+    if body_type.may_have_images and router.registry.takes_images:
+        room = ImageRoom(router.settings.max_image_bytes, held_memory(router, request.state))
+    raw, encoding = await receive_body(
+        request, max_bytes, any_media_type=body_type.any_media_type, room=room
+    )
 
     def parse() -> tuple[_Body, int]:
         body = raw if encoding is None else _decompress(raw, encoding, max_bytes)
-        return parse_body(body, body_type), len(body)
+        if len(body) <= max_bytes:
+            return parse_body(body, body_type), len(body)
+        _check_values(body, max_bytes)
+        parsed = parse_body(body, body_type)
+        if len(body) - parsed.image_chars > max_bytes:
+            raise BodyTooLarge(f"Without its images the body is larger than {max_bytes} bytes.")
+        return parsed, len(body)
 
     key = request.scope["state"].get("api_key", "")
     return await router.work.run_large(key, parse, len(raw) if encoding is None else max_bytes)
+
+
+class ImageRoom(NamedTuple):
+    """The room that a body has for images, beside what any may have."""
+
+    max_image_bytes: int
+    held: HeldMemory
+
+    @property
+    def max_chars(self) -> int:
+        """In base64, with some for what is around each."""
+        return self.max_image_bytes * 4 // 3 + _AROUND_IMAGES_BYTES
 
 
 async def receive_body(
@@ -53,6 +80,7 @@ async def receive_body(
     timeout_s: float = BODY_TIMEOUT_S,
     *,
     any_media_type: bool = False,
+    room: ImageRoom | None = None,
 ) -> tuple[bytes, str | None]:
     """Return the body as it was sent, with at most ``max_bytes``, and its compression, if any.
 
@@ -73,7 +101,7 @@ async def receive_body(
         )
     try:
         async with asyncio.timeout(timeout_s):
-            raw = await _read(request, max_bytes)
+            raw = await _read(request, max_bytes, room if encoding == "identity" else None)
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
@@ -89,12 +117,16 @@ def _check_media_type(content_type: str | None) -> None:
         raise UnsupportedMediaType(f"The body must be application/json, not '{media_type}'.")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, room: ImageRoom | None) -> bytes:
     chunks: list[bytes] = []
     size = 0
+    plain_bytes = max_bytes
+    max_bytes += 0 if room is None else room.max_chars
     too_large_since: float | None = None
     async for chunk in request.stream():
         size += len(chunk)
+        if room is not None and plain_bytes < size <= max_bytes:
+            room.held.hold(len(chunk))
         if size <= max_bytes:
             chunks.append(chunk)
         elif too_large_since is None:
@@ -121,6 +153,17 @@ def _decompress(raw: bytes, encoding: str, max_bytes: int) -> bytes:
     if not inflate.eof:
         raise InvalidRequest("The compressed body is cut short.", code="invalid_json")
     return body
+
+
+def _check_values(body: bytes, most: int) -> None:
+    """Raise `BodyTooLarge` if ``body`` may have more values than one of ``most`` bytes: to decode
+    them holds the interpreter. Base64 has none of these characters."""
+    count = 0
+    for start in range(0, len(body), _PIECE_BYTES):
+        piece = body[start : start + _PIECE_BYTES]
+        count += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
+        if count > most:
+            raise BodyTooLarge(f"The body has more values than fit into {most} bytes.")
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -13,10 +13,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from msgspec.structs import replace
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from router.api.body import read_body, send_json
+from router.api.images import with_images
 from router.api.streaming import EventStream
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
@@ -33,6 +36,7 @@ from router.generation.sampling import (
     check_prompt_length,
 )
 from router.schemas.requests import ChatRequest, GenerationRequest, RequestBody
+from router.tokens.image_prompts import Prompt
 from router.tokens.model_replies import ToolCallPolicy
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from router.tokens.tokenization_cache import LengthCheck
@@ -91,12 +95,19 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         model: Model,
         cache_scope: str | None = None,
         check_length: LengthCheck | None = None,
-    ) -> list[list[int]]:
-        """Return the token ids of each prompt in ``request``.
+    ) -> list[Prompt]:
+        """Return the tokens of each prompt in ``request``.
 
         With a ``cache_scope`` they continue the tokens of earlier replies that are known there.
         Raises `InvalidRequest`, and what ``check_length`` raises.
         """
+
+    async def prepare_images(
+        self, request: _Request, generation: Generation, size: int, state: State
+    ) -> tuple[_Request, int]:
+        """Return ``request``, of ``size`` bytes, with its images as the model takes them, and the
+        bytes without them. Raises `ApiError`."""
+        return request, size
 
     def reply_parser(self, request: _Request, model: Model, prompt: list[int]) -> ReplyParser:
         """Return the parser of a reply to ``prompt``."""
@@ -160,7 +171,7 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         send: Send,
     ) -> None:
         async with _abort_on_disconnect(http.receive, generation):
-            await self._submit(generation, request, size, http.state.limits_left)
+            await self._submit(generation, request, size, http.state)
             await generation.accepted()
             headers = [(b"x-seed", str(generation.seed).encode())]
             if left_out := ", ".join(list(dict.fromkeys(body.left_out_tools))[:_MAX_NAMED]):
@@ -180,16 +191,18 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         await send_json(send, answer, headers)
 
     async def _submit(
-        self, generation: Generation, request: _Request, size: int, limits_left: dict[str, str]
+        self, generation: Generation, request: _Request, size: int, state: State
     ) -> None:
         """Prepare the sequences of ``request``, whose body has ``size`` bytes, and admit them."""
         model = generation.model
         generation.check_places(self.num_prompts(request))
+        request, size = await self.prepare_images(request, generation, size, state)
 
         def prepare() -> list[SequenceSpec]:
             check_length = partial(check_prompt_length, model)
             prompts = self.tokenize_prompts(request, model, generation.cache_scope, check_length)
-            limits = generation.check_lengths(prompts, self.max_tokens(request, model))
+            max_tokens = self.max_tokens(request, model)
+            limits = generation.check_lengths([each.token_ids for each in prompts], max_tokens)
             return list(self._sequence_specs(request, generation, prompts, limits))
 
         try:
@@ -199,24 +212,25 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
                 error.param = self.prompt_field
             raise
         generation.check_places(self.num_prompts(request))  # others may have been quicker
-        prompts = [spec.prompt_token_ids for spec in specs if spec.choice == 0]
-        await generation.admit_prompts(prompts, limits_left)
+        prompts = [spec.prompt.token_ids for spec in specs if spec.choice == 0]
+        await generation.admit_prompts(prompts, state.limits_left)
         generation.submit(specs)
 
     def _sequence_specs(
-        self, request: _Request, generation: Generation, prompts: list[list[int]], limits: list[int]
+        self, request: _Request, generation: Generation, prompts: list[Prompt], limits: list[int]
     ) -> Iterator[SequenceSpec]:
         """Yield a spec for each choice of each prompt. Raises `InvalidRequest`."""
         model = generation.model
         prediction = self.prediction(request, model)
         echoes = request.echo_prompts or itertools.repeat(None, len(prompts))
         for prompt, limit, echoed in zip(prompts, limits, echoes, strict=True):
-            grammar = self.grammar(request, model, prompt)
-            thinking = self.thinking(request, model, prompt)
-            echo = None if echoed is None else Echo.of(echoed, prompt, model.renderer)
+            tokens = prompt.token_ids
+            grammar = self.grammar(request, model, tokens)
+            thinking = self.thinking(request, model, tokens)
+            echo = None if echoed is None else Echo.of(echoed, tokens, model.renderer)
             blocks = generation.prompt_blocks(prompt)
             for choice in range(request.n or 1):
-                parser = self.reply_parser(request, model, prompt)
+                parser = self.reply_parser(request, model, tokens)
                 yield SequenceSpec(
                     prompt, limit, choice, parser, grammar, thinking, echo, blocks, prediction
                 )
@@ -227,6 +241,16 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
 
     prompt_field = "messages"
 
+    async def prepare_images(
+        self, request: ChatRequest, generation: Generation, size: int, state: State
+    ) -> tuple[ChatRequest, int]:
+        scope = generation.cache_salt
+        preparing = with_images(
+            self._router, request.messages, generation.model, state, scope, size
+        )
+        messages, size = await generation.wait_for(preparing)
+        return replace(request, messages=messages), size
+
     def max_tokens(self, request: ChatRequest, model: Model) -> int | None:
         return request.max_completion_tokens or request.max_tokens
 
@@ -236,7 +260,7 @@ class ChatEndpoint(GenerationEndpoint[_Body, ChatRequest]):
         model: Model,
         cache_scope: str | None = None,
         check_length: LengthCheck | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Prompt]:
         return [
             model.renderer.render_chat(
                 request.messages,

@@ -5,11 +5,14 @@ A path names a field as errors do: ``messages[0].content``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from router.errors import InvalidRequest
-from router.schemas.conversation import ChatMessage, ToolCall
+from router.schemas.conversation import ChatMessage, ContentPart, ImageUrl, ToolCall
+from router.schemas.images import SentImage
 
 _Value = TypeVar("_Value")
 
@@ -41,6 +44,45 @@ def unsupported_content(content_type: str, path: str) -> InvalidRequest:
 def content_note(content_type: str) -> str:
     """Return the text that stands in place of content that is left out."""
     return f"[Content of type '{content_type}' was left out: this server takes text.]"
+
+
+def joined_content(parts: Iterable[str | SentImage], separator: str) -> str | list[ContentPart]:
+    """Return a message's content: text, with a ``separator`` between texts that follow each other,
+    or a list if there are images."""
+    found: list[str | SentImage] = []
+    for part in parts:
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += separator + part
+        else:
+            found.append(part)
+    if not any(isinstance(part, SentImage) for part in found):
+        return "".join(part for part in found if isinstance(part, str))
+    return [ContentPart("text", part) if isinstance(part, str) else part for part in found]
+
+
+def with_sent_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return ``messages``, as clients of OpenAI's chat API send them, with a `SentImage` for each
+    of their images. Raises `InvalidRequest`."""
+    return [
+        replace(message, content=_with_sent_images(message.content, f"{path}.content"))
+        if isinstance(message.content, list)
+        else message
+        for path, message in with_paths(messages, "messages")
+    ]
+
+
+def _with_sent_images(content: Sequence[ContentPart], path: str) -> list[ContentPart]:
+    return [
+        sent_image(part.image_url, part_path, part.type) if part.type == "image_url" else part
+        for part_path, part in with_paths(content, path)
+    ]
+
+
+def sent_image(image_url: ImageUrl | str | None, path: str, content_type: str) -> SentImage:
+    """Return the image of a part at ``path`` in the form of OpenAI's. Raises `InvalidRequest`."""
+    url = image_url.url if isinstance(image_url, ImageUrl) else image_url
+    source = required(url, path, "image_url")
+    return SentImage(type=content_type, source=source, is_url=True, path=path)
 
 
 def assistant_message(

@@ -10,21 +10,22 @@ from msgspec.structs import replace
 
 from router.schemas.conversation import ChatMessage
 from router.schemas.requests import ChatRequest
+from router.tokens.image_prompts import Prompt
 
 
 def truncate_to_fit(
-    prompts: list[list[int]],
+    prompts: list[Prompt],
     request: ChatRequest,
     limit: int,
-    render: Callable[[ChatRequest], list[list[int]]],
-) -> list[list[int]]:
+    render: Callable[[ChatRequest], list[Prompt]],
+) -> list[Prompt]:
     """Return the prompt of ``request`` without its oldest turns, so that it has at most ``limit``
     tokens. ``prompts`` has the prompt with all turns, and ``render`` returns that of a request.
 
     As few turns as possible are dropped. A first message of the system's is kept. If the last
     turn alone is too long, ``prompts`` are returned.
     """
-    length = len(prompts[0])
+    length = len(prompts[0].token_ids)
     if length <= limit:
         return prompts
     messages = request.messages
@@ -39,7 +40,7 @@ def truncate_to_fit(
         shorter = render(replace(request, messages=kept))
         # The guess is good, so the search goes on near it, in growing steps until both ends are
         # known: each prompt takes as long as a request.
-        if len(shorter[0]) <= limit:
+        if len(shorter[0].token_ids) <= limit:
             fitting, high = shorter, guess
             guess = max(low, guess - step)
         else:
@@ -53,7 +54,9 @@ def truncate_to_fit(
 
 def _first_guess(messages: Sequence[ChatMessage], turn_starts: Sequence[int], share: float) -> int:
     """Return which of ``turn_starts`` leaves about ``share`` of the text of ``messages``."""
-    sizes = list(accumulate((len(msgspec.json.encode(each)) for each in messages), initial=0))
+    # An image counts as a few characters: the search finds the place all the same.
+    encode = msgspec.json.Encoder(enc_hook=lambda _: None).encode
+    sizes = list(accumulate((len(encode(each)) for each in messages), initial=0))
     wanted = sizes[-1] * (1 - share)
     found = (number for number, start in enumerate(turn_starts) if sizes[start] >= wanted)
     return next(found, max(0, len(turn_starts) - 1))

@@ -25,7 +25,7 @@ from router.fleet.remote_sequence import MissingTokensError, RemoteSequence
 from router.fleet.remote_texts import RemoteTexts
 from router.fleet.tenants import Tenant
 from shared.settings import Settings
-from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Message, Refused
+from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,14 @@ class Dispatcher:
     def __init__(
         self,
         settings: Settings,
-        send: Callable[[Engine, Message], bool],
+        send: Callable[..., bool],
         metrics: Metrics,
         on_generated: Callable[[Tenant, int], None],
         is_loaded_on_demand: Callable[[ModelReplicas], bool] = lambda model: False,
     ) -> None:
-        """``on_generated`` is told of tokens as they come. ``is_loaded_on_demand`` says whether a
-        model without engines will get one."""
+        """``send`` takes an engine, a message and its raw frames. ``on_generated`` is told of
+        tokens as they come. ``is_loaded_on_demand`` says whether a model without engines will get
+        one."""
         self._settings = settings
         self._send = send
         self._metrics = metrics
@@ -258,7 +259,7 @@ class Dispatcher:
             engine = choose_engine(open_engines, sequence)
             sequence.place()
             message = sequence.message(queue.engine_priority(sequence))
-            if not self._send(engine, message):
+            if not self._send(engine, message, *sequence.payload):
                 engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
                 sequence.requeue()
                 queue.push(sequence)

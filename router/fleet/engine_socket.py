@@ -91,10 +91,14 @@ class EngineSocket:
                 Path(self._path).unlink()  # ZeroMQ does not
             os.close(self._lock)
 
-    def send(self, peer: bytes, message: Message) -> bool | None:
-        """Return True if ``message`` is queued, False if the queue is full, None without a peer."""
+    def send(self, peer: bytes, message: Message, *payload: bytes | memoryview) -> bool | None:
+        """Return True if ``message`` is queued, False if the queue is full, None without a peer.
+
+        The frames of a ``payload`` are not copied, so they must not change.
+        """
         try:
-            self._socket.send_multipart([peer, *encode(message)], zmq.NOBLOCK, copy=True)
+            frames = [peer, *encode(message, *payload)]
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not payload)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

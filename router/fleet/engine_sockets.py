@@ -66,9 +66,9 @@ class EngineSockets:
             socket.close()
         self._context.term()
 
-    def send(self, peer: bytes, message: Message) -> bool | None:
-        """Return True if ``message`` is queued, False if the queue is full, None without a peer."""
-        return self._sockets[peer[0]].send(peer[1:], message)
+    def send(self, peer: bytes, message: Message, *payload: bytes | memoryview) -> bool | None:
+        """As `EngineSocket.send`."""
+        return self._sockets[peer[0]].send(peer[1:], message, *payload)
 
     def receive_pending(self) -> None:
         for socket in self._sockets:

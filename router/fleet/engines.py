@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.tokenizer_files import acceptable_files
+from router.images.preparing import ImageProcessor
 from router.tokens.rendering import Renderer
 from shared.settings import Settings
 from shared.wire import Beat, EngineStats, Hello, Phase, StoreStats
@@ -155,6 +156,7 @@ class ModelReplicas:
             self.hello.fingerprint == hello.fingerprint
             and self.hello.aliases == hello.aliases
             and self.tokenizer_files == acceptable_files(hello.files)
+            and self.hello.vision == hello.vision
             and self.settings == settings
         )
 
@@ -191,3 +193,9 @@ class Model:
     @property
     def settings(self) -> Settings:
         return self.replicas.settings
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """How images are prepared for it; None: it takes none."""
+        vision = self.renderer.vision
+        return None if vision is None else ImageProcessor(self.renderer.directory, vision)

@@ -20,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.recent import Recent
+from router.images.metrics import ImageMetrics
 from shared.wire import TENSOR_PARALLEL, DraftStats, StoreState
 
 _PREFIX = "mlx_lm_server_"
@@ -171,6 +172,7 @@ class Metrics:
         self.work_refused = counter(
             "work_refused", "Requests that the threads preparing them had no room or no time for"
         )
+        self.images = ImageMetrics(self.registry)
         self.key_requests = counter(
             "key_requests", "Answers by API key and status", ("key", "status")
         )

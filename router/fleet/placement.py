@@ -13,15 +13,19 @@ PromptBlocks = Mapping[tuple[bytes, int], Sequence[bytes]]
 
 
 def prompt_blocks(
-    engines: Sequence[Engine], token_ids: Sequence[int], cache_salt: str
+    engines: Sequence[Engine],
+    token_ids: Sequence[int],
+    cache_salt: str,
+    images: Sequence[tuple[int, int, bytes]] = (),
 ) -> PromptBlocks:
-    """Return the hashes of a prompt for all of ``engines``; none if there is no choice.
+    """Return the hashes of a prompt for all of ``engines``; none if there is no choice. ``images``
+    are start, length and digest of those in it.
 
     Each token takes a tenth of a microsecond: this is for the threads of a `WorkPool`.
     """
     roots = {_root(engine) for engine in engines} if len(engines) > 1 else set()
     return {
-        (namespace, size): block_hashes(salted_root(namespace, cache_salt), token_ids, size)
+        (namespace, size): block_hashes(salted_root(namespace, cache_salt), token_ids, size, images)
         for namespace, size in roots
     }
 

@@ -134,6 +134,11 @@ class Registry:
             return models[0] if models else None
         return next((model for model in models if name in model.names), None)
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether one of the models takes images."""
+        return any(model.hello.vision is not None for model in self.models.values())
+
     def close(self) -> None:
         for task in self._load_tasks:
             task.cancel()
@@ -346,7 +351,9 @@ class Registry:
 
     async def _load_renderer(self, model: ModelReplicas) -> None:
         try:
-            model.renderer = await self._renderers.get(model.tokenizer_files, model.settings)
+            model.renderer = await self._renderers.get(
+                model.tokenizer_files, model.settings, model.hello.vision
+            )
         except Exception as error:  # a broken tokenizer may raise anything
             logger.error("the tokenizer of %s cannot be loaded: %s", model.id, error)
             logger.debug("the tokenizer of %s", model.id, exc_info=error)

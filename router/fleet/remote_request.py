@@ -31,6 +31,8 @@ class RemoteRequest(ABC):
 
     prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
     """As `router.fleet.placement.prompt_blocks` returns them."""
+    payload: Sequence[bytes | memoryview] = ()
+    """The raw frames that go with each attempt's message."""
     computed_prompt_tokens: int | None = None
     """Tokens of a prompt that this attempt has computed or found, as far as it is known."""
     usage: Usage | None = None

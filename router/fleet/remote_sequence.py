@@ -28,11 +28,13 @@ class RemoteSequence(RemoteRequest):
         tenant: Tenant,
         on_change: Callable[[], None],
         prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({}),
+        payload: Sequence[bytes | memoryview] = (),
     ) -> None:
         super().__init__(submit.request_id, submit.priority, tenant, on_change)
         self.submit = submit
         """The message of the first attempt."""
         self.prompt_blocks = prompt_blocks
+        self.payload = payload
         self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None
         """Whether log-probabilities come with the tokens."""
         self.output_token_ids: list[int] = []

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.tokens.rendering import Renderer
 from shared.settings import Settings, chat_template_text
+from shared.wire import Vision
 
 
 class Renderers:
@@ -22,7 +23,9 @@ class Renderers:
         self._files = files
         self._loaded: weakref.WeakValueDictionary[str, Renderer] = weakref.WeakValueDictionary()
 
-    async def get(self, files: Mapping[str, str], settings: Settings) -> Renderer:
+    async def get(
+        self, files: Mapping[str, str], settings: Settings, vision: Vision | None = None
+    ) -> Renderer:
         """Return the renderer of ``files`` (name to digest). Raises any exception of the loader."""
         options = {
             name: value
@@ -32,7 +35,7 @@ class Renderers:
         template = chat_template_text(settings)
         args = settings.chat_template_args
         tools, reasoning = settings.tool_parser, settings.reasoning_parser
-        key = repr((sorted(files.items()), options, template, args, tools, reasoning))
+        key = repr((sorted(files.items()), options, template, args, tools, reasoning, vision))
         renderer = self._loaded.get(key)
         if renderer is None:
             renderer = await Renderer.load(
@@ -42,6 +45,7 @@ class Renderers:
                 template_args=args,
                 tool_parser=tools,
                 reasoning_parser=reasoning,
+                vision=vision,
             )
             # The garbage collector looks at all objects from time to time, with everything else
             # held up: the libraries that read tokenizers have so many that it takes a tenth of a

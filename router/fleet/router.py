@@ -25,6 +25,7 @@ from router.fleet.registry import Registry
 from router.fleet.supervised import ConfiguredModel, Supervised, SupervisorChannel
 from router.fleet.tenants import Tenant
 from router.fleet.tokenizer_files import TokenizerFileStore
+from router.images.preparing import ImagePreparer
 from router.tokens.rendering import warm_up
 from router.tokens.work_pool import WorkPool
 from shared.allow_list import AllowedKey
@@ -93,9 +94,10 @@ class Router:
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for what takes long."""
+        self.images = ImagePreparer(settings, self.metrics.images)
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
-        self.closers: list[Callable[[], None]] = []
+        self.closers: list[Callable[[], None]] = [self.images.close]
         """Called, each on a thread, when the router stops."""
         self.leaving = False
         """Whether load balancers are to go elsewhere: it will drain soon."""
@@ -359,8 +361,8 @@ class Router:
     def _send(self, peer: bytes, message: Message) -> bool:
         return bool(self.engine_sockets.send(peer, message))
 
-    def _send_to(self, engine: Engine, message: Message) -> bool:
-        sent = self.engine_sockets.send(engine.peer, message)
+    def _send_to(self, engine: Engine, message: Message, *payload: bytes | memoryview) -> bool:
+        sent = self.engine_sockets.send(engine.peer, message, *payload)
         if sent is None:
             self.registry.on_unreachable(engine)
         return bool(sent)
@@ -386,9 +388,7 @@ class Router:
     def _forgive(self, asleep_s: float) -> None:
         """Count a time in which this process stood still for nobody, as that of a machine that
         slept: engines could not be heard."""
-        logger.warning(
-            "this process stood still for %.0f s, which is held against nobody", asleep_s
-        )
+        logger.warning("this process stood still for %.0f s: held against nobody", asleep_s)
         self.registry.forgive(asleep_s)
         self.dispatcher.forgive(asleep_s)
 

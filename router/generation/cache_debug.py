@@ -21,7 +21,7 @@ def explain(generation: Generation) -> bytes:
     """
     model = generation.model
     vocabulary, block_size = model.renderer.vocabulary, model.hello.block_size
-    prompt = generation.choices[0].sequence.submit.token_ids
+    prompt = generation.choices[0].prompt_text_tokens
     found = model.renderer.compare(generation.cache_scope, prompt)
     private = generation.has_cache_salt
 

@@ -80,6 +80,7 @@ class Choice:
         detokenizer: IncrementalDetokenizer,
         parser: ReplyParser,
         *,
+        prompt_text_tokens: list[int],
         stop: Callable[[RemoteSequence], None],
         prompt_logprobs_source: RemoteSequence,
         aligner: TokenAligner | None,
@@ -87,6 +88,8 @@ class Choice:
     ) -> None:
         self.index = index
         self.sequence = sequence
+        self.prompt_text_tokens = prompt_text_tokens
+        """The tokens of the prompt's text, with one for each image."""
         self.prompt_logprobs_source = prompt_logprobs_source
         """The sequence with the log-probabilities of the prompt: the first of each prompt."""
         self._stop = stop

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from router.errors import ApiError, ClientDisconnected, InvalidRequest
@@ -23,6 +23,7 @@ from router.generation.sampling import (
     check_lengths,
     check_num_entries,
     check_vocabulary,
+    image_frames,
     num_entries,
     submit_message,
 )
@@ -34,6 +35,7 @@ from router.schemas.completions import (
 )
 from router.schemas.requests import GenerationRequest
 from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.image_prompts import Prompt
 from router.tokens.logprobs import LogprobsContext, TokenAligner, prompt_logprobs
 from router.tokens.work_pool import INLINE_SIZE, SMALL_SIZE
 
@@ -91,7 +93,18 @@ class Generation:
         client has gone.
         """
         self._check_connected()
-        result = self._router.work.start(self._tenant.name, work, size)
+        return await self._cancelled_with_client(
+            self._router.work.start(self._tenant.name, work, size)
+        )
+
+    async def wait_for(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return the result of ``work``. Raises `ClientDisconnected` as `run` does."""
+        if self._client_gone:
+            work.close()
+        self._check_connected()
+        return await self._cancelled_with_client(asyncio.ensure_future(work))
+
+    async def _cancelled_with_client(self, result: asyncio.Future[_Result]) -> _Result:
         self._work = result
         try:
             return await result
@@ -135,10 +148,15 @@ class Generation:
         check_num_entries(self._request, prompts, limits)
         return limits
 
-    def prompt_blocks(self, prompt: list[int]) -> PromptBlocks:
+    @property
+    def cache_salt(self) -> str:
+        """What separates its cached blocks, and prepared images, from those of others."""
+        return cache_salt(self._request, self._router.settings, self._tenant)
+
+    def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
         """Return what decides which engine gets ``prompt``. For the threads of a `WorkPool`."""
-        salt = cache_salt(self._request, self._router.settings, self._tenant)
-        return prompt_blocks(list(self.model.replicas.engines), prompt, salt)
+        engines = list(self.model.replicas.engines)
+        return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.image_ranges)
 
     async def admit_prompts(
         self, prompts: Sequence[list[int]], limits_left: dict[str, str]
@@ -162,11 +180,14 @@ class Generation:
                 self.seed,
                 self._traceparent,
             )
-            sequence = RemoteSequence(message, self._tenant, self.notify, spec.prompt_blocks)
+            frames = image_frames(spec.prompt)
+            sequence = RemoteSequence(
+                message, self._tenant, self.notify, spec.prompt_blocks, frames
+            )
             detokenizer = IncrementalDetokenizer(
                 renderer.vocabulary.decoder(), request.stop_strings, request.min_tokens or 0
             )
-            before = renderer.without_bos("", spec.prompt_token_ids[-_TAIL_TOKENS:])
+            before = renderer.without_bos("", spec.prompt.token_ids[-_TAIL_TOKENS:])
             continued = renderer.vocabulary.last_text(before) if request.continues_prompt else []
             detokenizer.prime(continued)
             source = self.choices[-1].prompt_logprobs_source if spec.choice else sequence
@@ -177,6 +198,7 @@ class Generation:
                     sequence,
                     detokenizer,
                     spec.reply_parser,
+                    prompt_text_tokens=spec.prompt.text_token_ids,
                     stop=self._stop,
                     prompt_logprobs_source=source,
                     aligner=TokenAligner(renderer.vocabulary, bool(continued)) if aligned else None,
@@ -248,7 +270,7 @@ class Generation:
 
     def _remember_reply(self, choice: Choice) -> None:
         renderer, scope = self.model.renderer, self.cache_scope
-        prompt, output = choice.sequence.submit.token_ids, choice.output_token_ids
+        prompt, output = choice.prompt_text_tokens, choice.output_token_ids
         self._router.work.start_unattended(
             self._tenant.name, lambda: renderer.remember_reply(scope, prompt, output), len(prompt)
         )

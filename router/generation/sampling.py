@@ -13,9 +13,10 @@ from router.fleet.placement import PromptBlocks
 from router.fleet.tenants import Tenant
 from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
+from router.tokens.image_prompts import Prompt
 from router.tokens.reply_parser import ReplyParser
 from shared.settings import Settings
-from shared.wire import Grammar, SamplingParams, Submit, ThinkingBudget
+from shared.wire import Grammar, ImagePart, SamplingParams, Submit, ThinkingBudget
 
 MAX_SEQUENCES = 128
 MAX_ENTRIES = 500_000
@@ -28,7 +29,7 @@ REPETITION_CONTEXT_SIZE = 20
 class SequenceSpec(NamedTuple):
     """One sequence of a request."""
 
-    prompt_token_ids: list[int]
+    prompt: Prompt
     max_tokens: int
     choice: int
     """The number among the sequences of the same prompt."""
@@ -154,7 +155,8 @@ def submit_message(
     return Submit(
         request_id=request_id,
         attempt=0,
-        token_ids=spec.prompt_token_ids,
+        token_ids=spec.prompt.token_ids,
+        images=_image_parts(spec.prompt),
         sampling=_sampling(request, model, settings, _choice_seed(seed, spec.choice)),
         max_tokens=spec.max_tokens,
         stop_token_ids=_stop_token_ids(request, model),
@@ -169,6 +171,26 @@ def submit_message(
         prediction=spec.prediction,
         traceparent=traceparent,
     )
+
+
+def _image_parts(prompt: Prompt) -> list[ImagePart]:
+    """Return where the images of ``prompt`` are; the arrays of each go with the first that has
+    them."""
+    parts: list[ImagePart] = []
+    sent: set[bytes] = set()
+    for image, start in prompt.images:
+        arrays = [] if image.digest in sent else list(image.specs)
+        sent.add(image.digest)
+        length = len(image.expansion)
+        parts.append(ImagePart(digest=image.digest, start=start, length=length, arrays=arrays))
+    return parts
+
+
+def image_frames(prompt: Prompt) -> list[bytes | memoryview]:
+    """Return the frames that go with the message: each array of each image, once."""
+    images = {image.digest: image for image, _ in reversed(prompt.images)}
+    distinct = dict.fromkeys(image.digest for image, _ in prompt.images)
+    return [frame for digest in distinct for frame in images[digest].frames]
 
 
 def cache_salt(request: GenerationRequest, settings: Settings, tenant: Tenant) -> str:

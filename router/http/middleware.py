@@ -105,6 +105,8 @@ class RequestMiddleware:
                 raise  # the answer has begun: the server closes the connection
             await error_response(InternalError(), scope)(scope, receive, send_with_id)
         finally:
+            if (held := scope["state"].get("image_memory")) is not None:
+                held.close()
             self._finish(scope, path, record)
 
     def _finish(self, scope: Scope, path: str, record: RequestRecord) -> None:

@@ -10,17 +10,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.body import json_response, read_body
+from router.api.endpoints import cancel_on_disconnect
+from router.api.images import with_images
 from router.api.operations import Operation
+from router.api.translation import with_sent_images
 from router.errors import BODY_ERRORS, MODEL_ERRORS, InvalidRequest, InvalidValue
 from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
-from router.schemas.conversation import MAX_TOOLS, ChatMessage, PromptEnding, Tool, prompt_ending
+from router.schemas.conversation import (
+    MAX_TOOLS,
+    ChatMessage,
+    PromptEnding,
+    Tool,
+    image_chars,
+    prompt_ending,
+)
 from router.schemas.requests import RequestBody, TokenId
 
 
 class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     """Either a text (``prompt``) or a conversation (``messages``)."""
+
+    may_have_images = True
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     prompt: str | None = None
@@ -40,6 +52,10 @@ class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
 
     chat_template: Any = None
     mm_processor_kwargs: Any = None
+
+    @property
+    def image_chars(self) -> int:
+        return image_chars(self.messages or ())
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -76,21 +92,28 @@ async def tokenize(http: Request) -> Response:
     tenant: Tenant = http.state.tenant
     model = await router.loaded_model(request.model, tenant)
     async with router.admit(tenant, model, http.state.limits_left):
-        return await router.work.run(tenant.name, lambda: _tokenized(request, model), size)
+        messages: list[ChatMessage] = []
+        if request.messages is not None:
+            salt = f"{tenant.name}/" if router.settings.cache_salt_per_key else ""
+            sent = with_sent_images(request.messages)
+            async with cancel_on_disconnect(http.receive):
+                messages, size = await with_images(router, sent, model, http.state, salt, size)
+        work = partial(_tokenized, request, messages, model)
+        return await router.work.run(tenant.name, work, size)
 
 
-def _tokenized(request: TokenizeRequest, model: Model) -> Response:
+def _tokenized(request: TokenizeRequest, messages: list[ChatMessage], model: Model) -> Response:
     renderer, special = model.renderer, request.add_special_tokens
     if request.messages is None:
         tokens = renderer.encode(request.prompt or "", add_special_tokens=special is not False)
     else:
         tokens = renderer.render_chat(
-            request.messages,
+            messages,
             request.tools or (),
             request.chat_template_kwargs or {},
             ending=request.prompt_ending,
             add_special_tokens=bool(special),
-        )
+        ).token_ids
     texts = renderer.token_strings(tokens) if request.return_token_strs else None
     context = model.hello.context_length
     return json_response(

@@ -30,6 +30,7 @@ from router.ollama.writer import (
     timestamp,
 )
 from router.schemas.requests import ChatRequest
+from router.tokens.image_prompts import Prompt
 from router.tokens.reply_parser import PlainReplyParser, ReplyParser
 from router.tokens.tokenization_cache import LengthCheck
 from shared.wire import Grammar
@@ -87,13 +88,13 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
         model: Model,
         cache_scope: str | None = None,
         check_length: LengthCheck | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Prompt]:
         assert isinstance(request, OllamaPrompt)
         renderer = model.renderer
         if request.needs_thinking and "reasoning" not in renderer.capabilities:
             raise InvalidRequest(f"{model.names[0]} does not support thinking.", param="think")
         if request.raw_prompt is not None:
-            return [renderer.encode(request.raw_prompt, check_length=check_length)]
+            return [Prompt.of_text(renderer.encode(request.raw_prompt, check_length=check_length))]
         render = super().tokenize_prompts
         if request.truncate:
             # The last question stays: alone it cannot become shorter.
@@ -108,7 +109,7 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
             return prompts
         if max(request.earlier_tokens) >= model.hello.vocab_size:
             raise InvalidRequest("'context' has tokens that the model lacks.", param="context")
-        return [[*request.earlier_tokens, *renderer.without_bos("", prompts[0])]]
+        return [prompts[0].after(request.earlier_tokens, renderer)]
 
     def reply_parser(self, request: ChatRequest, model: Model, prompt: list[int]) -> ReplyParser:
         if _is_raw(request):
@@ -129,8 +130,7 @@ class OllamaChat(OllamaEndpoint[OllamaChatRequest]):
     }
 
     def translate(self, body: OllamaChatRequest) -> OllamaPrompt:
-        name, settings = served_name(self._router, body.model), self._router.settings
-        return chat_prompt(body, name, skip_images=settings.skip_unsupported_content)
+        return chat_prompt(body, served_name(self._router, body.model))
 
     def writer(self, body: OllamaChatRequest, model: Model) -> OllamaWriter:
         return OllamaChatWriter(body.model)
@@ -150,8 +150,7 @@ class OllamaGenerate(OllamaEndpoint[OllamaGenerateRequest]):
     prompt_field = "prompt"
 
     def translate(self, body: OllamaGenerateRequest) -> OllamaPrompt:
-        name, settings = served_name(self._router, body.model), self._router.settings
-        return generate_prompt(body, name, skip_images=settings.skip_unsupported_content)
+        return generate_prompt(body, served_name(self._router, body.model))
 
     def writer(self, body: OllamaGenerateRequest, model: Model) -> OllamaWriter:
         return OllamaGenerateWriter(body.model, raw=bool(body.raw))

@@ -32,7 +32,7 @@ from router.ollama.objects import (
 from router.ollama.schemas import OllamaModelRequest
 from router.ollama.writer import timestamp
 
-_CAPABILITIES = {"tools": "tools", "reasoning": "thinking"}
+_CAPABILITIES = {"tools": "tools", "reasoning": "thinking", "vision": "vision"}
 _NEVER = "9999-12-31T23:59:59Z"
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

@@ -129,8 +129,14 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     """A conversation to answer. Without messages its model is loaded, or with a ``keep_alive`` of 0
     unloaded."""
 
+    may_have_images = True
+
     messages: Annotated[list[OllamaMessage], Meta(max_length=100_000)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def image_chars(self) -> int:
+        return sum(len(image) for each in self.messages or () for image in each.images or ())
 
     @property
     def is_empty(self) -> bool:
@@ -142,6 +148,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     unloaded."""
 
     neutral: ClassVar = {"suffix": ("",), "template": ("",)}
+    may_have_images = True
 
     prompt: str = ""
     system: str | None = None
@@ -153,12 +160,16 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     template: Any = None
 
     @property
+    def image_chars(self) -> int:
+        return sum(map(len, self.images or ()))
+
+    @property
     def is_empty(self) -> bool:
         return not self.prompt
 
     def check(self) -> None:
         super().check()
-        for name in ("system", "context"):
+        for name in ("system", "context", "images"):
             if self.raw and getattr(self, name):
                 raise InvalidRequest(f"'raw' does not go with '{name}'.", param=name)
 

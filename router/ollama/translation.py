@@ -8,8 +8,7 @@ from typing import Any
 from router.api.translation import (
     PARAGRAPH_BREAK,
     assistant_message,
-    content_note,
-    unsupported_content,
+    joined_content,
     with_paths,
 )
 from router.ollama.schemas import (
@@ -19,7 +18,8 @@ from router.ollama.schemas import (
     OllamaOptions,
     OllamaRequest,
 )
-from router.schemas.conversation import ChatMessage, FunctionCall, ToolCall
+from router.schemas.conversation import ChatMessage, ContentPart, FunctionCall, ToolCall
+from router.schemas.images import SentImage
 from router.schemas.requests import ChatRequest, GenerationRequest, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
@@ -54,10 +54,10 @@ class OllamaPrompt(ChatRequest, frozen=True, kw_only=True):
             GenerationRequest.check(self)
 
 
-def chat_prompt(body: OllamaChatRequest, model: str, *, skip_images: bool) -> OllamaPrompt:
-    """Return the request for ``body`` to the model that is served as ``model``. Images become a
-    note if they are skipped. Raises `InvalidRequest` that names the field."""
-    messages = list(_messages(body.messages or (), skip_images=skip_images))
+def chat_prompt(body: OllamaChatRequest, model: str) -> OllamaPrompt:
+    """Return the request for ``body`` to the model that is served as ``model``. Raises
+    `InvalidRequest` that names the field."""
+    messages = list(_messages(body.messages or ()))
     last = messages[-1]
     return validated(
         OllamaPrompt(
@@ -70,15 +70,15 @@ def chat_prompt(body: OllamaChatRequest, model: str, *, skip_images: bool) -> Ol
     )
 
 
-def generate_prompt(body: OllamaGenerateRequest, model: str, *, skip_images: bool) -> OllamaPrompt:
+def generate_prompt(body: OllamaGenerateRequest, model: str) -> OllamaPrompt:
     """Return the same for a single prompt."""
-    text = _with_images(body.prompt, body.images, "images", skip_images=skip_images)
     messages = [ChatMessage("system", body.system)] if body.system else []
+    content = _content(body.prompt, body.images, "images")
     return validated(
         OllamaPrompt(
             **_fields(body, model),
-            messages=[*messages, ChatMessage("user", text)],
-            raw_prompt=text if body.raw else None,
+            messages=[*messages, ChatMessage("user", content)],
+            raw_prompt=body.prompt if body.raw else None,
             earlier_tokens=tuple(body.context or ()),
         )
     )
@@ -140,11 +140,10 @@ def _whole(number: float | None) -> int | None:
 # -- messages ------------------------------------------------------------------
 
 
-def _messages(given: Sequence[OllamaMessage], *, skip_images: bool) -> Iterator[ChatMessage]:
+def _messages(given: Sequence[OllamaMessage]) -> Iterator[ChatMessage]:
     for path, message in with_paths(given, "messages"):
-        text = _with_images(
-            message.content or "", message.images, f"{path}.images", skip_images=skip_images
-        )
+        text = message.content or ""
+        content = _content(text, message.images, f"{path}.images")
         match message.role:
             case "assistant":
                 calls = [
@@ -154,16 +153,16 @@ def _messages(given: Sequence[OllamaMessage], *, skip_images: bool) -> Iterator[
                 yield assistant_message([text], [message.thinking or ""], calls)
             case "tool":
                 yield ChatMessage(
-                    "tool", text, name=message.tool_name, tool_call_id=message.tool_call_id
+                    "tool", content, name=message.tool_name, tool_call_id=message.tool_call_id
                 )
             case role:
-                yield ChatMessage(role, text)
+                yield ChatMessage(role, content)
 
 
-def _with_images(text: str, images: list[str] | None, path: str, *, skip_images: bool) -> str:
-    if not images:
-        return text
-    if not skip_images:
-        raise unsupported_content("image", path)
-    notes = [content_note("image")] * len(images)
-    return PARAGRAPH_BREAK.join([*notes, text])
+def _content(text: str, images: list[str] | None, path: str) -> str | list[ContentPart]:
+    """Return the content of a message: its images, and then its text."""
+    sent = [
+        SentImage(type="image", source=image, is_url=False, path=image_path)
+        for image_path, image in with_paths(images or (), path)
+    ]
+    return joined_content([*sent, text], PARAGRAPH_BREAK)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from msgspec.structs import replace
 
 from router.api.endpoints import ChatEndpoint, GenerationEndpoint
 from router.api.operations import Operation, generation_operation
-from router.api.translation import content_note
+from router.api.translation import content_note, with_sent_images
 from router.errors import InvalidValue
 from router.fleet.engines import Model
 from router.fleet.router import Router
@@ -16,6 +17,7 @@ from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWrite
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, ContentPart
 from router.schemas.requests import ChatRequest, CompletionRequest
+from router.tokens.image_prompts import Prompt
 from router.tokens.tokenization_cache import LengthCheck
 
 
@@ -35,9 +37,10 @@ class ChatCompletions(ChatEndpoint[ChatRequest]):
     example: ClassVar = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
 
     def translate(self, body: ChatRequest) -> ChatRequest:
-        if not self._router.settings.skip_unsupported_content:
-            return body
-        return replace(body, messages=[_with_notes(message) for message in body.messages])
+        messages: Sequence[ChatMessage] = body.messages
+        if self._router.settings.skip_unsupported_content:
+            messages = [_with_notes(message) for message in messages]
+        return replace(body, messages=with_sent_images(messages))
 
     def writer(self, body: ChatRequest, model: Model) -> ChatCompletionWriter:
         return ChatCompletionWriter(body, model)
@@ -48,7 +51,9 @@ def _with_notes(message: ChatMessage) -> ChatMessage:
     if not isinstance(message.content, list):
         return message
     parts = [
-        part if part.type in TEXT_PARTS else ContentPart("text", content_note(part.type))
+        part
+        if part.type in (*TEXT_PARTS, "image_url")
+        else ContentPart("text", content_note(part.type))
         for part in message.content
     ]
     return replace(message, content=parts)
@@ -76,7 +81,7 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
         model: Model,
         cache_scope: str | None = None,
         check_length: LengthCheck | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Prompt]:
         found: list[list[int]] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -87,4 +92,4 @@ class Completions(GenerationEndpoint[CompletionRequest, CompletionRequest]):
                 )
             else:
                 found.append(prompt)
-        return found
+        return [Prompt.of_text(tokens) for tokens in found]

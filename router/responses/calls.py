@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
+from router.api.translation import joined_content, sent_image, with_paths
 from router.responses.items import OpenItem
 from router.responses.objects import (
     ApplyPatchCallItem,
@@ -30,7 +31,7 @@ from router.responses.objects import (
 )
 from router.responses.schemas import CommandOutcome, InputItem, ItemContentPart
 from router.responses.tools import ClientTool, function_name
-from router.schemas.conversation import FunctionCall, ToolCall
+from router.schemas.conversation import ContentPart, FunctionCall, ToolCall
 from router.tokens.reply_parser import CallDelta
 
 _Action = TypeVar("_Action")
@@ -239,14 +240,22 @@ def _arguments(item: InputItem) -> str | dict[str, Any] | None:
     return item.arguments
 
 
-def output_text(item: InputItem) -> str:
-    """Return the result of a call as text."""
+def output_content(item: InputItem, path: str) -> str | list[ContentPart]:
+    """Return the result of a call as a message's content; ``path`` is that of ``item``."""
     assert not isinstance(item.output, dict)  # `resolve_input` refuses it
     if item.output is None:
         return item.status or ""
     if isinstance(item.output, str):
         return item.output
-    return "".join(part.text or part.refusal or _command_result(part) for part in item.output)
+    return joined_content(
+        (
+            sent_image(part.image_url, part_path, "input_image")
+            if part.type == "input_image"
+            else part.text or part.refusal or _command_result(part)
+            for part_path, part in with_paths(item.output, f"{path}.output")
+        ),
+        "",
+    )
 
 
 def _command_result(part: ItemContentPart) -> str:

@@ -25,6 +25,7 @@ from router.responses.tools import ClientTool, client_tools
 from router.responses.translation import chat_request, resolve_input, with_notes
 from router.responses.writer import ResponseWriter
 from router.schemas.requests import ChatRequest
+from router.tokens.image_prompts import Prompt
 from router.tokens.tokenization_cache import LengthCheck
 
 _MB = 1_000_000
@@ -33,6 +34,8 @@ _UNLIMITED_TOKENS = 16_384
 _BYTES_PER_TOKEN = 64
 """A stored conversation with more JSON than this for each token of the longest prompt is refused,
 or cut, before it is read: text has four bytes a token, and reasoning is not rendered again."""
+_IMAGE_CHARS_PER_BYTE = 2
+"""As above, for the images of one, which are base64: with some for what is around each."""
 _TAG = "OpenAI Responses"
 _PATH = "/v1/responses/{response_id}"
 
@@ -112,20 +115,23 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         self._may_truncate = False
 
     def translate(self, body: ResponsesRequest) -> ChatRequest:
-        limit_bytes = _BYTES_PER_TOKEN * self._router.settings.max_prompt_tokens
+        settings = self._router.settings
+        limit_bytes = _BYTES_PER_TOKEN * settings.max_prompt_tokens
+        image_chars = _IMAGE_CHARS_PER_BYTE * settings.max_image_bytes
         earlier_items: list[InputItem] = []
         if self._previous is not None:
             whole = body.truncation != "auto"
-            earlier_items = self._previous.conversation(limit_bytes, whole=whole)
+            earlier_items = self._previous.conversation(limit_bytes, image_chars, whole=whole)
         given = body.input
-        if self._router.settings.skip_unsupported_content and isinstance(given, list):
+        if settings.skip_unsupported_content and isinstance(given, list):
             given = with_notes(given)
-        references = ItemReferences(self._store, self._key, limit_bytes)
+        references = ItemReferences(self._store, self._key, limit_bytes, image_chars)
         self._new_items = resolve_input(given, references.find, self._seal.unseal)
         self._input_json = msgspec.json.encode(self._new_items)
         self._may_truncate = body.truncation == "auto"
         self._tools = client_tools(body.tools or ())
-        return chat_request(body, [*earlier_items, *self._new_items], self._tools)
+        items = [*earlier_items, *self._new_items]
+        return chat_request(body, items, self._tools, len(earlier_items))
 
     def max_tokens(self, request: ChatRequest, model: Model) -> int:
         """Without a limit OpenAI's answers end where the model ends them. Agents give none, and an
@@ -158,7 +164,7 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         model: Model,
         cache_scope: str | None = None,
         check_length: LengthCheck | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Prompt]:
         if not self._may_truncate:
             return super().tokenize_prompts(request, model, cache_scope, check_length)
         prompts = super().tokenize_prompts(request, model, cache_scope)

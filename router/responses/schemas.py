@@ -26,11 +26,13 @@ class CommandOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ItemContentPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item's content, of any type. Only text is accepted. A part of the result of
-    a `shell` tool has no type: it is what one command wrote."""
+    """A part of an item's content, of any type. Text is accepted, and ``input_image`` for models
+    that take images. A part of the result of a `shell` tool has no type: it is what one command
+    wrote. ``detail`` is accepted and has no effect."""
 
     type: str | None = None
     text: str | None = None
+    image_url: str | None = None
     refusal: str | None = None
     stdout: str | None = None
     stderr: str | None = None
@@ -56,6 +58,15 @@ class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None
     output: str | list[ItemContentPart] | dict[str, Any] | None = None
+
+    @property
+    def image_chars(self) -> int:
+        return sum(
+            len(part.image_url or "")
+            for parts in (self.content, self.output)
+            if isinstance(parts, list)
+            for part in parts
+        )
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True):
@@ -114,6 +125,7 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     """A conversation to answer: OpenAI's fields, and those of `SamplingRequest`."""
 
     neutral: ClassVar = {"background": (False,), "context_management": ([],)}
+    may_have_images = True
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
@@ -141,6 +153,10 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
     conversation: Any = None
     moderation: Any = None
     prompt: Any = None
+
+    @property
+    def image_chars(self) -> int:
+        return 0 if isinstance(self.input, str) else sum(each.image_chars for each in self.input)
 
     @property
     def wants_logprobs(self) -> bool:

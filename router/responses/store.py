@@ -19,6 +19,8 @@ MAX_RESPONSES = 4096
 _OVERHEAD_BYTES = 1024
 """Of Python objects, for each response."""
 _ID_BYTES = 100
+_SMALL_ITEM_BYTES = 4096
+"""An item in which no image is looked for: it counts as text."""
 
 
 class _Output(Struct):
@@ -52,8 +54,13 @@ class StoredResponse:
         """The ids of its items, to find one without decoding any."""
         ids_bytes = _ID_BYTES * (len(self.input_ids) + len(self.output_ids))
         self.size_bytes = len(input_items) + len(response) + ids_bytes + _OVERHEAD_BYTES
+        self.image_chars = sum(map(_image_chars, self.new_input))
+        """What images in its input take of it."""
         self.chain_bytes: int = self.size_bytes + (previous.chain_bytes if previous else 0)
         """With all turns before."""
+        self.chain_image_chars: int = self.image_chars + (
+            previous.chain_image_chars if previous else 0
+        )
 
     def archived(self, response_id: str | None) -> ArchivedTurn:
         before = None if self.previous is None else self.previous.number
@@ -77,19 +84,25 @@ class StoredResponse:
             yield turn
             turn = turn.previous
 
-    def conversation(self, limit_bytes: int, *, whole: bool) -> list[InputItem]:
-        """Return the conversation with its answer. If it has more than ``limit_bytes``, raise
-        `ContextLengthExceeded` if ``whole``, otherwise leave out the oldest turns."""
-        if whole and self.chain_bytes > limit_bytes:
+    def conversation(
+        self, limit_bytes: int, image_chars: int = 0, *, whole: bool
+    ) -> list[InputItem]:
+        """Return the conversation with its answer. If it has more than ``limit_bytes``, or images
+        of more than ``image_chars`` beside, raise `ContextLengthExceeded` if ``whole``, otherwise
+        leave out the oldest turns."""
+        text_bytes = self.chain_bytes - self.chain_image_chars
+        if whole and (text_bytes > limit_bytes or self.chain_image_chars > image_chars):
             raise ContextLengthExceeded(
-                f"The conversation has {self.chain_bytes} bytes, over the limit of {limit_bytes}.",
+                f"The conversation has {text_bytes} bytes and images of {self.chain_image_chars},"
+                f" over the limit of {limit_bytes} and {image_chars}.",
                 param="previous_response_id",
             )
         kept: list[list[Raw]] = []
-        room = limit_bytes
+        room, image_room = limit_bytes, image_chars
         for turn in self.turns:
-            room -= turn.size_bytes
-            if room < 0 and kept:
+            room -= turn.size_bytes - turn.image_chars
+            image_room -= turn.image_chars
+            if min(room, image_room) < 0 and kept:
                 break
             kept.append(turn.new_input + turn.output)
         return [_decode(item) for items in reversed(kept) for item in items]
@@ -141,6 +154,10 @@ def _in_order(count: int, newest_first: bool) -> range:
 
 def _ids(items: Iterable[Raw]) -> list[str | None]:
     return [msgspec.json.decode(item, type=_ItemId).id for item in items]
+
+
+def _image_chars(item: Raw) -> int:
+    return _decode(item).image_chars if len(bytes(item)) > _SMALL_ITEM_BYTES else 0
 
 
 def _decode(item: Raw) -> InputItem:
@@ -268,17 +285,20 @@ class ResponseStore:
 
 
 class ItemReferences:
-    """The stored items that one request refers to, of ``limit_bytes`` at most.
+    """The stored items that one request refers to, of ``limit_bytes`` at most and images of
+    ``image_chars``.
 
     A reference has some ten bytes, and the item may have a million: a request that refers to one
     again and again would become larger than memory.
     """
 
-    def __init__(self, store: ResponseStore, key: str, limit_bytes: int) -> None:
+    def __init__(
+        self, store: ResponseStore, key: str, limit_bytes: int, image_chars: int = 0
+    ) -> None:
         self._store = store
         self._key = key
         self._limit_bytes = limit_bytes
-        self._room = limit_bytes
+        self._room, self._image_room = limit_bytes, image_chars
         self._turns: dict[StoredResponse, dict[str | None, Raw]] = {}
 
     def find(self, item_id: str) -> InputItem | None:
@@ -288,11 +308,14 @@ class ItemReferences:
             return None
         if turn not in self._turns:
             self._turns[turn] = dict(zip(turn.item_ids, turn.new_items(), strict=True))
-        item = self._turns[turn][item_id]
-        self._room -= len(bytes(item))
-        if self._room < 0:
+        raw = self._turns[turn][item_id]
+        item = _decode(raw)
+        self._room -= len(bytes(raw)) - item.image_chars
+        self._image_room -= item.image_chars
+        if min(self._room, self._image_room) < 0:
             raise ContextLengthExceeded(
-                f"The items that the input refers to have over {self._limit_bytes} bytes.",
+                f"The items that the input refers to have over {self._limit_bytes} bytes, or too"
+                " many of images.",
                 param="input",
             )
-        return _decode(item)
+        return item

@@ -12,7 +12,9 @@ from router.api.translation import (
     PARAGRAPH_BREAK,
     assistant_message,
     content_note,
+    joined_content,
     required,
+    sent_image,
     unsupported_content,
     with_paths,
 )
@@ -21,12 +23,12 @@ from router.responses.calls import (
     CALL_OUTPUT_TYPES,
     CALL_TYPES,
     called_function,
-    output_text,
+    output_content,
     tool_call,
 )
 from router.responses.schemas import InputItem, ItemContentPart, ResponsesRequest, TextFormat
 from router.responses.tools import ClientTool, tool_choice
-from router.schemas.conversation import ChatMessage, Tool
+from router.schemas.conversation import ChatMessage, ContentPart, Tool
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
@@ -43,11 +45,14 @@ _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "refusal")
 
 
 def chat_request(
-    body: ResponsesRequest, items: Sequence[InputItem], tools: Sequence[ClientTool]
+    body: ResponsesRequest,
+    items: Sequence[InputItem],
+    tools: Sequence[ClientTool],
+    num_earlier: int = 0,
 ) -> ChatRequest:
     """Return the chat request for ``body``, with the conversation ``items`` (`resolve_input`
-    returned them) and its ``tools`` (`client_tools` did). Raises `InvalidRequest` that names the
-    field."""
+    returned them) and its ``tools`` (`client_tools` did). The first ``num_earlier`` items are of
+    earlier responses. Raises `InvalidRequest` that names the field."""
     fields = sampling_fields(body)
     text_format = body.text.format if body.text else None
     if text_format is not None:
@@ -55,7 +60,7 @@ def chat_request(
     return validated(
         ChatRequest(
             **fields,
-            messages=_messages(items, body.instructions),
+            messages=_messages(items, body.instructions, num_earlier),
             max_tokens=body.max_output_tokens,
             tools=[Tool(function=tool.function) for tool in tools],
             tool_choice=tool_choice(body.tool_choice),
@@ -83,7 +88,9 @@ def _response_format(text_format: TextFormat) -> ResponseFormat:
 # -- messages ------------------------------------------------------------------
 
 
-def _messages(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
+def _messages(
+    items: Sequence[InputItem], instructions: str | None, num_earlier: int
+) -> list[ChatMessage]:
     """Return the messages of a conversation. One holds the instructions and the system's
     messages before any other. One holds consecutive items of the assistant: reasoning, text
     and calls."""
@@ -91,7 +98,8 @@ def _messages(items: Sequence[InputItem], instructions: str | None) -> list[Chat
     system_texts = [instructions] if instructions else []
     tool_names: dict[str | None, str | None] = {}  # by the id of a call
     turn: list[InputItem] = []  # consecutive items of the assistant
-    for item in items:
+    for index, item in enumerate(items, -num_earlier):
+        path = "previous_response_id" if index < 0 else f"input[{index}]"
         if (called := called_function(item)) is not None:
             tool_names[item.call_id] = called
         if item.role in ("system", "developer") and not messages and not turn:
@@ -101,7 +109,7 @@ def _messages(items: Sequence[InputItem], instructions: str | None) -> list[Chat
         else:
             messages += _assistant_messages(turn)
             turn = []
-            messages.append(_message(item, tool_names))
+            messages.append(_message(item, path, tool_names))
     messages += _assistant_messages(turn)
     if system_texts:
         messages.insert(0, ChatMessage("system", PARAGRAPH_BREAK.join(system_texts)))
@@ -122,12 +130,27 @@ def _assistant_messages(turn: Sequence[InputItem]) -> Iterable[ChatMessage]:
     return (assistant_message(texts, thoughts, calls),)
 
 
-def _message(item: InputItem, tool_names: dict[str | None, str | None]) -> ChatMessage:
+def _message(item: InputItem, path: str, tool_names: dict[str | None, str | None]) -> ChatMessage:
     if item.type in CALL_OUTPUT_TYPES:
         name = tool_names.get(item.call_id)
-        return ChatMessage("tool", output_text(item), name=name, tool_call_id=item.call_id)
+        content = output_content(item, path)
+        return ChatMessage("tool", content, name=name, tool_call_id=item.call_id)
     assert item.role is not None
-    return ChatMessage(item.role, _text(item.content))
+    if isinstance(item.content, list):
+        return ChatMessage(item.role, _content(item.content, f"{path}.content"))
+    return ChatMessage(item.role, item.content or "")
+
+
+def _content(parts: Sequence[ItemContentPart], path: str) -> str | list[ContentPart]:
+    return joined_content(
+        (
+            sent_image(part.image_url, part_path, "input_image")
+            if part.type == "input_image"
+            else part.text or part.refusal or ""
+            for part_path, part in with_paths(parts, path)
+        ),
+        "",
+    )
 
 
 def _text(content: str | Sequence[ItemContentPart] | None, separator: str = "") -> str:
@@ -137,7 +160,8 @@ def _text(content: str | Sequence[ItemContentPart] | None, separator: str = "") 
 
 
 def with_notes(items: Sequence[InputItem]) -> list[InputItem]:
-    """Return ``items`` with a note in place of each part that is not supported."""
+    """Return ``items`` with a note in place of each part that is not supported, but for images: it
+    depends on the model whether these are."""
     return [
         replace(item, content=_noted(item.content), output=_noted(item.output)) for item in items
     ]
@@ -148,7 +172,7 @@ def _noted(content: Any) -> Any:
         return content
     return [
         part
-        if part.type is None or part.type in _TEXT_TYPES
+        if part.type is None or part.type in (*_TEXT_TYPES, "input_image")
         else ItemContentPart(type="input_text", text=content_note(part.type))
         for part in content
     ]
@@ -188,7 +212,8 @@ def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | 
             if isinstance(parts, str):
                 text_type = "output_text" if role == "assistant" else "input_text"
                 parts = [ItemContentPart(type=text_type, text=parts)]
-            _check_text(required(parts, path, "content"), f"{path}.content")
+            parts = required(parts, path, "content")
+            _check_parts(parts, f"{path}.content", images=role == "user")
             item = replace(item, content=parts, status=item.status or "completed")
         case _ if item_type in CALL_TYPES:
             for name in _REQUIRED[item_type]:
@@ -197,7 +222,7 @@ def _resolve(item: InputItem, path: str, find_item: Callable[[str], InputItem | 
             item = _checked_output(item, item_type, path)
         case "reasoning":
             if isinstance(item.content, list):
-                _check_text(item.content, f"{path}.content")
+                _check_parts(item.content, f"{path}.content", images=False)
         case "item_reference":
             return _referenced(required(item.id, path, "id"), path, find_item)
         case _:
@@ -222,7 +247,7 @@ def _checked_output(item: InputItem, item_type: str, path: str) -> InputItem:
     if isinstance(output, dict):
         raise InvalidRequest(f"'{path}' must be text or a list of parts.", param=path)
     if isinstance(output, list) and item_type != "shell_call_output":
-        _check_text(output, path)
+        _check_parts(output, path, images=True)
     return replace(item, call_id=call_id)
 
 
@@ -238,9 +263,14 @@ def _referenced(item_id: str, path: str, find_item: Callable[[str], InputItem | 
     return item
 
 
-def _check_text(parts: Sequence[ItemContentPart], path: str) -> None:
+def _check_parts(parts: Sequence[ItemContentPart], path: str, *, images: bool) -> None:
+    """Raise `InvalidRequest` for parts other than text and, if they may be here, ``images``."""
     for part_path, part in with_paths(parts, path):
-        if required(part.type, part_path, "type") not in _TEXT_TYPES:
-            raise unsupported_content(part.type or "", part_path)
+        part_type = required(part.type, part_path, "type")
+        if part_type == "input_image" and images:
+            required(part.image_url, part_path, "image_url")
+            continue
+        if part_type not in _TEXT_TYPES:
+            raise unsupported_content(part_type, part_path)
         name = "refusal" if part.type == "refusal" else "text"
         required(getattr(part, name), part_path, name)

@@ -25,12 +25,26 @@ TEXT_PARTS = ("text", "refusal")
 """The types of content that are supported."""
 
 
+class ImageUrl(Struct, frozen=True):
+    """An image as a `data:` URL, or behind an `https:` URL of `--image-hosts`. ``detail`` is
+    accepted and has no effect: a model's processor decides how large it sees an image."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(Struct, frozen=True):
-    """A part of a message's content. Only text is supported."""
+    """A part of a message's content: text, or an image, for models that take such."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+
+    @property
+    def image_chars(self) -> int:
+        url = self.image_url
+        return len(url.url if isinstance(url, ImageUrl) else url or "")
 
 
 class PredictedText(Struct, frozen=True):
@@ -80,6 +94,16 @@ class ChatMessage(Struct, frozen=True):
     refusal: str | None = None
     function_call: FunctionCall | None = None
     audio: Any = None
+
+
+def image_chars(messages: Sequence[ChatMessage]) -> int:
+    """Return how many characters the images in ``messages`` have."""
+    return sum(
+        part.image_chars
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
 
 
 class FunctionDefinition(Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from router.schemas.conversation import (
     Tool,
     ToolChoice,
     ToolMode,
+    image_chars,
     prompt_ending,
 )
 from router.schemas.structured import StructuredOutputFields
@@ -53,6 +54,12 @@ class RequestBody(Struct, frozen=True, kw_only=True):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """By field, values besides null that ask for nothing. True and 1 are different."""
     any_media_type: ClassVar[bool] = False  # whether JSON may come under another type's name
+    may_have_images: ClassVar[bool] = False
+
+    @property
+    def image_chars(self) -> int:
+        """The characters of the images in the body."""
+        return 0
 
     def check(self) -> None:
         """Raise `InvalidRequest` for fields that do not go together."""
@@ -156,6 +163,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     ``reasoning_effort`` of ``none`` makes the first false. With ``continue_final_message`` the
     answer continues the last message, which is the assistant's, without repeating it."""
 
+    may_have_images = True
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -183,6 +192,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     audio: Any = None
     modalities: Any = None
     web_search_options: Any = None
+
+    @property
+    def image_chars(self) -> int:
+        return image_chars(self.messages)
 
     @property
     def num_logprobs(self) -> int | None:

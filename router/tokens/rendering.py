@@ -16,11 +16,13 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from router.schemas.conversation import ChatMessage, PromptEnding, Tool
+from router.tokens.image_prompts import Prompt, expanded
 from router.tokens.model_replies import ModelReplies
 from router.tokens.parsing.formats import ReplyFormat, detect_format
 from router.tokens.templates import TOKEN_BREAK, ChatTemplate
 from router.tokens.tokenization_cache import LengthCheck, PrefixComparison, TokenizationCache
 from router.tokens.vocabulary import Vocabulary
+from shared.wire import Vision
 
 
 class SamplingDefaults:
@@ -56,11 +58,22 @@ class Renderer:
         template_args: Mapping[str, Any],
         format: ReplyFormat,
         config: Mapping[str, Any] = MappingProxyType({}),
+        vision: Vision | None = None,
+        directory: Path = Path(),
     ) -> None:
         self._tokenizer = tokenizer
+        self.vision = vision
+        """How the model takes images; None: it takes none."""
+        self.directory = directory
+        """Of the model's files."""
         self.config = config
         """The model's ``config.json``."""
-        self._template = ChatTemplate(tokenizer, template_args, has_reasoning=not format.is_plain)
+        self._template = ChatTemplate(
+            tokenizer,
+            template_args,
+            has_reasoning=not format.is_plain,
+            image_tokens=_image_tokens(tokenizer, vision),
+        )
         self.sampling_defaults = defaults
         self.vocabulary = Vocabulary(detokenizer_source)
         self._encoder = _Encoder(tokenizer)
@@ -85,6 +98,7 @@ class Renderer:
         template_args: Mapping[str, Any],
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        vision: Vision | None = None,
     ) -> Renderer:
         """Load the tokenizer files in ``directory``. Raises any exception of the loader."""
 
@@ -97,7 +111,16 @@ class Renderer:
             defaults = SamplingDefaults(_read_json(directory / "generation_config.json"))
             format = detect_format(tokenizer, reasoning=reasoning_parser, tools=tool_parser)
             config = _read_json(directory / "config.json")
-            return cls(tokenizer, detokenizer_source, defaults, template_args, format, config)
+            return cls(
+                tokenizer,
+                detokenizer_source,
+                defaults,
+                template_args,
+                format,
+                config,
+                vision,
+                directory,
+            )
 
         return await asyncio.to_thread(load)
 
@@ -114,6 +137,7 @@ class Renderer:
             "chat": self._tokenizer.has_chat_template,
             "tools": self._tokenizer.has_chat_template and self.replies.format.tools is not None,
             "reasoning": self.replies.format.has_reasoning,
+            "vision": self.vision is not None,
         }
         return [name for name, available in features.items() if available]
 
@@ -153,16 +177,19 @@ class Renderer:
         ending: PromptEnding = "generation_prompt",
         add_special_tokens: bool = False,
         check_length: LengthCheck | None = None,
-    ) -> list[int]:
+    ) -> Prompt:
         """Return the token ids of a conversation. Earlier replies in ``cache_scope`` keep the
         tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`,
         and what ``check_length`` raises."""
-        text = self._template.render(messages, tools, template_args, ending=ending)
+        text, images = self._template.rendered(messages, tools, template_args, ending=ending)
         if add_special_tokens:
-            return self.encode(text.replace(TOKEN_BREAK, ""), check_length=check_length)
-        if cache_scope is None:
-            return self._encode_rendered(text, check_length)
-        return self._tokenization_cache.tokenize(cache_scope, text, check_length)
+            tokens = self.encode(text.replace(TOKEN_BREAK, ""), check_length=check_length)
+        elif cache_scope is None:
+            tokens = self._encode_rendered(text, check_length)
+        else:
+            tokens = self._tokenization_cache.tokenize(cache_scope, text, check_length)
+        placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
+        return expanded(tokens, placeholder_id, images, check_length)
 
     def remember_reply(
         self, cache_scope: str, prompt: Sequence[int], output: Sequence[int]
@@ -268,6 +295,13 @@ def _load(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
     if not isinstance(tokenizer.detokenizer, tokenizer_utils.NaiveStreamingDetokenizer):
         return tokenizer, tokenizer
     return tokenizer, tokenizer_utils.load(directory, extra, eos_token_ids=eos)
+
+
+def _image_tokens(tokenizer: Any, vision: Vision | None) -> list[str]:
+    """Return the texts of the tokens that stand for images, the placeholder first."""
+    if vision is None:
+        return []
+    return [vision.placeholder, str(tokenizer.convert_ids_to_tokens(vision.image_token_id))]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
+from router.schemas.images import ImageContent, PreparedImage
 from router.tokens.fitting import TemplateLimits, fitted, limits_of
+from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.literals import literal_pattern
 
 logger = logging.getLogger(__name__)
@@ -46,15 +48,29 @@ _Json = dict[str, Any]
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
+class Rendered(NamedTuple):
+    """The text of a prompt, with a `TOKEN_BREAK` in text that must not become a control token."""
+
+    text: str
+    images: list[PreparedImage]
+    """In the order of their placeholders in the text."""
+
+
 class ChatTemplate:
     """The chat template of one model.
 
     ``template_args`` are the operator's arguments for it. ``has_reasoning`` says whether the model
-    marks its reasoning.
+    marks its reasoning. ``image_tokens`` are the texts of tokens that stand for images, the
+    placeholder first; empty: the model takes none.
     """
 
     def __init__(
-        self, tokenizer: Any, template_args: Mapping[str, Any], *, has_reasoning: bool
+        self,
+        tokenizer: Any,
+        template_args: Mapping[str, Any],
+        *,
+        has_reasoning: bool,
+        image_tokens: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._template_args = dict(template_args)
@@ -67,9 +83,11 @@ class ChatTemplate:
         """Whether ids are nine letters and digits: Mistral's templates take no others."""
         self._arguments_as_text: bool | None = None  # None: not known yet
         self._limits: TemplateLimits | None = None  # None: not known yet
+        self._placeholder = next(iter(image_tokens), "")
+        self._image_texts: ImageTexts | None = None  # None: not known yet
         added = tokenizer.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special and len(str(token)) > 1]
-        self._control_tokens = literal_pattern(special)
+        self._control_tokens = literal_pattern([*special, *image_tokens])
 
     def render(
         self,
@@ -79,10 +97,21 @@ class ChatTemplate:
         *,
         ending: PromptEnding = "generation_prompt",
     ) -> str:
-        """Return the prompt, with a `TOKEN_BREAK` in text that must not become a control token.
+        """Return the text of the prompt. Raises what `rendered` raises."""
+        return self.rendered(messages, tools, template_args, ending=ending).text
+
+    def rendered(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        template_args: Mapping[str, Any],
+        *,
+        ending: PromptEnding = "generation_prompt",
+    ) -> Rendered:
+        """Return the text of the prompt, and the images in it.
 
         Raises `InvalidRequest` if there is no template, and for what it does not take, such as
-        content other than text or an order of roles.
+        other content or an order of roles.
         """
         for name in template_args:
             if name in _RESERVED_ARGS or len(template_args) > _MAX_ARGS:
@@ -97,25 +126,39 @@ class ChatTemplate:
                 param="messages",
             )
         try:
-            plain = fitted(self._conversation(messages), self.limits)
+            marks = ImageMarks()
+            plain = fitted(self._conversation(messages, marks), self.limits)
             conversation = self._break_control_tokens(plain)
+            images = marks.images_in(conversation)
+            if marks:
+                conversation = [self._with_images(message, marks) for message in conversation]
             schemas = self._break_control_tokens([tool_schema(tool) for tool in tools]) or None
             args = self._template_args | self._break_control_tokens(dict(template_args))
         except RecursionError:
             raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
-        return self._render(conversation, schemas, args, ending)
+        return Rendered(self._render(conversation, schemas, args, ending), images)
 
     @property
     def limits(self) -> TemplateLimits:
         """What the template cannot do. It is found out at first use."""
         if self._limits is None:
-
-            def renders(messages: list[_Json], with_tool: bool) -> str:
-                tools = [_PROBE_TOOL] if with_tool else None
-                return self._apply(messages, tools, self._template_args, "last_message")
-
-            self._limits = limits_of(renders, self._arguments)
+            self._limits = limits_of(self._render_probe, self._arguments)
         return self._limits
+
+    def _render_probe(self, messages: list[_Json], with_tool: bool) -> str:
+        tools = [_PROBE_TOOL] if with_tool else None
+        return self._apply(messages, tools, self._template_args, "last_message")
+
+    def _with_images(self, message: _Json, marks: ImageMarks) -> _Json:
+        """Return ``message`` with its images in place of their marks."""
+        if self._image_texts is None:
+            function = {"name": "probe", "arguments": self._arguments('{"probed": "x"}')}
+            call = {**_PROBE_CALL, "function": function}
+            self._image_texts = image_texts_of(self._render_probe, self._placeholder, call)
+        content = message["content"]
+        if message["role"] in self._image_texts.in_parts:
+            return {**message, "content": marks.in_parts(content)}
+        return {**message, "content": marks.replaced(content, self._image_texts.text)}
 
     def _render(
         self, messages: list[_Json], tools: list[_Json] | None, args: _Json, ending: PromptEnding
@@ -184,13 +227,15 @@ class ChatTemplate:
 
     # -- messages --------------------------------------------------------------
 
-    def _conversation(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Return messages as templates expect them: content is text, there are no empty keys, and a
-        tool's result has the tool's name."""
+    def _conversation(
+        self, messages: Sequence[ChatMessage], marks: ImageMarks
+    ) -> list[dict[str, Any]]:
+        """Return messages as templates expect them: content is text, with ``marks`` for images,
+        there are no empty keys, and a tool's result has the tool's name."""
         names: dict[str, str] = {}  # by call id
         conversation = []
         for index, message in enumerate(messages):
-            plain = self._message(message, f"messages[{index}]")
+            plain = self._message(message, f"messages[{index}]", marks)
             for call in message.tool_calls or ():
                 if call.id is not None:
                     names[call.id] = call.function.name
@@ -199,7 +244,7 @@ class ChatTemplate:
             conversation.append(plain)
         return conversation
 
-    def _message(self, message: ChatMessage, path: str) -> dict[str, Any]:
+    def _message(self, message: ChatMessage, path: str, marks: ImageMarks) -> dict[str, Any]:
         if message.audio is not None:
             raise InvalidRequest(
                 "Audio is not supported; this server takes text.",
@@ -207,7 +252,7 @@ class ChatTemplate:
                 code="unsupported_content",
             )
         role = "system" if message.role == "developer" else message.role
-        plain: dict[str, Any] = {"role": role, "content": _content(message, path)}
+        plain: dict[str, Any] = {"role": role, "content": _content(message, path, marks)}
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:
@@ -282,12 +327,16 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": schema}
 
 
-def _content(message: ChatMessage, path: str) -> str:
-    """Return the content of ``message`` as text; ``path`` names it in errors."""
+def _content(message: ChatMessage, path: str, marks: ImageMarks) -> str:
+    """Return the content of ``message`` as text, with ``marks`` for images; ``path`` names it in
+    errors."""
     if message.content is None or isinstance(message.content, str):
         return message.content or message.refusal or ""
     texts: list[str] = []
     for index, part in enumerate(message.content):
+        if isinstance(part, ImageContent):
+            texts.append(marks.add(part.image))
+            continue
         param = f"{path}.content[{index}]"
         if part.type not in TEXT_PARTS:
             raise InvalidRequest(

@@ -84,9 +84,11 @@ class WorkPool:
         max_waiting_of_key: int = MAX_WAITING_OF_KEY,
         deadline_s: float = DEADLINE_S,
         on_refused: Callable[[], None] = lambda: None,
+        jobs_wait: bool = False,
     ) -> None:
         """``on_refused`` is called for each job that finds the queue full, or is not done in
-        time."""
+        time. If ``jobs_wait`` for other processes, they are charged for that, and threads need no
+        rest."""
         self._max_waiting = max_waiting
         self._max_waiting_of_key = max_waiting_of_key
         self._deadline_s = deadline_s
@@ -101,6 +103,7 @@ class WorkPool:
         """Guards all of the above."""
         self._closed = False
         self._on_refused = on_refused
+        self._jobs_wait = jobs_wait
         count = threads or max(2, min(4, (os.cpu_count() or 1) // 2))
         self._rest_factor = REST_FACTOR * max(1, count - 1)
         for number in range(count):
@@ -194,18 +197,19 @@ class WorkPool:
 
     def _run(self, small_only: bool) -> None:
         while (job := self._next(small_only)) is not None:
-            began = time.thread_time()
+            clock = time.monotonic if self._jobs_wait else time.thread_time
+            began = clock()
             error: BaseException | None = None
             result: Any = None
             try:
                 result = job.work()
             except BaseException as raised:  # whatever it is, it is the waiter's
                 error = raised
-            took_s = time.thread_time() - began
+            took_s = clock() - began
             self._charge(job, took_s)
             _finish(job, result, error)
             del job, result, error
-            if took_s > _NO_REST_S and not small_only:
+            if took_s > _NO_REST_S and not small_only and not self._jobs_wait:
                 time.sleep(min(took_s * self._rest_factor, MAX_REST_S))
 
     def _next(self, small_only: bool) -> _Job | None:

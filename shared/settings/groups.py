@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared.flags import flag
+from shared.settings.images import ImageSettings
 from shared.settings.machines import ClusterSettings, DistributedSettings
 
 _model_flag = partial(flag, None, shown_default="the model's")
@@ -371,6 +372,7 @@ class Settings(
     BatchingSettings,
     GenerationSettings,
     AdmissionSettings,
+    ImageSettings,
     SpeculationSettings,
     DistributedSettings,
     ClusterSettings,

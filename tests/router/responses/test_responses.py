@@ -19,6 +19,7 @@ from router.responses.output import OutputItemBuilder
 from router.responses.store import ItemReferences, ResponseStore, StoredResponse
 from router.schemas.conversation import ChatMessage
 from router.schemas.requests import ChatRequest
+from router.tokens.image_prompts import Prompt
 from router.tokens.reply_parser import CallDelta
 from shared.wire import Submit
 from tests.router.conftest import Server, eventually
@@ -504,11 +505,12 @@ def test_as_few_turns_as_possible_are_dropped_in_few_tries(limit: int) -> None:
     request = ChatRequest(messages=messages)
     tries: list[int] = []
 
-    def render(shorter: ChatRequest) -> list[list[int]]:
+    def render(shorter: ChatRequest) -> list[Prompt]:
         tries.append(len(shorter.messages))
-        return [[0] * sum(len(str(message.content)) // 5 for message in shorter.messages)]
+        length = sum(len(str(message.content)) // 5 for message in shorter.messages)
+        return [Prompt.of_text([0] * length)]
 
     (found,) = truncate_to_fit(render(request), request, limit, render)
     best = max(sum(lengths[start:]) for start in range(200) if sum(lengths[start:]) <= limit)
-    assert len(found) == best
+    assert len(found.token_ids) == best
     assert len(tries) <= 7

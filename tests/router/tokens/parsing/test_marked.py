@@ -365,6 +365,7 @@ def answers(
         sequence,
         text,
         reply,
+        prompt_text_tokens=[1],
         stop=RemoteSequence.end,
         prompt_logprobs_source=sequence,
         aligner=None,

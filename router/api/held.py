@@ -1,0 +1,20 @@
+"""The memory that a request holds for images, from the reading of its body to its end."""
+
+from __future__ import annotations
+
+from starlette.datastructures import State
+
+from router.fleet.router import Router
+from router.fleet.tenants import Tenant
+from router.images.memory import HeldMemory
+
+
+def held_memory(router: Router, state: State) -> HeldMemory:
+    """Return what counts the request's memory for images. The middleware closes it."""
+    found: HeldMemory | None = getattr(state, "image_memory", None)
+    if found is None:
+        tenant: Tenant = state.tenant
+        found = state.image_memory = HeldMemory(
+            router.images.memory, tenant.name, alone=tenant.alone
+        )
+    return found

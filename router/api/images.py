@@ -1,0 +1,74 @@
+"""The images of a conversation, made ready for the model that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from msgspec.structs import replace
+from starlette.datastructures import State
+
+from router.api.held import held_memory
+from router.api.translation import content_note, unsupported_content
+from router.fleet.engines import Model
+from router.fleet.router import Router
+from router.fleet.tenants import Tenant
+from router.schemas.conversation import ChatMessage, ContentPart
+from router.schemas.images import ImageContent, PreparedImage, SentImage
+
+
+async def with_images(
+    router: Router,
+    messages: Sequence[ChatMessage],
+    model: Model,
+    state: State,
+    scope: str,
+    size: int,
+) -> tuple[list[ChatMessage], int]:
+    """Return ``messages``, of a body of ``size`` bytes, with their images as ``model`` takes them,
+    and the bytes without them.
+
+    For a model that takes none, a note stands in the place of each, if `--skip-unsupported-content`
+    is set. Images are shared within ``scope``; ``state`` is the request's. Raises `ApiError`.
+    """
+    images = list(_images(messages))
+    size -= sum(image.size for image in images)
+    if not images:
+        return list(messages), size
+    processor = model.image_processor
+    if processor is None:
+        if not router.settings.skip_unsupported_content:
+            raise unsupported_content(images[0].type, images[0].path)
+        notes = (ContentPart("text", content_note(image.type)) for image in images)
+        return _replaced(messages, notes), size
+    tenant: Tenant = state.tenant
+    held = held_memory(router, state)
+    prepared = await router.images.prepare(images, processor, tenant.name, scope, held)
+    return _replaced(messages, (_content(image) for image in prepared)), size
+
+
+def _content(image: PreparedImage) -> ImageContent:
+    return ImageContent(type="image", image=image)
+
+
+def _images(messages: Sequence[ChatMessage]) -> Iterator[SentImage]:
+    for message in messages:
+        if isinstance(message.content, list):
+            yield from (part for part in message.content if isinstance(part, SentImage))
+
+
+def _replaced(
+    messages: Sequence[ChatMessage], contents: Iterable[ContentPart]
+) -> list[ChatMessage]:
+    """Return ``messages`` with the next of ``contents`` in place of each image."""
+    following = iter(contents)
+    return [
+        replace(
+            message,
+            content=[
+                next(following) if isinstance(part, SentImage) else part for part in message.content
+            ],
+        )
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]

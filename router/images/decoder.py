@@ -1,0 +1,177 @@
+"""A process that decodes images, and prepares them with the processors of models.
+
+Decoders of images are code in C that reads what anybody sends: this process may be lost, and the
+router may not. `python -m router.images.decoder` reads from its standard input and answers on its
+standard output. It ends at the end of its input, whatever it does.
+
+A frame is a length (8 bytes) and bytes. A job is two frames, a `Job` and the encoded image; an
+answer is an `Answer`, and a frame for each of its arrays.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import queue
+import resource
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from router.images.opening import ImageRefused, Reason, open_image
+from shared.wire import ArraySpec, Vision
+
+MEMORY_LIMIT_BYTES = 2 * 1024**3
+"""Added to what the process has mapped once the model's processor is loaded. macOS has no such
+limit; there the bounds on pixels hold alone."""
+LENGTH = struct.Struct("<Q")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """An image to prepare. Its content follows."""
+
+    folder: str  # of the model's processor
+    vision: Vision
+    max_pixels: int
+    is_base64: bool
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What an image became, or why it became nothing. Its arrays follow."""
+
+    reason: Reason | None = None
+    text: str = ""  # why the image is refused; goes on from "the image"
+    is_fault_of_server: bool = False  # no image can be prepared for this model
+    digest: bytes = b""
+    expansion: list[int] = []
+    specs: list[ArraySpec] = []
+    seconds: float = 0.0
+
+
+def main() -> None:
+    """Prepare images until the input ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    jobs: queue.SimpleQueue[tuple[Job, bytes]] = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(jobs, answers), daemon=True).start()
+    while True:  # this thread notices the end of the input also while the other one decodes
+        job = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Job)
+        jobs.put((job, _read(sys.stdin.buffer)))
+
+
+def _serve(jobs: queue.SimpleQueue[tuple[Job, bytes]], answers: IO[bytes]) -> None:
+    processors: dict[str, Any] = {}
+    while True:
+        job, content = jobs.get()
+        began = time.monotonic()
+        frames: Sequence[memoryview] = ()
+        try:
+            answer, frames = _prepared(processors, job, content, began)
+        except ImageRefused as error:
+            answer = Answer(reason=error.reason, text=str(error))
+        except MemoryError:
+            answer = Answer(reason="memory", text="needs too much memory.")
+        except _NoProcessor as error:
+            answer = Answer(reason="unusable", text=str(error), is_fault_of_server=True)
+        except Exception as error:  # a bug: the next image may do
+            text = f"could not be prepared ({type(error).__name__})."
+            answer = Answer(reason="unusable", text=text)
+        write_frames(answers, msgspec.msgpack.encode(answer), *frames)
+        del content, frames, answer
+
+
+class _NoProcessor(Exception):
+    """The model's images cannot be prepared here."""
+
+
+def _prepared(
+    processors: dict[str, Any], job: Job, content: bytes, began: float
+) -> tuple[Answer, Sequence[memoryview]]:
+    from router.images.processor import ImageUnusable
+
+    processor = _processor(processors, job)
+    if job.is_base64:
+        content = decoded(content)
+    image = open_image(content, job.max_pixels)
+    try:
+        found = processor.prepare(image)
+    except ImageUnusable as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise MemoryError from None
+        raise ImageRefused("unusable", f"is not taken by the model: {error}") from None
+    answer = Answer(
+        digest=found.digest,
+        expansion=found.expansion,
+        specs=found.specs,
+        seconds=time.monotonic() - began,
+    )
+    return answer, found.frames
+
+
+def _processor(processors: dict[str, Any], job: Job) -> Any:
+    """Return the processor of ``job``. What it needs itself is not counted as the image's."""
+    found = processors.get(job.folder)
+    if found is None:
+        from router.images.processor import ProcessorUnusable, load_processor
+
+        _limit_memory(None)
+        try:
+            found = processors[job.folder] = load_processor(Path(job.folder), job.vision)
+        except ProcessorUnusable as error:
+            raise _NoProcessor(str(error)) from None
+        finally:
+            _limit_memory(MEMORY_LIMIT_BYTES)
+    return found
+
+
+def _limit_memory(more_bytes: int | None) -> None:
+    """Let the process map so many bytes more than it has now. None: any number."""
+    if sys.platform != "linux":
+        return
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = hard
+    if more_bytes is not None:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = mapped + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def decoded(content: bytes) -> bytes:
+    """Return the bytes of base64, in either alphabet, padded or not. Raises `ImageRefused`."""
+    text = content.translate(_STANDARD, b" \t\r\n").rstrip(b"=")
+    try:
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except binascii.Error:
+        raise ImageRefused("format", "is not valid base64.") from None
+
+
+_STANDARD = bytes.maketrans(b"-_", b"+/")
+
+
+def write_frames(pipe: IO[bytes], *frames: bytes | memoryview) -> None:
+    for frame in frames:
+        for part in (LENGTH.pack(len(frame)), frame):
+            rest = memoryview(part)
+            while rest:
+                rest = rest[pipe.write(rest) :]
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    """Return the next frame. At the end of the input, end the process, whatever it does."""
+    header = pipe.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        os._exit(0)
+    return pipe.read(LENGTH.unpack(header)[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The router's side of a process that decodes images."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from router.images.decoder import LENGTH, Answer, Job
+from shared.wire import MAX_IMAGE_BYTES
+
+TIME_LIMIT_S = 10.0
+"""For one image."""
+START_LIMIT_S = 60.0
+"""More for the first image of a process: libraries are imported and a processor is loaded."""
+_MAX_ANSWER_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
+
+
+class DecoderLost(Exception):
+    """The process ended, or was ended since it took too long."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__()
+        self.is_late = is_late
+
+
+class DecoderAnswer(NamedTuple):
+    answer: Answer
+    frames: list[memoryview]
+    """The bytes of each array."""
+
+
+class DecoderProcess:
+    """One process, started when it is first needed and again after it was lost.
+
+    `prepare` is for one thread at a time; any thread may `close`.
+    """
+
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._time_limit_s = time_limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folders: set[str] = set()
+        """Those whose processors the process has loaded."""
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None while none runs."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def prepare(self, job: Job, content: bytes) -> DecoderAnswer:
+        """Return what ``content`` becomes. Raises `DecoderLost`, and OSError if no process can be
+        started."""
+        limit_s = self._time_limit_s + (0 if job.folder in self._folders else START_LIMIT_S)
+        process = self._running()
+        deadline = time.monotonic() + limit_s
+        try:
+            for frame in (msgspec.msgpack.encode(job), content):
+                _write(process, LENGTH.pack(len(frame)), deadline)
+                _write(process, frame, deadline)
+            answer = msgspec.msgpack.decode(
+                self._read_frame(process, _MAX_ANSWER_BYTES, deadline), type=Answer
+            )
+            room, frames = MAX_IMAGE_BYTES, list[memoryview]()
+            for _ in answer.specs:
+                frames.append(self._read_frame(process, room, deadline))
+                room -= len(frames[-1])
+        except (BrokenPipeError, EOFError, msgspec.MsgspecError):
+            self._end()
+            raise DecoderLost(is_late=False) from None
+        except TimeoutError:
+            self._end()
+            raise DecoderLost(is_late=True) from None
+        self._folders.add(job.folder)
+        return DecoderAnswer(answer, frames)
+
+    def close(self) -> None:
+        """End the process for good, also while it decodes."""
+        self._closed = True
+        self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self.pid is not None:
+            return self._process
+        self._end()
+        if self._closed:
+            raise OSError("the router ends")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "router.images.decoder"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a ^C is meant for the supervisor
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        self._folders.clear()
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _read_frame(
+        self, process: subprocess.Popen[bytes], most_bytes: int, deadline: float
+    ) -> memoryview:
+        (length,) = LENGTH.unpack(_read(process, LENGTH.size, deadline))
+        if length > most_bytes:
+            raise EOFError("it says too much")
+        return _read(process, length, deadline)
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+    assert process.stdin is not None
+    fd, rest = process.stdin.fileno(), memoryview(data)
+    while rest:
+        _wait(fd, select.POLLOUT, deadline)
+        try:
+            rest = rest[os.write(fd, rest[:_PIECE_BYTES]) :]
+        except BlockingIOError:
+            continue
+
+
+def _read(process: subprocess.Popen[bytes], length: int, deadline: float) -> memoryview:
+    assert process.stdout is not None
+    fd, found = process.stdout.fileno(), _buffer(length)
+    rest = found
+    while rest:
+        _wait(fd, select.POLLIN, deadline)
+        count = os.readv(fd, [rest[:_PIECE_BYTES]])
+        if not count:
+            raise EOFError("it ended")
+        rest = rest[count:]
+    return found
+
+
+def _buffer(length: int) -> memoryview:
+    """Return room for ``length`` bytes. A large one is not filled with zeros, which would hold the
+    interpreter for some hundredths of a second."""
+    return memoryview(bytearray(length) if length <= _PIECE_BYTES else mmap.mmap(-1, length))
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+    """Wait for ``event``. Raises TimeoutError. (`select.select` takes no descriptor over 1,023.)"""
+    poll = select.poll()
+    poll.register(fd, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

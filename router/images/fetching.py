@@ -1,0 +1,202 @@
+"""Images behind `https:` URLs, from hosts that the operator allows.
+
+A client that could make the server connect where it likes would reach what only the server can:
+its own machine, its network, the metadata of a cloud. So the name has to be on the list, it is
+resolved once, all of its addresses have to be public, and the connection goes to one of these. A
+redirect is a new URL, with the same checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+from urllib.parse import urljoin, urlsplit
+
+import h11
+
+TIMEOUT_S = 10.0
+MAX_REDIRECTS = 3
+MAX_AT_ONCE = 8
+_HTTPS = 443
+_READ_BYTES = 65536
+_MAX_URL_CHARS = 8192
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the addresses of a host. Raises OSError."""
+
+
+class NotFetched(Exception):
+    """The image was not fetched. Its text goes on from "the image"."""
+
+    def __init__(self, text: str, *, is_forbidden: bool = False) -> None:
+        super().__init__(text)
+        self.is_forbidden = is_forbidden
+        """Whether the URL is one that is not asked at all."""
+
+
+class _Target(NamedTuple):
+    host: str
+    path: str
+
+
+class ImageFetcher:
+    """Fetches images from ``hosts``: of these, one that begins with a dot stands for all names that
+    end so, and ``*`` for all. The parameters after them are for tests."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        port: int = _HTTPS,
+        resolve: Resolve | None = None,
+        is_public: Callable[[str], bool] | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._timeout_s = timeout_s
+        self._port = port
+        self._resolve = resolve or _addresses
+        self._is_public = is_public or is_public_address
+        self._context = context or ssl.create_default_context()
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def fetch(self, url: str, max_bytes: int) -> bytes:
+        """Return what is at ``url``, of at most ``max_bytes``. Raises `NotFetched`."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._places:
+                return await self._follow(url, max_bytes)
+        except TimeoutError:
+            raise NotFetched(f"did not come within {self._timeout_s:g} s.") from None
+        except ssl.SSLCertVerificationError:
+            raise NotFetched("is on a host whose certificate is not valid.") from None
+        except (OSError, h11.RemoteProtocolError, EOFError):
+            raise NotFetched("could not be fetched from its host.") from None
+
+    async def _follow(self, url: str, max_bytes: int) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            found = await self._get(self._checked(url), max_bytes)
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found)
+        raise NotFetched(f"is behind more than {MAX_REDIRECTS} redirects.")
+
+    def _checked(self, url: str) -> _Target:
+        """Return what to ask for. Raises `NotFetched` if it is not allowed."""
+        try:
+            parts = urlsplit(url[: _MAX_URL_CHARS + 1])
+            host = (parts.hostname or "").encode("idna").decode().lower().removesuffix(".")
+            path = (parts.path or "/").encode("ascii").decode()
+            path += f"?{parts.query.encode('ascii').decode()}" if parts.query else ""
+            port = parts.port
+        except (ValueError, UnicodeError):
+            raise NotFetched("has a URL that is not valid.", is_forbidden=True) from None
+        if len(url) > _MAX_URL_CHARS or any(char <= " " for char in path):
+            raise NotFetched("has a URL that is not valid.", is_forbidden=True)
+        if parts.scheme != "https":
+            raise NotFetched("is not behind https:.", is_forbidden=True)
+        if port not in (None, self._port) or parts.username is not None:
+            raise NotFetched("has a URL with a port or a user.", is_forbidden=True)
+        endings = {host[at:] for at, char in enumerate(host) if char == "."}
+        if not host or self._hosts.isdisjoint({host, "*", *endings}):
+            raise NotFetched(
+                "is on a host from which this server fetches none (--image-hosts).",
+                is_forbidden=True,
+            )
+        return _Target(host, path)
+
+    async def _get(self, target: _Target, max_bytes: int) -> bytes | str:
+        """Return the content, or where a redirect leads."""
+        addresses = await self._resolve(target.host, self._port)
+        if not addresses or not all(map(self._is_public, addresses)):
+            raise NotFetched("is on a host with an address that is not public.", is_forbidden=True)
+        reader, writer = await asyncio.open_connection(
+            addresses[0], self._port, ssl=self._context, server_hostname=target.host
+        )
+        try:
+            return await _ask(reader, writer, target, max_bytes)
+        finally:
+            writer.transport.abort()
+
+
+async def _ask(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: _Target, max_bytes: int
+) -> bytes | str:
+    http = h11.Connection(h11.CLIENT)
+    headers = [
+        ("Host", target.host),
+        ("User-Agent", "mlx-lm-server"),
+        ("Accept", "image/*"),
+        ("Accept-Encoding", "identity"),
+        ("Connection", "close"),
+    ]
+    request = h11.Request(method="GET", target=target.path, headers=headers)
+    writer.write((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
+    await writer.drain()
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(await reader.read(_READ_BYTES))
+        elif isinstance(event, h11.Response):
+            place = _redirect(event, max_bytes)
+            if place is not None:
+                return place
+        elif isinstance(event, h11.Data):
+            size += len(event.data)
+            pieces.append(bytes(event.data))
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+        elif isinstance(event, h11.EndOfMessage):
+            return b"".join(pieces)
+        elif not isinstance(event, h11.InformationalResponse):
+            raise EOFError
+
+
+def _redirect(response: h11.Response, max_bytes: int) -> str | None:
+    """Return where ``response`` leads; None if the content follows. Raises `NotFetched`."""
+    headers = {name.decode(): value.decode("latin-1") for name, value in response.headers}
+    status = response.status_code
+    if status in (301, 302, 303, 307, 308) and "location" in headers:
+        return headers["location"]
+    if status != 200:
+        raise NotFetched(f"was not given out by its host (status {status}).")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise NotFetched("came compressed.")
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    return None
+
+
+def _too_large(max_bytes: int) -> NotFetched:
+    return NotFetched(f"has more than the {max_bytes} bytes that are left for images.")
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def is_public_address(text: str) -> bool:
+    """Return whether ``text`` is an address of the internet, also where it holds another one."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(text.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address):
+            inner = address.ipv4_mapped or address.sixtofour
+            if address.teredo is not None:
+                return False
+            if address in _NAT64:
+                inner = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+            if inner is not None:
+                return is_public_address(str(inner))
+        return address.is_global and not address.is_multicast
+    return False

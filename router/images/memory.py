@@ -1,0 +1,132 @@
+"""Memory for images: what requests hold of it, and what is kept for the next one."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+
+from router.errors import InvalidRequest, Unavailable
+from router.schemas.images import PreparedImage
+
+_RETRY_AFTER_S = 2.0
+
+
+class ImageMemory:
+    """An account of the bytes that requests hold for images: as they were sent, and prepared.
+
+    A request may hold half of it. Where there are several keys, each may hold as much as is free
+    beside it, so that none can fill it.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._held: Counter[str] = Counter()
+        """By key; only those that hold any."""
+        self._images: dict[PreparedImage, tuple[str, int]] = {}
+        """The key that an image is counted for, and the requests that have it."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self._held.total()
+
+    def hold(self, key: str, more_bytes: int, *, alone: bool) -> None:
+        """Count ``more_bytes`` for ``key``, which may be the only one (``alone``).
+
+        Raises `Unavailable`.
+        """
+        own = self._held[key] + more_bytes
+        free = self.limit_bytes - self.used_bytes - more_bytes
+        if free < (0 if alone else own):
+            raise Unavailable(
+                "The server is short of memory for images.",
+                code="image_memory",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._held[key] = own
+
+    def let_go(self, key: str, fewer_bytes: int) -> None:
+        self._held[key] -= fewer_bytes
+        if self._held[key] <= 0:
+            del self._held[key]
+
+    def hold_image(self, key: str, image: PreparedImage, *, alone: bool) -> None:
+        """Count ``image`` once, however many requests have it. Raises `Unavailable`."""
+        owner, count = self._images.get(image, (key, 0))
+        if not count:
+            self.hold(key, image.nbytes, alone=alone)
+        self._images[image] = owner, count + 1
+
+    def let_go_image(self, image: PreparedImage) -> None:
+        owner, count = self._images.pop(image)
+        if count > 1:
+            self._images[image] = owner, count - 1
+        else:
+            self.let_go(owner, image.nbytes)
+
+
+class HeldMemory:
+    """What one request of ``key`` holds, until `close`."""
+
+    def __init__(self, memory: ImageMemory, key: str, *, alone: bool) -> None:
+        self._memory, self._key, self._alone = memory, key, alone
+        self._bytes = 0
+        self._images: set[PreparedImage] = set()
+        self._total_bytes = 0
+
+    def hold(self, more_bytes: int) -> None:
+        """Raises `InvalidRequest` for more than a request may hold, and `Unavailable`."""
+        self._check(more_bytes)
+        self._memory.hold(self._key, more_bytes, alone=self._alone)
+        self._bytes += more_bytes
+
+    def hold_image(self, image: PreparedImage) -> None:
+        """As `hold`, once for each image."""
+        if image not in self._images:
+            self._check(image.nbytes)
+            self._memory.hold_image(self._key, image, alone=self._alone)
+            self._images.add(image)
+
+    def close(self) -> None:
+        self._memory.let_go(self._key, self._bytes)
+        for image in self._images:
+            self._memory.let_go_image(image)
+        self._bytes = 0
+        self._images.clear()
+
+    def _check(self, more_bytes: int) -> None:
+        self._total_bytes += more_bytes
+        limit = self._memory.limit_bytes // 2
+        if self._total_bytes > limit:
+            raise InvalidRequest(
+                f"The images need over {limit} bytes of memory: send fewer or smaller ones.",
+                code="image_too_large",
+            )
+
+
+class ImageCache:
+    """Prepared images by what they were made of, in at most ``limit_bytes``; the least recently
+    used are dropped. For several threads."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._images: OrderedDict[Hashable, PreparedImage] = OrderedDict()
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+        """Guards all of the above."""
+
+    def get(self, key: Hashable) -> PreparedImage | None:
+        with self._lock:
+            found = self._images.get(key)
+            if found is not None:
+                self._images.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, image: PreparedImage) -> None:
+        with self._lock:
+            if key in self._images or image.nbytes > self._limit_bytes:
+                return
+            self._images[key] = image
+            self.used_bytes += image.nbytes
+            while self.used_bytes > self._limit_bytes:
+                self.used_bytes -= self._images.popitem(last=False)[1].nbytes

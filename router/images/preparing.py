@@ -1,0 +1,214 @@
+"""From images as clients send them to images as models take them: the bounds, the decoding
+processes, the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from router.errors import InvalidRequest, NotSupported, Unavailable
+from router.images.content import EncodedImage, encoded_image
+from router.images.decoder import Job
+from router.images.decoder_process import TIME_LIMIT_S, DecoderLost, DecoderProcess
+from router.images.fetching import ImageFetcher, NotFetched
+from router.images.memory import HeldMemory, ImageCache, ImageMemory
+from router.images.metrics import ImageMetrics
+from router.images.opening import ImageRefused
+from router.schemas.images import PreparedImage, SentImage
+from router.tokens.work_pool import WorkPool
+from shared.settings import Settings
+from shared.wire import Vision
+
+logger = logging.getLogger(__name__)
+
+MB = 1_000_000
+_CACHED_SHARE = 4
+"""The cache gets one of so many parts of `--image-memory-mb`."""
+_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """How images are prepared for a model: the folder of its files, and what its engine says."""
+
+    folder: Path
+    vision: Vision
+
+
+class ImagePreparer:
+    """Prepares the images of all requests. Runs on the event loop; what costs by the size of an
+    image runs on threads, which wait for processes."""
+
+    def __init__(self, settings: Settings, metrics: ImageMetrics) -> None:
+        self._settings, self._metrics = settings, metrics
+        count = max(2, min(4, (os.cpu_count() or 1) // 4))
+        self._pool = WorkPool(
+            count,
+            deadline_s=_DEADLINE_S,
+            on_refused=partial(metrics.rejected, "busy"),
+            jobs_wait=True,
+        )
+        self._processes = [DecoderProcess() for _ in range(count)]
+        self._idle: queue.LifoQueue[DecoderProcess] = queue.LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        hosts = settings.image_hosts
+        self._fetcher = ImageFetcher(hosts) if hosts else None
+        limit_bytes = settings.image_memory_mb * MB
+        self.memory = ImageMemory(limit_bytes - limit_bytes // _CACHED_SHARE)
+        self._cache = ImageCache(limit_bytes // _CACHED_SHARE)
+        metrics.watch_memory(lambda: self.memory.used_bytes + self._cache.used_bytes)
+        self._locks: weakref.WeakValueDictionary[object, _Lock] = weakref.WeakValueDictionary()
+        """Of what is being prepared: requests with the same image wait for the first."""
+        self._locks_lock = threading.Lock()
+
+    def close(self) -> None:
+        self._pool.close()
+        for process in self._processes:
+            process.close()
+
+    async def prepare(
+        self,
+        images: Sequence[SentImage],
+        processor: ImageProcessor,
+        key: str,
+        scope: str,
+        held: HeldMemory,
+    ) -> list[PreparedImage]:
+        """Return each of ``images``, as ``processor`` makes it, for a request of ``key``.
+
+        Results are shared within ``scope``; ``held`` counts their memory. Raises `ApiError`, which
+        names the field of the image.
+        """
+        self._check(images)
+        left = self._settings.max_image_bytes - sum(map(_num_bytes, images))
+        prepared: list[PreparedImage] = []
+        for image in images:
+            try:
+                fetched = None
+                if _is_remote(image):
+                    fetched = await self._fetch(image, left)
+                    left -= len(fetched)
+                    held.hold(len(fetched))
+                size = image.size if fetched is None else len(fetched)
+                work = partial(self._prepared, image, fetched, processor, scope)
+                prepared.append(await self._pool.run(key, work, size))
+                held.hold_image(prepared[-1])
+            except ImageRefused as error:
+                raise self._refused(image, error.reason, str(error)) from None
+        return prepared
+
+    def _check(self, images: Sequence[SentImage]) -> None:
+        """Raise `InvalidRequest` for too many of them, or too many bytes."""
+        most, limit = self._settings.max_images, self._settings.max_image_bytes
+        if len(images) > most:
+            self._metrics.rejected("count")
+            raise InvalidRequest(
+                f"There are {len(images)} images, over the limit of {most}.",
+                param=images[most].path,
+                code="too_many_images",
+            )
+        total = 0
+        for image in images:
+            total += _num_bytes(image)
+            if total > limit:
+                self._metrics.rejected("bytes")
+                raise InvalidRequest(
+                    f"'{image.path}': with this one the images have {total} bytes, over the limit"
+                    f" of {limit}.",
+                    param=image.path,
+                    code="image_too_large",
+                )
+
+    async def _fetch(self, image: SentImage, most_bytes: int) -> bytes:
+        scheme = image.source[:8].partition(":")[0].lower()
+        if self._fetcher is None or scheme != "https":
+            text = "is behind a URL; send it as a data: URL."
+            if scheme == "https":
+                text = "is behind a URL, and this server fetches none (--image-hosts)."
+            raise self._refused(image, "host", text, code="invalid_image_url")
+        try:
+            return await self._fetcher.fetch(image.source, most_bytes)
+        except NotFetched as error:
+            reason = "host" if error.is_forbidden else "fetch"
+            raise self._refused(image, reason, str(error), code="invalid_image_url") from None
+
+    def _refused(
+        self, image: SentImage, reason: str, text: str, code: str = "invalid_image"
+    ) -> InvalidRequest:
+        self._metrics.rejected(reason)
+        return InvalidRequest(f"'{image.path}': the image {text}", param=image.path, code=code)
+
+    # -- on the threads --------------------------------------------------------
+
+    def _prepared(
+        self, image: SentImage, fetched: bytes | None, processor: ImageProcessor, scope: str
+    ) -> PreparedImage:
+        """Return ``image`` prepared. Raises `ImageRefused`, `NotSupported` and `Unavailable`."""
+        if fetched is None:
+            content = encoded_image(image.source, image.media_type)
+        else:
+            content = EncodedImage(fetched, False)
+        digest = hashlib.sha256(content.data).digest()
+        place = (scope, str(processor.folder), content.is_base64, digest)
+        with self._locks_lock:
+            lock = self._locks.setdefault(place, _Lock())
+        with lock.lock:
+            found = self._cache.get(place)
+            if found is not None:
+                self._metrics.cached()
+                return found
+            found = self._decode(content, processor)
+            self._cache.put(place, found)
+            return found
+
+    def _decode(self, content: EncodedImage, processor: ImageProcessor) -> PreparedImage:
+        job = Job(
+            folder=str(processor.folder),
+            vision=processor.vision,
+            max_pixels=self._settings.max_image_pixels,
+            is_base64=content.is_base64,
+        )
+        process = self._idle.get()
+        try:
+            answer, frames = process.prepare(job, content.data)
+        except DecoderLost as error:
+            self._metrics.lost()
+            if error.is_late:
+                raise ImageRefused("time", f"took over {TIME_LIMIT_S:g} s to decode.") from None
+            raise ImageRefused("process", "ended the process that decoded it.") from None
+        except OSError as error:
+            raise Unavailable(f"No process can decode images: {error.strerror or error}") from None
+        finally:
+            self._idle.put(process)
+        if answer.is_fault_of_server:
+            logger.warning("Images are refused: %s", answer.text)
+            raise NotSupported(f"Images cannot be prepared for this model here: {answer.text}")
+        if answer.reason is not None:
+            raise ImageRefused(answer.reason, answer.text)
+        self._metrics.prepared(answer.seconds)
+        return PreparedImage(answer.digest, answer.expansion, answer.specs, frames)
+
+
+class _Lock:
+    """A lock that may be referred to weakly."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def _is_remote(image: SentImage) -> bool:
+    return image.is_url and image.source[:5].lower() != "data:"
+
+
+def _num_bytes(image: SentImage) -> int:
+    """Return about how many bytes ``image`` has, as far as that can be told before it is here."""
+    return 0 if _is_remote(image) else image.size * 3 // 4

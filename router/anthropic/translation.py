@@ -43,10 +43,7 @@ from router.schemas.images import SentImage
 from router.schemas.requests import ChatRequest, sampling_fields, validated
 from router.schemas.structured import JsonSchemaFormat, ResponseFormat
 
-_BLOCK_TYPES = (
-    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-    *("image", "document"),
-)
+_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _BILLING = "x-anthropic-billing-header:"
 """Begins a block of Claude Code's that is not meant for the model, and that changes with its
 version: in the prompt it would only keep prefixes from being found."""
@@ -88,25 +85,33 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 def with_notes(body: CountTokensRequest) -> CountTokensRequest:
     """Return ``body`` with a note in place of each block that is not supported, but for images: it
     depends on the model whether these are."""
-    messages = [replace(param, content=_noted(param.content)) for param in body.messages]
-    return replace(body, messages=messages, system=_noted(body.system))
+    messages = [
+        replace(param, content=_noted(param.content, images=param.role == "user"))
+        for param in body.messages
+    ]
+    return replace(body, messages=messages, system=_noted(body.system, images=False))
 
 
-def _noted(content: Any) -> Any:
+def _noted(content: Any, *, images: bool) -> Any:
+    """Return ``content`` with notes, where ``images`` may be."""
     if not isinstance(content, list):
         return content
     return [
-        replace(block, content=_noted(block.content))
-        if block.type in _BLOCK_TYPES and not _is_unsupported(block)
+        replace(block, content=_noted(block.content, images=images))
+        if _is_supported(block, images=images)
         else ContentBlockParam(type="text", text=content_note(block.type))
         for block in content
     ]
 
 
-def _is_unsupported(block: ContentBlockParam) -> bool:
-    return block.type == "document" and (
-        block.source is None or block.source.type not in ("text", "content")
-    )
+def _is_supported(block: ContentBlockParam, *, images: bool) -> bool:
+    match block.type:
+        case "image":
+            return images and block.source is not None
+        case "document":
+            source = block.source
+            return images and source is not None and source.type in ("text", "content")
+    return block.type in _BLOCK_TYPES
 
 
 def _response_format(output_format: OutputFormat) -> ResponseFormat:

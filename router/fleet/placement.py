@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from router.fleet.engines import Engine
 from router.fleet.remote_request import RemoteRequest
-from shared.hashing import block_hashes, salted_root
+from shared.hashing import Picture, block_hashes, salted_root
 
 PromptBlocks = Mapping[tuple[bytes, int], Sequence[bytes]]
 """The hashes of a prompt's blocks, by the namespace and the block size of engines."""
@@ -16,10 +16,10 @@ def prompt_blocks(
     engines: Sequence[Engine],
     token_ids: Sequence[int],
     cache_salt: str,
-    images: Sequence[tuple[int, int, bytes]] = (),
+    images: Sequence[Picture] = (),
 ) -> PromptBlocks:
     """Return the hashes of a prompt for all of ``engines``; none if there is no choice. ``images``
-    are start, length and digest of those in it.
+    are those in it.
 
     Each token takes a tenth of a microsecond: this is for the threads of a `WorkPool`.
     """

@@ -156,7 +156,7 @@ class Generation:
     def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
         """Return what decides which engine gets ``prompt``. For the threads of a `WorkPool`."""
         engines = list(self.model.replicas.engines)
-        return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.image_ranges)
+        return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.pictures)
 
     async def admit_prompts(
         self, prompts: Sequence[list[int]], limits_left: dict[str, str]

@@ -173,17 +173,17 @@ def submit_message(
     )
 
 
-def _image_parts(prompt: Prompt) -> list[ImagePart]:
+def _image_parts(prompt: Prompt) -> tuple[ImagePart, ...]:
     """Return where the images of ``prompt`` are; the arrays of each go with the first that has
     them."""
     parts: list[ImagePart] = []
     sent: set[bytes] = set()
     for image, start in prompt.images:
-        arrays = [] if image.digest in sent else list(image.specs)
+        arrays = () if image.digest in sent else tuple(image.specs)
         sent.add(image.digest)
         length = len(image.expansion)
         parts.append(ImagePart(digest=image.digest, start=start, length=length, arrays=arrays))
-    return parts
+    return tuple(parts)
 
 
 def image_frames(prompt: Prompt) -> list[bytes | memoryview]:

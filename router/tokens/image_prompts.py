@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from router.errors import InvalidRequest
 from router.schemas.images import PreparedImage
 from router.tokens.tokenization_cache import LengthCheck
+from shared.hashing import Picture
 
 _MARK = "\ufdd1"
 """A noncharacter, which no text has."""
@@ -58,9 +59,9 @@ class Prompt(NamedTuple):
         )
 
     @property
-    def image_ranges(self) -> list[tuple[int, int, bytes]]:
-        """Start, length and digest of each image, as block hashes take them."""
-        return [(each.start, each.length, each.image.digest) for each in self.images]
+    def pictures(self) -> list[Picture]:
+        """The images, as block hashes take them."""
+        return [Picture(each.start, each.length, each.image.digest) for each in self.images]
 
 
 class ImageMarks:

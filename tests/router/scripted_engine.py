@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 
 from shared.curve import EngineKeys
@@ -38,6 +39,7 @@ from shared.wire import (
     ToEngine,
     TokenLogprobs,
     Usage,
+    Vision,
     decode,
     encode,
 )
@@ -144,6 +146,7 @@ class ScriptedEngine:
         keys: EngineKeys | None = None,
         aliases: Sequence[str] = (),
         options: dict[str, Any] | None = None,
+        vision: Vision | None = None,
         **behaviour: object,
     ) -> None:
         self.address = address
@@ -152,6 +155,8 @@ class ScriptedEngine:
         self.incarnation = uuid.uuid4().hex
         self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
         self.received: list[Message] = []
+        self.frames: dict[tuple[str, int], list[bytes]] = {}
+        """The raw frames of each attempt at a request."""
         self._directory = directory
         self._running: dict[str, Running] = {}
         self._outgoing: list[list[Frame]] = []
@@ -171,6 +176,7 @@ class ScriptedEngine:
             options=options,
             files={n: hashlib.sha256(c).hexdigest() for n, c in contents.items()},
         )
+        self.hello = msgspec.structs.replace(self.hello, vision=vision)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -225,7 +231,9 @@ class ScriptedEngine:
                     socket.send_multipart(encode(self._beat(number)))
                     beat_at = now + 0.1
                 if socket.poll(max(1, int(self.behaviour.step_s * 1000))):
-                    message, _ = decode(socket.recv_multipart(), ToEngine)
+                    message, frames = decode(socket.recv_multipart(), ToEngine)
+                    if isinstance(message, Submit):
+                        self.frames[message.request_id, message.attempt] = frames
                     self.received.append(message)
                     for answer in self._answer(message):
                         socket.send_multipart(answer)

@@ -226,7 +226,31 @@ def test_tools_that_anthropic_runs_are_left_out(server: Server, engine: Scripted
             },
             "messages[1]",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image", "source": {"type": "base64", "data": "AA"}}],
+                    }
+                ]
+            },
+            "'image'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "source"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "document", "source": {"type": "base64", "data": "AA"}}
+                        ],
+                    }
+                ]
+            },
+            "PDFs are not supported",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
         (

@@ -1,0 +1,102 @@
+"""What clients send as images that is none, or far too much."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.conftest import Server
+from tests.router.images.pictures import bad_pictures, data_url, encoded, forbidden_urls, picture
+from tests.router.scripted_engine import ScriptedEngine
+
+GOOD = data_url(encoded(picture()))
+
+
+class Probe:
+    """Asks `/livez` all the time, and keeps the longest that an answer took."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._done = threading.Event()
+        self.worst_s = 0.0
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        import httpx
+
+        with httpx.Client(base_url=self._server.url) as client:
+            while not self._done.wait(0.02):
+                began = time.monotonic()
+                assert client.get("/livez").status_code == 200
+                self.worst_s = max(self.worst_s, time.monotonic() - began)
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def test_each_bad_image_is_refused_with_a_reason(
+    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
+) -> None:
+    assert ask(GOOD).status_code == 200  # the process has started
+    bad = list(bad_pictures())
+    assert len(bad) >= 180
+    with Probe(server) as probe:
+        for url, word in bad:
+            answer = ask(url)
+            error = answer.json().get("error", {})
+            assert answer.status_code == 400, (url[:120], answer.text[:500])
+            assert error["param"] == "messages[0].content[0]"
+            assert word in error["message"], (url[:120], error)
+    assert ask(GOOD).status_code == 200
+    # The loop itself, whatever else this machine does: a slow answer alone may be the client's.
+    lag = "mlx_lm_server_event_loop_lag_max_seconds "
+    lines = server.client.get("/metrics").text.splitlines()
+    worst_s = next(float(line.split()[1]) for line in lines if line.startswith(lag))
+    assert worst_s < 1, probe.worst_s
+
+
+def test_too_many_images_are_refused(seeing: ScriptedEngine, ask: Callable[..., Any]) -> None:
+    error = ask(*[GOOD] * 100).json()["error"]
+    assert error["code"] == "too_many_images" and "100 images" in error["message"]
+
+
+def test_nothing_is_fetched(
+    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any], start_server: Any
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        for url in forbidden_urls(listener.getsockname()[1]):
+            error = ask(url).json()["error"]
+            assert error["code"] == "invalid_image_url", (url, error)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_a_model_without_vision_refuses_images_by_name(
+    start_server: Callable[..., Server], model_dir: Path
+) -> None:
+    server = start_server()
+    engine = ScriptedEngine(server.address, model_dir)
+    try:
+        server.wait_ready()
+        content = [{"type": "image_url", "image_url": {"url": GOOD}}]
+        for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+            if field == "input":
+                content = [{"type": "input_image", "image_url": GOOD}]
+            body = {field: [{"role": "user", "content": content}]}
+            error = server.client.post(path, json=body).json()["error"]
+            assert error["code"] == "unsupported_content"
+            assert error["param"] == f"{field}[0].content[0].type"
+    finally:
+        engine.leave()

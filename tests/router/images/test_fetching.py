@@ -1,0 +1,196 @@
+"""Images behind URLs: which hosts are asked, and what they can do with the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from router.images.fetching import ImageFetcher, NotFetched, is_public_address
+
+HOST = "pictures.example"
+MOST = 100_000
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+def fetched(
+    certificate: Path,
+    answers: dict[str, bytes],
+    url: str,
+    *,
+    addresses: Sequence[str] = ("127.0.0.1",),
+    is_public: Callable[[str], bool] = lambda address: True,
+    trusted: bool = True,
+    hosts: Sequence[str] = (HOST,),
+) -> tuple[bytes | str, list[str]]:
+    """Return what a fetch of ``url`` gives, or why it gives nothing, and the paths that were asked.
+
+    ``answers`` has what the server says by path; it says nothing to others."""
+    asked: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        path = head.split()[1].decode()
+        asked.append(path)
+        if path not in answers:
+            await asyncio.sleep(5)
+        writer.write(answers.get(path, b""))
+        await writer.drain()
+        writer.close()
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return addresses
+
+    async def run() -> bytes | str:
+        own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        own.load_cert_chain(certificate)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=own)
+        port = server.sockets[0].getsockname()[1]
+        context = ssl.create_default_context(cafile=str(certificate) if trusted else None)
+        fetcher = ImageFetcher(
+            hosts, timeout_s=1, port=port, resolve=resolve, is_public=is_public, context=context
+        )
+        try:
+            return await fetcher.fetch(url, MOST)
+        except NotFetched as error:
+            return str(error)
+        finally:
+            server.close()
+
+    return asyncio.run(run()), asked
+
+
+def ok(content: bytes, *headers: str) -> bytes:
+    lines = ["HTTP/1.1 200 OK", f"Content-Length: {len(content)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + content
+
+
+def to(url: str) -> bytes:
+    return f"HTTP/1.1 302 Found\r\nLocation: {url}\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+def test_an_image_is_fetched(certificate: Path) -> None:
+    found = fetched(certificate, {"/a.png?b=1": ok(b"content")}, f"https://{HOST}/a.png?b=1")
+    assert found == (b"content", ["/a.png?b=1"])
+
+
+def test_a_redirect_is_followed_to_allowed_hosts_only(certificate: Path) -> None:
+    answers = {"/a": to("/b"), "/b": ok(b"x"), "/out": to("https://other.example/")}
+    answers |= {"/plain": to(f"http://{HOST}/b"), "/loop": to("/loop")}
+    assert fetched(certificate, answers, f"https://{HOST}/a") == (b"x", ["/a", "/b"])
+    for path, word in (("/out", "host"), ("/plain", "https"), ("/loop", "redirects")):
+        reason, _ = fetched(certificate, answers, f"https://{HOST}{path}")
+        assert word in str(reason), reason
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://pictures.example/a",
+        "file:///etc/passwd",
+        "https://other.example/a",
+        "https://pictures.example.evil/a",
+        "https://user@pictures.example/a",
+        "https://pictures.example:1/a",
+        "https://127.0.0.1/a",
+        "https://pictures.example/a b",
+        "https://[/",
+        "https://" + "a" * 9000,
+    ],
+)
+def test_other_urls_are_not_asked(certificate: Path, url: str) -> None:
+    reason, asked = fetched(certificate, {"/a": ok(b"x")}, url)
+    assert isinstance(reason, str) and not asked
+
+
+def test_a_name_with_a_private_address_is_not_asked(certificate: Path) -> None:
+    for addresses in (["127.0.0.1"], ["93.184.215.14", "10.0.0.1"], []):
+        reason, asked = fetched(
+            certificate,
+            {"/a": ok(b"x")},
+            f"https://{HOST}/a",
+            addresses=addresses,
+            is_public=is_public_address,
+        )
+        assert "not public" in str(reason) and not asked
+
+
+def test_what_a_host_sends_is_bounded(certificate: Path) -> None:
+    large = b"x" * (MOST + 1)
+    answers = {
+        "/large": ok(large),
+        "/unsaid": b"HTTP/1.1 200 OK\r\n\r\n" + large,
+        "/zip": ok(b"x", "Content-Encoding: gzip"),
+        "/gone": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+        "/nonsense": b"nonsense\r\n\r\n",
+        "/cut": b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nx",
+    }
+    for path in (*answers, "/silent"):
+        reason, asked = fetched(certificate, answers, f"https://{HOST}{path}")
+        assert isinstance(reason, str) and asked == [path]
+
+
+def test_a_certificate_of_another_is_not_believed(certificate: Path) -> None:
+    reason, asked = fetched(certificate, {"/a": ok(b"x")}, f"https://{HOST}/a", trusted=False)
+    assert "certificate" in str(reason) and not asked
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False),
+        ("no address", False),
+    ],
+)
+def test_addresses_that_are_public(address: str, public: bool) -> None:
+    assert is_public_address(address) == public

@@ -24,7 +24,7 @@ IMAGE_TOKEN = VOCAB_SIZE
 
 
 def picture(
-    colour: Any = "red", size: tuple[int, int] = (24, 16), mode: str = "RGB"
+    colour: Any = "red", size: tuple[int, int] = (32, 16), mode: str = "RGB"
 ) -> Image.Image:
     return Image.new(mode, size, colour)
 

@@ -283,7 +283,9 @@ def _image(source: BlockSource, path: str) -> SentImage:
 
 def _document_parts(block: ContentBlockParam, path: str) -> Iterator[str | SentImage]:
     """Yield a document that is text, or blocks. PDFs are refused."""
-    source = required(block.source, path, "source")
+    source = block.source
+    if source is None:
+        raise unsupported_content(block.type, path)
     if source.type not in ("text", "content"):
         raise InvalidRequest(
             f"'{path}': PDFs are not supported. A document is taken as text, or as blocks of text"

@@ -13,7 +13,7 @@ from router.fleet.engines import Model
 from router.fleet.router import Router
 from router.fleet.tenants import Tenant
 from router.schemas.conversation import ChatMessage, ContentPart
-from router.schemas.images import ImageContent, PreparedImage, SentImage
+from router.schemas.images import ImageContent, ModelImage, SentImage
 
 
 async def with_images(
@@ -46,7 +46,7 @@ async def with_images(
     return _replaced(messages, (_content(image) for image in prepared)), size
 
 
-def _content(image: PreparedImage) -> ImageContent:
+def _content(image: ModelImage) -> ImageContent:
     return ImageContent(type="image", image=image)
 
 

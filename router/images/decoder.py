@@ -4,8 +4,8 @@ Decoders of images are code in C that reads what anybody sends: this process may
 router may not. `python -m router.images.decoder` reads from its standard input and answers on its
 standard output. It ends at the end of its input, whatever it does.
 
-A frame is a length (8 bytes) and bytes. A job is two frames, a `Job` and the encoded image; an
-answer is an `Answer`, and a frame for each of its arrays.
+A frame is a length (8 bytes) and bytes. A job is a `DecodeJob` and a frame of
+the encoded image, an answer is a `DecodedImage`, and a frame for each of its arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ limit; there the bounds on pixels hold alone."""
 LENGTH = struct.Struct("<Q")
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     """An image to prepare. Its content follows."""
 
     folder: str  # of the model's processor
@@ -43,7 +43,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     is_base64: bool
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class DecodedImage(msgspec.Struct, frozen=True, kw_only=True):
     """What an image became, or why it became nothing. Its arrays follow."""
 
     reason: Reason | None = None
@@ -61,14 +61,14 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
     os.environ["HF_HUB_OFFLINE"] = "1"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    jobs: queue.SimpleQueue[tuple[Job, bytes]] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_serve, args=(jobs, answers), daemon=True).start()
     while True:  # this thread notices the end of the input also while the other one decodes
-        job = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Job)
+        job = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=DecodeJob)
         jobs.put((job, _read(sys.stdin.buffer)))
 
 
-def _serve(jobs: queue.SimpleQueue[tuple[Job, bytes]], answers: IO[bytes]) -> None:
+def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes]) -> None:
     processors: dict[str, Any] = {}
     while True:
         job, content = jobs.get()
@@ -77,14 +77,14 @@ def _serve(jobs: queue.SimpleQueue[tuple[Job, bytes]], answers: IO[bytes]) -> No
         try:
             answer, frames = _prepared(processors, job, content, began)
         except ImageRefused as error:
-            answer = Answer(reason=error.reason, text=str(error))
+            answer = DecodedImage(reason=error.reason, text=str(error))
         except MemoryError:
-            answer = Answer(reason="memory", text="needs too much memory.")
+            answer = DecodedImage(reason="memory", text="needs too much memory.")
         except _NoProcessor as error:
-            answer = Answer(reason="unusable", text=str(error), is_fault_of_server=True)
+            answer = DecodedImage(reason="unusable", text=str(error), is_fault_of_server=True)
         except Exception as error:  # a bug: the next image may do
             text = f"could not be prepared ({type(error).__name__})."
-            answer = Answer(reason="unusable", text=text)
+            answer = DecodedImage(reason="unusable", text=text)
         write_frames(answers, msgspec.msgpack.encode(answer), *frames)
         del content, frames, answer
 
@@ -94,8 +94,8 @@ class _NoProcessor(Exception):
 
 
 def _prepared(
-    processors: dict[str, Any], job: Job, content: bytes, began: float
-) -> tuple[Answer, Sequence[memoryview]]:
+    processors: dict[str, Any], job: DecodeJob, content: bytes, began: float
+) -> tuple[DecodedImage, Sequence[memoryview]]:
     from router.images.processor import ImageUnusable
 
     processor = _processor(processors, job)
@@ -108,7 +108,7 @@ def _prepared(
         if isinstance(error.__cause__, MemoryError):
             raise MemoryError from None
         raise ImageRefused("unusable", f"is not taken by the model: {error}") from None
-    answer = Answer(
+    answer = DecodedImage(
         digest=found.digest,
         expansion=found.expansion,
         specs=found.specs,
@@ -117,7 +117,7 @@ def _prepared(
     return answer, found.frames
 
 
-def _processor(processors: dict[str, Any], job: Job) -> Any:
+def _processor(processors: dict[str, Any], job: DecodeJob) -> Any:
     """Return the processor of ``job``. What it needs itself is not counted as the image's."""
     found = processors.get(job.folder)
     if found is None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.images.decoder import LENGTH, Answer, Job
+from router.images.decoder import LENGTH, DecodedImage, DecodeJob
 from shared.wire import MAX_IMAGE_BYTES
 
 TIME_LIMIT_S = 10.0
@@ -32,7 +32,7 @@ class DecoderLost(Exception):
 
 
 class DecoderAnswer(NamedTuple):
-    answer: Answer
+    answer: DecodedImage
     frames: list[memoryview]
     """The bytes of each array."""
 
@@ -56,7 +56,7 @@ class DecoderProcess:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    def prepare(self, job: Job, content: bytes) -> DecoderAnswer:
+    def prepare(self, job: DecodeJob, content: bytes) -> DecoderAnswer:
         """Return what ``content`` becomes. Raises `DecoderLost`, and OSError if no process can be
         started."""
         limit_s = self._time_limit_s + (0 if job.folder in self._folders else START_LIMIT_S)
@@ -67,7 +67,7 @@ class DecoderProcess:
                 _write(process, LENGTH.pack(len(frame)), deadline)
                 _write(process, frame, deadline)
             answer = msgspec.msgpack.decode(
-                self._read_frame(process, _MAX_ANSWER_BYTES, deadline), type=Answer
+                self._read_frame(process, _MAX_ANSWER_BYTES, deadline), type=DecodedImage
             )
             room, frames = MAX_IMAGE_BYTES, list[memoryview]()
             for _ in answer.specs:

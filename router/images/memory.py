@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
 from router.errors import InvalidRequest, Unavailable
-from router.schemas.images import PreparedImage
+from router.schemas.images import ModelImage
 
 _RETRY_AFTER_S = 2.0
 
@@ -23,7 +23,7 @@ class ImageMemory:
         self.limit_bytes = limit_bytes
         self._held: Counter[str] = Counter()
         """By key; only those that hold any."""
-        self._images: dict[PreparedImage, tuple[str, int]] = {}
+        self._images: dict[ModelImage, tuple[str, int]] = {}
         """The key that an image is counted for, and the requests that have it."""
 
     @property
@@ -50,14 +50,14 @@ class ImageMemory:
         if self._held[key] <= 0:
             del self._held[key]
 
-    def hold_image(self, key: str, image: PreparedImage, *, alone: bool) -> None:
+    def hold_image(self, key: str, image: ModelImage, *, alone: bool) -> None:
         """Count ``image`` once, however many requests have it. Raises `Unavailable`."""
         owner, count = self._images.get(image, (key, 0))
         if not count:
             self.hold(key, image.nbytes, alone=alone)
         self._images[image] = owner, count + 1
 
-    def let_go_image(self, image: PreparedImage) -> None:
+    def let_go_image(self, image: ModelImage) -> None:
         owner, count = self._images.pop(image)
         if count > 1:
             self._images[image] = owner, count - 1
@@ -71,7 +71,7 @@ class HeldMemory:
     def __init__(self, memory: ImageMemory, key: str, *, alone: bool) -> None:
         self._memory, self._key, self._alone = memory, key, alone
         self._bytes = 0
-        self._images: set[PreparedImage] = set()
+        self._images: set[ModelImage] = set()
         self._total_bytes = 0
 
     def hold(self, more_bytes: int) -> None:
@@ -80,7 +80,7 @@ class HeldMemory:
         self._memory.hold(self._key, more_bytes, alone=self._alone)
         self._bytes += more_bytes
 
-    def hold_image(self, image: PreparedImage) -> None:
+    def hold_image(self, image: ModelImage) -> None:
         """As `hold`, once for each image."""
         if image not in self._images:
             self._check(image.nbytes)
@@ -110,19 +110,19 @@ class ImageCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._images: OrderedDict[Hashable, PreparedImage] = OrderedDict()
+        self._images: OrderedDict[Hashable, ModelImage] = OrderedDict()
         self.used_bytes = 0
         self._lock = threading.Lock()
         """Guards all of the above."""
 
-    def get(self, key: Hashable) -> PreparedImage | None:
+    def get(self, key: Hashable) -> ModelImage | None:
         with self._lock:
             found = self._images.get(key)
             if found is not None:
                 self._images.move_to_end(key)
             return found
 
-    def put(self, key: Hashable, image: PreparedImage) -> None:
+    def put(self, key: Hashable, image: ModelImage) -> None:
         with self._lock:
             if key in self._images or image.nbytes > self._limit_bytes:
                 return

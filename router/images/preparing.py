@@ -16,13 +16,13 @@ from pathlib import Path
 
 from router.errors import InvalidRequest, NotSupported, Unavailable
 from router.images.content import EncodedImage, encoded_image
-from router.images.decoder import Job
+from router.images.decoder import DecodeJob
 from router.images.decoder_process import TIME_LIMIT_S, DecoderLost, DecoderProcess
 from router.images.fetching import ImageFetcher, NotFetched
 from router.images.memory import HeldMemory, ImageCache, ImageMemory
 from router.images.metrics import ImageMetrics
 from router.images.opening import ImageRefused
-from router.schemas.images import PreparedImage, SentImage
+from router.schemas.images import ModelImage, SentImage
 from router.tokens.work_pool import WorkPool
 from shared.settings import Settings
 from shared.wire import Vision
@@ -82,7 +82,7 @@ class ImagePreparer:
         key: str,
         scope: str,
         held: HeldMemory,
-    ) -> list[PreparedImage]:
+    ) -> list[ModelImage]:
         """Return each of ``images``, as ``processor`` makes it, for a request of ``key``.
 
         Results are shared within ``scope``; ``held`` counts their memory. Raises `ApiError`, which
@@ -90,7 +90,7 @@ class ImagePreparer:
         """
         self._check(images)
         left = self._settings.max_image_bytes - sum(map(_num_bytes, images))
-        prepared: list[PreparedImage] = []
+        prepared: list[ModelImage] = []
         for image in images:
             try:
                 fetched = None
@@ -151,7 +151,7 @@ class ImagePreparer:
 
     def _prepared(
         self, image: SentImage, fetched: bytes | None, processor: ImageProcessor, scope: str
-    ) -> PreparedImage:
+    ) -> ModelImage:
         """Return ``image`` prepared. Raises `ImageRefused`, `NotSupported` and `Unavailable`."""
         if fetched is None:
             content = encoded_image(image.source, image.media_type)
@@ -170,8 +170,8 @@ class ImagePreparer:
             self._cache.put(place, found)
             return found
 
-    def _decode(self, content: EncodedImage, processor: ImageProcessor) -> PreparedImage:
-        job = Job(
+    def _decode(self, content: EncodedImage, processor: ImageProcessor) -> ModelImage:
+        job = DecodeJob(
             folder=str(processor.folder),
             vision=processor.vision,
             max_pixels=self._settings.max_image_pixels,
@@ -195,7 +195,7 @@ class ImagePreparer:
         if answer.reason is not None:
             raise ImageRefused(answer.reason, answer.text)
         self._metrics.prepared(answer.seconds)
-        return PreparedImage(answer.digest, answer.expansion, answer.specs, frames)
+        return ModelImage(answer.digest, answer.expansion, answer.specs, frames)
 
 
 class _Lock:

@@ -24,7 +24,7 @@ class SentImage(ContentPart, frozen=True, kw_only=True):
         return len(self.source)
 
 
-class PreparedImage:
+class ModelImage:
     """An image as the processor of a model made it: what stands for it in the prompt, and what the
     engine takes. It does not change, and many requests may have it."""
 
@@ -50,4 +50,4 @@ class PreparedImage:
 class ImageContent(ContentPart, frozen=True, kw_only=True):
     """The part of a message in which an image is that has been prepared."""
 
-    image: PreparedImage
+    image: ModelImage

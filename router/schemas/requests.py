@@ -6,7 +6,6 @@ What depends on the model is checked in `router.generation.sampling`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -29,6 +28,7 @@ from router.schemas.conversation import (
     prompt_ending,
 )
 from router.schemas.structured import StructuredOutputFields
+from router.schemas.validation import validation_error
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -363,7 +363,7 @@ def parse_body(body: bytes, body_type: type[_Body]) -> _Body:
     try:
         request = msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from None
+        raise validation_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
@@ -394,19 +394,3 @@ def validated(request: _Body) -> _Body:
 @cache
 def unsupported_fields(body_type: type[RequestBody]) -> tuple[str, ...]:
     return tuple(field.name for field in msgspec.structs.fields(body_type) if field.type is Any)
-
-
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
-_MISSING = re.compile(r"missing required field `(\w+)`")
-
-
-def _validation_error(reason: str) -> InvalidRequest:
-    """Make an error of msgspec's ``reason``, such as "Expected `int`, got `str` - at `$.n`"."""
-    path = _PATH.search(reason)
-    param = path[1] if path else ""
-    missing = _MISSING.search(reason)
-    if missing:
-        param = f"{param}.{missing[1]}" if param else missing[1]
-    reason = _PATH.sub("", reason).replace("`", "'")
-    at = f"'{param}': " if param else ""
-    return InvalidValue(f"Invalid {at}{reason}.", param=param or None)

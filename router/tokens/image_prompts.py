@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from router.errors import InvalidRequest
-from router.schemas.images import PreparedImage
+from router.schemas.images import ModelImage
 from router.tokens.tokenization_cache import LengthCheck
 from shared.hashing import Picture
 
@@ -27,7 +27,7 @@ class SkipsBos(Protocol):
 
 
 class PlacedImage(NamedTuple):
-    image: PreparedImage
+    image: ModelImage
     start: int
     """The position of its first token."""
 
@@ -70,17 +70,17 @@ class ImageMarks:
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)
         self._pattern = re.compile(f"{_MARK}{self._nonce}:(\\d+){_MARK}")
-        self._images: list[PreparedImage] = []
+        self._images: list[ModelImage] = []
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def add(self, image: PreparedImage) -> str:
+    def add(self, image: ModelImage) -> str:
         """Return the mark of ``image``."""
         self._images.append(image)
         return f"{_MARK}{self._nonce}:{len(self._images) - 1}{_MARK}"
 
-    def images_in(self, messages: Sequence[dict[str, Any]]) -> list[PreparedImage]:
+    def images_in(self, messages: Sequence[dict[str, Any]]) -> list[ModelImage]:
         """Return the images whose marks are in ``messages``, in their order."""
         return [
             self._images[int(number)]
@@ -122,7 +122,7 @@ def _texts(content: Any) -> list[str]:
 def expanded(
     token_ids: list[int],
     placeholder_id: int,
-    images: Sequence[PreparedImage],
+    images: Sequence[ModelImage],
     check_length: LengthCheck | None,
 ) -> Prompt:
     """Return the prompt ``token_ids`` with each placeholder replaced by the image in its place.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from router.errors import InvalidRequest
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, FunctionCall, PromptEnding, Tool
-from router.schemas.images import ImageContent, PreparedImage
+from router.schemas.images import ImageContent, ModelImage
 from router.tokens.fitting import TemplateLimits, fitted, limits_of
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.literals import literal_pattern
@@ -52,7 +52,7 @@ class Rendered(NamedTuple):
     """The text of a prompt, with a `TOKEN_BREAK` in text that must not become a control token."""
 
     text: str
-    images: list[PreparedImage]
+    images: list[ModelImage]
     """In the order of their placeholders in the text."""
 
 

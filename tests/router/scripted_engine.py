@@ -155,7 +155,7 @@ class ScriptedEngine:
         self.incarnation = uuid.uuid4().hex
         self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
         self.received: list[Message] = []
-        self.frames: dict[tuple[str, int], list[bytes]] = {}
+        self.frames: dict[tuple[str, int], list[Frame]] = {}
         """The raw frames of each attempt at a request."""
         self._directory = directory
         self._running: dict[str, Running] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.images.decoder import Job
+from router.images.decoder import DecodeJob
 from router.images.decoder_process import DecoderLost, DecoderProcess
 from tests.router.images.pictures import VISION, encoded, picture, png_header
 from tests.vision_models import needs_mlx_vlm
@@ -29,17 +29,17 @@ def process() -> Iterator[DecoderProcess]:
 
 
 @pytest.fixture
-def job(vision_dir: Path) -> Job:
-    return Job(folder=str(vision_dir), vision=VISION, max_pixels=MOST, is_base64=False)
+def job(vision_dir: Path) -> DecodeJob:
+    return DecodeJob(folder=str(vision_dir), vision=VISION, max_pixels=MOST, is_base64=False)
 
 
-def test_an_image_is_prepared(process: DecoderProcess, job: Job) -> None:
+def test_an_image_is_prepared(process: DecoderProcess, job: DecodeJob) -> None:
     answer, frames = process.prepare(job, encoded(picture()))
     assert answer.reason is None and len(answer.digest) == 32
     assert [spec.nbytes for spec in answer.specs] == [len(frame) for frame in frames]
 
 
-def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: Job) -> None:
+def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: DecodeJob) -> None:
     process.prepare(job, encoded(picture()))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
@@ -50,7 +50,9 @@ def test_a_killed_process_fails_its_image_alone(process: DecoderProcess, job: Jo
     assert process.prepare(job, encoded(picture())).answer.reason is None
 
 
-def test_an_image_that_takes_too_long_ends_the_process(process: DecoderProcess, job: Job) -> None:
+def test_an_image_that_takes_too_long_ends_the_process(
+    process: DecoderProcess, job: DecodeJob
+) -> None:
     process.prepare(job, encoded(picture()))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
@@ -59,8 +61,10 @@ def test_an_image_that_takes_too_long_ends_the_process(process: DecoderProcess, 
     assert lost.value.is_late and process.pid is None
 
 
-def test_an_image_that_needs_too_much_memory_is_refused(process: DecoderProcess, job: Job) -> None:
-    allowed = Job(folder=job.folder, vision=VISION, max_pixels=2**40, is_base64=False)
+def test_an_image_that_needs_too_much_memory_is_refused(
+    process: DecoderProcess, job: DecodeJob
+) -> None:
+    allowed = DecodeJob(folder=job.folder, vision=VISION, max_pixels=2**40, is_base64=False)
     answer, _ = process.prepare(allowed, png_header(60_000, 60_000))
     assert answer.reason in ("memory", "damaged")
     assert process.prepare(job, encoded(picture())).answer.reason is None
@@ -69,6 +73,6 @@ def test_an_image_that_needs_too_much_memory_is_refused(process: DecoderProcess,
 def test_a_model_without_a_processor_is_said_to_have_none(
     process: DecoderProcess, tmp_path: Path
 ) -> None:
-    job = Job(folder=str(tmp_path), vision=VISION, max_pixels=MOST, is_base64=False)
+    job = DecodeJob(folder=str(tmp_path), vision=VISION, max_pixels=MOST, is_base64=False)
     answer, _ = process.prepare(job, encoded(picture()))
     assert answer.is_fault_of_server and answer.text

@@ -4,11 +4,11 @@ import pytest
 
 from router.errors import InvalidRequest, Unavailable
 from router.images.memory import HeldMemory, ImageCache, ImageMemory
-from router.schemas.images import PreparedImage
+from router.schemas.images import ModelImage
 
 
-def prepared(size: int) -> PreparedImage:
-    return PreparedImage(b"d" * 32, (), (), (b"x" * size,))
+def prepared(size: int) -> ModelImage:
+    return ModelImage(b"d" * 32, (), (), (b"x" * size,))
 
 
 def test_no_key_of_several_can_fill_the_memory() -> None:

@@ -355,7 +355,7 @@ def test_a_keep_alive_is_seconds_or_a_duration(
     [
         ("chat", {"messages": "hi"}, "'messages'"),
         ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "'messages[0].role'"),
-        ("chat", {"messages": [{**HI[0], "images": ["aGk="]}]}, "'messages[0].images'"),
+        ("chat", {"messages": [{**HI[0], "images": ["aGk="]}]}, "'messages[0].images[0]'"),
         ("chat", {"messages": HI, "options": {"temperature": 3}}, "'options.temperature'"),
         ("chat", {"messages": HI, "options": {"num_ctx": -1}}, "'options.num_ctx'"),
         ("chat", {"messages": HI, "options": {"stop": ["x"] * 17}}, "'options.stop'"),
@@ -366,7 +366,7 @@ def test_a_keep_alive_is_seconds_or_a_duration(
         ("chat", {"messages": HI, "stream": "yes"}, "'stream'"),
         ("generate", {"prompt": "hi", "suffix": "x"}, "'suffix'"),
         ("generate", {"prompt": "hi", "template": "{{ .Prompt }}"}, "'template'"),
-        ("generate", {"prompt": "hi", "images": ["aGk="]}, "'images'"),
+        ("generate", {"prompt": "hi", "images": ["aGk="]}, "'images[0]'"),
         ("generate", {"prompt": ["hi"]}, "'prompt'"),
         ("show", {"model": ""}, "'model'"),
     ],

@@ -273,7 +273,7 @@ def test_a_long_conversation_is_truncated_at_its_beginning_if_allowed(
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),

@@ -1,0 +1,22 @@
+"""What is wrong with a field, from what msgspec says."""
+
+from __future__ import annotations
+
+import re
+
+from router.errors import InvalidRequest, InvalidValue
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def validation_error(reason: str) -> InvalidRequest:
+    """Make an error of msgspec's ``reason``, such as "Expected `int`, got `str` - at `$.n`"."""
+    path = _PATH.search(reason)
+    param = path[1] if path else ""
+    missing = _MISSING.search(reason)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+    reason = _PATH.sub("", reason).replace("`", "'")
+    at = f"'{param}': " if param else ""
+    return InvalidValue(f"Invalid {at}{reason}.", param=param or None)

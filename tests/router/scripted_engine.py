@@ -155,7 +155,7 @@ class ScriptedEngine:
         self.incarnation = uuid.uuid4().hex
         self.behaviour = Behaviour(**behaviour)  # type: ignore[arg-type]
         self.received: list[Message] = []
-        self.frames: dict[tuple[str, int], list[Frame]] = {}
+        self.frames: dict[tuple[str, int], list[bytes]] = {}
         """The raw frames of each attempt at a request."""
         self._directory = directory
         self._running: dict[str, Running] = {}
@@ -231,9 +231,9 @@ class ScriptedEngine:
                     socket.send_multipart(encode(self._beat(number)))
                     beat_at = now + 0.1
                 if socket.poll(max(1, int(self.behaviour.step_s * 1000))):
-                    message, frames = decode(socket.recv_multipart(), ToEngine)
+                    message, payload = decode(socket.recv_multipart(), ToEngine)
                     if isinstance(message, Submit):
-                        self.frames[message.request_id, message.attempt] = frames
+                        self.frames[message.request_id, message.attempt] = payload
                     self.received.append(message)
                     for answer in self._answer(message):
                         socket.send_multipart(answer)

@@ -181,6 +181,14 @@ FAMILIES: dict[str, VisionFamily] = {
         processor={"patch_size": 4, "spatial_merge_size": 2},
         preprocessor=_PATCHES,
     ),
+    "internvl": VisionFamily(
+        text=_TEXT | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
+        tower=_TOWER | {"model_type": "internvl_vision", "patch_size": 4, "image_size": 16},
+        placeholder="<IMG_CONTEXT>",
+        tokens=("<img>", "</img>"),
+        config={"image_token_id": VOCAB_SIZE, "downsample_ratio": 0.5, "max_dynamic_patch": 4},
+        processor={"image_seq_length": 4},
+    ),
     "qwen2_vl": _qwen({"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
     "qwen2_5_vl": _qwen(
         {

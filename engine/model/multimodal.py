@@ -29,6 +29,7 @@ FAMILIES = {
     "llava": Family("<image>"),
     "pixtral": Family("[IMG]"),
     "mistral3": Family("[IMG]"),
+    "internvl": Family("<IMG_CONTEXT>", text="qwen3"),
     "qwen2_vl": Family("<|image_pad|>", has_axes=True),
     "qwen2_5_vl": Family("<|image_pad|>", has_axes=True),
     "qwen3_vl": Family("<|image_pad|>", has_axes=True, interleaved=True),

@@ -22,6 +22,10 @@ from shared.wire import Vision
 logger = logging.getLogger(__name__)
 
 
+PIXELS = 4
+"""The arrays of pictures of all requests may take so many times the room of embeddings."""
+
+
 class VisionUnusable(Exception):
     """Pictures are not served. Its text says why, in one line."""
 
@@ -100,7 +104,7 @@ def _opened(
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return ServedVision(encoder, vision, nbytes, room_bytes, PixelStore(merge))
+    return ServedVision(encoder, vision, nbytes, room_bytes, PixelStore(PIXELS * room_bytes, merge))
 
 
 def _sections(config: dict[str, Any]) -> list[int]:

@@ -9,9 +9,6 @@ from msgspec import structs
 
 from shared.wire import ArraySpec, Submit
 
-MOST_BYTES = 4 << 30
-"""Of the arrays of all requests together, in the host's memory."""
-
 RequestKey = tuple[str, int]
 """The id and the attempt of a request."""
 Pixels = tuple[tuple[ArraySpec, bytes], ...]
@@ -21,9 +18,10 @@ Pixels = tuple[tuple[ArraySpec, bytes], ...]
 class PixelStore:
     """Arrays by digest. A request that begins again needs them again, so they stay with it."""
 
-    def __init__(self, merge: int = 0, most_bytes: int = MOST_BYTES) -> None:
-        """``merge``: patches of a side that one embedding stands for, where positions have axes;
-        otherwise 0."""
+    def __init__(self, most_bytes: int, merge: int = 0) -> None:
+        """``most_bytes`` are those of all requests together, in the host's memory; one request
+        alone may have more. ``merge``: patches of a side that one embedding stands for, where
+        positions have axes; otherwise 0."""
         self._merge = merge
         self._most_bytes = most_bytes
         self._by_digest: dict[bytes, Pixels] = {}

@@ -84,10 +84,15 @@ def model_of(namespace: str) -> str:
 
 
 def salted_root(root: bytes, cache_salt: str) -> bytes:
-    """Return the root for requests with ``cache_salt``, which share blocks only with each other."""
+    """Return the root for requests with ``cache_salt``, which share blocks only with each other.
+
+    It is the hash of no block: otherwise a client whose salt is the bytes of a block's token ids
+    would put blocks of its own behind that block.
+    """
     if not cache_salt:
         return root
-    return blake2b(root + cache_salt.encode(), digest_size=HASH_BYTES).digest()
+    salted = root + cache_salt.encode()
+    return blake2b(salted, digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 class Picture(NamedTuple):

@@ -17,7 +17,7 @@ from router.tokens.text_tokens import (
 from shared.wire import TextTask
 
 MAX_REPEATED_TOKENS = 1_000_000
-"""Limit of the tokens of the first texts of all pairs."""
+"""Limit of the tokens of the first texts and the instructions of all pairs."""
 
 
 async def score_pairs(
@@ -44,7 +44,7 @@ async def score_pairs(
     limit = min(limit, max_tokens or limit)
 
     def prepare() -> list[TokenizedPair]:
-        _check_firsts(model, [first for first, _ in pairs], limit)
+        _check_repeated(model, [first for first, _ in pairs], instruction or "", limit)
         found = []
         for number, (first, second) in enumerate(pairs):
             try:
@@ -57,16 +57,21 @@ async def score_pairs(
     return await encode(router, model, caller, prepare, size)
 
 
-def _check_firsts(model: Model, texts: Sequence[str], limit: int) -> None:
-    """Raise `InvalidRequest` if one of ``texts`` is too long by itself, or all are together: a
-    query is tokenized and computed with each of the documents."""
+def _check_repeated(model: Model, firsts: Sequence[str], instruction: str, limit: int) -> None:
+    """Raise `InvalidRequest` if the ``instruction`` or one of the ``firsts`` is too long by itself,
+    or all are together: they are tokenized and computed with each of the documents."""
+    texts = {*firsts, instruction}
     lengths = {
-        text: len(text_tokens(model.renderer, text, limit, truncate=False)) for text in set(texts)
+        text: len(text_tokens(model.renderer, text, limit, truncate=False))
+        for text in texts
+        if text
     }
-    if (total := sum(lengths[text] for text in texts)) > MAX_REPEATED_TOKENS:
+    total = sum(lengths.get(text, 0) for text in firsts)
+    total += lengths.get(instruction, 0) * len(firsts)
+    if total > MAX_REPEATED_TOKENS:
         raise InvalidRequest(
-            f"The query counts {total} tokens with all documents, over the limit of"
-            f" {MAX_REPEATED_TOKENS}: shorten it, or give fewer documents.",
+            f"Query and instruction count {total} tokens with all documents, over the limit of"
+            f" {MAX_REPEATED_TOKENS}: shorten them, or give fewer documents.",
             code="request_too_large",
         )
 

@@ -202,6 +202,10 @@ def test_pairs_that_are_too_much_are_refused(server: Server) -> None:
     refused = server.post("/v1/rerank", **many)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "request_too_large"
+    many = {"query": "x", "instruction": "x" * 510, "documents": ["a"] * 2048, "model": "asked"}
+    refused = server.post("/v1/rerank", **many)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "request_too_large"
     uneven = server.post("/v1/score", model="ranker", text_1=["a", "b"], text_2=["c"])
     assert uneven.json()["error"]["param"] == "text_2"
 

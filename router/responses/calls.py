@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from router.responses.objects import (
 from router.responses.schemas import CommandOutcome, InputItem, ItemContentPart
 from router.responses.tools import ClientTool, function_name
 from router.schemas.conversation import ContentPart, FunctionCall, ToolCall
+from router.tokens.parsing.json_texts import decoded_json
 from router.tokens.reply_parser import CallDelta
 
 _Action = TypeVar("_Action")
@@ -127,7 +127,7 @@ class _OpenCustomCall(OpenItem):
         found = _WHOLE_CHARACTERS.match(self.text, self._position)
         assert found is not None  # it may be empty
         self._position = found.end()
-        return self._add(str(json.loads(f'"{found[0]}"', strict=False)))
+        return self._add(str(decoded_json(f'"{found[0]}"', strict=False)))
 
     def end_content(self) -> list[SequencedEvent]:
         text = self._input
@@ -203,8 +203,8 @@ def _action(item: OpenItem, action_type: type[_Action], fallback: _Action) -> _A
 
 def _decoded(text: str) -> Any:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+        return decoded_json(text, strict=False)
+    except (ValueError, RecursionError):
         return None
 
 

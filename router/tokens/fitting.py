@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.tokens.parsing.json_texts import decoded_json
+
 _Json = dict[str, Any]
 Renders = Callable[[list[_Json], bool], str]
 """Renders a conversation, with a tool or without. May raise any exception."""
@@ -210,7 +212,7 @@ def _as_text(message: _Json) -> _Json:
 
 def _decoded(arguments: Any) -> Any:
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return decoded_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments
 

@@ -18,6 +18,7 @@ from router.schemas.images import ImageContent, ModelImage
 from router.tokens.fitting import TemplateLimits, fitted, limits_of
 from router.tokens.image_prompts import ImageMarks, ImageTexts, image_texts_of
 from router.tokens.literals import literal_pattern
+from router.tokens.parsing.json_texts import decoded_json
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +294,7 @@ class ChatTemplate:
         if not isinstance(arguments, str):
             return arguments or {}
         try:
-            return json.loads(arguments) if arguments else {}
+            return decoded_json(arguments) if arguments else {}
         except ValueError:
             return arguments
 

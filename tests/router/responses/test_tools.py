@@ -145,6 +145,18 @@ def test_the_input_of_a_custom_tool_is_streamed(
     assert item_done["item"] == completed["response"]["output"][0]
 
 
+def test_half_a_surrogate_pair_in_the_input_of_a_custom_tool_is_replaced(
+    server: Server, calls: Callable[..., ScriptedEngine]
+) -> None:
+    calls("patch", {"input": "a\udc00b\ud800"})
+    item = only_item(ask(server, PATCH))
+    assert item["input"] == "a\ufffdb\ufffd"
+    body = {"input": "hi", "tools": [PATCH], "stream": True}
+    stream = events(server.client.post("/v1/responses", json=body).text)
+    assert stream[-1]["type"] == "response.completed"
+    assert stream[-1]["response"]["output"][0]["input"] == item["input"]
+
+
 @pytest.mark.parametrize(
     ("tool", "arguments", "field", "expected"),
     [

@@ -68,6 +68,24 @@ def test_arguments_are_objects_or_text_as_the_template_needs(
         assert rendered(tokenizer, called(empty)) == nothing
 
 
+@pytest.mark.parametrize("template", [ITERATED, TEMPLATE])
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (r'{"a": "x\ud800y"}', "x\ufffdy"),
+        (r'{"a": "\udc00", "b": ["\ud83d\ude00", "\ud83d"]}', "\U0001f600"),
+        (r'{"\udfff": 1}', "\ufffd"),
+    ],
+)
+def test_half_a_surrogate_pair_in_arguments_becomes_text_that_can_be_tokenized(
+    tmp_path: Path, template: str, arguments: str, shown: str
+) -> None:
+    tokenizer = loaded(tmp_path, template)
+    prompt = rendered(tokenizer, called(arguments))
+    assert shown in prompt
+    assert tokenizer.encode(prompt)
+
+
 def test_arguments_that_are_not_json_are_refused_if_the_template_needs_an_object(
     tmp_path: Path,
 ) -> None:

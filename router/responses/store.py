@@ -238,18 +238,23 @@ class ResponseStore:
     def _load(self, archive: ResponseArchive) -> None:
         turns: dict[int, StoredResponse] = {}
         last = 0
+        lost: list[int] = []
         for each in archive.load():
+            last = each.number
             before = None if each.previous is None else turns.get(each.previous)
+            if before is None and each.previous is not None:
+                # The disk did not take the turn before: the rest would be another conversation.
+                lost.append(each.number)
+                continue
             stored = StoredResponse(each.key, before, each.input_items, each.response)
-            stored.number = last = each.number
+            stored.number = each.number
             turns[each.number] = stored
             if each.response_id is not None:
                 self._entries[each.key, each.response_id] = stored
                 self._retain(stored)
         self._numbers, self._archive = itertools.count(last + 1), archive
-        for number, stored in turns.items():
-            if not stored.ref_count:
-                archive.remove(number)
+        for number in (*lost, *(number for number, turn in turns.items() if not turn.ref_count)):
+            archive.remove(number)
 
     def close(self) -> None:
         if self._archive is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,28 @@ def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
     assert last.find_turn("k", "in_1") is None
     assert len(list(tmp_path.glob("responses.db"))) == 1
     archive.close()
+
+
+def test_a_conversation_whose_beginning_was_not_written_is_gone_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    store, archive = opened(tmp_path)
+    one = turn(1)
+    store.put("a", one)
+    store.put("b", two := turn(2, one))
+    store.put("c", turn(3, two))
+    store.put("d", turn(4))
+    archive.close()
+    with closing(sqlite3.connect(tmp_path / "responses.db")) as database, database:
+        database.execute("DELETE FROM turns WHERE number = ?", (one.number,))  # the disk was full
+    again, archive = opened(tmp_path)
+    assert len(again) == 1
+    assert again.find("k", "d").item_ids[0] == "in_4"
+    again.put("e", turn(5))
+    archive.close()
+    with closing(sqlite3.connect(tmp_path / "responses.db")) as database:
+        rows = database.execute("SELECT response_id FROM turns ORDER BY number").fetchall()
+    assert rows == [("d",), ("e",)]
 
 
 def test_a_router_that_is_started_again_has_the_responses(

@@ -93,6 +93,9 @@ class SingleKey:
     def __init__(self, key: str | None) -> None:
         self._digest = None if key is None else digest(key)
 
+    def __bool__(self) -> bool:
+        return self._digest is not None
+
     def check(self, headers: Headers) -> None:
         """Raise `Unauthorized` unless ``headers`` have the key."""
         if self._digest is None or hmac.compare_digest(self._digest, digest(given_key(headers))):

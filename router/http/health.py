@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
+from router.errors import Forbidden
 from router.fleet.engines import Engine, ModelReplicas
 from router.fleet.router import Router
 from router.fleet.supervised import ConfiguredState
@@ -238,6 +239,7 @@ OPERATIONS = (
         "The state of the server, of each model and each engine",
         response_type=Health,
         statuses=(200, 503),
+        errors=(Forbidden,),
     ),
     _operation("/livez", show_livez, "Whether the process runs", response_type=Liveness),
     _operation(
@@ -246,6 +248,7 @@ OPERATIONS = (
         "Whether a model can answer",
         response_type=Readiness,
         statuses=(200, 503),
+        errors=(Forbidden,),
     ),
     _operation(
         "/metrics",

@@ -23,6 +23,8 @@ from shared.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
+_NAMES_MODELS = frozenset({"/health", "/readyz", "/metrics"})
+"""Paths without a key that say which models there are."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -129,9 +131,10 @@ class RequestMiddleware:
         record.write(scope, logging.DEBUG if is_probe else logging.INFO)
 
     def _authorize(self, path: str, headers: Headers) -> Tenant:
-        if path in self._public_paths:
+        is_public = path in self._public_paths
+        if is_public and path not in _NAMES_MODELS:
             return EVERYBODY
-        if path in self._metrics_key_paths:
+        if path in self._metrics_key_paths and self._metrics_key:
             self._metrics_key.check(headers)
             return EVERYBODY
         if self._admin_key.guards(path):
@@ -141,6 +144,8 @@ class RequestMiddleware:
                 "This server has no keys, and answers only to names that it knows: set"
                 " --allowed-host to this name, or use keys."
             )
+        if is_public or path in self._metrics_key_paths:
+            return EVERYBODY
         return self._keys.identify(headers)
 
     def _strip_root_path(self, scope: Scope) -> str:

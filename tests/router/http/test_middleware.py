@@ -104,7 +104,11 @@ def test_a_server_without_keys_answers_to_its_own_names_only(
     if status == 403:
         assert answer.json()["error"]["code"] == "host_not_allowed"
         assert "--allowed-host" in answer.json()["error"]["message"]
-    assert keyless.client.get("/livez", headers={"host": host}).status_code == 200
+    for path in ("/livez", "/version"):
+        assert keyless.client.get(path, headers={"host": host}).status_code == 200
+    for path in ("/health", "/readyz", "/metrics"):  # they name models
+        refused = keyless.client.get(path, headers={"host": host}).status_code == 403
+        assert refused == (status == 403), path
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +124,7 @@ def keyless(start_server: Callable[..., Server]) -> Server:
 def test_a_server_with_keys_may_have_any_name(guarded: Server) -> None:
     headers = {"host": "evil.com", **bearer("sesame")}
     assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+    assert guarded.client.get("/health", headers={"host": "evil.com"}).status_code in (200, 503)
 
 
 def test_a_server_without_keys_says_that_everybody_can_use_it(

@@ -151,8 +151,11 @@ def check_divisible(path: Path, name: str, *, trust: bool = False) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hex name for config and weights in ``path``, the same on every machine."""
-    return digest(path / "config.json", _weight_files(path))
+    """Return a hex name for config and weights in ``path``, the same on every machine. It covers
+    the code that a model brings as well: with other code it computes other keys and values."""
+    config = path / "config.json"
+    brings_code = b'"model_file"' in config.read_bytes()
+    return digest(config, [*_weight_files(path), *(sorted(path.glob("*.py")) * brings_code)])
 
 
 def _weight_files(path: Path) -> list[Path]:

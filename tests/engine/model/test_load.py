@@ -93,6 +93,19 @@ def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Pa
     assert fingerprint(here) != fingerprint(there)
 
 
+def test_the_fingerprint_depends_on_the_code_that_a_model_brings(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model", seed=1)
+    code, config = model / "own.py", model / "config.json"
+    code.write_text("rope = 1")
+    before = fingerprint(model)
+    code.write_text("rope = 2")
+    assert fingerprint(model) == before  # nobody runs it
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_file": "own.py"}))
+    before = fingerprint(model)
+    code.write_text("rope = 3")
+    assert fingerprint(model) != before
+
+
 def test_the_fingerprint_of_a_big_model_changes_with_its_last_weight(
     demo_model: Path, tmp_path: Path
 ) -> None:

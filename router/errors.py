@@ -113,6 +113,9 @@ class ManagementForbidden(Forbidden, code="management_not_allowed"): ...
 class HostForbidden(Forbidden, code="host_not_allowed"): ...
 
 
+class SiteForbidden(Forbidden, code="site_not_allowed"): ...
+
+
 class NotFound(ApiError, status=404, type="invalid_request_error", code="not_found"):
     """The path is unknown."""
 

@@ -15,12 +15,13 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 from msgspec import structs
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from router.api.endpoints import cancel_on_disconnect
 from router.api.operations import Operation
 from router.api.sse import encode_event
-from router.errors import ClientDisconnected, TooManyRequests, Unavailable
+from router.errors import ClientDisconnected, SiteForbidden, TooManyRequests, Unavailable
 from router.fleet.router import Router
 from router.http.status import Point, ServerStatus
 from router.http.status_sampler import StatusSampler
@@ -65,6 +66,10 @@ class StatusFeed:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Browsers ask nobody before a GET. Such a page could read nothing, and take all places.
+        is_other_site = Headers(scope=scope).get("sec-fetch-site") == "cross-site"
+        if is_other_site and not self._router.settings.cors_origin:
+            raise SiteForbidden("Pages of other sites get no feed: see --cors-origin.")
         with self._viewer() as changed:
             async with cancel_on_disconnect(receive):
                 await self._show(changed, send)

@@ -225,6 +225,14 @@ def test_viewers_are_bounded(app_of: Callable[..., ASGIApp]) -> None:
     asyncio.run(run())
 
 
+def test_pages_of_other_sites_get_no_feed(app_of: Callable[..., ASGIApp]) -> None:
+    for allowed in ((), ("https://app.example",)):
+        viewer = Viewer(1)
+        viewer.headers.append((b"sec-fetch-site", b"cross-site"))
+        asyncio.run(asyncio.wait_for(viewer.read(app_of(cors_origin=allowed)), 60))
+        assert viewer.status == (200 if allowed else 403)
+
+
 def test_the_feed_ends_when_the_server_does(router_of: Callable[..., Router]) -> None:
     """However it ends: by a drain, at once, or in favour of another router."""
 

@@ -169,7 +169,7 @@ async def rerank(http: Request) -> Response:
                 instruction=body.instruction,
                 max_tokens=body.max_tokens_per_doc,
                 truncate=body.truncate is not False,
-                size=size + len(body.query) * len(texts),
+                size=size + (len(body.query) + len(body.instruction or "")) * len(texts),
             )
     http.state.audit = audit(model, found)
     scores = found.rows[:, 0]
@@ -182,14 +182,14 @@ async def rerank(http: Request) -> Response:
         )
         for index in best
     ]
-    return json_response(
-        RerankResponse(
-            id=f"rerank-{uuid.uuid4().hex}",
-            model=body.model or model.names[0],
-            results=results,
-            usage=RerankUsage(found.num_tokens, found.num_tokens),
-        )
+    answer = RerankResponse(
+        id=f"rerank-{uuid.uuid4().hex}",
+        model=body.model or model.names[0],
+        results=results,
+        usage=RerankUsage(found.num_tokens, found.num_tokens),
     )
+    # With the documents it is as large as the body.
+    return await router.work.run_large(caller.tenant.name, lambda: json_response(answer), size)
 
 
 async def score(http: Request) -> Response:

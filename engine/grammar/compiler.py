@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from llguidance import LLTokenizer
 
@@ -27,6 +28,15 @@ THREADS = 2
 CompileOutcome = CompiledGrammar | GrammarError | CheckerUnavailable
 
 
+@dataclass(eq=False)
+class _Compilation:
+    """What a thread does for one grammar. Another thread may do the same for later requests."""
+
+    key: GrammarKey
+    is_abandoned: bool = False
+    """Whether nobody waits for it any more."""
+
+
 class GrammarCompiler:
     """Compiles grammars on `THREADS` threads, which call ``on_done`` with each outcome.
 
@@ -42,8 +52,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._on_done = on_done
         self._waiting: OrderedDict[GrammarKey, Grammar] = OrderedDict()
-        self._abandoned: dict[GrammarKey, bool] = {}
-        """Whether nobody waits any more, for each grammar that a thread compiles."""
+        self._runs: list[_Compilation] = []
         self._lock = threading.Lock()
         """Guards the two above."""
         self._work = threading.Semaphore(0)
@@ -72,8 +81,8 @@ class GrammarCompiler:
         key = grammar_key(grammar)
         with self._lock:
             self._waiting.pop(key, None)
-            if key in self._abandoned:
-                self._abandoned[key] = True
+            for run in self._runs:
+                run.is_abandoned |= run.key == key
 
     def close(self) -> None:
         """End the checkers. ``on_done`` is not called any more."""
@@ -89,17 +98,19 @@ class GrammarCompiler:
                 if not self._waiting:
                     continue  # it was cancelled
                 key, grammar = self._waiting.popitem(last=False)
-                self._abandoned[key] = False
-            outcome = self._outcome(checker, grammar)
+                run = _Compilation(key)
+                self._runs.append(run)
+            outcome = self._outcome(checker, grammar, run)
             with self._lock:
-                abandoned = self._abandoned.pop(key, False)
-            if not abandoned or isinstance(outcome, CompiledGrammar):
+                self._runs.remove(run)
+            if not run.is_abandoned or isinstance(outcome, CompiledGrammar):
                 self._on_done(grammar, outcome)
 
-    def _outcome(self, checker: GrammarChecker, grammar: Grammar) -> CompileOutcome:
-        key = grammar_key(grammar)
+    def _outcome(
+        self, checker: GrammarChecker, grammar: Grammar, run: _Compilation
+    ) -> CompileOutcome:
         try:
-            checker.check(grammar, lambda: not self._abandoned.get(key))
+            checker.check(grammar, lambda: not run.is_abandoned)
             return compile_grammar(self._tokenizer, grammar)
         except (GrammarError, CheckerUnavailable) as error:
             return error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import pytest
 from llguidance import LLTokenizer
@@ -12,7 +13,7 @@ from llguidance import LLTokenizer
 from engine.grammar import cache as grammar_cache
 from engine.grammar import checker
 from engine.grammar.cache import GrammarCache
-from engine.grammar.checker import CheckerUnavailable
+from engine.grammar.checker import CheckerUnavailable, GrammarChecker
 from engine.grammar.compiled import CompiledGrammar, GrammarError, TokenizerSpec, compile_grammar
 from engine.grammar.compiler import CompileOutcome, GrammarCompiler
 from engine.grammar.queue import GrammarQueue, ReadyRequest
@@ -232,6 +233,36 @@ def test_a_slow_grammar_does_not_delay_others(
         outcomes[grammar.source] = outcome
     assert isinstance(outcomes["[0-9]{2}"], CompiledGrammar)
     assert isinstance(outcomes["("], GrammarError)
+    assert done.empty()
+
+
+def test_a_request_does_not_get_the_error_of_a_run_that_was_given_up(
+    compiler: GrammarCompiler,
+    done: queue.SimpleQueue[tuple[wire.Grammar, CompileOutcome]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+    ends = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
+    numbers = count()
+
+    def check(self: GrammarChecker, grammar: wire.Grammar, is_wanted: Callable[[], bool]) -> None:
+        number = next(numbers)
+        began.put(is_wanted)
+        ends[number].get(timeout=60)
+        if number == 0:
+            raise GrammarError("it takes longer than 10 s to compile", transient=True)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    compiler.compile(DIGITS)
+    is_first_wanted = began.get(timeout=60)
+    compiler.cancel(DIGITS)
+    compiler.compile(DIGITS)  # the client asks again while the first run ends
+    is_second_wanted = began.get(timeout=60)
+    assert (is_first_wanted(), is_second_wanted()) == (False, True)
+    ends[0].put(None)
+    ends[1].put(None)
+    _, outcome = done.get(timeout=60)
+    assert isinstance(outcome, CompiledGrammar)
     assert done.empty()
 
 

@@ -15,6 +15,7 @@ from engine.speculation.batched import BatchDrafting, BatchRow
 from engine.speculation.executor_guesses import ExecutorGuesses
 from engine.speculation.prediction import PredictionSource, num_common
 from engine.speculation.regret import SequenceAccount, SourceAccount, VerifiedStep
+from engine.speculation.sharing import shared_lengths
 from engine.speculation.source import (
     BatchSource,
     DraftRequest,
@@ -197,7 +198,12 @@ class Speculator:
             self._chances(row.drafts, proposal) if proposal else []
             for row, proposal in zip(rows, proposals, strict=True)
         ]
-        lengths = self.costs.best_lengths(num_rows, gains, self._most_s(num_rows, rows))
+        if self.options.protects:
+            plain_s = self.costs.plain_s(num_rows)
+            rooms = [row.drafts.account.room_s(plain_s) for row in rows]
+            lengths = shared_lengths(self.costs, num_rows, gains, rooms)
+        else:
+            lengths = self.costs.best_lengths(num_rows, gains)
         chosen = zip(rows, proposals, lengths, strict=True)
         self._fade((row, proposal) for row, proposal, length in chosen if proposal and not length)
         return [
@@ -263,13 +269,6 @@ class Speculator:
     def _may_draft(self, num_rows: int) -> bool:
         """Return whether it is known what a step without drafts takes, or does not matter."""
         return not self.options.adapts or not self.costs.needs_plain(num_rows)
-
-    def _most_s(self, num_rows: int, rows: Sequence[DraftRow]) -> float | None:
-        """Return what drafts may make a step longer by, for the sake of each of its sequences."""
-        if not self.options.protects:
-            return None
-        plain_s = self.costs.plain_s(num_rows)
-        return min((row.drafts.account.room_s(plain_s) for row in rows), default=0.0)
 
     def _paid(self, row: DraftRow, num_rows: int, proposal: Proposal) -> Proposal:
         """Return as much of ``proposal`` as the account of its source pays, even if none of it is

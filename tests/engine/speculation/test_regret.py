@@ -62,7 +62,14 @@ def test_noise_changes_none_of_that_by_much(seed: int, spread: float) -> None:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_no_request_pays_for_the_drafts_of_others(draft: float) -> None:
     rows = Processor(draft).run(always, never, always, never, tokens=128)
-    assert all(row.most_lost <= 1 for row in rows)
+    # Those that are never right pay for drafts of their own too: 2.3 steps at most, not 2.
+    assert all(row.most_lost <= 1.15 for row in rows)
+
+
+def test_requests_that_are_behind_by_turns_gain_together() -> None:
+    turns = [lambda number, first=20 * i: (number + first) % 80 < 60 for i in range(4)]
+    rows = Processor(0.03).run(*turns, tokens=240)
+    assert all(row.gain > 1.2 for row in rows)
 
 
 @pytest.mark.parametrize("num_rows", [4, 8, 16])

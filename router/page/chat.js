@@ -4,6 +4,7 @@ import { ApiError, request } from "./api.js";
 import { byId } from "./dom.js";
 import { apiHeaders, askForKeys, onKeys } from "./keys.js";
 import { Pane } from "./pane.js";
+import { Pictures } from "./pictures.js";
 import { requestFields, startSettings } from "./settings.js";
 
 const MOST_PANES = 4;
@@ -11,9 +12,11 @@ const MOST_PANES = 4;
 let models = [];
 let panes = [];
 let turn = 0;
+let pictures;
 
 export function startChat() {
   startSettings();
+  pictures = new Pictures();
   const message = byId("message");
   byId("composer").addEventListener("submit", event => {
     event.preventDefault();
@@ -32,6 +35,7 @@ export function startChat() {
   });
   byId("clear").addEventListener("click", () => {
     panes.forEach(pane => pane.clear());
+    pictures.put([]);
     message.focus();
   });
   byId("add-pane").addEventListener("click", addPane);
@@ -54,12 +58,13 @@ async function loadModels() {
     return;
   }
   panes.forEach(pane => pane.setModels(models));
+  showCapabilities();
 }
 
 function addPane() {
   const taken = panes.map(pane => pane.select.value);
   const model = models.find(each => !taken.includes(each.id))?.id ?? models[0]?.id;
-  panes.push(new Pane({ models, model, onChange: showRunning, onEdit: edit, onClose: removePane }));
+  panes.push(new Pane({ models, model, onChange: showRunning, onModel: showCapabilities, onEdit: edit, onClose: removePane }));
   byId("panes").append(panes.at(-1).element);
   showPanes();
 }
@@ -74,25 +79,35 @@ function removePane(pane) {
 function showPanes() {
   for (const pane of panes) pane.close.hidden = panes.length === 1;
   byId("add-pane").disabled = panes.length >= MOST_PANES;
+  showCapabilities();
   showRunning();
 }
 
 function send() {
   const message = byId("message");
   const text = message.value.trim();
-  if (!text || panes.some(pane => pane.isRunning) || !requestFields()) return;
+  if ((!text && pictures.urls.length === 0) || panes.some(pane => pane.isRunning) || !requestFields()) return;
   message.value = "";
   fit();
   turn += 1;
-  for (const pane of panes) pane.ask(turn, text);
+  const urls = pictures.take();
+  for (const pane of panes) pane.ask(turn, text, urls);
 }
 
 /** Go back to before a question, which can then be changed. */
-function edit(from, text) {
+function edit(from, text, urls) {
   for (const pane of panes) pane.cutFrom(entry => entry.turn >= from);
   byId("message").value = text;
+  pictures.put(urls);
   fit();
   byId("message").focus();
+}
+
+/** Offer what all of the chosen models can do. */
+function showCapabilities() {
+  const takesPictures = pane =>
+    models.find(each => each.id === pane.select.value)?.capabilities.includes("vision") ?? false;
+  pictures.enable(panes.length > 0 && panes.every(takesPictures));
 }
 
 function stopAll() {

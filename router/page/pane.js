@@ -4,17 +4,19 @@ import { ApiError, events, request } from "./api.js";
 import { Answer } from "./answer.js";
 import { el } from "./dom.js";
 import { apiHeaders, askForKeys } from "./keys.js";
+import { content, thumbnail } from "./pictures.js";
 import { requestFields, systemPrompt } from "./settings.js";
 
 const NEAR_END_PX = 80;
 
 export class Pane {
-  /** `onChange` is called when an answer begins or ends, `onEdit(turn)` to change a question. */
-  constructor({ models, model, onChange, onEdit, onClose }) {
+  /** `onChange` is called when an answer begins or ends, `onModel` when another model is chosen,
+   * `onEdit(turn)` to change a question. */
+  constructor({ models, model, onChange, onModel, onEdit, onClose }) {
     Object.assign(this, { onChange, onEdit });
     this.entries = []; // {turn, message, elements, answer}
     this.abort = null;
-    this.select = el("select", { "aria-label": "Model" });
+    this.select = el("select", { "aria-label": "Model", onchange: () => onModel() });
     this.close = el("button", { type: "button", class: "quiet", onclick: () => onClose(this) }, "Remove");
     this.turns = el("div", { class: "turns", tabindex: "0", role: "log", "aria-label": "Conversation" });
     this.element = el("div", { class: "pane" }, el("div", { class: "pane-head" }, this.select, this.close), this.turns);
@@ -44,13 +46,13 @@ export class Pane {
     this.turns.replaceChildren(el("p", { class: "empty" }, "Ask something. Nothing is kept when the tab closes."));
   }
 
-  ask(turn, text) {
-    const edit = el("button", { type: "button", class: "quiet", onclick: () => this.onEdit(turn, text) }, "Edit");
+  ask(turn, text, urls) {
+    const edit = el("button", { type: "button", class: "quiet", onclick: () => this.onEdit(turn, text, urls) }, "Edit");
     const elements = [
-      el("div", { class: "question", role: "article", "aria-label": "Question" }, text),
+      el("div", { class: "question", role: "article", "aria-label": "Question" }, ...urls.map(thumbnail), text),
       el("div", { class: "question-actions" }, edit),
     ];
-    this.add({ turn, message: { role: "user", content: text }, elements });
+    this.add({ turn, message: { role: "user", content: content(text, urls) }, elements });
     return this.run(turn);
   }
 

@@ -16,7 +16,7 @@ _TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 600.0
 """Of each wait while an answer is read: a prompt in a queue takes its time."""
 _VERSION = re.compile(r"/v\d+$")
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,9 @@ from typing import Any
 
 from services.chat.client import ChatClient
 from shared.paths import user_path
+
+_MAX_IMAGE_BYTES = 20 << 20
+"""A larger file is no image that a server takes."""
 
 
 class CommandError(Exception):
@@ -23,24 +28,37 @@ class Dialogue:
     model: str
     system: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)  # of requests, by OpenAI's names
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    """`data:` URLs that go with the next question."""
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.turns]
 
     def ask(self, text: str) -> None:
-        self.turns.append({"role": "user", "content": text})
+        content: Any = text
+        if self.images:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+            content = [*parts, {"type": "text", "text": text}]
+            self.images = []
+        self.turns.append({"role": "user", "content": content})
 
     def note_answer(self, text: str) -> None:
         self.turns.append({"role": "assistant", "content": text})
 
     def take_back(self) -> str:
-        """Drop the last question with its answer, and return it; "" if there is none."""
+        """Drop the last question with its answer, and return it; "" if there is none. Its images
+        go with the next one."""
         while self.turns:
             turn = self.turns.pop()
             if turn["role"] == "user":
-                return turn["content"]
+                content = turn["content"]
+                if isinstance(content, str):
+                    return content
+                images = [part["image_url"]["url"] for part in content if "image_url" in part]
+                self.images = [*images, *self.images]
+                return "".join(part.get("text", "") for part in content)
         return ""
 
 
@@ -68,8 +86,25 @@ class Commands:
             [*rows, "  Enter sends, Alt+Enter breaks the line, Ctrl-C stops an answer"]
         )
 
+    def image(self, name: str) -> str:
+        if not name:
+            self._conversation.images.clear()
+            return "no images"
+        path = _file(name)
+        try:
+            if path.stat().st_size > _MAX_IMAGE_BYTES:
+                raise CommandError(f"{path} has more than {_MAX_IMAGE_BYTES >> 20} MB")
+            content = path.read_bytes()
+        except OSError as error:
+            raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+        kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+        url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+        self._conversation.images.append(url)
+        return f"{path.name} goes with the next question"
+
     def clear(self, _: str) -> str:
         self._conversation.turns.clear()
+        self._conversation.images.clear()
         return "a new conversation"
 
     def again(self, _: str) -> str:
@@ -122,7 +157,9 @@ class Commands:
         path = _file(name)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            turns = [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
+            turns = [
+                {"role": str(one["role"]), "content": _content(one["content"])} for one in found
+            ]
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, TypeError, KeyError):
@@ -137,6 +174,15 @@ class Commands:
         return ""
 
 
+def _content(given: Any) -> Any:
+    """Return the content of a saved message: text, or text and images."""
+    if not isinstance(given, list):
+        return str(given)
+    for part in given:
+        str(part["image_url"]["url"] if "image_url" in part else part["text"])
+    return given
+
+
 def _file(name: str) -> Path:
     if not name:
         raise CommandError("a file name is missing")
@@ -148,6 +194,7 @@ COMMANDS: dict[str, tuple[Callable[[Commands, str], str], str, str]] = {
     "/clear": (Commands.clear, "/clear", "begin a new conversation"),
     "/retry": (Commands.again, "/retry", "ask the last question again"),
     "/undo": (Commands.undo, "/undo", "take the last question and its answer back"),
+    "/image": (Commands.image, "/image [FILE]", "send a picture with the next question, or none"),
     "/system": (Commands.system, "/system [TEXT]", "set the system prompt, or none"),
     "/model": (Commands.model, "/model [NAME]", "list the models, or take another"),
     "/set": (Commands.set, "/set [NAME VALUE]", "set a parameter of requests, such as temperature"),

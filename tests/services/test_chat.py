@@ -164,3 +164,22 @@ def test_an_address_may_have_its_version_or_not() -> None:
         ("http://h/under", "http://h/under/v1"),
     ):
         assert ChatClient(given, "", "KEY").base == base
+
+
+def test_images_go_with_the_next_question_and_come_back_with_it(
+    talk: Dialogue, run: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"picture")
+    assert "next question" in run(f"/image {tmp_path}/a.png")
+    talk.ask("what is it?")
+    image, text = talk.turns[-1]["content"]
+    assert image["image_url"]["url"] == "data:image/png;base64,cGljdHVyZQ=="
+    assert text == {"type": "text", "text": "what is it?"} and not talk.images
+    run(f"/save {tmp_path}/talk.json")
+    other = Dialogue(model="m")
+    Commands(other, ChatClient("http://127.0.0.1:1", "", "KEY")).run(f"/load {tmp_path}/talk.json")
+    assert other.turns == talk.turns
+    assert talk.take_back() == "what is it?" and len(talk.images) == 1
+    assert run("/image") == "no images" and not talk.images
+    with pytest.raises(CommandError, match="cannot be read"):
+        run(f"/image {tmp_path}/b.png")

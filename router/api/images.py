@@ -59,16 +59,13 @@ def _images(messages: Sequence[ChatMessage]) -> Iterator[SentImage]:
 def _replaced(
     messages: Sequence[ChatMessage], contents: Iterable[ContentPart]
 ) -> list[ChatMessage]:
-    """Return ``messages`` with the next of ``contents`` in place of each image."""
+    """Return ``messages`` with the next of ``contents`` in place of each image. Messages without
+    one stay the same: this runs on the event loop, and there may be many."""
     following = iter(contents)
-    return [
-        replace(
-            message,
-            content=[
-                next(following) if isinstance(part, SentImage) else part for part in message.content
-            ],
-        )
-        if isinstance(message.content, list)
-        else message
-        for message in messages
-    ]
+    found = list(messages)
+    for index, message in enumerate(found):
+        content = message.content
+        if isinstance(content, list) and any(isinstance(part, SentImage) for part in content):
+            parts = [next(following) if isinstance(part, SentImage) else part for part in content]
+            found[index] = replace(message, content=parts)
+    return found

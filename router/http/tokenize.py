@@ -95,7 +95,8 @@ async def tokenize(http: Request) -> Response:
         messages: list[ChatMessage] = []
         if request.messages is not None:
             salt = f"{tenant.name}/" if router.settings.cache_salt_per_key else ""
-            sent = with_sent_images(request.messages)
+            given = request.messages
+            sent = await router.work.run_large(tenant.name, lambda: with_sent_images(given), size)
             async with cancel_on_disconnect(http.receive):
                 messages, size = await with_images(router, sent, model, http.state, salt, size)
         work = partial(_tokenized, request, messages, model)

@@ -142,9 +142,12 @@ class Planner:
     def _admit(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order. A sequence that does not fit blocks those behind it;
         otherwise a large request would starve."""
-        while self._sequences.num_running < self.backoff.limit:
+        while True:
             seq = self._sequences.waiting.peek()
             if seq is None or seq.num_inflight:
+                return
+            if self._sequences.num_running >= self.backoff.limit:
+                self._make_way(seq, builder)
                 return
             cached = 0
             reusable = seq.num_restorable_tokens // self._config.block_size
@@ -161,6 +164,7 @@ class Planner:
                 self._memory.blocks.touch(seq.block_hashes[:cached])
             acquired = self._memory.allocate_slot(self._wanted_tokens(seq))
             if acquired is None:
+                self._make_way(seq, builder)
                 return
             self._sequences.waiting.pop()
             seq.begin(*acquired, self._clock())
@@ -169,6 +173,16 @@ class Planner:
             self._snapshot_policy.choose_positions(seq)
             seq.fetch.drop()
             self._memory.release_fetch(seq)
+
+    def _make_way(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Preempt a sequence of the background, if there is one, for ``seq``, which waits for a
+        slot. Its blocks stay in the cache, and the slot is free in the next plan."""
+        if seq.is_background or builder.preempted:
+            return
+        running = self._sequences.ordered(Status.PREFILLING, Status.READY, Status.DECODING)
+        if running and running[-1].is_background:
+            self.preempt(running[-1], builder)
+            builder.changed = True
 
     def _request_fetch(self, seq: Sequence, cached: int, reusable: int) -> bool:
         """Move ``seq`` from the head of the queue to those that wait for the kvstore, if that may
@@ -213,9 +227,19 @@ class Planner:
 
         With look-ahead tokens do not wait for the prompts in their plan. Otherwise they would, so
         a plan has either."""
-        streaming = self._sequences.count(Status.READY, Status.DECODING) > 0
-        if not (streaming and self._sequences.count(Status.PREFILLING)):
+        table, streams = self._sequences, (Status.READY, Status.DECODING)
+        has_prompts, has_streams = table.has_foreground(Status.PREFILLING), table.count(*streams)
+        if has_prompts and has_streams and not table.has_foreground(*streams):
+            # Streams of the background leave all of the time to a prompt that somebody waits for.
             self._time_share.clear()
+            self.prefilling.plan(builder, streaming=False)
+            if builder.step.stretch is None:
+                self._decode(builder)
+            return
+        streaming = has_streams > 0
+        if not (streaming and table.count(Status.PREFILLING)):
+            self._time_share.clear()
+        self._time_share.of_background = not has_prompts and table.has_foreground(*streams)
         if self._config.look_ahead:
             self._decode(builder)
             if self.prefilling.has_turn or not builder.decodes:
@@ -240,7 +264,9 @@ class Planner:
 
     def _decode(self, builder: PlanBuilder) -> None:
         """Plan a decode for every sequence that has a row, after new ones took the free rows."""
-        for seq in self._sequences.ordered(Status.READY):
+        ready = self._sequences.ordered(Status.READY)
+        self._take_rows_back(ready)
+        for seq in ready:
             if self._sequences.count(Status.DECODING) >= self._config.max_batch_size:
                 break
             self._sequences.set_status(seq, Status.DECODING)
@@ -263,6 +289,17 @@ class Planner:
             seq.num_inflight_drafts, seq.awaits_guesses = len(drafts), guesses > 0
             if seq.all_outputs_planned:
                 self._sequences.set_status(seq, Status.ENDING)
+
+    def _take_rows_back(self, ready: list[Sequence]) -> None:
+        """Take as many rows from sequences of the background as others of ``ready`` need. They keep
+        their slots, and go on when rows are free again."""
+        missing = sum(not seq.is_background for seq in ready)
+        missing -= self._config.max_batch_size - self._sequences.count(Status.DECODING)
+        if missing <= 0:
+            return
+        for seq in reversed(self._sequences.ordered(Status.DECODING)[-missing:]):
+            if seq.is_background:
+                self._sequences.set_status(seq, Status.READY)
 
     def _make_decode(self, seq: Sequence, drafts: tuple[int, ...], guesses: int) -> Decode:
         request, position = seq.request, seq.num_computed_tokens

@@ -172,6 +172,8 @@ class Prefilling:
 
     def _may_share(self, first: Sequence, seq: Sequence) -> bool:
         """Return whether ``seq`` may have a chunk in the pass of ``first``, which waits for it."""
+        if seq.is_background and not first.is_background:
+            return False
         scored = first.needs_prompt_logprobs or seq.needs_prompt_logprobs
         if first.has_pictures_ahead or seq.has_pictures_ahead:
             return False

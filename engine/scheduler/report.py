@@ -9,7 +9,7 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters
 from engine.scheduler.passes import OpenPasses
 from engine.scheduler.prefilling import Prefilling
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import HOLDING_SLOT, Sequence
 from engine.scheduler.sequence_table import SequenceTable
 from shared import wire
 
@@ -54,6 +54,12 @@ def engine_stats(
     limit_bytes = memory.ledger.limit_bytes - config.picture_bytes
     total = (limit_bytes - config.state_bytes) // config.unit_bytes
     used = -(-(memory.ledger.used_bytes - config.picture_bytes) // config.unit_bytes)
+    # Slots of the background are given to whoever needs one.
+    background_bytes = sum(
+        config.slab_bytes(1, seq.capacity)
+        for seq in sequences.ordered(*HOLDING_SLOT)
+        if seq.is_background
+    )
     return wire.EngineStats(
         running=sequences.num_running,
         waiting=len(sequences.waiting) + len(sequences.loading),
@@ -61,7 +67,7 @@ def engine_stats(
         used_blocks=used,
         free_blocks=total - used,
         limit_bytes=limit_bytes,
-        unevictable_bytes=memory.unevictable_bytes,
+        unevictable_bytes=max(0, memory.unevictable_bytes - background_bytes),
         kept_states=len(memory.snapshots),
         open_passes=len(prefilling.passes),
         drafts=drafts,

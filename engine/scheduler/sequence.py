@@ -17,6 +17,8 @@ ARRIVALS_PER_PRIORITY = 256
 """How many later arrivals a step of priority puts a sequence ahead of."""
 MAX_PRIORITY = 16
 """Priorities beyond, up or down, count as this."""
+_BEHIND_ALL = 2**60
+"""Arrivals by which sequences of the background come after all others."""
 
 
 class Status(Enum):
@@ -131,9 +133,16 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Its unique sort key, smallest first: the arrival, where each step of priority counts as
         `ARRIVALS_PER_PRIORITY` arrivals earlier. So for each step of priority at most that many
-        later arrivals overtake a sequence."""
+        later arrivals overtake a sequence. Those of the background come last, whatever waits."""
         priority = max(-MAX_PRIORITY, min(self.request.priority, MAX_PRIORITY))
-        return (self.arrival - ARRIVALS_PER_PRIORITY * priority, self.arrival)
+        place = self.arrival - ARRIVALS_PER_PRIORITY * priority
+        return (place + _BEHIND_ALL if self.is_background else place, self.arrival)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is of a batch: it gives its row, its slot and the time of its prompt to any
+        other that wants them."""
+        return self.request.priority <= wire.BACKGROUND_PRIORITY
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -205,7 +214,8 @@ class Sequence:
         """Add the outputs of a decode: all but the last are drafts that were accepted. Return why
         it ends with them, None if it does not."""
         self.token_ids += run
-        if self.status in (Status.DECODING, Status.ENDING):  # otherwise it begins again
+        # Otherwise it begins again. One that is ready had to give up its row.
+        if self.status in (Status.READY, Status.DECODING, Status.ENDING):
             self.num_computed_tokens += len(run) - 1
             self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
         return self.finish_reason(eos_token_ids)

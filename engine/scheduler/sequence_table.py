@@ -61,6 +61,10 @@ class SequenceTable:
     def count(self, *statuses: Status) -> int:
         return sum(len(self._by_status[status]) for status in statuses)
 
+    def has_foreground(self, *statuses: Status) -> bool:
+        """Return whether a sequence with one of ``statuses`` is not of the background."""
+        return any(not seq.is_background for each in statuses for seq in self._by_status[each])
+
     @property
     def num_running(self) -> int:
         return self.count(*HOLDING_SLOT)

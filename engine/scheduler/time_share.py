@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 DEFAULT_STREAMS_SHARE = 0.5
+BACKGROUND_PART = 0.25
+"""Prompts of the background get this part of what other prompts may take of streams' time."""
 MOST_OWED_S = 2.0
 """The most that one side owes the other. What is more is forgotten."""
 
@@ -18,6 +20,8 @@ class TimeShare:
         self._planned_s = 0.0
         """Predicted for stretches that are planned, and not measured yet."""
         self._prompts_last = False
+        self.of_background = False
+        """Whether all prompts are of the background, and not all streams."""
 
     @property
     def owed_s(self) -> float:
@@ -33,7 +37,8 @@ class TimeShare:
 
     def decoded(self, seconds: float) -> None:
         """Note a decode step that was computed while prompts waited."""
-        self._balance_s = min(self._balance_s + seconds * self._ratio, MOST_OWED_S)
+        ratio = self._ratio * (BACKGROUND_PART if self.of_background else 1)
+        self._balance_s = min(self._balance_s + seconds * ratio, MOST_OWED_S)
         self._prompts_last = False
 
     def planned(self, seconds: float) -> None:

@@ -15,6 +15,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Task = Literal["generate", "embed", "rerank"]
 """What a model does: continue texts, give each a vector, or give each pair of texts a score."""
 
+BACKGROUND_PRIORITY = -(2**31) - 1
+"""The priority of batches, below any that a client may ask for. An engine gives their rows and
+slots to whatever else wants them. To an older one it is merely the lowest."""
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Limit of the source of one grammar, in UTF-8."""
 

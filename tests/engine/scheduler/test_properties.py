@@ -120,7 +120,7 @@ class Chaos:
             stop_token_ids=pick.choice([[], [3], [3, 4]]),
             cache_salt=pick.choice(SALTS),
             thinking=pick.choice([None, *BUDGETS]),
-            priority=pick.choice([0, 0, 0, 1, -1]),
+            priority=pick.choice([0, 0, 0, 1, -1, wire.BACKGROUND_PRIORITY]),
         )
         if prompt and len(prompt) < self.engine.config.context_length and pick.random() < 0.2:
             outputs = expected(message, self.engine.config.context_length)[0]

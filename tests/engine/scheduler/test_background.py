@@ -1,0 +1,110 @@
+"""Sequences of batches fill what others leave, and give it back at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared import wire
+from tests.engine.scheduler.harness import Client, Engine, config, request
+
+
+def background(engine: Engine, name: str, prompt: list[int], max_tokens: int = 60) -> Client:
+    priority = wire.BACKGROUND_PRIORITY
+    return engine.submit(request(name, prompt, max_tokens=max_tokens, priority=priority))
+
+
+def filled(engine: Engine, count: int, max_tokens: int = 60) -> list[Client]:
+    """Submit ``count`` sequences of a batch, and run until all rows decode."""
+    clients = [
+        background(engine, f"b{number}", [number + 1] * 6, max_tokens) for number in range(count)
+    ]
+    for _ in range(60):
+        engine.turn()
+    assert all(client.tokens for client in clients[: engine.config.max_batch_size])
+    return clients
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_request_gets_the_row_of_a_batch_within_one_step_of_its_prompt(look_ahead: bool) -> None:
+    engine = Engine(config(look_ahead=look_ahead, blocks=300))
+    batch = filled(engine, 4)
+    asked = engine.submit(request("r", [9], max_tokens=5))
+    steps = engine.executor.steps
+    while not asked.tokens:
+        engine.turn()
+    assert engine.executor.steps - steps <= 3  # those in flight, and its own
+    engine.run()
+    for client in [asked, *batch]:
+        engine.assert_right(client)
+    assert engine.scheduler.stats().preemptions_total == 0  # rows were lent, not slots
+    engine.assert_nothing_left()
+
+
+def test_rows_go_to_requests_and_the_rest_to_the_batch() -> None:
+    engine = Engine(config(blocks=300))
+    filled(engine, 6)
+    asked = [engine.submit(request(f"r{number}", [9], max_tokens=30)) for number in range(3)]
+    while not all(client.tokens for client in asked):
+        engine.turn()
+    rows = len(engine.plans[-1].decodes)
+    assert rows == 4  # three of them, one of the batch
+    engine.run()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_request_gets_a_slot_of_a_batch_whose_prefix_stays(look_ahead: bool) -> None:
+    engine = Engine(config(look_ahead=look_ahead, blocks=300, completion_batch_size=4))
+    batch = filled(engine, 4)
+    asked = engine.submit(request("r", [9], max_tokens=5))
+    steps = engine.executor.steps
+    while not asked.tokens:
+        engine.turn()
+    assert engine.executor.steps - steps <= 4
+    assert engine.scheduler.stats().preemptions_total == 1
+    computed = engine.scheduler.stats().prefill_tokens_total
+    engine.run()
+    again = engine.scheduler.stats().prefill_tokens_total - computed
+    assert again < engine.config.block_size  # the blocks of the preempted one were in the cache
+    for client in [asked, *batch]:
+        engine.assert_right(client)
+
+
+def test_memory_of_a_batch_is_room_for_a_request() -> None:
+    engine = Engine(config(blocks=40))
+    batch = filled(engine, 4, max_tokens=20)
+    assert engine.scheduler.stats().unevictable_bytes == 0  # or requests would be refused
+    asked = engine.submit(request("r", list(range(20)) * 5, max_tokens=5))
+    while asked.end is None:
+        engine.turn()
+    engine.run()
+    for client in [asked, *batch]:
+        engine.assert_right(client)
+    engine.assert_nothing_left()
+
+
+def test_a_batch_never_overtakes_however_long_it_has_waited() -> None:
+    engine = Engine(config(blocks=300, completion_batch_size=1))
+    running = engine.submit(request("first", [9], max_tokens=20))
+    old = background(engine, "old", [1, 2, 3], max_tokens=3)
+    asked = [
+        engine.submit(request(f"r{number}", [number % 9], max_tokens=1, priority=-(2**31)))
+        for number in range(60)
+    ]
+    while not all(client.end for client in asked):
+        engine.turn()
+    assert running.end and not old.tokens
+    engine.run()
+    engine.assert_right(old)
+
+
+def test_a_prompt_that_somebody_waits_for_is_computed_before_rows_of_a_batch() -> None:
+    engine = Engine(config(blocks=300, prefill_chunk_tokens=4, context_length=200))
+    filled(engine, 4)
+    plans = len(engine.plans)
+    asked = engine.submit(request("r", list(range(20)) * 4, max_tokens=2))
+    while not asked.tokens:
+        engine.turn()
+    prompt_only = [plan for plan in engine.plans[plans:] if plan.chunks and not plan.decodes]
+    decoding = [plan for plan in engine.plans[plans:] if plan.decodes and not plan.chunks]
+    assert len(prompt_only) >= 19 and len(decoding) <= 2
+    engine.run()

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from router.batches.directory import BatchDirectoryError
 from router.fleet.engine_socket import EngineSocketError
 from router.fleet.rate_windows import LimitsStoreError
 from router.fleet.router import Router
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(PROG, f"{flag}{error}")
     try:
         server = _server(router, keys, tracing)
+    except BatchDirectoryError as error:
+        return fail(PROG, f"--batch-dir: {error}")
     except ArchiveError as error:
         return fail(PROG, f"--response-store-dir: {error}")
     except (ssl.SSLError, OSError) as error:

@@ -303,7 +303,9 @@ def _openapi() -> dict[str, Any]:
 
 def _router(directory: str) -> Router:
     return Router(
-        Settings(metrics_key="key", admin_key="key"), [f"ipc://{directory}/engines"], "unknown"
+        Settings(metrics_key="key", admin_key="key", batch_dir=Path(directory) / "batches"),
+        [f"ipc://{directory}/engines"],
+        "unknown",
     )
 
 

@@ -49,6 +49,7 @@ class Operation:
     """Parameters of the query, as JSON schemas by name."""
     body_type: Any = None
     """The request's body; None if there is none."""
+    body_media_type: str = "application/json"
     example: Mapping[str, Any] | None = None
     """A body."""
     response_type: Any = None

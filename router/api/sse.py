@@ -12,11 +12,15 @@ _BREAKS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")
 
 def encode_event(data: bytes, name: str | None = None) -> bytes:
     """Return one event with ``data``: JSON in UTF-8 without line breaks of ASCII."""
-    if not data.isascii():
-        data = _BREAKS.sub(_escaped, data)
+    data = on_one_line(data)
     if name is None:
         return b"data: %s\n\n" % data
     return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def on_one_line(data: bytes) -> bytes:
+    """Return JSON without the characters of Unicode at which clients may split lines."""
+    return data if data.isascii() else _BREAKS.sub(_escaped, data)
 
 
 def _escaped(found: re.Match[bytes]) -> bytes:

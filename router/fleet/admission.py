@@ -36,7 +36,11 @@ class Admission:
     @contextmanager
     def limit_concurrency(self, tenant: Tenant, model_id: str, limit: int) -> Iterator[None]:
         """Count one request of ``tenant`` to a model, which has a ``limit`` of its own (0: none),
-        while it is served. Raises `TooManyRequests`."""
+        while it is served. Raises `TooManyRequests`. Lines of batches are not counted: they take
+        no place that anybody else wants."""
+        if tenant.background:
+            yield
+            return
         reason = self._too_many(tenant)
         if limit and self._num_requests_to[model_id] >= limit:
             reason = reason or f"The model {model_id} has {limit} requests, which is its limit."
@@ -78,8 +82,10 @@ class Admission:
         While none of its sequences waits, a request may have more sequences than the queue holds.
         It would never be admitted otherwise.
         """
+        if tenant.background:
+            return
         capacity = sum(engine.free_capacity for engine in model.ready_engines)
-        waiting, own = len(queue), queue.num_waiting_of(tenant)
+        waiting, own = queue.num_waiting, queue.num_waiting_of(tenant)
         places = model.settings.max_queue_size + capacity - waiting
         if own and new + (0 if tenant.alone else own) > places:
             raise TooManyRequests(

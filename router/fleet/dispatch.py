@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from router.errors import (
     ApiError,
-    EngineLost,
     GenerationTimeout,
     InternalError,
     InvalidRequest,
@@ -24,6 +23,7 @@ from router.fleet.remote_request import InFlight, RemoteRequest, RemoteRequestSt
 from router.fleet.remote_sequence import MissingTokensError, RemoteSequence
 from router.fleet.remote_texts import RemoteTexts
 from router.fleet.tenants import Tenant
+from router.fleet.timeouts import engine_lost, overdue
 from shared.settings import Settings
 from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Refused
 
@@ -66,6 +66,11 @@ class Dispatcher:
         self.departure_rate = DepartureRate()
 
     def num_waiting(self, model_id: str) -> int:
+        """Return how many sequences wait, without lines of batches."""
+        return sum(q.num_waiting for model, q in self._queues.items() if model.id == model_id)
+
+    def wants(self, model_id: str) -> int:
+        """Return how many sequences wait, with lines of batches."""
         return sum(len(queue) for model, queue in self._queues.items() if model.id == model_id)
 
     @property
@@ -253,7 +258,12 @@ class Dispatcher:
         while queue:
             open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
             sequence = queue.pop(model) if open_engines else None
+            spare = [engine for engine in open_engines if engine.spare_rows]
+            if sequence is None and spare:
+                sequence, open_engines = queue.pop_background(), spare
             if sequence is None:
+                if not open_engines and queue.has_next(model):
+                    self._take_back(model)
                 return
             entry = self._in_flight[sequence.request_id]
             engine = choose_engine(open_engines, sequence)
@@ -267,8 +277,23 @@ class Dispatcher:
             entry.engine = engine
             engine.request_ids[sequence.request_id] = None
             queue.on_placed(sequence)
-            waited_s = sequence.placed_at - sequence.queued_at
-            self._metrics.queue_time.labels(model.id).observe(waited_s)
+            if not sequence.tenant.background:
+                waited_s = sequence.placed_at - sequence.queued_at
+                self._metrics.queue_time.labels(model.id).observe(waited_s)
+
+    def _take_back(self, model: ModelReplicas) -> None:
+        """Take the place of the newest line of a batch for what waits. The line waits again, with
+        the tokens that it has; its prefix stays in the engine's cache."""
+        full = [engine for engine in model.ready_engines if engine.is_full]
+        ids = [request_id for engine in full for request_id in engine.request_ids]
+        entries = [self._in_flight[request_id] for request_id in ids]
+        taken = [one for one in entries if one.sequence.tenant.background]
+        if taken:
+            entry = max(taken, key=lambda one: one.sequence.placed_at)
+            assert entry.engine is not None
+            self._send(entry.engine, entry.sequence.abort_message())
+            self._metrics.batch_places_returned.inc()
+            self._requeue(entry)
 
     # -- inside ----------------------------------------------------------------
 
@@ -293,7 +318,7 @@ class Dispatcher:
             self._send(engine, Abort(request_id=delta.request_id, attempt=delta.attempt))
             self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
             return 0
-        if delta.token_ids:
+        if delta.token_ids and not sequence.tenant.background:
             if previous:
                 self._metrics.inter_token.labels(model_id).observe(now - previous)
             else:
@@ -301,40 +326,22 @@ class Dispatcher:
                 self._metrics.first_token.labels(model_id).observe(first_token_s)
                 self._metrics.recent.on_first_token(model_id, now, first_token_s)
         if delta.finish is not None:
-            if sequence.usage is not None:
+            if sequence.usage is not None and not sequence.tenant.background:
                 self._metrics.prefill_time.labels(model_id).observe(sequence.usage.prefill_s)
                 self._metrics.decode_time.labels(model_id).observe(sequence.usage.decode_s)
             self._end(entry, lambda: None)
         return len(delta.token_ids)
 
     def _check_timeouts(self, entry: InFlight, now: float) -> None:
-        settings, sequence = entry.model.settings, entry.sequence
+        sequence = entry.sequence
         if sequence.state is RemoteRequestState.STOPPING:
             if now - sequence.stopping_at > _STOP_WAIT_S:
                 self._end(entry, sequence.end)
             return
-        if sequence.first_token_at is None:
-            limit_s = settings.first_token_timeout_s
-            if now - sequence.arrived_at > limit_s:
-                self._time_out(entry, f"No token came within {limit_s:g} s.")
-                return
-        elif sequence.state is not RemoteRequestState.WAITING or entry.model.ready_engines:
-            limit_s = settings.request_timeout_s
-            if now - max(sequence.last_token_at, sequence.placed_at, sequence.queued_at) > limit_s:
-                self._time_out(entry, f"The generation was silent for {limit_s:g} s.")
-                return
-        if sequence.state is RemoteRequestState.WAITING:
-            waited_s = min(now - sequence.queued_at, entry.model.unready_for_s(now))
-            limit_s = settings.restart_wait_s
-            if self._is_loaded_on_demand(entry.model):
-                limit_s = settings.first_token_timeout_s
-            if waited_s > limit_s:
-                waited = _engine_lost if sequence.losses else _no_engine
-                self.fail(entry, waited(limit_s))
-
-    def _time_out(self, entry: InFlight, message: str) -> None:
-        self._metrics.timeouts.inc()
-        self.fail(entry, GenerationTimeout(message))
+        error = overdue(entry, now, loaded_on_demand=self._is_loaded_on_demand(entry.model))
+        if error is not None:
+            self._metrics.timeouts.inc(isinstance(error, GenerationTimeout))
+            self.fail(entry, error)
 
     def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
         """Start another attempt after one that the engine did not finish, or end with an error."""
@@ -349,7 +356,7 @@ class Dispatcher:
         if sequence.losses >= MAX_LOSSES:
             logger.warning("%s ended with an error: %s", sequence.request_id, reason)
             wait_s = self._settings.restart_wait_s
-            self._end(entry, lambda: sequence.fail(_engine_lost(wait_s)))
+            self._end(entry, lambda: sequence.fail(engine_lost(wait_s)))
             return
         logger.info(
             "%s is submitted once more, after %d tokens: %s",
@@ -374,8 +381,9 @@ class Dispatcher:
         self._detach(entry)
         mark()
         if placed:
-            self.departure_rate.record()
-            self._queues[entry.model].on_departure()
+            if not entry.sequence.tenant.background:
+                self.departure_rate.record()
+                self._queues[entry.model].on_departure()
             self.place(entry.model)
 
     def _detach(self, entry: InFlight) -> None:
@@ -383,15 +391,3 @@ class Dispatcher:
             entry.engine.request_ids.pop(entry.sequence.request_id, None)
             entry.engine = None
             self._queues[entry.model].on_removed(entry.sequence)
-
-
-def _engine_lost(wait_s: float) -> EngineLost:
-    return EngineLost("The engine that served this request was lost.", retry_after_s=wait_s)
-
-
-def _no_engine(waited_s: float) -> Unavailable:
-    return Unavailable(
-        f"No engine of this model became ready within {waited_s:g} s.",
-        code="no_engine_ready",
-        retry_after_s=waited_s,
-    )

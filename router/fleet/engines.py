@@ -68,6 +68,20 @@ class Engine:
         return max(0, self.hello.max_sequences - len(self.request_ids))
 
     @property
+    def is_full(self) -> bool:
+        """Whether it would take another sequence if it had one less."""
+        is_waited_for = time.monotonic() < self.backoff_until
+        full = len(self.request_ids) >= self.hello.max_sequences
+        return self.trouble is None and full and not is_waited_for
+
+    @property
+    def spare_rows(self) -> int:
+        """The rows that would decode nothing, if all that is here decoded: the places of
+        batches."""
+        rows = min(self.hello.max_batch_size, self.hello.max_sequences)
+        return max(0, min(rows - len(self.request_ids), self.free_capacity))
+
+    @property
     def memory_pressure(self) -> float:
         """The unevictable bytes as a fraction of the ledger's limit."""
         limit = self.stats.limit_bytes

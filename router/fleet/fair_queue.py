@@ -83,13 +83,7 @@ class FairQueue:
 
         Keys whose next sequence ``is_held_back`` are passed over.
         """
-        self._drop_stale()
-        held = {
-            key
-            for lanes in self._lanes.values()
-            for key, lane in lanes.items()
-            if is_held_back(lane[0][2])
-        }
+        held = self._held(is_held_back)
         if held.issuperset(self._waiting_by_key):
             return None
         self._popped += 1
@@ -99,6 +93,19 @@ class FairQueue:
         self._waiting.discard(sequence)
         self._count_out(sequence.key)
         return sequence
+
+    def has_next(self, is_held_back: Callable[[RemoteRequest], bool]) -> bool:
+        """Return whether `pop` would return one."""
+        return not self._held(is_held_back).issuperset(self._waiting_by_key)
+
+    def _held(self, is_held_back: Callable[[RemoteRequest], bool]) -> set[str]:
+        self._drop_stale()
+        return {
+            key
+            for lanes in self._lanes.values()
+            for key, lane in lanes.items()
+            if is_held_back(lane[0][2])
+        }
 
     def _by_priority(self, running: Counter[str], held: set[str]) -> _Lane:
         lanes = next(

@@ -53,7 +53,7 @@ _ENGINE_COUNTERS = {
     "image_hits": ("image_hits_total", "Pictures that were not encoded for their request"),
     "encoded_images": ("encoded_images_total", "Pictures that were encoded"),
     "image_encoding_seconds": ("encode_seconds_total", "Time of vision encoders"),
-    "preemptions": ("preemptions_total", "Sequences put back for want of memory"),
+    "preemptions": ("preemptions_total", "Sequences put back for want of memory, or for others"),
     "engine_aborts": ("aborts_total", "Requests that engines were told to drop"),
     "engine_dropped_messages": ("dropped_messages_total", "Messages an engine did not understand"),
     "store_reads": ("store_reads_total", "Blocks read from the KV store"),
@@ -168,6 +168,17 @@ class Metrics:
             "How late the event loop is",
             buckets=_LAG_SECONDS,
             registry=self.registry,
+        )
+        self.batch_lines = counter(
+            "batch_lines",
+            "Lines of batches that have ended, by path and status",
+            ("path", "status"),
+        )
+        self.batch_places_returned = counter(
+            "batch_places_returned", "Lines of batches that gave a place in an engine back"
+        )
+        self.batch_store_errors = counter(
+            "batch_store_errors", "Times that the state of batches could not be written"
         )
         self.work_refused = counter(
             "work_refused", "Requests that the threads preparing them had no room or no time for"

@@ -55,19 +55,27 @@ class ModelQueue:
     def __init__(self) -> None:
         self._waiting = FairQueue()
         self._running: Counter[str] = Counter()
+        self._background = FairQueue()
+        """Lines of batches. They go when nobody else waits, and so need no turns of age there."""
+        self._running_background: Counter[str] = Counter()
         self._departures_while_waiting = DepartureRate()
 
     def __len__(self) -> int:
+        return len(self._waiting) + len(self._background)
+
+    @property
+    def num_waiting(self) -> int:
+        """Without lines of batches."""
         return len(self._waiting)
 
     def num_waiting_of(self, tenant: Tenant) -> int:
         return self._waiting.num_waiting_of(tenant.name)
 
     def push(self, sequence: RemoteRequest) -> None:
-        self._waiting.push(sequence)
+        self._queue_of(sequence).push(sequence)
 
     def discard(self, sequence: RemoteRequest) -> None:
-        self._waiting.discard(sequence)
+        self._queue_of(sequence).discard(sequence)
 
     def pop(self, model: ModelReplicas) -> RemoteRequest | None:
         """Return the next sequence that may be placed on the engines of ``model``, if any.
@@ -76,13 +84,27 @@ class ModelQueue:
         tenant that comes anew finds one of them free, and does not wait for the end of a long
         answer of another.
         """
+        return self._waiting.pop(self._running, self._holds_back(model))
+
+    def has_next(self, model: ModelReplicas) -> bool:
+        """Return whether `pop` would return one."""
+        return self._waiting.has_next(self._holds_back(model))
+
+    def _holds_back(self, model: ModelReplicas) -> Callable[[RemoteRequest], bool]:
         engines = model.ready_engines
         rows = sum(min(each.hello.max_batch_size, each.hello.max_sequences) for each in engines)
         most = max(1, rows - max(1, rows // _ROWS_PER_RESERVED_ROW))
-        return self._waiting.pop(
-            self._running,
-            lambda one: not one.tenant.alone and self._running[one.key] >= most,
-        )
+        return lambda one: not one.tenant.alone and self._running[one.key] >= most
+
+    def pop_background(self) -> RemoteRequest | None:
+        """Return the next line of a batch, if any."""
+        return self._background.pop(self._running_background)
+
+    def _queue_of(self, sequence: RemoteRequest) -> FairQueue:
+        return self._background if sequence.tenant.background else self._waiting
+
+    def _running_of(self, sequence: RemoteRequest) -> Counter[str]:
+        return self._running_background if sequence.tenant.background else self._running
 
     def engine_priority(self, sequence: RemoteRequest) -> int:
         """Return the priority of ``sequence`` in an engine, before it is placed.
@@ -95,13 +117,14 @@ class ModelQueue:
         return sequence.priority - further
 
     def on_placed(self, sequence: RemoteRequest) -> None:
-        self._running[sequence.key] += 1
+        self._running_of(sequence)[sequence.key] += 1
 
     def on_removed(self, sequence: RemoteRequest) -> None:
         """Count ``sequence`` out: an engine no longer has it."""
-        self._running[sequence.key] -= 1
-        if self._running[sequence.key] <= 0:
-            del self._running[sequence.key]
+        running = self._running_of(sequence)
+        running[sequence.key] -= 1
+        if running[sequence.key] <= 0:
+            del running[sequence.key]
 
     def on_departure(self) -> None:
         """Record that a sequence has ended. Only a queue that waits shows how fast it moves."""

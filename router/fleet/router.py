@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
 from router.fleet.administration import Administration
 from router.fleet.admission import Admission
+from router.fleet.batch_figures import BatchFigures
 from router.fleet.dispatch import Dispatcher
 from router.fleet.engine_sockets import EngineSockets
 from router.fleet.engines import Engine, Model, ModelReplicas
@@ -24,6 +25,7 @@ from router.fleet.rate_limits import RateLimits
 from router.fleet.registry import Registry
 from router.fleet.supervised import ConfiguredModel, Supervised, SupervisorChannel
 from router.fleet.tenants import Tenant
+from router.fleet.timeouts import not_ready
 from router.fleet.tokenizer_files import TokenizerFileStore
 from router.images.preparing import ImagePreparer
 from router.tokens.rendering import warm_up
@@ -95,10 +97,11 @@ class Router:
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for what takes long."""
         self.images = ImagePreparer(settings, self.metrics.images)
+        self.batches = BatchFigures()
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
-        self.closers: list[Callable[[], None]] = [self.images.close]
-        """Called, each on a thread, when the router stops."""
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # tasks beside others
+        self.closers: list[Callable[[], None]] = [self.images.close]  # on threads, at the end
         self.leaving = False
         """Whether load balancers are to go elsewhere: it will drain soon."""
         self.draining = False
@@ -111,6 +114,7 @@ class Router:
 
     def _add_gauges(self) -> None:
         """Add the metrics that are read only when Prometheus asks."""
+        self.batches.add_gauges(self.metrics)
         self.metrics.add_gauge(
             "event_loop_lag_max_seconds",
             "The longest that the event loop stood still in the last minute",
@@ -141,6 +145,7 @@ class Router:
             asyncio.create_task(self._loop_lag.run()),
             asyncio.create_task(self.rate_limits.run()),
             asyncio.create_task(asyncio.to_thread(warm_up)),
+            *(asyncio.create_task(run()) for run in self.background),
         ]
 
     async def stop(self) -> None:
@@ -231,7 +236,7 @@ class Router:
                         retry_after_s=limit_s,
                     )
                 if time.monotonic() > deadline:
-                    raise _not_ready(f"it was not loaded within {limit_s:g} s")
+                    raise not_ready(f"it was not loaded within {limit_s:g} s")
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def loaded_model(self, name: str | None, tenant: Tenant) -> Model:
@@ -255,14 +260,15 @@ class Router:
         if replicas is None:
             if name is not None and self.registry.models:
                 raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
-            raise _not_ready(
+            raise not_ready(
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
         if not tenant.may_use(replicas.names):
             raise ModelForbidden(f"The API key may not use {replicas.id}.", param="model")
         if replicas.model is None:
-            raise _not_ready("; ".join(replicas.troubles))
-        self.admission.check_memory(replicas)
+            raise not_ready("; ".join(replicas.troubles))
+        if not tenant.background:
+            self.admission.check_memory(replicas)
         return replicas.model
 
     # -- the supervisor --------------------------------------------------------
@@ -277,7 +283,7 @@ class Router:
     def demand(self) -> dict[str, tuple[int, float]]:
         """Return what the supervisor is told of the use of models (`Supervised.demand`)."""
         stranded = {
-            model.id: self.dispatcher.num_waiting(model.id)
+            model.id: self.dispatcher.wants(model.id)
             for model in self.registry.models.values()
             if not model.engines
         }
@@ -391,9 +397,3 @@ class Router:
         logger.warning("this process stood still for %.0f s: held against nobody", asleep_s)
         self.registry.forgive(asleep_s)
         self.dispatcher.forgive(asleep_s)
-
-
-def _not_ready(reason: str) -> Unavailable:
-    return Unavailable(
-        f"The model is not ready: {reason}.", code="no_engine_ready", retry_after_s=5
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from shared.wire import BACKGROUND_PRIORITY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,14 @@ class Tenant:
     """The highest priority; None: any."""
     alone: bool = True
     """Whether nobody else has a key. Otherwise places are kept free for the others."""
+    background: bool = False
+    """Whether this is for lines of batches: they fill the places that others leave."""
+
+    def in_background(self) -> Tenant:
+        """Return the same for lines of batches, which have limits of their own."""
+        return replace(
+            self, background=True, requests_per_minute=0, tokens_per_minute=0, concurrency=0
+        )
 
     def may_use(self, names: list[str]) -> bool:
         """Return whether the model called ``names`` may be used."""
@@ -34,6 +44,8 @@ class Tenant:
 
         The answer is the same, and a client does not know the limits of its key.
         """
+        if self.background:
+            return BACKGROUND_PRIORITY
         wanted = asked or 0
         return wanted if self.max_priority is None else min(wanted, self.max_priority)
 

@@ -247,7 +247,8 @@ class Generation:
             self.notify()
         if choice.finish_reason is not None and choice not in self._finished:
             self._finished.add(choice)
-            self._remember_reply(choice)
+            if not self._tenant.background:  # nobody goes on with it
+                self._remember_reply(choice)
         return delta
 
     def _stop(self, sequence: RemoteSequence) -> None:
@@ -338,7 +339,7 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self._release()
-        if self.finished and self.choices:
+        if self.finished and self.choices and not self._tenant.background:
             end_to_end = self._router.metrics.end_to_end.labels(self.model.replicas.id)
             end_to_end.observe(time.monotonic() - self.started_at)
 

@@ -51,6 +51,12 @@ class ApiKeys:
             raise Unauthorized("The API key is not valid.")
         return tenant
 
+    def named(self, name: str) -> Tenant | None:
+        """Return the tenant called ``name``, if one of the keys is still its own."""
+        if not self._tenants:
+            return self._everybody if name == self._everybody.name else None
+        return next((each for each in self._tenants.values() if each.name == name), None)
+
     def reload_soon(self) -> None:
         """Make `follow` read the keys again, whether or not the file seems to have changed."""
         self._reload_asked.set()

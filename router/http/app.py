@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 import router.anthropic.endpoints as anthropic
+import router.batches.endpoints as batches
 import router.ollama.endpoints as ollama
 import router.openai.embeddings as embeddings
 import router.openai.endpoints as openai
@@ -24,12 +27,16 @@ from router.http.unsupported import unsupported_routes
 from shared.tracing import Tracing
 
 
-def operations(router: Router) -> list[Operation]:
+def operations(router: Router, keys: ApiKeys) -> list[Operation]:
     """Return everything that is served. The routes and `/openapi.json` are made from it."""
-    return [
+    answering = [
         *openai.operations(router),
         *embeddings.operations(router),
         *responses.operations(router),
+    ]
+    return [
+        *answering,
+        *_batch_operations(router, answering, keys),
         *rerank.OPERATIONS,
         *models.OPERATIONS,
         *anthropic.operations(router),
@@ -46,7 +53,7 @@ def operations(router: Router) -> list[Operation]:
 def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) -> Starlette:
     """Return the application of ``router``. The caller starts and stops ``router``."""
     settings = router.settings
-    table = operations(router)
+    table = operations(router, keys)
     middleware = []
     if settings.cors_origin:
         middleware.append(
@@ -72,7 +79,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
         )
     )
     app = Starlette(
-        routes=[*routes(table), *unsupported_routes()],
+        routes=[*routes(table), *unsupported_routes(batches=settings.batch_dir is not None)],
         middleware=middleware,
         exception_handlers={HTTPException: http_exception_handler},
     )
@@ -89,6 +96,16 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
     )
     app.state.openapi = cache(make_document)
     return app
+
+
+def _batch_operations(router: Router, answering: list[Operation], keys: ApiKeys) -> list[Operation]:
+    """Return those of files and batches, whose lines are answered as requests of ``answering``."""
+    if router.settings.batch_dir is None:
+        return []
+    endpoints = {
+        each.path: cast(ASGIApp, each.endpoint) for each in answering if each.path in batches.PATHS
+    }
+    return batches.Batches(router, endpoints, keys.named).operations
 
 
 def _paths(table: list[Operation], access: Access) -> frozenset[str]:

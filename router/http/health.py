@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Literal
 
@@ -81,11 +82,25 @@ class Version(Struct, frozen=True):
     version: str
 
 
+class BatchTotals(Struct, frozen=True, kw_only=True):
+    """Of all keys; zeros without `--batch-dir`."""
+
+    unfinished: int
+    lines: Annotated[int, Meta(description="Lines of the unfinished batches.")]
+    lines_done: Annotated[int, Meta(description="Those that have an answer or an error.")]
+    running: Annotated[int, Meta(description="Those that run, or wait for a place in an engine.")]
+
+    @classmethod
+    def of(cls, router: Router) -> BatchTotals:
+        return cls(**asdict(router.batches))
+
+
 class Health(Struct, frozen=True, kw_only=True):
     status: HealthStatus
     version: str
     reasons: list[str]
     requests: Annotated[int, Meta(description="Requests that run or wait.")]
+    batches: BatchTotals
     models: list[ModelHealth]
 
 
@@ -156,6 +171,7 @@ def health_of(router: Router) -> tuple[int, Health]:
         version=router.version,
         reasons=reasons,
         requests=router.admission.num_requests,
+        batches=BatchTotals.of(router),
         models=[
             ModelHealth(
                 **structs.asdict(model),

@@ -104,7 +104,10 @@ def _operation(operation: Operation, references: dict[Any, _Json]) -> _Json:
         content: _Json = {"schema": references[operation.body_type]}
         if operation.example is not None:
             content["example"] = operation.example
-        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {operation.body_media_type: content},
+        }
     return described
 
 

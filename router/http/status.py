@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from router.fleet.recent import Incident, Percentiles
 from router.fleet.supervised import ConfiguredState
-from router.http.health import BlockCounts, HealthStatus
+from router.http.health import BatchTotals, BlockCounts, HealthStatus
 from shared.wire import StoreStats
 
 
@@ -109,6 +109,7 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
     first_token: Percentiles | None  # of the last minute
     loop_lag_s: float  # the longest of the last minute
     viewers: int
+    batches: BatchTotals
     models: list[ModelFigures]
     engines: dict[str, EngineFigures]  # by name: of many engines some each time, all at first
     incidents: list[Incident]  # the newest first

@@ -12,7 +12,7 @@ from router.fleet.engines import Engine
 from router.fleet.recent import Percentiles
 from router.fleet.remote_request import InFlight
 from router.fleet.router import Router
-from router.http.health import BlockCounts, ModelState, model_states, server_state
+from router.http.health import BatchTotals, BlockCounts, ModelState, model_states, server_state
 from router.http.status import (
     DraftTotals,
     EngineFigures,
@@ -126,6 +126,7 @@ class StatusSampler:
             first_token=first_token,
             loop_lag_s=round(router.loop_lag_s, 4),
             viewers=viewers,
+            batches=BatchTotals.of(router),
             models=models,
             engines=some,
             incidents=router.metrics.recent.incidents,

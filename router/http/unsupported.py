@@ -42,6 +42,7 @@ _UNSUPPORTED_OF_OLLAMA = {
     "signout": "Accounts of Ollama's",
     "experimental": "Searches of the web",
 }
+_OF_BATCHES = ("files", "batches")
 _WITHOUT_VERSION = ("pooling", "classify")
 
 
@@ -52,13 +53,19 @@ class UnsupportedEndpoint:
         self._feature = feature
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._feature.lower() in _OF_BATCHES:
+            raise EndpointNotSupported(
+                f"{self._feature} are served by a server with --batch-dir, which this one lacks."
+            )
         raise EndpointNotSupported(
             f"{self._feature} are not served here: this server generates text, embeds and ranks it."
         )
 
 
-def unsupported_routes() -> list[Route]:
-    paths = {f"/v1/{name}": feature for name, feature in _UNSUPPORTED.items()}
+def unsupported_routes(*, batches: bool) -> list[Route]:
+    """Return the routes of these paths; with ``batches`` those of files and batches are others."""
+    left_out = _OF_BATCHES if batches else ()
+    paths = {f"/v1/{name}": each for name, each in _UNSUPPORTED.items() if name not in left_out}
     paths |= {f"/{name}": _UNSUPPORTED[name] for name in _WITHOUT_VERSION}
     paths |= {f"/api/{name}": feature for name, feature in _UNSUPPORTED_OF_OLLAMA.items()}
     return [

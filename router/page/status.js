@@ -79,6 +79,7 @@ export class StatusView {
     keyed(byId("models"), status.models, model => model.id, createModel, update);
     showIncidents(status.incidents);
     setText(byId("facts"), [
+      ...batches(status.batches),
       `up ${duration(now.at - status.started)}`,
       `event loop ${seconds(status.loop_lag_s)} late at most in the last minute`,
       `${status.viewers} ${status.viewers === 1 ? "viewer" : "viewers"}`,
@@ -112,6 +113,13 @@ export class StatusView {
     setText(byId("health"), text.replace("_", " "));
     byId("health").className = `state ${kind}`;
   }
+}
+
+/** What is shown of batches: nothing if there are none. */
+function batches({ unfinished, lines, lines_done: done, running }) {
+  if (unfinished === 0) return [];
+  const what = unfinished === 1 ? "batch" : "batches";
+  return [`${count(unfinished)} ${what}: ${count(done)} of ${count(lines)} lines, ${count(running)} running`];
 }
 
 function showIncidents(incidents) {

@@ -103,8 +103,17 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
         "response_format.json_schema": "text.format",
     }
 
-    def __init__(self, router: Router, store: ResponseStore, seal: ReasoningSeal, key: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        store: ResponseStore,
+        seal: ReasoningSeal,
+        key: str,
+        *,
+        in_background: bool = False,
+    ) -> None:
         super().__init__(router)
+        self._in_background = in_background
         self._seal = seal
         self._store = store
         self._key = key
@@ -152,7 +161,8 @@ class _CreateResponse(ChatEndpoint[ResponsesRequest]):
 
     def writer(self, body: ResponsesRequest, model: Model) -> ResponseWriter:
         def store(response_id: str, response: bytes) -> None:
-            if body.store is not False:
+            # A batch would fill the store, and nobody goes on with its answers.
+            if body.store is not False and not self._in_background:
                 stored = StoredResponse(self._key, self._previous, self._input_json, response)
                 self._store.put(response_id, stored)
 
@@ -191,8 +201,11 @@ class Responses:
         self._seal = ReasoningSeal(router.settings.reasoning_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = scope["state"]["api_key"]
-        await _CreateResponse(self._router, self._store, self._seal, key)(scope, receive, send)
+        tenant = scope["state"]["tenant"]
+        create = _CreateResponse(
+            self._router, self._store, self._seal, tenant.name, in_background=tenant.background
+        )
+        await create(scope, receive, send)
 
     async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared.flags import flag
+from shared.settings.batches import BatchesSettings
 from shared.settings.images import ImageSettings
 from shared.settings.machines import ClusterSettings, DistributedSettings
 
@@ -372,6 +373,7 @@ class Settings(
     BatchingSettings,
     GenerationSettings,
     AdmissionSettings,
+    BatchesSettings,
     ImageSettings,
     SpeculationSettings,
     DistributedSettings,

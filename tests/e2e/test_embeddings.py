@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.server import Server, serving
+from tests.router.batches.conftest import BatchClient, line
 from tests.text_models import MAX_TOKENS, make_text_model
 from tests.tiny_models import make_tiny
 
@@ -41,7 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tables.append(lines)
     config = folder / "server.toml"
     config.write_text("\n".join(tables))
-    with serving(None, "--config", str(config), "--admin-key", "root") as running:
+    flags = "--admin-key=root", f"--batch-dir={folder / 'batches'}"
+    with serving(None, "--config", str(config), *flags) as running:
         for name in MODELS:
             running.wait_until(lambda name=name: state(running, name) != "loading", 240, name)  # type: ignore[misc]
         yield running
@@ -67,6 +69,22 @@ def test_vectors_come_in_the_order_of_the_texts(server: Server, model: str) -> N
     assert np.allclose(np.linalg.norm(together, axis=1), 1)
     for text, vector in zip(texts, together, strict=True):
         assert np.array_equal(vectors(server, text, model)[0], vector)
+
+
+def test_a_batch_embeds_too(server: Server) -> None:
+    texts = ["this is", ["one", "of two"], "this " * 5000]
+    client = BatchClient(str(server.client.base_url).rstrip("/"))
+    url = "/v1/embeddings"
+    given = [line(str(n), url, model="bert", input=text) for n, text in enumerate(texts)]
+    done = client.run(given, endpoint=url)
+    found = client.lines(done.output_file_id)
+    for text, each in zip(texts, found, strict=False):
+        data = each["response"]["body"]["data"]
+        numbers = np.array([item["embedding"] for item in data])
+        assert np.array_equal(numbers, vectors(server, text))
+    (failed,) = client.lines(done.error_file_id)
+    assert failed["response"]["status_code"] == 400  # it is too long
+    assert done.usage.input_tokens > 0 == done.usage.output_tokens
 
 
 def test_base64_has_the_same_numbers(server: Server) -> None:

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: requests of a file, run in the places that others leave."""

@@ -1,0 +1,306 @@
+"""`/v1/batches`, and the table of what is served of files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from router.api.body import json_response, read_body
+from router.api.operations import Operation
+from router.batches.context import BatchContext
+from router.batches.directory import BatchDirectory
+from router.batches.files import Files
+from router.batches.objects import (
+    BatchErrors,
+    BatchList,
+    BatchObject,
+    BatchUsage,
+    CachedTokens,
+    CreateBatch,
+    DeletedFile,
+    FileList,
+    FileObject,
+    ReasoningTokens,
+    RequestCounts,
+)
+from router.batches.places import Places
+from router.batches.queries import (
+    BatchNotFound,
+    FileNotFound,
+    StorageFailed,
+    page_query,
+    required,
+    run_store,
+)
+from router.batches.runner import BatchRunner
+from router.batches.states import CANCELLABLE, BatchState
+from router.batches.store import BatchStore, Row
+from router.batches.writer import ResultWriter
+from router.errors import BODY_ERRORS, InvalidRequest, TooManyRequests
+from router.fleet.router import Router
+from router.fleet.tenants import Tenant
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+"""What batches may ask for."""
+MAX_UNFINISHED = 100
+"""Batches of one key that have not ended."""
+_PAGE_BATCHES, _MAX_PAGE_BATCHES = 20, 100
+_TAG = "OpenAI batches"
+
+
+class UploadForm(Struct, frozen=True):
+    """The parts of an upload."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    purpose: Literal["batch"]
+
+
+class Batches:
+    """The handlers. They stop with the router, and their state stays."""
+
+    def __init__(
+        self,
+        router: Router,
+        endpoints: Mapping[str, ASGIApp],
+        tenant_named: Callable[[str], Tenant | None],
+    ) -> None:
+        """``endpoints`` answer lines, by path. Raises `BatchDirectoryError`."""
+        assert router.settings.batch_dir is not None
+        directory = BatchDirectory(router.settings.batch_dir.expanduser())
+        stopping = asyncio.Event()
+        self._router = router
+        self.context = BatchContext(
+            directory=directory,
+            endpoints=endpoints,
+            tenant_named=tenant_named,
+            settings=router.settings,
+            metrics=router.metrics,
+            figures=router.batches,
+            places=Places(router.settings.max_batch_requests),
+            writer=ResultWriter(directory, stopping, router.metrics.batch_store_errors.inc),
+            stopping=stopping,
+        )
+        self._runner = BatchRunner(self.context, router.ending)
+        router.background.append(self._runner.run)
+        router.closers.append(directory.close)
+
+    async def create(self, request: Request) -> Response:
+        body, _ = await read_body(request, self._router, CreateBatch)
+        key, now = request.state.tenant.name, int(time.time())
+        values = {
+            "id": f"batch_{uuid.uuid4().hex}",
+            "key": key,
+            "endpoint": body.endpoint,
+            "input_file_id": body.input_file_id,
+            "completion_window": body.completion_window,
+            "metadata": None if body.metadata is None else _json(body.metadata),
+            "file_expiry_s": body.output_expires_after and body.output_expires_after.seconds,
+            "created_at": now,
+            "expires_at": now + body.window_s,
+        }
+
+        def add(store: BatchStore) -> Row:
+            file = required(store.find_file(key, body.input_file_id), "file", body.input_file_id)
+            if file["purpose"] != "batch":
+                raise InvalidRequest("This file is no input.", param="input_file_id")
+            if len(store.unfinished(key)) >= MAX_UNFINISHED:
+                raise TooManyRequests(
+                    f"This API key has {MAX_UNFINISHED} unfinished batches, which is its limit.",
+                    code="too_many_batches",
+                    retry_after_s=60,
+                )
+            return store.add_batch(values)
+
+        row = await run_store(self.context, add)
+        self._runner.begin(row)
+        await self.context.refresh()
+        return json_response(batch_object(row))
+
+    async def retrieve(self, request: Request) -> Response:
+        key, batch_id = request.state.tenant.name, request.path_params["batch_id"]
+        row = await run_store(self.context, lambda store: store.find_batch(key, batch_id))
+        return json_response(batch_object(required(row, "batch", batch_id)))
+
+    async def list_all(self, request: Request) -> Response:
+        limit, after, newest_first = page_query(request, _PAGE_BATCHES, _MAX_PAGE_BATCHES)
+        key = request.state.tenant.name
+        found = await run_store(
+            self.context,
+            lambda store: store.page("batches", key, limit, after=after, newest_first=newest_first),
+        )
+        rows, has_more = required(found, "batch", after)
+        data = [batch_object(row) for row in rows]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return json_response(
+            BatchList(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+        )
+
+    async def cancel(self, request: Request) -> Response:
+        key, batch_id = request.state.tenant.name, request.path_params["batch_id"]
+
+        def cancel(store: BatchStore) -> Row:
+            row = required(store.find_batch(key, batch_id), "batch", batch_id)
+            state = BatchState(row["state"])
+            if state not in (*CANCELLABLE, BatchState.CANCELLING):
+                raise InvalidRequest(
+                    f"A batch with the status '{state.value}' cannot be cancelled.",
+                    code="batch_not_cancellable",
+                )
+            store.advance(row["number"], BatchState.CANCELLING)
+            return required(store.find_batch(key, batch_id), "batch", batch_id)
+
+        row = await run_store(self.context, cancel)
+        self._runner.cancel(row["number"])
+        return json_response(batch_object(row))
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [*_file_operations(Files(self.context)), *_batch_operations(self)]
+
+
+def batch_object(row: Row) -> BatchObject:
+    input_tokens, output_tokens = row["input_tokens"], row["output_tokens"]
+    times = {name: row[name] for name in BatchObject.__struct_fields__ if name.endswith("_at")}
+    errors = row["errors"]
+    return BatchObject(
+        id=row["id"],
+        endpoint=row["endpoint"],
+        model=row["model"],
+        errors=None if errors is None else msgspec.json.decode(errors, type=BatchErrors),
+        input_file_id=row["input_file_id"],
+        completion_window=row["completion_window"],
+        status=BatchState(row["state"]),
+        output_file_id=row["output_file_id"],
+        error_file_id=row["error_file_id"],
+        request_counts=RequestCounts(
+            total=row["total"], completed=row["completed"], failed=row["failed"]
+        ),
+        usage=BatchUsage(
+            input_tokens=input_tokens,
+            input_tokens_details=CachedTokens(cached_tokens=row["cached_tokens"]),
+            output_tokens=output_tokens,
+            output_tokens_details=ReasoningTokens(reasoning_tokens=row["reasoning_tokens"]),
+            total_tokens=input_tokens + output_tokens,
+        ),
+        metadata=None if row["metadata"] is None else msgspec.json.decode(row["metadata"]),
+        **times,
+    )
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _page_fields(most: int) -> dict[str, dict[str, Any]]:
+    return {
+        "limit": {"type": "integer", "minimum": 1, "maximum": most},
+        "after": {"type": "string"},
+        "order": {"enum": ["asc", "desc"]},
+    }
+
+
+def _file_operations(files: Files) -> list[Operation]:
+    one, errors = "/v1/files/{file_id}", (FileNotFound, StorageFailed)
+    return [
+        Operation(
+            path="/v1/files",
+            endpoint=files.upload,
+            summary="Upload a file of requests",
+            tag=_TAG,
+            method="POST",
+            body_type=UploadForm,
+            body_media_type="multipart/form-data",
+            response_type=FileObject,
+            errors=(*BODY_ERRORS, TooManyRequests, StorageFailed),
+        ),
+        Operation(
+            path="/v1/files",
+            endpoint=files.list_all,
+            summary="List files",
+            tag=_TAG,
+            query={**_page_fields(10_000), "purpose": {"type": "string"}},
+            response_type=FileList,
+            errors=(InvalidRequest, *errors),
+        ),
+        Operation(
+            path=one,
+            endpoint=files.retrieve,
+            summary="Describe a file",
+            tag=_TAG,
+            response_type=FileObject,
+            errors=errors,
+        ),
+        Operation(
+            path=one,
+            endpoint=files.delete,
+            summary="Delete a file",
+            tag=_TAG,
+            method="DELETE",
+            response_type=DeletedFile,
+            errors=(InvalidRequest, *errors),
+        ),
+        Operation(
+            path=one + "/content",
+            endpoint=files.content,
+            summary="Get what is in a file",
+            tag=_TAG,
+            media_type="application/octet-stream",
+            errors=errors,
+        ),
+    ]
+
+
+def _batch_operations(batches: Batches) -> list[Operation]:
+    one, errors = "/v1/batches/{batch_id}", (BatchNotFound, StorageFailed)
+    return [
+        Operation(
+            path="/v1/batches",
+            endpoint=batches.create,
+            summary="Run the requests of a file in the background",
+            tag=_TAG,
+            method="POST",
+            body_type=CreateBatch,
+            example={
+                "input_file_id": "file-0",
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "24h",
+            },
+            response_type=BatchObject,
+            errors=(*BODY_ERRORS, FileNotFound, TooManyRequests, StorageFailed),
+        ),
+        Operation(
+            path="/v1/batches",
+            endpoint=batches.list_all,
+            summary="List batches",
+            tag=_TAG,
+            query=_page_fields(_MAX_PAGE_BATCHES),
+            response_type=BatchList,
+            errors=(InvalidRequest, *errors),
+        ),
+        Operation(
+            path=one,
+            endpoint=batches.retrieve,
+            summary="Describe a batch",
+            tag=_TAG,
+            response_type=BatchObject,
+            errors=errors,
+        ),
+        Operation(
+            path=one + "/cancel",
+            endpoint=batches.cancel,
+            summary="Cancel a batch; what it has stays",
+            tag=_TAG,
+            method="POST",
+            response_type=BatchObject,
+            errors=(InvalidRequest, *errors),
+        ),
+    ]

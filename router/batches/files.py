@@ -1,0 +1,266 @@
+"""`/v1/files`: the files of requests that batches read, and the files that they write."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import BinaryIO, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from router.api.body import json_response
+from router.batches.context import BatchContext
+from router.batches.objects import (
+    MAX_EXPIRY_S,
+    MIN_EXPIRY_S,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from router.batches.queries import page_query, required, run_store, storage_failed
+from router.batches.store import BatchStore, NewFile, Row
+from router.batches.uploads import Upload, boundary_of
+from router.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    ClientDisconnected,
+    Forbidden,
+    InvalidRequest,
+    InvalidValue,
+    TooManyRequests,
+)
+from router.fleet.tenants import Tenant
+
+_MB = 1_000_000
+_SILENCE_S = 30.0
+_DISCARD_S = 2.0
+_PIECE_BYTES = 256 * 1024
+_MAX_UPLOADS, _MAX_UPLOADS_OF_KEY = 16, 4
+_MAX_PAGE_FILES = 10_000
+_Result = TypeVar("_Result")
+
+
+class Files:
+    """The handlers."""
+
+    def __init__(self, context: BatchContext) -> None:
+        self._context = context
+        self._directory = context.directory
+        self._uploads: Counter[str] = Counter()
+
+    async def upload(self, request: Request) -> Response:
+        context, tenant = self._context, request.state.tenant
+        _check_origin(request.headers)
+        boundary = boundary_of(request.headers.get("content-type"))
+        await self._check_room(tenant, request.headers)
+        file_id = self._directory.new_id()
+        path = self._directory.new_path(file_id)
+        with self._counted(tenant):
+            max_bytes = context.settings.batch_file_mb * _MB
+            try:
+                upload = await self._directory.read(partial(Upload, boundary, path, max_bytes))
+                try:
+                    await self._receive(request, upload)
+                    new = _new_file(file_id, tenant, upload, context.keep_s)
+                    await self._directory.read(upload.finish)
+                finally:
+                    await self._directory.read(upload.close)
+                await self._directory.read(partial(self._directory.publish, file_id))
+                row = await self._run(lambda store: self._add(store, new))
+            except OSError as error:
+                self._directory.remove(file_id)
+                raise storage_failed(error) from None
+            except BaseException:
+                self._directory.remove(file_id)
+                raise
+        return json_response(file_object(row))
+
+    async def list_all(self, request: Request) -> Response:
+        limit, after, newest_first = page_query(request, _MAX_PAGE_FILES, _MAX_PAGE_FILES)
+        purpose, key = request.query_params.get("purpose"), request.state.tenant.name
+        found = await self._run(
+            lambda store: store.page(
+                "files", key, limit, after=after, newest_first=newest_first, purpose=purpose
+            )
+        )
+        rows, has_more = required(found, "file", after)
+        data = [file_object(row) for row in rows]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return json_response(
+            FileList(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        return json_response(file_object(await self._find(request)))
+
+    async def content(self, request: Request) -> Response:
+        row = await self._find(request)
+        try:
+            path = self._directory.path(row["id"])
+            file = await self._directory.read(lambda: path.open("rb"))
+        except OSError as error:
+            raise storage_failed(error) from None
+        headers = {"content-length": str(row["bytes"])}
+        return StreamingResponse(
+            self._pieces(file), headers=headers, media_type="application/octet-stream"
+        )
+
+    async def delete(self, request: Request) -> Response:
+        key, file_id = request.state.tenant.name, request.path_params["file_id"]
+
+        def delete(store: BatchStore) -> None:
+            required(store.find_file(key, file_id), "file", file_id)
+            if (batch := store.user_of(file_id)) is not None:
+                raise InvalidRequest(
+                    f"{batch} reads this file: cancel it first.", code="file_in_use"
+                )
+            store.delete_file(key, file_id)
+
+        await self._run(delete)
+        self._directory.remove(file_id)
+        return json_response(DeletedFile(id=file_id))
+
+    async def _find(self, request: Request) -> Row:
+        key, file_id = request.state.tenant.name, request.path_params["file_id"]
+        row = await self._run(lambda store: store.find_file(key, file_id))
+        return required(row, "file", file_id)
+
+    async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
+        try:
+            while piece := await self._directory.read(partial(file.read, _PIECE_BYTES)):
+                yield piece
+        finally:
+            file.close()
+
+    # -- uploads ---------------------------------------------------------------
+
+    async def _receive(self, request: Request, upload: Upload) -> None:
+        """Pass the body on, piece by piece. Raises what `Upload.feed` raises, and `BodyTimeout`."""
+        parts: list[bytes] = []
+        chunks = aiter(request.stream())
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    chunk = await anext(chunks, None)
+                if chunk:
+                    parts.append(chunk)
+                if parts and (chunk is None or sum(map(len, parts)) >= _PIECE_BYTES):
+                    await self._directory.read(partial(upload.feed, b"".join(parts)))
+                    parts.clear()
+                if chunk is None:
+                    return
+        except TimeoutError:
+            raise BodyTimeout(f"Nothing of the file came for {_SILENCE_S:g} s.") from None
+        except ClientDisconnect:
+            raise ClientDisconnected from None
+        except BodyTooLarge:
+            await _discard(chunks)
+            raise
+
+    async def _check_room(self, tenant: Tenant, headers: Headers) -> None:
+        """Raise `ApiError` if ``tenant`` may have no further file."""
+        settings = self._context.settings
+        count, used = await self._run(lambda store: store.use_of(tenant.name))
+        _check_count(count, settings.batch_max_files)
+        length = headers.get("content-length", "0")
+        if used + (int(length) if length.isdecimal() else 0) > self._context.max_bytes:
+            raise _storage_full(settings.batch_max_mb)
+
+    def _add(self, store: BatchStore, new: NewFile) -> Row:
+        """Add a file that has come. Others may have come meanwhile."""
+        count, used = store.use_of(new.key)
+        _check_count(count, self._context.settings.batch_max_files)
+        if used + new.bytes > self._context.max_bytes:
+            raise _storage_full(self._context.settings.batch_max_mb)
+        return store.add_file(new)
+
+    @contextmanager
+    def _counted(self, tenant: Tenant) -> Iterator[None]:
+        own = self._uploads[tenant.name]
+        if own >= _MAX_UPLOADS_OF_KEY or self._uploads.total() >= _MAX_UPLOADS:
+            raise TooManyRequests("Too many files are uploaded at once.", retry_after_s=5)
+        self._uploads[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant.name] -= 1
+            if not self._uploads[tenant.name]:
+                del self._uploads[tenant.name]
+
+    async def _run(self, work: Callable[[BatchStore], _Result]) -> _Result:
+        return await run_store(self._context, work)
+
+
+def file_object(row: Row) -> FileObject:
+    return FileObject(
+        id=row["id"],
+        bytes=row["bytes"],
+        created_at=row["created_at"],
+        expires_at=row["expires_at"],
+        filename=row["filename"],
+        purpose=row["purpose"],
+    )
+
+
+def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewFile:
+    """Return the file that ``upload`` has brought. Raises `InvalidRequest`."""
+    fields = upload.fields
+    if fields.get("purpose") != "batch":
+        raise InvalidValue("'purpose' must be batch: files are for nothing else.", param="purpose")
+    expiry_s = keep_s
+    if "expires_after[seconds]" in fields or "expires_after[anchor]" in fields:
+        seconds = fields.get("expires_after[seconds]", "")
+        if fields.get("expires_after[anchor]") != "created_at":
+            raise InvalidValue(
+                "'expires_after[anchor]' must be created_at.", param="expires_after[anchor]"
+            )
+        if not re.fullmatch(r"\d{1,8}", seconds) or not (
+            MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S
+        ):
+            raise InvalidValue(
+                f"'expires_after[seconds]' must be {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.",
+                param="expires_after[seconds]",
+            )
+        expiry_s = min(int(seconds), keep_s)
+    expires_at = int(time.time()) + expiry_s
+    filename = upload.filename or ""
+    return NewFile(file_id, tenant.name, filename, "batch", upload.size, expires_at)
+
+
+def _check_origin(headers: Headers) -> None:
+    """Any page of a browser may send a form anywhere, without being asked for permission: without
+    a key it could fill the disk."""
+    if "origin" in headers and not {"authorization", "x-api-key"} & set(headers.keys()):
+        raise Forbidden("A page has to send a key with a file.", code="key_needed")
+
+
+def _check_count(count: int, limit: int) -> None:
+    if count >= limit:
+        raise InvalidRequest(
+            f"This API key has {count} files, which is its limit: delete some.",
+            code="too_many_files",
+        )
+
+
+def _storage_full(limit_mb: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"The files of this API key may have {limit_mb} MB: delete some.", code="storage_full"
+    )
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    """Read on for a moment: closing while the client still sends resets the connection, and the
+    client would never see the answer."""
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while await anext(chunks, None) is not None:
+                pass
+    except (TimeoutError, ClientDisconnect):
+        pass

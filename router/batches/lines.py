@@ -1,0 +1,144 @@
+"""The file of a batch, line by line, and what is checked before any line runs."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from router.batches.objects import BatchError
+
+MAX_LINES = 50_000
+"""As many as OpenAI takes."""
+MAX_ID_CHARS = 512
+_MAX_ERRORS = 50
+_ENVELOPE_BYTES = 4096
+"""What a line has beside its body."""
+_BOM = b"\xef\xbb\xbf"
+_REST_EVERY_BYTES = 256 * 1024
+"""The decoder of JSON lets no other thread run: after so much, this one rests for longer than it
+took, as those of `router.tokens.work_pool` do."""
+
+
+class InputLine(Struct, frozen=True):
+    custom_id: str
+    body: Raw
+    method: str
+    url: str
+
+
+class _Model(Struct, frozen=True):
+    model: Any = None
+
+
+class Checked(Struct, frozen=True):
+    """What a file has. It is valid if there are no ``errors``."""
+
+    total: int
+    errors: list[BatchError]
+    model: str | None
+
+
+def read_lines(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield each line that is not empty, with its number from 1 on; None for one that is too long,
+    which is not read into memory. Raises OSError."""
+    limit = max_body_bytes + _ENVELOPE_BYTES
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(limit + 1):
+            number += 1
+            is_cut = len(line) > limit and not line.endswith(b"\n")
+            while is_cut and (rest := file.readline(limit)) and not rest.endswith(b"\n"):
+                pass
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if is_cut:
+                yield number, None
+            elif stripped := line.strip():
+                yield number, stripped
+
+
+def parse_line(raw: bytes) -> InputLine:
+    """Return a line. Raises ValueError with what is wrong."""
+    try:
+        return msgspec.json.decode(raw, type=InputLine)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"This is no request of a batch: {error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"This is not a line of JSON in UTF-8: {error}.") from None
+
+
+def check_file(
+    path: Path, endpoint: str, max_body_bytes: int, stopped: threading.Event
+) -> Checked | None:
+    """Return what ``path`` has, for requests of ``endpoint``; None if ``stopped`` meanwhile.
+
+    Takes long, and rests in between. Raises OSError."""
+    errors: list[BatchError] = []
+    seen: set[bytes] = set()
+    model: str | None = None
+    total = read = 0
+    began = time.monotonic()
+    for number, raw in read_lines(path, max_body_bytes):
+        total += 1
+        if total > MAX_LINES:
+            errors.append(_error("too_many_lines", f"There are over {MAX_LINES} lines.", number))
+            break
+        found = _check_line(raw, endpoint, number, seen, max_body_bytes)
+        if isinstance(found, BatchError):
+            errors.append(found)
+            if len(errors) >= _MAX_ERRORS:
+                break
+        elif total == 1:
+            model = _model_of(found)
+        read += len(raw or b"")
+        if read >= _REST_EVERY_BYTES or not total % 1000:
+            if stopped.wait(2 * (time.monotonic() - began)):
+                return None
+            read, began = 0, time.monotonic()
+    if not total:
+        errors.append(_error("empty_file", "The file has no lines.", None))
+    return Checked(total, errors, model)
+
+
+def _check_line(
+    raw: bytes | None, endpoint: str, number: int, seen: set[bytes], max_body_bytes: int
+) -> InputLine | BatchError:
+    if raw is None:
+        message = f"The body of a request may have {max_body_bytes} bytes."
+        return _error("line_too_long", message, number)
+    try:
+        line = parse_line(raw)
+    except ValueError as error:
+        return _error("invalid_json_line", str(error), number)
+    if not 1 <= len(line.custom_id) <= MAX_ID_CHARS:
+        message = f"'custom_id' must have 1 to {MAX_ID_CHARS} characters."
+        return _error("invalid_custom_id", message, number, "custom_id")
+    digest = hashlib.blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16)
+    if digest.digest() in seen:
+        message = f"'custom_id' is that of an earlier line: {line.custom_id[:64]}"
+        return _error("duplicate_custom_id", message, number, "custom_id")
+    seen.add(digest.digest())
+    if line.method != "POST":
+        return _error("invalid_method", "'method' must be POST.", number, "method")
+    if line.url != endpoint:
+        message = f"'url' must be {endpoint}, as the batch says."
+        return _error("invalid_url", message, number, "url")
+    if not bytes(line.body).startswith(b"{"):
+        return _error("invalid_body", "'body' must be an object.", number, "body")
+    return line
+
+
+def _model_of(line: InputLine) -> str | None:
+    found = msgspec.json.decode(line.body, type=_Model).model
+    return found[:MAX_ID_CHARS] if isinstance(found, str) else None
+
+
+def _error(code: str, message: str, line: int | None, param: str | None = None) -> BatchError:
+    return BatchError(code=code, message=message, line=line, param=param)

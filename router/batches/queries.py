@@ -1,0 +1,59 @@
+"""What the handlers of files and of batches have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from router.batches.context import BatchContext
+from router.batches.store import BatchStore, StoreFailed
+from router.errors import InvalidValue, NotFound, Unavailable
+
+_Result = TypeVar("_Result")
+
+
+class FileNotFound(NotFound, code="file_not_found"):
+    """There is no such file, or it is another key's."""
+
+
+class BatchNotFound(NotFound, code="batch_not_found"):
+    """There is no such batch, or it is another key's."""
+
+
+class StorageFailed(Unavailable, code="storage_failed"):
+    """The disk of the server is full or fails."""
+
+
+async def run_store(context: BatchContext, work: Callable[[BatchStore], _Result]) -> _Result:
+    """Return what ``work`` does with the store. Raises `StorageFailed`."""
+    try:
+        return await context.directory.run(work)
+    except StoreFailed as error:
+        context.metrics.batch_store_errors.inc()
+        raise storage_failed(error) from None
+
+
+def storage_failed(error: Exception) -> StorageFailed:
+    return StorageFailed(f"The disk of the server does not take it: {error}", retry_after_s=30)
+
+
+def required(found: _Result | None, what: str, name: str | None) -> _Result:
+    """Return ``found``. Raises `NotFound` if there is none: with another key's id too."""
+    if found is None:
+        kind = FileNotFound if what == "file" else BatchNotFound
+        raise kind(f"There is no {what} '{(name or '')[:64]}'.", param=f"{what}_id")
+    return found
+
+
+def page_query(request: Request, default: int, most: int) -> tuple[int, str | None, bool]:
+    """Return the limit of a page, the id that it follows, and whether the newest come first.
+    Raises `InvalidValue`."""
+    query = request.query_params
+    limit, order = query.get("limit", str(default)), query.get("order", "desc")
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:6]) <= most:
+        raise InvalidValue(f"'limit' must be 1 to {most}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidValue("'order' must be 'asc' or 'desc'.", param="order")
+    return int(limit), query.get("after"), order == "desc"

@@ -1,0 +1,141 @@
+"""Uploads of files: `multipart/form-data` (RFC 7578), written to the disk as it comes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import BinaryIO
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from router.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
+
+_MAX_FIELD_BYTES = 1024
+_MAX_PARTS = 16
+_MAX_NAME_CHARS = 255
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def boundary_of(content_type: str | None) -> bytes:
+    """Return what separates the parts. Raises `UnsupportedMediaType`."""
+    media_type, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary", b"")
+    if media_type != b"multipart/form-data" or not 0 < len(boundary) <= 256:
+        raise UnsupportedMediaType("A file comes as multipart/form-data, with a boundary.")
+    return boundary
+
+
+class Upload:
+    """One upload, which writes its part "file" to ``path``. Its methods run on any thread, one at a
+    time."""
+
+    def __init__(self, boundary: bytes, path: Path, max_bytes: int) -> None:
+        """Raises OSError."""
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        """The client's name of the file; None until it has come. It names nothing here."""
+        self.size = 0
+        self._max_bytes = max_bytes
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file: BinaryIO = os.fdopen(descriptor, "wb")
+        self._parts = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._header_name, self._header_value = b"", b""
+        self._name = ""
+        self._value = b""
+        self._in_file = self._is_complete = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._add_header_name,
+                "on_header_value": self._add_header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._add_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        """Take in the next bytes of the body. Raises `InvalidRequest`, `BodyTooLarge`, OSError."""
+        try:
+            self._parser.write(data)
+        except MultipartParseError as error:
+            raise InvalidRequest(f"The body is not multipart/form-data: {error}") from None
+
+    def finish(self) -> None:
+        """Write what is left to the disk. Raises `InvalidRequest` if something is missing, and
+        OSError."""
+        if not self._is_complete:
+            raise InvalidRequest("The body ends within a part, or has none.")
+        if self.filename is None:
+            raise InvalidRequest("'file' is missing.", param="file")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError:
+            pass  # the disk is full, and the file is removed
+
+    # -- what the parser finds -------------------------------------------------
+
+    def _begin_part(self) -> None:
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise InvalidRequest(f"The body has over {_MAX_PARTS} parts.")
+        self._headers, self._value = {}, b""
+
+    def _add_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header_name = _bounded(self._header_name + data[start:end])
+
+    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value = _bounded(self._header_value + data[start:end])
+
+    def _end_header(self) -> None:
+        if len(self._headers) < _MAX_PARTS:
+            self._headers[self._header_name.lower()] = self._header_value
+        self._header_name = self._header_value = b""
+
+    def _end_headers(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition"))
+        self._name = options.get(b"name", b"").decode(errors="replace")
+        self._in_file = self._name == "file"
+        if self._in_file and self.filename is not None:
+            raise InvalidRequest("There are two files; each needs a request.", param="file")
+        if self._in_file:
+            self.filename = _tidied(options.get(b"filename", b"").decode(errors="replace"))
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        if not self._in_file:
+            self._value = _bounded(self._value + data[start:end])
+            return
+        self.size += end - start
+        if self.size > self._max_bytes:
+            raise BodyTooLarge(f"The file is larger than {self._max_bytes} bytes.", param="file")
+        self._file.write(data[start:end])
+
+    def _end_part(self) -> None:
+        if not self._in_file:
+            self.fields[self._name] = self._value.decode(errors="replace")
+
+    def _end(self) -> None:
+        self._is_complete = True
+
+
+def _bounded(value: bytes) -> bytes:
+    if len(value) > _MAX_FIELD_BYTES:
+        raise InvalidRequest(f"A field of the form has over {_MAX_FIELD_BYTES} bytes.")
+    return value
+
+
+def _tidied(name: str) -> str:
+    """Return a name of a file that can be shown."""
+    last = re.split(r"[/\\]", name)[-1]
+    return _UNPRINTABLE.sub("", last)[:_MAX_NAME_CHARS] or "upload"

@@ -1,0 +1,252 @@
+"""The life of batches, with OpenAI's client and a real router."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.router.batches.conftest import BatchClient, Body, line
+from tests.router.conftest import ROOT, Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+def test_a_batch_is_answered_line_by_line(batches: BatchClient, engine: ScriptedEngine) -> None:
+    given = [line(f"r{number}") for number in range(20)]
+    done = batches.run(given, metadata={"night": "1"})
+    assert (done.status, done.metadata) == ("completed", {"night": "1"})
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
+    assert done.error_file_id is None and done.errors is None
+    lines = batches.lines(done.output_file_id)
+    assert [each["custom_id"] for each in lines] == [f"r{number}" for number in range(20)]
+    for each in lines:
+        assert each["error"] is None and each["id"].startswith("batch_req_")
+        response = each["response"]
+        assert response["status_code"] == 200 and response["request_id"].startswith("req_")
+        assert response["body"]["choices"][0]["text"] == "hello world"
+    tokens = sum(each["response"]["body"]["usage"]["completion_tokens"] for each in lines)
+    assert done.usage.output_tokens == tokens > 0
+    assert done.usage.total_tokens == done.usage.input_tokens + tokens
+    for name in ("created_at", "in_progress_at", "finalizing_at", "completed_at"):
+        assert getattr(done, name) is not None
+    assert done.expires_at == done.created_at + 86400
+
+
+def test_each_line_is_answered_as_a_request_is(
+    server: Server, batches: BatchClient, engine: ScriptedEngine
+) -> None:
+    bodies: dict[str, Body] = {
+        "good": {"prompt": "hello", "max_tokens": 3},
+        "wrong type": {"prompt": 7},
+        "no such model": {"prompt": "hello", "model": "other"},
+        "over a limit": {"prompt": "hello", "max_tokens": 10**9},
+        "not supported": {"prompt": "hello", "suffix": "x"},
+    }
+    done = batches.run([line(name) | {"body": body} for name, body in bodies.items()])
+    assert done.status == "completed" and done.request_counts.failed == 4
+    files = [done.output_file_id, done.error_file_id]
+    found = {each["custom_id"]: each["response"] for one in files for each in batches.lines(one)}
+    assert found.keys() == bodies.keys()
+    for name, body in bodies.items():
+        answer = server.client.post("/v1/completions", json=body)
+        assert found[name]["status_code"] == answer.status_code
+        if answer.status_code != 200:
+            assert found[name]["body"] == answer.json()
+
+
+def test_chats_and_responses_are_answered(
+    batches: BatchClient, server: Server, start_engine: Start, chat_model_dir: Path, says: Any
+) -> None:
+    start_engine(server, directory=chat_model_dir, model="chat", script=says("hello"))
+    eventually(lambda: "chat" in server.client.get("/v1/models").text)
+    messages = [{"role": "user", "content": "hello"}]
+    url = "/v1/chat/completions"
+    asked = [line("a", url, model="chat", messages=messages)]
+    (answer,) = batches.lines(batches.run(asked, endpoint=url).output_file_id)
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "hello"
+    url = "/v1/responses"
+    done = batches.run([line("a", url, model="chat", input="hello")], endpoint=url)
+    (answer,) = batches.lines(done.output_file_id)
+    assert done.usage.output_tokens > 0 and done.model == "chat"
+    with pytest.raises(openai.NotFoundError):  # a batch does not fill the store of responses
+        batches.api.responses.retrieve(answer["response"]["body"]["id"])
+
+
+def test_a_stream_is_refused_in_its_line(batches: BatchClient, engine: ScriptedEngine) -> None:
+    done = batches.run([line("a", stream=True), line("b", stream=False)])
+    (failed,) = batches.lines(done.error_file_id)
+    assert failed["response"]["status_code"] == 400
+    assert failed["response"]["body"]["error"]["param"] == "stream"
+    assert done.request_counts.completed == 1
+
+
+GOOD = json.dumps(line("good")).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "number"),
+    [
+        (b"", "empty_file", None),
+        (b"\n \n", "empty_file", None),
+        (b"{nothing}\n", "invalid_json_line", 1),
+        (GOOD + b"\n\n[]\n", "invalid_json_line", 3),
+        (GOOD.decode().encode("utf-16"), "invalid_json_line", 1),
+        (b'{"custom_id": "\xff"}', "invalid_json_line", 1),
+        (b"[" * 200_000, "invalid_json_line", 1),
+        (GOOD + b"\n" + GOOD, "duplicate_custom_id", 2),
+        (GOOD.replace(b"good", b""), "invalid_custom_id", 1),
+        (GOOD.replace(b"POST", b"GET"), "invalid_method", 1),
+        (GOOD.replace(b"/v1/completions", b"/v1/messages"), "invalid_url", 1),
+        (json.dumps(line("a") | {"body": "text"}).encode(), "invalid_body", 1),
+        (json.dumps(line("a", prompt="x" * 1_100_000)).encode(), "line_too_long", 1),
+    ],
+)
+def test_a_file_with_a_wrong_line_fails_before_any_line_runs(
+    batches: BatchClient, engine: ScriptedEngine, content: bytes, code: str, number: int | None
+) -> None:
+    failed = batches.run(content)
+    assert failed.status == "failed" and failed.output_file_id is None
+    error = failed.errors.data[0]
+    assert (error.code, error.line) == (code, number)
+    assert error.message
+
+
+def test_a_mark_of_utf8_and_ends_of_lines_of_windows_are_no_error(
+    batches: BatchClient, engine: ScriptedEngine
+) -> None:
+    second = json.dumps(line("ü")).encode()
+    done = batches.run(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + second)
+    ids = [each["custom_id"] for each in batches.lines(done.output_file_id)]
+    assert ids == ["good", "ü"]
+
+
+def test_a_cancelled_batch_keeps_what_it_has(
+    batches: BatchClient, server: Server, start_engine: Start, says: Any
+) -> None:
+    engine = start_engine(server, model="slow", script=says("hello"), step_s=0.02)
+    eventually(lambda: "slow" in server.client.get("/v1/models").text)
+    del engine
+    batch = batches.create([line(f"r{number}", model="slow") for number in range(2000)])
+    eventually(lambda: batches.completed(batch) > 3)
+    cancelled = batches.api.batches.cancel(batch.id)
+    assert cancelled.status == "cancelling"
+    done = batches.wait(batch)
+    assert done.status == "cancelled" and done.cancelled_at
+    answered, failed = batches.lines(done.output_file_id), batches.lines(done.error_file_id)
+    assert {each["error"]["code"] for each in failed} == {"batch_cancelled"}
+    ids = sorted(int(each["custom_id"][1:]) for each in [*answered, *failed])
+    assert ids == list(range(2000))
+    counts = done.request_counts
+    assert (counts.completed, counts.failed) == (len(answered), len(failed))
+    with pytest.raises(openai.BadRequestError):
+        batches.api.batches.cancel(batch.id)
+    eventually(lambda: _gauge(server, "batches_running") == 0)
+
+
+def test_a_batch_is_cancelled_while_its_file_is_checked(
+    batches: BatchClient, engine: ScriptedEngine
+) -> None:
+    wrong = b"{}\n"  # the last line of a file that takes some time
+    content = b"".join(json.dumps(line(f"r{n}")).encode() + b"\n" for n in range(15_000)) + wrong
+    batch = batches.create(content)
+    with suppress(openai.BadRequestError):  # on a slow machine it has been checked by now
+        batches.api.batches.cancel(batch.id)
+    done = batches.wait(batch)
+    assert done.status in ("cancelled", "failed") and done.output_file_id is None
+
+
+def test_a_batch_without_an_engine_waits_and_expires(batches: BatchClient, server: Server) -> None:
+    lines = [line(name, model=None) for name in "ab"]
+    batch = batches.create(lines, completion_window="3s")
+    done = batches.wait(batch)
+    assert done.status == "expired" and done.expired_at >= done.expires_at
+    assert done.output_file_id is None
+    failed = batches.lines(done.error_file_id)
+    assert [each["error"]["code"] for each in failed] == ["batch_expired"] * 2
+
+
+def test_two_batches_run_at_once(batches: BatchClient, engine: ScriptedEngine) -> None:
+    given = [[line(f"{name}{number}") for number in range(50)] for name in "ab"]
+    first, second = [batches.create(lines) for lines in given]
+    for batch, name in ((first, "a"), (second, "b")):
+        ids = [each["custom_id"] for each in batches.lines(batches.wait(batch).output_file_id)]
+        assert ids == [f"{name}{number}" for number in range(50)]
+
+
+def test_batches_are_listed_in_pages(batches: BatchClient, engine: ScriptedEngine) -> None:
+    made = [batches.create([line("a")]).id for _ in range(3)]
+    page = batches.api.batches.list(limit=2)
+    assert [each.id for each in page.data] == [made[2], made[1]] and page.has_more
+    listed = [each.id for each in batches.api.batches.list(limit=2)]
+    assert listed[:3] == made[::-1]
+    with pytest.raises(openai.NotFoundError):
+        batches.api.batches.list(after="batch_0")
+    for batch_id in made:
+        batches.wait(batches.api.batches.retrieve(batch_id))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("completion_window", "soon"),
+        ("completion_window", "31d"),
+        ("endpoint", "/v1/messages"),
+        ("metadata", {str(number): "x" for number in range(17)}),
+        ("input_file_id", "../../etc/passwd"),
+        ("output_expires_after", {"anchor": "created_at", "seconds": 1}),
+    ],
+)
+def test_a_wrong_field_is_named(
+    server: Server, batches: BatchClient, field: str, value: Any
+) -> None:
+    body = {
+        "input_file_id": batches.upload([line("a")]),
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    answer = server.client.post("/v1/batches", json=body | {field: value})
+    assert answer.status_code == (404 if field == "input_file_id" else 400)
+    param = answer.json()["error"]["param"]
+    assert param in (field, f"{field}.seconds", "file_id")
+
+
+def test_lines_are_counted(batches: BatchClient, server: Server, engine: ScriptedEngine) -> None:
+    before = _gauge(server, "batch_lines_total")
+    batches.run([line("a"), line("b", max_tokens="x")])
+    assert _gauge(server, "batch_lines_total") == before + 2
+    assert _gauge(server, "batches_unfinished") == 0
+
+
+def _gauge(server: Server, name: str) -> float:
+    lines = server.client.get("/metrics").text.splitlines()
+    return sum(
+        float(each.rpartition(" ")[2]) for each in lines if each.startswith(f"mlx_lm_server_{name}")
+    )
+
+
+def test_probes_and_the_page_show_batches(server: Server, batches: BatchClient) -> None:
+    batch = batches.create([line("a", model=None)] * 1, completion_window="1h")
+    eventually(lambda: server.client.get("/health").json()["batches"]["lines"] == 1)
+    found = server.client.get("/health").json()["batches"]
+    assert (found["unfinished"], found["lines_done"]) == (1, 0)
+    command = [sys.executable, "-m", "mlx_lm_server", "status", f"--url={server.url}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "batches: 1, 0/1 lines" in shown
+    with server.client.stream("GET", "/page/feed") as feed:
+        for each in feed.iter_lines():
+            if each.startswith("data: {") and '"batches"' in each:
+                assert json.loads(each[6:])["batches"]["unfinished"] == 1
+                break
+    batches.api.batches.cancel(batch.id)
+    batches.wait(batch)
+    assert server.client.get("/health").json()["batches"]["unfinished"] == 0

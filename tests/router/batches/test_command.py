@@ -1,0 +1,103 @@
+"""`mlx-lm-server batch` beside a real router."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.router.batches.conftest import BatchClient, line
+from tests.router.conftest import ROOT, Server, eventually
+from tests.router.scripted_engine import ScriptedEngine
+
+Start = Callable[..., ScriptedEngine]
+
+
+def command(server: Server, *arguments: object) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "mlx_lm_server", "batch", *map(str, arguments)]
+    return subprocess.Popen(
+        [*words, f"--url={server.url}"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("MLX_LM_SERVER_")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def written(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(each)["custom_id"] for each in path.read_text().splitlines()]
+
+
+def test_a_file_is_answered(
+    server: Server, engine: ScriptedEngine, tmp_path: Path, batches: BatchClient
+) -> None:
+    source = written(tmp_path / "in.jsonl", line("a"), line("b", max_tokens="x"), line("c"))
+    target = tmp_path / "out.jsonl"
+    kept = len(batches.api.files.list().data)
+    run = command(server, source, target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "completed: 2 of 3 lines answered, 1 failed" in said
+    assert ids(target) == ["a", "c"] and ids(tmp_path / "out.errors.jsonl") == ["b"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("in.jsonl", "out.jsonl", "out.errors.jsonl")
+    }
+    assert len(batches.api.files.list().data) == kept  # none is left on the server
+    run = command(server, source, target, "--force", "--in-order")
+    run.communicate(timeout=60)
+    assert ids(target) == ["a", "b", "c"]
+    run = command(server, source, target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 2 and "--force" in said
+
+
+def test_a_command_that_was_killed_follows_its_batch_again(
+    server: Server, start_engine: Start, says: Any, tmp_path: Path, batches: BatchClient
+) -> None:
+    engine = start_engine(server, script=says("hello world"), hold_tokens_after=1)
+    server.wait_ready()
+    source = written(tmp_path / "in.jsonl", *(line(f"r{number}") for number in range(9)))
+    target = tmp_path / "out.jsonl"
+    before = len(batches.api.batches.list(limit=100).data)
+    run = command(server, source, target)
+    eventually((tmp_path / "out.jsonl.batch" / "state.json").exists)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate(timeout=60)
+    other = written(tmp_path / "other.jsonl", line("z"))
+    run = command(server, other, target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "another input" in said
+    engine.behaviour.hold_tokens_after = None
+    run = command(server, source, target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 0, said
+    assert ids(target) == [f"r{number}" for number in range(9)]
+    assert len(batches.api.batches.list(limit=100).data) == before + 1
+
+
+def test_what_is_wrong_is_one_line(
+    server: Server, start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    source, target = written(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
+    run = command(start_server(), source, target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "--batch-dir" in said and "--serve" in said
+    run = command(server, tmp_path / "none.jsonl", target)
+    run.communicate(timeout=60)
+    assert run.returncode == 2
+    run = command(server, written(tmp_path / "empty.jsonl"), target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "no lines" in said
+    run = command(server, written(tmp_path / "twice.jsonl", line("a"), line("a")), target)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "line 2:" in said
+    assert not list(tmp_path.glob("*.batch"))

@@ -1,0 +1,188 @@
+"""Uploads, lists and contents of files."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.router.batches.conftest import BatchClient, line
+from tests.router.conftest import Server, eventually
+
+
+def test_a_file_is_kept_as_it_is(batches: BatchClient) -> None:
+    content = bytes(range(256)) * 3000
+    made = batches.api.files.create(file=("../a b.jsonl", content), purpose="batch")
+    assert (made.bytes, made.purpose, made.status) == (len(content), "batch", "processed")
+    assert made.filename == "a b.jsonl"
+    assert batches.api.files.retrieve(made.id) == made
+    assert batches.api.files.content(made.id).read() == content
+    assert batches.api.files.delete(made.id).deleted
+    for again in (batches.api.files.retrieve, batches.api.files.content, batches.api.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            again(made.id)
+
+
+def test_names_on_the_disk_are_the_servers_own(batches: BatchClient, batch_dir: Path) -> None:
+    made = batches.api.files.create(file=("../../evil", b"x"), purpose="batch")
+    assert (batch_dir / "files" / made.id).read_bytes() == b"x"
+    assert not list(batch_dir.rglob("*evil*"))
+    assert (batch_dir.stat().st_mode & 0o777, (batch_dir / "files").stat().st_mode & 0o77) == (
+        batch_dir.stat().st_mode & 0o777,
+        0,
+    )
+    for path in ("..%2fbatches.db", "%2e%2e", "file-0"):
+        assert batches.api.base_url
+        answer = httpx.get(f"{str(batches.api.base_url).rstrip('/')}/files/{path}/content")
+        assert answer.status_code == 404
+
+
+def test_files_are_listed_in_pages(batches: BatchClient) -> None:
+    made = [batches.upload(b"x") for _ in range(5)]
+    first = batches.api.files.list(limit=2)
+    assert [each.id for each in first.data] == made[:2:-1] and first.has_more
+    assert [each.id for each in batches.api.files.list(limit=2)][:5] == made[::-1]
+    oldest = batches.api.files.list(limit=10_000, order="asc", purpose="batch")
+    assert [each.id for each in oldest.data][-5:] == made
+    assert not batches.api.files.list(purpose="batch_output", limit=1).data
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"purpose": "fine-tune"}, "purpose"),
+        ({}, "purpose"),
+        ({"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after[seconds]"),
+        ({"purpose": "batch", "expires_after[seconds]": "4000"}, "expires_after[anchor]"),
+    ],
+)
+def test_a_wrong_form_is_refused(
+    server: Server, batch_dir: Path, fields: dict[str, str], param: str
+) -> None:
+    answer = server.client.post("/v1/files", data=fields, files={"file": b"x"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert not list((batch_dir / "new").iterdir())
+
+
+def test_a_file_expires_when_its_owner_says(batches: BatchClient) -> None:
+    expiry: Any = {"anchor": "created_at", "seconds": 3600}
+    made = batches.api.files.create(file=b"x", purpose="batch", expires_after=expiry)
+    assert made.expires_at is not None and made.expires_at - made.created_at == 3600
+
+
+def test_bodies_that_are_no_form_are_refused(server: Server) -> None:
+    url, form = "/v1/files", {"content-type": "multipart/form-data; boundary=x"}
+    assert server.client.post(url, json={}).status_code == 415
+    assert server.client.post(url, content=b"", headers={"content-type": "x"}).status_code == 415
+    for content in (b"", b"rubbish", b"--x\r\n", b"--x\r\n\r\nno end"):
+        assert server.client.post(url, content=content, headers=form).status_code == 400
+    part = b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n'
+    for content in (part + b"y" * 5000 + b"\r\n--x--", (part + b"1\r\n") * 40 + b"--x--"):
+        assert server.client.post(url, content=content, headers=form).status_code == 400
+
+
+def test_a_page_of_a_browser_cannot_upload_without_a_key(server: Server) -> None:
+    answer = server.client.post(
+        "/v1/files",
+        data={"purpose": "batch"},
+        files={"file": b"x"},
+        headers={"origin": "https://evil.example"},
+    )
+    assert answer.status_code == 403
+
+
+def test_a_large_file_is_refused_and_nothing_is_left(batches: BatchClient, batch_dir: Path) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        batches.upload(b"x" * 2_000_001)
+    assert refused.value.status_code == 413
+    assert not list((batch_dir / "new").iterdir())
+    assert batches.upload(b"x" * 2_000_000)
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(server: Server, batch_dir: Path) -> None:
+    at = urlsplit(server.url)
+    with socket.create_connection((at.hostname or "", at.port or 0)) as client:
+        client.sendall(
+            b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n"
+            b"content-type: multipart/form-data; boundary=x\r\n\r\n"
+            b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+            + b"x"
+            * 600_000
+        )
+        eventually(lambda: bool(list((batch_dir / "new").iterdir())))
+    eventually(lambda: not list((batch_dir / "new").iterdir()))
+
+
+def test_a_file_that_a_batch_reads_is_not_deleted(batches: BatchClient) -> None:
+    batch = batches.create([line("a")], completion_window="2s")  # there is no engine
+    with pytest.raises(openai.BadRequestError) as refused:
+        batches.api.files.delete(batch.input_file_id)
+    assert refused.value.code == "file_in_use"
+    batches.wait(batch)
+    batches.api.files.delete(batch.input_file_id)
+
+
+def test_a_key_sees_and_fills_only_what_is_its_own(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-a name=a\nsk-b name=b\n")
+    limits = ("--batch-max-files=3", "--batch-max-mb=1")
+    server = start_server(f"--api-key-file={keys}", f"--batch-dir={tmp_path / 'd'}", *limits)
+    one, other = BatchClient(server.url, "sk-a"), BatchClient(server.url, "sk-b")
+    batch = one.create([line("a")])
+    for call, name in (
+        (other.api.files.retrieve, batch.input_file_id),
+        (other.api.files.content, batch.input_file_id),
+        (other.api.files.delete, batch.input_file_id),
+        (other.api.batches.retrieve, batch.id),
+        (other.api.batches.cancel, batch.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call(name)
+    with pytest.raises(openai.NotFoundError):
+        other.api.batches.create(
+            input_file_id=batch.input_file_id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+        )
+    assert not other.api.files.list().data and not other.api.batches.list().data
+    for _ in range(2):
+        one.upload(b"x")
+    with pytest.raises(openai.BadRequestError) as refused:
+        one.upload(b"x")
+    assert refused.value.code == "too_many_files"
+    with pytest.raises(openai.BadRequestError) as refused:
+        other.upload(b"x" * 1_000_001)
+    assert refused.value.code == "storage_full"
+    assert other.upload(b"x" * 900_000)
+    with pytest.raises(openai.AuthenticationError):
+        BatchClient(server.url, "sk-c").upload(b"x")
+
+
+def test_without_a_directory_the_error_says_what_to_set(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server()
+    for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_0/cancel"):
+        answer = server.client.post(path, json={})
+        assert answer.status_code == 501
+        assert "--batch-dir" in answer.json()["error"]["message"]
+
+
+def test_a_directory_has_one_router(
+    start_server: Callable[..., Server], tmp_path: Path, server: Server, batch_dir: Path
+) -> None:
+    del server
+    with pytest.raises(AssertionError, match="another router uses"):
+        start_server(f"--batch-dir={batch_dir}")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AssertionError, match="--batch-dir"):
+        start_server(f"--batch-dir={tmp_path / 'file'}")

@@ -19,6 +19,7 @@ load_fast_blas()  # before anything imports mlx
 
 from bench import prompts  # noqa: E402
 from bench.agents import agents  # noqa: E402
+from bench.batches import batches  # noqa: E402
 from bench.client import complete, complete_all  # noqa: E402
 from bench.cpu import cpu, ragged  # noqa: E402
 from bench.decode import decode  # noqa: E402
@@ -53,6 +54,7 @@ SPECIAL = (
     *("localai", "fleet", "page", "growth", "ranks", "ranks-restart", "profile", "prompts"),
     "same-text",
     "embeddings",
+    "batches",
 )
 """Comparisons that need a Mac, another program, a CPU, an hour, Linux, 8 GB, many minutes, an
 extra, or py-spy, or that compare with nothing."""
@@ -224,6 +226,7 @@ ALONE: dict[str, Callable[[str, int], None]] = {
     "metal": metal,
     "router": router,
     "fleet": fleet,
+    "batches": batches,
     "page": page,
     "growth": growth,
     "profile": profile,

@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": ("services.chat.command", "talk with a model in the terminal"),
     "status": ("services.control:status", "the state of a running server, live in a terminal"),
     "bench": ("services.benchmark.command", "measure a server under load, steps, or the cache"),
+    "batch": ("services.batch.command", "answer a file of requests, in the background"),
     "models": ("services.models.command", "models of this machine, what fits; get one with pull"),
     "doctor": ("services.doctor.command", "say what is wrong with this set-up, and how to mend it"),
     "agent": ("services.agent", "start a coding agent (claude, codex, opencode) on a server"),

@@ -82,6 +82,9 @@ def _status(options: argparse.Namespace) -> Outcome:
         raise NoServer(f"{options.url} answers {code} to /health, but is no mlx-lm-server")
     lines = [f"{found['status']}: mlx-lm-server {found['version']} at {options.url}"]
     lines += found["reasons"]
+    if (batches := found.get("batches")) and batches["unfinished"]:
+        done, running = f"{batches['lines_done']}/{batches['lines']}", batches["running"]
+        lines.append(f"batches: {batches['unfinished']}, {done} lines, {running} running")
     rows: list[list[object]] = [["MODEL", "ENGINE", "STATE", "SEQUENCES", "KV BLOCKS", "QUEUED"]]
     for model in found["models"]:
         for engine in model["engines"]:

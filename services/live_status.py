@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from router.http.health import BatchTotals
 from router.http.status import (
     EngineFigures,
     ModelFigures,
@@ -156,6 +157,8 @@ def render(seen: StatusSeen, url: str, width: int) -> RenderableType:
     parts += [Text(printable(reason), style="yellow") for reason in status.reasons]
     if trouble:
         parts.append(Text(f"{trouble}: trying again", style="red"))
+    if status.batches.unfinished:
+        parts.append(_batches_line(status.batches))
     for model in status.models:
         parts += [Text(), _model_line(model)]
         if known := [seen.engines[name] for name in model.engines if name in seen.engines]:
@@ -207,6 +210,14 @@ def _tiles(status: ServerStatus, points: Sequence[Point], width: int) -> Rendera
         plot([point.memory_pressure for point in points]),
     )
     return grid
+
+
+def _batches_line(batches: BatchTotals) -> RenderableType:
+    part = batches.lines_done / batches.lines if batches.lines else None
+    line = Text("batches", "bold", no_wrap=True, overflow="ellipsis")
+    line.append(f"  {batches.unfinished} unfinished  {batches.lines_done}/{batches.lines} lines")
+    line.append(f" ({_percent(part)})  {batches.running} running")
+    return line
 
 
 def _model_line(model: ModelFigures) -> RenderableType:

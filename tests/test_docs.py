@@ -34,16 +34,20 @@ OF_COMMANDS = {
     "--addr",
     "--env",
     "--follow",
+    "--force",
     "--help",
     "--help-all",
+    "--in-order",
     "--json",
     "--key-variable",
     "--name",
     "--no-history",
     "--once",
+    "--serve",
     "--undo",
     "--url",
     "--wait",
+    "--window",
 }
 """Flags of commands that are no settings of the server."""
 

@@ -1,0 +1,1 @@
+"""`mlx-lm-server batch`: a file of requests, answered in the background."""

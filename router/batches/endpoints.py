@@ -18,7 +18,7 @@ from router.api.body import json_response, read_body
 from router.api.operations import Operation
 from router.batches.context import BatchContext
 from router.batches.directory import BatchDirectory
-from router.batches.files import Files
+from router.batches.files import FileEndpoints
 from router.batches.objects import (
     BatchErrors,
     BatchList,
@@ -164,7 +164,7 @@ class Batches:
 
     @property
     def operations(self) -> list[Operation]:
-        return [*_file_operations(Files(self.context)), *_batch_operations(self)]
+        return [*_file_operations(FileEndpoints(self.context)), *_batch_operations(self)]
 
 
 def batch_object(row: Row) -> BatchObject:
@@ -208,7 +208,7 @@ def _page_fields(most: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _file_operations(files: Files) -> list[Operation]:
+def _file_operations(files: FileEndpoints) -> list[Operation]:
     one, errors = "/v1/files/{file_id}", (FileNotFound, StorageFailed)
     return [
         Operation(

@@ -47,7 +47,7 @@ _MAX_PAGE_FILES = 10_000
 _Result = TypeVar("_Result")
 
 
-class Files:
+class FileEndpoints:
     """The handlers."""
 
     def __init__(self, context: BatchContext) -> None:

@@ -23,7 +23,7 @@ class LineError(Struct, frozen=True, kw_only=True):
     message: str
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class LineRecord(Struct, frozen=True, kw_only=True):
     id: str
     custom_id: str
     response: LineResponse | None
@@ -83,5 +83,5 @@ def not_run(batch: int, line: int, custom_id: str, code: str, message: str) -> R
 
 def _encoded(custom_id: str, **fields: Any) -> bytes:
     fields = {"response": None, "error": None} | fields
-    record = Record(id=f"batch_req_{uuid.uuid4().hex}", custom_id=custom_id, **fields)
+    record = LineRecord(id=f"batch_req_{uuid.uuid4().hex}", custom_id=custom_id, **fields)
     return on_one_line(msgspec.json.encode(record)) + b"\n"

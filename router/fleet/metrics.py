@@ -169,17 +169,7 @@ class Metrics:
             buckets=_LAG_SECONDS,
             registry=self.registry,
         )
-        self.batch_lines = counter(
-            "batch_lines",
-            "Lines of batches that have ended, by path and status",
-            ("path", "status"),
-        )
-        self.batch_places_returned = counter(
-            "batch_places_returned", "Lines of batches that gave a place in an engine back"
-        )
-        self.batch_store_errors = counter(
-            "batch_store_errors", "Times that the state of batches could not be written"
-        )
+        self._add_counters_of_batches(counter)
         self.work_refused = counter(
             "work_refused", "Requests that the threads preparing them had no room or no time for"
         )
@@ -202,6 +192,19 @@ class Metrics:
         )
         build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
         build.labels(version).set(1)
+
+    def _add_counters_of_batches(self, counter: Callable[..., Counter]) -> None:
+        self.batch_lines = counter(
+            "batch_lines",
+            "Lines of batches that have ended, by path and status",
+            ("path", "status"),
+        )
+        self.batch_places_returned = counter(
+            "batch_places_returned", "Lines of batches that gave a place in an engine back"
+        )
+        self.batch_store_errors = counter(
+            "batch_store_errors", "Times that the state of batches could not be written"
+        )
 
     def add_gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
         """Add a gauge that is read only when Prometheus asks."""

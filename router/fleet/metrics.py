@@ -190,6 +190,9 @@ class Metrics:
             "0: the store of --limits-url is gone, and this router counts alone",
             registry=self.registry,
         )
+        self._add_build_info(version)
+
+    def _add_build_info(self, version: str) -> None:
         build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
         build.labels(version).set(1)
 

@@ -71,8 +71,8 @@ def bad_pictures() -> Iterator[tuple[str, str]]:
     photo = Image.effect_noise((64, 48), 90).convert("RGB")
     for format in ("PNG", "JPEG", "WEBP", "GIF"):
         whole = encoded(photo, format)
-        for part in range(1, 25):
-            cut = whole[: max(1, len(whole) * part // 40)]
+        for part in range(1, 31):
+            cut = whole[: max(1, len(whole) * part // 48)]
             yield data_url(cut), "image"
         for at in range(12, 24):  # damage in the header
             yield (

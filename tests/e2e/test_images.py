@@ -1,0 +1,120 @@
+"""Pictures through whole servers: the answers stay the same, whatever is killed or restarted."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.vision_models import make_vision_model, needs_mlx_vlm, picture
+
+needs_mlx_vlm()
+
+CHECKED = {"_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
+GREEDY = {"temperature": 0, "ignore_eos": True}
+PATIENCE_S = 90.0
+ENCODED = "mlx_lm_server_encoded_images_total"
+
+
+def shown(seed: int) -> dict[str, Any]:
+    data = io.BytesIO()
+    picture(seed).save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def asked(*parts: int | str) -> list[dict[str, Any]]:
+    """Return a conversation with a message of texts and of pictures by their numbers."""
+    content = [
+        shown(part) if isinstance(part, int) else {"type": "text", "text": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def answer(server: Server, messages: list[dict[str, Any]], tokens: int = 12) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": tokens, "logprobs": True, **GREEDY}
+    found = server.post("/v1/chat/completions", **body)
+    assert found.status_code == 200, found.text
+    whole: dict[str, Any] = found.json()
+    return whole
+
+
+def text_of(found: dict[str, Any]) -> str:
+    text: str = found["choices"][0]["message"]["content"]
+    return text
+
+
+def scores(found: dict[str, Any]) -> list[float]:
+    return [one["logprob"] for one in found["choices"][0]["logprobs"]["content"]]
+
+
+def cached(found: dict[str, Any]) -> int:
+    tokens: int = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / request.param
+    return make_vision_model(request.param, path)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with serving(model, "--no-ssd", "--block-size", "4", **CHECKED) as running:
+        yield running
+
+
+def test_a_picture_is_encoded_once_and_found_again(server: Server) -> None:
+    first = answer(server, asked("what is ", 1, " here?"))
+    server.wait_metric(ENCODED)
+    again = answer(server, asked("what is ", 1, " here?"))
+    assert (text_of(again), scores(again)) == (text_of(first), scores(first))
+    assert cached(again) >= first["usage"]["prompt_tokens"] - 4
+    other = answer(server, asked("what is ", 2, " here?"))
+    assert cached(other) < first["usage"]["prompt_tokens"] // 2
+    server.wait_until(lambda: server.metric(ENCODED) == 2, PATIENCE_S, "2 encoded")
+    turn = [
+        *asked("what is ", 1, " here?"),
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "user", "content": "and now?"},
+    ]
+    assert cached(answer(server, turn)) >= first["usage"]["prompt_tokens"] - 4
+
+
+def test_a_stream_with_a_picture_outlives_its_engine(server: Server) -> None:
+    messages = asked("what are ", 3, " and ", 4)
+    expected = text_of(answer(server, messages, 300))
+    body = {"messages": messages, "max_tokens": 300, "stream": True, **GREEDY}
+    (pid,) = server.pids("services.engine")
+    text = ""
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as events:
+        for number, line in enumerate(events.iter_lines()):
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                text += "".join(one["delta"].get("content") or "" for one in choices)
+            if number == 6:
+                os.kill(pid, signal.SIGKILL)
+    assert text == expected
+    server.wait_until(server.is_ready, PATIENCE_S, "ready")
+
+
+def test_after_a_restart_pictures_come_from_the_ssd(tmp_path: Path) -> None:
+    model, cache = make_vision_model("pixtral", tmp_path / "model"), tmp_path / "cache"
+    flags = ("--ssd-cache-dir", str(cache), "--ssd-policy", "write_through", "--block-size", "4")
+    messages = asked("what are ", 5, " and ", 6)
+    with serving(model, *flags, **CHECKED) as server:
+        before = answer(server, messages)
+    with serving(model, *flags, **CHECKED) as server:
+        after = answer(server, messages)
+        assert cached(after) >= after["usage"]["prompt_tokens"] - 4
+        assert (text_of(after), scores(after)) == (text_of(before), scores(before))
+        assert server.metric(ENCODED) == 0

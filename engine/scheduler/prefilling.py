@@ -80,7 +80,10 @@ class Prefilling:
                 if picture is not None:
                     self._encode(picture, seq, builder, streaming=streaming)
                     return
-                one = self._begin(seq, candidates, limits, claimed, builder, streaming=streaming)
+                if limits[seq] > seq.num_computed_tokens:  # else it waits for room for a picture
+                    one = self._begin(
+                        seq, candidates, limits, claimed, builder, streaming=streaming
+                    )
             if one is not None:
                 self._advance(one, builder, streaming=streaming)
                 self._count_lead(one, candidates[0])

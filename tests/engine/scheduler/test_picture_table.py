@@ -1,0 +1,110 @@
+"""Which pictures are encoded next, and how far chunks go until then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.scheduler.pictures import PictureTable, shown_parts
+from engine.scheduler.sequence import Sequence, SequencePicture
+from shared.wire import SamplingParams, Submit
+from tests.engine.scheduler.harness import config
+
+SIZE = 16
+TOKEN_BYTES = 8
+
+
+def picture(number: int, start: int, tokens: int) -> SequencePicture:
+    places = tuple(range(start, start + tokens))
+    ids = (7,) * tokens
+    return SequencePicture(bytes([number]) * 32, start, start + tokens, places, ids, 1000)
+
+
+def sequence(*pictures: SequencePicture) -> Sequence:
+    request = Submit(
+        request_id="a",
+        attempt=0,
+        token_ids=[7] * 400,
+        sampling=SamplingParams(seed=1),
+        max_tokens=1,
+        stop_token_ids=[],
+    )
+    return Sequence(
+        request=request,
+        arrival=0,
+        parent_hash=bytes(16),
+        block_size=SIZE,
+        token_ids=list(request.token_ids),
+        max_tokens=1,
+        submitted_s=0.0,
+        pictures=pictures,
+    )
+
+
+def table(tokens: int, layers: int = 2) -> PictureTable:
+    """Return a table with room for so many embeddings."""
+    return PictureTable(
+        replace(
+            config(block_size=SIZE),
+            picture_bytes=tokens * TOKEN_BYTES,
+            picture_token_bytes=TOKEN_BYTES,
+            picture_layers=layers,
+        )
+    )
+
+
+def encode(pictures: PictureTable, one: SequencePicture) -> None:
+    pictures.begin(one, {one.digest})
+    while not pictures.is_ready(one.digest):
+        pictures.encode(one, 1)
+
+
+def test_pictures_of_a_whole_chunk_are_encoded_before_it() -> None:
+    pictures, seq = table(400), sequence(picture(1, 20, 30), picture(2, 90, 30))
+    first, second = seq.pictures
+    assert pictures.missing(seq, 399).picture is first
+    encode(pictures, first)
+    assert pictures.missing(seq, 399).picture is second
+    encode(pictures, second)
+    assert pictures.missing(seq, 399) == (None, 399)
+
+
+def test_a_chunk_ends_before_a_picture_that_does_not_fit_beside_its_own() -> None:
+    pictures, seq = table(50), sequence(picture(1, 20, 30), picture(2, 90, 30))
+    encode(pictures, seq.pictures[0])
+    assert pictures.missing(seq, 399) == (None, 80)
+    seq.num_computed_tokens = 80
+    assert pictures.missing(seq, 399).picture is seq.pictures[1]
+    encode(pictures, seq.pictures[1])
+    assert pictures.take_dropped() == [seq.pictures[0].digest]
+
+
+def test_a_picture_waits_while_others_are_encoded_in_all_of_the_room() -> None:
+    pictures = table(40)
+    for number in range(4):
+        pictures.begin(picture(number, 0, 10), set())
+    seq = sequence(picture(9, 0, 10))
+    assert pictures.missing(seq, 399) == (None, 0)
+    encode(pictures, picture(0, 0, 10))
+    assert pictures.missing(seq, 399).picture is seq.pictures[0]
+
+
+def test_pictures_behind_need_nothing() -> None:
+    pictures, seq = table(400), sequence(picture(1, 20, 30))
+    seq.num_computed_tokens = 64
+    assert pictures.missing(seq, 399) == (None, 399)
+
+
+def test_what_was_begun_for_those_that_ended_is_dropped() -> None:
+    pictures, one = table(400), picture(1, 20, 30)
+    pictures.begin(one, set())
+    pictures.drop_abandoned([sequence(one)])
+    assert pictures.used_bytes
+    pictures.drop_abandoned([sequence(picture(2, 20, 30))])
+    assert pictures.used_bytes == 0 and pictures.take_dropped() == [one.digest]
+
+
+def test_a_chunk_has_its_part_of_a_picture() -> None:
+    seq = sequence(picture(1, 20, 30))
+    (part,) = shown_parts(seq, 32, 48)
+    assert (part.first, part.places) == (12, tuple(range(16)))
+    assert shown_parts(seq, 0, 16) == ()

@@ -22,6 +22,7 @@ from bench.ngram_rules import (
     VllmRule,
     replay,
 )
+from bench.shared_steps import replay_together
 from bench.speculation import MISSES, compare
 
 LIST = list(range(30, 60))
@@ -102,3 +103,12 @@ def test_prompts_of_every_kind_are_timed_and_remembered(
     show(pairs)
     shown = capsys.readouterr().out
     assert "of 3 prompts" in shown and "3 of 3 pairs are the same" in shown
+
+
+def test_requests_that_share_steps_are_replayed() -> None:
+    repeats = ([*LIST, 7], [*LIST, *LIST])
+    other = ([1, 2, 3], list(range(100, 160)))
+    mean, least = replay_together([repeats, repeats], 0.02, protects=True)
+    assert mean > 1.5 and least > 1.5
+    mean, least = replay_together([repeats, repeats, other], 0.2, protects=True)
+    assert least > 0.9

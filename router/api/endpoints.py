@@ -134,6 +134,10 @@ class GenerationEndpoint(ABC, Generic[_Body, _Request]):
         except ApiError as error:
             error.rename_fields(self.field_names)
             raise
+        finally:
+            # Lines of batches come here without the middleware.
+            if (held := scope["state"].get("image_memory")) is not None:
+                held.close()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)

@@ -21,8 +21,11 @@ def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--restart-wait-s=20", "--max-request-bytes=100000")
+def server(start_server: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    batch_dir = tmp_path_factory.mktemp("batches")
+    return start_server(
+        "--restart-wait-s=20", "--max-request-bytes=100000", f"--batch-dir={batch_dir}"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shared.wire import Submit, check_images
+from tests.router.batches.conftest import BatchClient, line
 from tests.router.conftest import Server, eventually
 from tests.router.images.pictures import (
     IMAGE_TOKEN,
@@ -251,19 +252,35 @@ def test_a_body_with_images_may_be_larger_than_one_of_text(
     assert server.client.post("/v1/completions", json={"prompt": "a" * 200_000}).status_code == 413
 
 
+def image_memory(server: Server) -> float:
+    name = "mlx_lm_server_image_memory_bytes"
+    lines = server.client.get("/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(name + " "))
+
+
+def test_lines_of_batches_give_memory_of_images_back(
+    server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
+) -> None:
+    url = data_url(RED)
+    assert ask(url).status_code == 200
+    kept = image_memory(server)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [IMAGE_URL]}]}
+    path = "/v1/chat/completions"
+    batch = BatchClient(server.url).run(
+        [line(str(number), path, **body, max_tokens=4) for number in range(3)], endpoint=path
+    )
+    assert batch.request_counts.completed == 3
+    eventually(lambda: image_memory(server) == kept)
+
+
 def test_memory_of_images_is_given_back(
     server: Server, seeing: ScriptedEngine, ask: Callable[..., Any]
 ) -> None:
-    def held() -> float:
-        name = "mlx_lm_server_image_memory_bytes"
-        lines = server.client.get("/metrics").text.splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(name + " "))
-
     url = data_url(encoded(picture((3, 2, 1), (200, 200)), compress_level=0))
     assert ask(url).status_code == 200
-    kept = held()
+    kept = image_memory(server)
     assert ask(url, "data:image/png;base64,AAAA").status_code == 400
-    eventually(lambda: held() == kept)
+    eventually(lambda: image_memory(server) == kept)
 
 
 def test_the_model_is_said_to_see(server: Server, seeing: ScriptedEngine) -> None:

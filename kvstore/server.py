@@ -116,6 +116,11 @@ class Server:
                 self._receive(bytes([number]), socket_)
         self.send_replies()
 
+    def wake(self) -> None:
+        """Have `serve` return soon. Safe on any thread, and in handlers of signals."""
+        with suppress(OSError):  # full: `serve` is awake already
+            self._wake_sender.send(b"\0")
+
     def _receive(self, number: bytes, socket_: zmq.Socket[bytes]) -> None:
         """Handle what has arrived at a socket. A peer's name begins with the socket's number."""
         until = time.monotonic() + _MAX_TURN_S
@@ -287,8 +292,7 @@ class Server:
     def _reply(self, peer: bytes, message: wire.Message, payload: Sequence[bytes] = ()) -> None:
         """Queue a reply, from any thread; `serve` sends it."""
         self._replies.put((peer, message, list(payload)))
-        with suppress(OSError):  # full: `serve` is awake already
-            self._wake_sender.send(b"\0")
+        self.wake()
 
     def _drop(self, what: str) -> None:
         self._dropped += 1

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -26,7 +26,7 @@ from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
 
 PROG = "services.kvstore"
-BEAT_EVERY_S = 0.5
+BEAT_EVERY_S = 1.0
 FLUSH_S = 10.0
 """How long the queued blocks may take to be written at the end."""
 ORPHAN_FLUSH_S = 2.0
@@ -34,7 +34,6 @@ ORPHAN_FLUSH_S = 2.0
 
 _MOST_SERVERS = 8
 _DAY_S = 86400.0
-_TURN_S = 0.2
 logger = logging.getLogger("kvstore")
 
 
@@ -124,19 +123,22 @@ class _StopRequest:
     def __init__(self) -> None:
         self.is_requested = False
         self.flush_s = FLUSH_S
+        self.wake: Callable[[], None] = lambda: None
+        """Ends the wait for messages. Called on any thread, and in handlers of signals."""
 
     def request(self, flush_s: float) -> None:
         self.flush_s = min(self.flush_s, flush_s)
         self.is_requested = True
+        self.wake()
 
 
 def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> None:
-    next_beat = 0.0
+    next_beat, stop.wake = 0.0, server.wake
     while not stop.is_requested:
         if link and time.monotonic() >= next_beat:
             link.beat("ready")
             next_beat = time.monotonic() + BEAT_EVERY_S
-        server.serve(_TURN_S)
+        server.serve(max(0.0, next_beat - time.monotonic()) if link else BEAT_EVERY_S)
 
 
 def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:

@@ -40,6 +40,7 @@ from shared.version import installed_version
 
 PROG = "mlx-lm-server router"
 BEAT_EVERY_S = 0.5
+_DATE_EVERY_S = 1.0
 TOLD_WITHIN_S = 10.0
 FLUSH_S = 5
 """How long the last events may take to reach the clients after a drain."""
@@ -96,7 +97,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to `_serve`: during a drain it still answers, with 503."""
+    """A server that leaves signals to `_serve`: during a drain it still answers, with 503.
+
+    uvicorn looks ten times a second whether it is to end. This one is told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._exit = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:
+        return self._exit.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._exit.set()
+        else:
+            self._exit.clear()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # which also makes the header with the time
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exit.wait(), _DATE_EVERY_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PERMANENT = (EXIT_CONFIG, EXIT_USAGE)
-_MAX_WAIT_S = 0.25
+_MAX_WAIT_S = 0.5
 
 
 class Supervisor:

@@ -46,6 +46,8 @@ class RateLimits:
         self._windows = RateWindows(url, metrics)
         self._metrics = metrics
         self._uncharged: Counter[Tenant] = Counter()
+        self._used = asyncio.Event()
+        """Set when there may be something in `_uncharged`."""
         """Tokens that are not in the windows yet; below 0: they have more."""
         self._refusals: dict[str, _Refusal] = {}
         """The last of each window."""
@@ -96,6 +98,7 @@ class RateLimits:
                 retry_after_s=refusal.until - time.monotonic(),
             )
         self._uncharged[tenant] += tokens - units * unit
+        self._used.set()
 
     async def _acquire(self, name: str, limit: int, amount: int) -> _Refusal | None:
         """Add ``amount`` to the window, or return why not.
@@ -120,10 +123,14 @@ class RateLimits:
         self._metrics.key_generated_tokens.labels(tenant.name).inc(tokens)
         if tenant.tokens_per_minute:
             self._uncharged[tenant] += tokens
+            self._used.set()
 
     async def run(self) -> NoReturn:
-        """Put what was generated into the windows, a few times a second."""
+        """Put what was generated into the windows, a few times a second while there is any."""
         while True:
+            if not self._uncharged and not self._windows.is_shared:
+                self._used.clear()
+                await self._used.wait()
             await asyncio.sleep(_FLUSH_S)
             try:
                 if await self._windows.recover():

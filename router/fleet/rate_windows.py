@@ -82,6 +82,11 @@ class RateWindows:
         self._lost = False
         metrics.limits_store_up.set(1)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether they are in a Redis, which may be lost, and has to be asked whether it is."""
+        return self._shared is not None
+
     def unit(self, limit: int) -> int:
         """Return the amount that is counted as one, so that a window has a bounded size."""
         return 1 if self._shared is None else -(-limit // _MAX_ENTRIES)

@@ -48,7 +48,7 @@ from shared.wire import (
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
+_TICK_S = 0.5
 _LOOK_AGAIN_S = 0.05
 _ASLEEP_S = 2.0
 
@@ -98,7 +98,7 @@ class Router:
         """Threads for what takes long."""
         self.images = ImagePreparer(settings, self.metrics.images)
         self.batches = BatchFigures()
-        self._loop_lag = LoopLag(self.metrics.loop_lag)
+        self.loop_lag = LoopLag(self.metrics.loop_lag)
         self.started = int(time.time())
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # tasks beside others
         self.closers: list[Callable[[], None]] = [self.images.close]  # on threads, at the end
@@ -118,7 +118,7 @@ class Router:
         self.metrics.add_gauge(
             "event_loop_lag_max_seconds",
             "The longest that the event loop stood still in the last minute",
-            self._loop_lag.worst_s,
+            self.loop_lag.worst_s,
         )
         self.metrics.add_gauge(
             "work_waiting",
@@ -133,16 +133,10 @@ class Router:
         )
         self.metrics.registry.register(engines)
 
-    @property
-    def loop_lag_s(self) -> float:
-        """The longest that the event loop stood still in the last minute."""
-        return self._loop_lag.worst_s()
-
     async def start(self) -> None:
         self.engine_sockets.start()
         self._tasks = [
             asyncio.create_task(self._tick()),
-            asyncio.create_task(self._loop_lag.run()),
             asyncio.create_task(self.rate_limits.run()),
             asyncio.create_task(asyncio.to_thread(warm_up)),
             *(asyncio.create_task(run()) for run in self.background),
@@ -155,6 +149,7 @@ class Router:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self.loop_lag.close()
         self.work.close()
         await self.rate_limits.close()
         self.engine_sockets.close()

@@ -69,7 +69,8 @@ class ApiKeys:
         seen = self._stamp
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reload_asked.wait(), _POLL_S)
+                poll_s = None if self._path is None else _POLL_S
+                await asyncio.wait_for(self._reload_asked.wait(), poll_s)
             stamp = await asyncio.to_thread(_stamp, self._path)
             settled, seen = stamp == seen, stamp
             if self._reload_asked.is_set() or (settled and stamp != self._stamp):

@@ -75,6 +75,7 @@ def create_app(router: Router, keys: ApiKeys, tracing: Tracing | None = None) ->
             metrics_key_paths=_paths(table, "metrics key"),
             admin_key_paths=_paths(table, "admin key"),
             metrics=router.metrics,
+            loop_lag=router.loop_lag,
             tracing=tracing,
         )
     )

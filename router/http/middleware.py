@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.anthropic.errors import is_anthropic_path
 from router.errors import ApiError, ClientDisconnected, HostForbidden, InternalError
+from router.fleet.loop_lag import LoopLag
 from router.fleet.metrics import Metrics
 from router.fleet.tenants import EVERYBODY, Tenant
 from router.http.access_log import RequestRecord
@@ -42,6 +43,7 @@ class RequestMiddleware:
         metrics_key_paths: frozenset[str],
         admin_key_paths: frozenset[str],
         metrics: Metrics,
+        loop_lag: LoopLag,
         tracing: Tracing | None,
     ) -> None:
         """``public_paths`` never need a key, ``metrics_key_paths`` that of ``--metrics-key`` alone,
@@ -57,12 +59,17 @@ class RequestMiddleware:
         self._public_paths = public_paths
         self._metrics_key_paths = metrics_key_paths
         self._metrics = metrics
+        self._loop_lag = loop_lag
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        with self._loop_lag.watching():
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):

@@ -124,7 +124,7 @@ class StatusSampler:
                 memory_pressure=round(max((e.memory_pressure for e in engines), default=0.0), 4),
             ),
             first_token=first_token,
-            loop_lag_s=round(router.loop_lag_s, 4),
+            loop_lag_s=round(router.loop_lag.worst_s(), 4),
             viewers=viewers,
             batches=BatchTotals.of(router),
             models=models,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
@@ -20,11 +21,11 @@ def test_a_blocked_loop_is_noticed(histogram: Histogram) -> None:
     lag = LoopLag(histogram)
 
     async def test() -> None:
-        measuring = asyncio.create_task(lag.run())
-        await asyncio.sleep(0.1)
-        time.sleep(0.4)
-        await asyncio.sleep(0.1)
-        measuring.cancel()
+        with lag.watching():
+            await asyncio.sleep(0.1)
+            time.sleep(0.4)
+            await asyncio.sleep(0.1)
+        lag.close()
 
     asyncio.run(test())
     assert 0.3 < lag.worst_s() < 5
@@ -33,13 +34,56 @@ def test_a_blocked_loop_is_noticed(histogram: Histogram) -> None:
     assert counts["+Inf"] > counts["0.1"] > 0
 
 
-def test_the_worst_of_the_last_minute_is_forgotten_later(histogram: Histogram) -> None:
+def test_work_at_the_very_begin_of_a_request_is_measured(histogram: Histogram) -> None:
+    lag = LoopLag(histogram)
+
+    async def test() -> None:
+        with lag.watching():
+            time.sleep(0.3)
+        await asyncio.sleep(0.1)
+        lag.close()
+
+    asyncio.run(test())
+    assert 0.2 < lag.worst_s() < 5
+
+
+def test_an_idle_server_is_not_woken(histogram: Histogram, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.loop_lag.LINGER_S", 0.1)
+    lag = LoopLag(histogram)
+
+    def count() -> float:
+        (family,) = histogram.collect()
+        return next(s.value for s in family.samples if s.name == "lag_count")
+
+    async def test() -> list[float]:
+        counts = []
+        with lag.watching():
+            await asyncio.sleep(0.2)
+        counts.append(count())
+        await asyncio.sleep(0.3)
+        counts.append(count())
+        await asyncio.sleep(0.3)
+        counts.append(count())
+        return counts
+
+    busy, lingering, idle = asyncio.run(test())
+    assert 0 < busy < lingering == idle
+
+
+def test_the_worst_of_the_last_minute_is_forgotten_later(
+    histogram: Histogram, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lag = LoopLag(histogram)
     assert lag.worst_s() == 0
-    for now, late_s in ((0.0, 0.5), (1.0, 0.1), (2.0, 0.3), (3.0, 0.2)):
+    now = begin = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("router.fleet.loop_lag.time", clock)
+    for now, late_s in ((begin, 0.5), (begin + 1, 0.1), (begin + 2, 0.3), (begin + 3, 0.2)):
         lag.observe(now, late_s)
     assert lag.worst_s() == 0.5
-    lag.observe(WINDOW_S + 1.5, 0.01)
+    now = begin + WINDOW_S + 1.5
     assert lag.worst_s() == 0.3
-    lag.observe(2 * WINDOW_S + 4, 0.01)
-    assert lag.worst_s() == 0.01
+    lag.observe(now, 0.01)
+    assert lag.worst_s() == 0.3
+    now = begin + 2 * WINDOW_S + 4
+    assert lag.worst_s() == 0, "nothing was measured since"

@@ -1,7 +1,8 @@
 """The main loop of an engine that embeds or ranks: messages in, passes of texts, rows out.
 
 A pass is computed layer by layer. What another group asks for meanwhile is computed between two of
-its layers, in a pass of its own.
+its layers, in a pass of its own, if the pass is much longer or its group has many texts. Groups
+that come one after the other do not keep the pass from its end: it gets half of the time then.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from shared import wire
 
 logger = logging.getLogger(__name__)
 
-PASS_S = 0.5
-"""How long a pass may take."""
+PASS_S = 1.0
+"""How long a pass may take. With fewer tokens, reading the weights is a larger part of it."""
 SMALL_PASS_S = 0.05
 """How long a pass may take that several groups share."""
 MAX_PASS_TOKENS = 8192
@@ -36,6 +37,10 @@ _FIRST_GUESS_S = 1e-3
 _IDLE_WAIT_S = 0.5
 _MAX_OPEN = 2
 """Passes at once: one, and one between two of its layers."""
+MUCH_SHORTER = 4
+"""A text overtakes a pass that has so many times as many tokens."""
+MOST_LEAD_S = 0.5
+"""How much more time than the overtaken those get that overtake. After it both take turns."""
 
 Rows = NDArray[np.float32]
 
@@ -57,6 +62,10 @@ class _Pass:
     priority: int
     seconds: float = 0.0
 
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
 
 class EmbeddingCore:
     """Serves until it is drained. All methods are called on the main thread."""
@@ -76,6 +85,8 @@ class EmbeddingCore:
         self._active_memory_bytes = active_memory_bytes
         self._queue = TextQueue()
         self._open: list[_Pass] = []
+        self._lead_s = 0.0
+        """Time of passes that overtook, less the time of the overtaken since."""
         self._token_s = _FIRST_GUESS_S
         self._draining = False
         self._stats = wire.EngineStats()
@@ -96,7 +107,7 @@ class EmbeddingCore:
         self._begin()
         worked = bool(self._open)
         if worked:
-            self._advance(self._open[-1])
+            self._advance(self._next())
         self._report()
         return worked
 
@@ -146,15 +157,24 @@ class EmbeddingCore:
             return
         budget = int(min(MAX_PASS_TOKENS, max(_MIN_PASS_TOKENS, PASS_S / self._token_s)))
         small = int(min(budget, max(_MIN_PASS_TOKENS, SMALL_PASS_S / self._token_s)))
-        outer = self._open[-1] if self._open else None
-        texts = self._queue.take(
-            budget if outer is None else small,
-            small,
-            but_of=set(outer.texts.values()) if outer else (),
-            at_least=outer.priority if outer else None,
-        )
+        if not self._open:
+            texts = self._queue.take(budget, small)
+        else:
+            (outer,) = self._open
+            groups = set(outer.texts.values())
+            # Otherwise everybody's texts are alike, and go in order.
+            longest = None if self._queue.has_waiting(groups) else outer.tokens // MUCH_SHORTER
+            texts = self._queue.take(
+                small, small, but_of=groups, at_least=outer.priority, longest=longest
+            )
         if texts:
             self._open.append(self._pass_of(texts))
+
+    def _next(self) -> _Pass:
+        """Return the open pass that is computed next."""
+        outer, inner = self._open[0], self._open[-1]
+        has_turn = self._lead_s >= MOST_LEAD_S and inner.priority == outer.priority
+        return outer if has_turn else inner
 
     def _pass_of(self, texts: dict[Text, str]) -> _Pass:
         priority = max(map(self._queue.priority_of, texts))
@@ -163,6 +183,7 @@ class EmbeddingCore:
     def _advance(self, one: _Pass) -> None:
         """Compute a layer of a pass; after the last, send what is complete."""
         rows: Rows | None = None
+        is_outer = one is self._open[0]
         started = time.perf_counter()
         try:
             next(one.work)
@@ -174,14 +195,18 @@ class EmbeddingCore:
             self._on_failed(one, f"{type(error).__name__}: {error}")
             return
         finally:
-            one.seconds += time.perf_counter() - started
+            took_s = time.perf_counter() - started
+            one.seconds += took_s
+            self._lead_s = max(0.0, self._lead_s + (-took_s if is_outer else took_s))
         self._status.progress += 1
         if rows is not None:
             self._open.remove(one)
             self._finish(one, rows)
+        if is_outer and one not in self._open:
+            self._lead_s = 0.0
 
     def _finish(self, one: _Pass, rows: Rows) -> None:
-        tokens = sum(map(len, one.texts))
+        tokens = one.tokens
         new_token_s = max(one.seconds, 1e-6) / tokens
         weight = min(0.5, tokens / 512)  # of short ones a pass takes long for each token
         self._token_s += weight * (new_token_s - self._token_s)

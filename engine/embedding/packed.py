@@ -1,8 +1,9 @@
 """Passes on a CPU without padding: the tokens of all texts one after the other.
 
-What lies between two attentions is one call of ONNX Runtime for all tokens. Attention is NumPy's,
-text by text, so that the shapes of its products depend on the text alone. So the bits of a row do
-not depend on the other texts of its pass.
+What lies between two attentions is one call of ONNX Runtime for all tokens. Attention is computed
+text by text, so that the shapes of its products depend on the text alone: by one operator
+(`engine.embedding.fused`) where every token sees all others, and otherwise by NumPy. So the bits of
+a row do not depend on the other texts of its pass.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.batch.cpu.rotary import Rotary
 from engine.cache.layout import Layout
 from engine.cache.rounding import Array
 from engine.embedding.encoder import Affine, Encoder
+from engine.embedding.fused import FusedAttention
 from engine.embedding.texts import Text
 
 States = list[Array]
@@ -44,6 +46,7 @@ class Attention:
     before: int | None = None  # the most positions that a token sees before its own; None: all
     after: int | None = None  # and after it
     softcap: float | None = None
+    fused: FusedAttention | None = None  # it computes the attention, of queries as they are
 
 
 class PackedModel:
@@ -74,7 +77,9 @@ class PackedModel:
         }
         x, *asked = self._stretches[0](x, *tables[self._rotaries[0]])
         for number, layer in enumerate(self._layers):
-            found = attend(layer, cuts, *asked)
+            found = (
+                attend(layer, cuts, *asked) if layer.fused is None else layer.fused(cuts, *asked)
+            )
             if number + 1 == len(self._layers):
                 break
             turns = tables[self._rotaries[number + 1]]
@@ -210,8 +215,15 @@ def packed_encoder(encoder: Encoder) -> PackedModel:
         _stretch(encoder, done, next_, None if next_ is None else used[next_])
         for done, next_ in pairwise(numbers)
     ]
+    fused = FusedAttention(encoder.heads, encoder.hidden)
     layers = [
-        Attention(encoder.heads, encoder.heads, layer.reach, layer.reach)
+        Attention(
+            encoder.heads,
+            encoder.heads,
+            layer.reach,
+            layer.reach,
+            fused=fused if layer.reach is None else None,
+        )
         for layer in encoder.layers
     ]
     return PackedModel(_embedder(encoder), sessions, layers, used)
@@ -279,8 +291,9 @@ def _stretch(
     if rotary is not None:
         turn = stretches.rotation(graph, dim, rotary)
         queries, keys = turn(queries, encoder.heads), turn(keys, encoder.heads)
-    queries = graph.node("Mul", queries, graph.number(dim**-0.5))
-    graph.output(graph.node("Identity", x), stretches.ROWS, hidden)
+    if layer.reach is not None:  # the operator scales queries itself
+        queries = graph.node("Mul", queries, graph.number(dim**-0.5))
+    graph.output(graph.node("Identity", x) if x == "x" else x, stretches.ROWS, hidden)
     for value in (queries, keys, values):
         graph.output(value, stretches.ROWS, hidden)
     return graph.session()

@@ -3,7 +3,7 @@
 Texts are of groups, which are those who asked for them. A pass begins with the texts of the group
 that has not been served for longest. Texts of other groups join as long as the pass stays small: a
 single text is not to wait for the many of another group. Those that come while a long pass is
-computed are computed between two of its layers.
+computed may be computed between two of its layers.
 """
 
 from __future__ import annotations
@@ -107,24 +107,24 @@ class TextQueue:
         *,
         but_of: Collection[str] = (),
         at_least: int | None = None,
+        longest: int | None = None,
     ) -> dict[Text, str]:
         """Return texts for the next pass with their groups: at most ``budget_tokens`` unless the
         first is longer, of one priority, and none of the groups ``but_of`` nor of a priority below
-        ``at_least``. Groups share a pass of up to ``small_tokens``."""
-        priorities = {
-            group: max(map(self.priority_of, lane))
-            for group, lane in self._waiting.items()
-            if group not in but_of
-        }
-        highest = max(priorities.values(), default=0)
-        if not priorities or (at_least is not None and highest < at_least):
+        ``at_least``. Of that priority itself, none is longer than ``longest``. Groups share a pass
+        of up to ``small_tokens``, or of twice as many as the first has: its texts do not take more
+        than twice as long as alone."""
+        lanes = self._lanes(but_of, at_least, longest)
+        priorities = {group: max(map(self.priority_of, lane)) for group, lane in lanes.items()}
+        if not priorities:
             return {}
+        highest = max(priorities.values())
         groups = [group for group, priority in priorities.items() if priority == highest]
         groups.sort(key=lambda group: self._served.get(group, -1))
         taken: dict[Text, str] = {}
         tokens, limit = 0, budget_tokens
         for number, group in enumerate(groups):
-            for text in list(self._waiting[group]):
+            for text in lanes[group]:
                 if taken and tokens + len(text) > limit:
                     break
                 if self.priority_of(text) < highest:
@@ -132,7 +132,7 @@ class TextQueue:
                 taken[text] = group
                 tokens += len(text)
             if number == 0:
-                limit = max(tokens, min(budget_tokens, small_tokens))
+                limit = max(tokens, min(budget_tokens, max(small_tokens, 2 * tokens)))
         for group in dict.fromkeys(taken.values()):
             self._turns += 1
             self._served.pop(group, None)
@@ -147,6 +147,28 @@ class TextQueue:
                 job.begun_at = job.begun_at or now
                 self._leave(job.message.group, text)
         return taken
+
+    def _lanes(
+        self, but_of: Collection[str], at_least: int | None, longest: int | None
+    ) -> dict[str, list[Text]]:
+        """Return the texts by group that `take` may choose from."""
+
+        def may_go(text: Text) -> bool:
+            priority = self.priority_of(text)
+            if at_least is None or priority > at_least:
+                return True
+            return priority == at_least and (longest is None or len(text) <= longest)
+
+        found = {
+            group: [text for text in lane if may_go(text)]
+            for group, lane in self._waiting.items()
+            if group not in but_of
+        }
+        return {group: lane for group, lane in found.items() if lane}
+
+    def has_waiting(self, groups: Collection[str]) -> bool:
+        """Return whether texts of one of ``groups`` wait."""
+        return any(group in self._waiting for group in groups)
 
     def priority_of(self, text: Text) -> int:
         """Return the highest priority with which a text that is not done is wanted."""

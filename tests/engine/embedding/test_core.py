@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from engine.embedding.core import EmbeddingCore, Rows
 from engine.embedding.texts import Text
@@ -22,10 +24,12 @@ class Model:
 
     def __init__(self) -> None:
         self.passes: list[list[int]] = []
+        self.layer_s = 0.0
 
     def compute(self, texts: Sequence[Text]) -> Generator[None, None, Rows]:
         self.passes.append([text.token_ids[0] for text in texts])
         for _ in range(LAYERS):
+            time.sleep(self.layer_s)
             yield
         if 13 in self.passes[-1]:
             raise ValueError("thirteen")
@@ -88,6 +92,33 @@ def test_texts_of_others_are_computed_between_two_layers() -> None:
     engine.run(encode("b", [3]))
     assert [each.request_id for each in engine.sent] == ["b", "a"]
     assert engine.model.passes == [[1, 2], [3]]
+
+
+def test_texts_that_are_alike_go_in_order() -> None:
+    engine = Engine()
+    engine.run(encode("a", [1] * 10), steps=2)
+    engine.run(encode("b", [3] * 10), encode("c", [4] * 10))
+    assert [each.request_id for each in engine.sent] == ["a", "b", "c"]
+
+
+def test_a_much_shorter_text_overtakes() -> None:
+    engine = Engine()
+    engine.run(encode("a", [1] * 10), steps=2)
+    engine.run(encode("b", [3] * 2))
+    assert [each.request_id for each in engine.sent] == ["b", "a"]
+
+
+def test_others_who_come_all_the_time_do_not_keep_a_pass_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.embedding.core.MOST_LEAD_S", 0.02)
+    engine = Engine()
+    engine.model.layer_s = 0.002
+    engine.run(encode("a", *([n] * 10 for n in range(20))), steps=2)
+    for number in range(60):
+        engine.run(encode(f"b{number}", [30 + number]), steps=LAYERS)
+    ends = [each.request_id for each in engine.sent]
+    assert ends[0] == "b0" and "a" in ends, "it gets half of the time"
 
 
 def test_what_cannot_be_computed_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 The model is of BERT-base's size, with random weights, and texts have 256 tokens. PyTorch is that of
 ``BENCH_TORCH_PYTHON``, a Python with sentence-transformers: it embeds without a server around it.
+mlx-vlm's server is started with ``BENCH_MLX_VLM_PYTHON``. Clients are threads of one other process,
+each with a connection that stays, and share the cores with the server.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
@@ -33,6 +34,7 @@ SECONDS = 8.0
 WORDS = 5000
 LAYERS, HIDDEN, WIDE = 12, 768, 3072
 TORCH_VARIABLE = "BENCH_TORCH_PYTHON"
+MLX_VLM_VARIABLE = "BENCH_MLX_VLM_PYTHON"
 _TORCH = """
 import sys, time, random
 from sentence_transformers import SentenceTransformer
@@ -46,6 +48,32 @@ while time.perf_counter() - began < seconds:
     model.encode([text() for _ in range(batch)], batch_size=batch, show_progress_bar=False)
     done += batch
 print(done / (time.perf_counter() - began))
+"""
+
+
+_CLIENTS = """
+import http.client, json, sys, threading, time, itertools
+port, clients, length, model = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4]), sys.argv[5]
+seconds, kind = float(sys.argv[3]), {"content-type": "application/json"}
+numbers = itertools.count()
+def client(counts, at):
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    while True:
+        number = next(numbers)
+        words = [f"w{number % 4000}", f"w{number // 4000 % 4000}", *(["w7"] * (length - 2))]
+        body = {"model": model, "input": " ".join(words), "encoding_format": "float"}
+        link.request("POST", "/v1/embeddings", json.dumps(body), kind)
+        answer = link.getresponse()
+        data = answer.read()
+        assert answer.status == 200, data[:300]
+        counts[at] += 1
+counts = [0] * clients
+for at in range(clients):
+    threading.Thread(target=client, args=(counts, at), daemon=True).start()
+time.sleep(2.0)
+before, began = sum(counts), time.perf_counter()
+time.sleep(seconds)
+print((sum(counts) - before) / (time.perf_counter() - began))
 """
 
 
@@ -129,19 +157,22 @@ def product_rate(rows: int) -> float:
 
 
 def _throughput(folder: Path, runs: int) -> None:
-    print(f"clients   texts/s   products alone   PyTorch   ({TOKENS} tokens a text)")
+    print(f"clients   texts/s   products alone   PyTorch   mlx-vlm   ({TOKENS} tokens a text)")
     for clients in (1, 32):
-        mine, theirs, bound = [], [], []
+        rates: dict[str, list[float]] = {name: [] for name in ("mine", "bound", "torch", "vlm")}
         for _ in range(max(1, runs)):
             with _served(folder) as port:
-                mine.append(_rate(port, clients))
-            bound.append(product_rate(TOKENS * min(clients, 2)))
+                rates["mine"].append(_rate(port, clients, "base"))
+            rates["bound"].append(product_rate(TOKENS * min(clients, 2)))
             if python := os.environ.get(TORCH_VARIABLE):
-                theirs.append(_torch_rate(python, folder, clients))
-        rates = [
-            f"{statistics.median(each):.2f}" if each else "-" for each in (mine, bound, theirs)
-        ]
-        print(f"{clients:7}   {rates[0]:>7}   {rates[1]:>14}   {rates[2]:>7}", flush=True)
+                rates["torch"].append(_torch_rate(python, folder, clients))
+            if python := os.environ.get(MLX_VLM_VARIABLE):
+                with _mlx_vlm(python, folder) as port:
+                    rates["vlm"].append(_rate(port, clients, str(folder)))
+        mine, bound, torch, vlm = (
+            f"{statistics.median(each):.2f}" if each else "-" for each in rates.values()
+        )
+        print(f"{clients:7}   {mine:>7}   {bound:>14}   {torch:>7}   {vlm:>7}", flush=True)
 
 
 def _torch_rate(python: str, folder: Path, batch: int) -> float:
@@ -155,6 +186,14 @@ def _served(folder: Path, *flags: str) -> Iterator[int]:
     command = [sys.executable, "-m", "mlx_lm_server", "--host", "127.0.0.1", "--no-ssd"]
     command += flags or ("--model", str(folder), "--served-model-name", "base")
     with running(command, "/readyz") as (port, _):
+        yield port
+
+
+@contextmanager
+def _mlx_vlm(python: str, folder: Path) -> Iterator[int]:
+    command = [python, "-m", "mlx_vlm.server", "--embedding-model", str(folder)]
+    command += ["--host", "127.0.0.1"]
+    with running(command, "/health") as (port, _):
         yield port
 
 
@@ -177,22 +216,12 @@ def _embed(port: int, texts: list[list[int]], key: str = "") -> float:
     return time.perf_counter() - began
 
 
-def _rate(port: int, clients: int) -> float:
+def _rate(port: int, clients: int, model: str) -> float:
     """Return the texts a second of so many clients with a text each."""
-    _embed(port, [_text()])
-    began = time.perf_counter()
-    ends = began + SECONDS
-
-    def client(_: int) -> int:
-        done = 0
-        while time.perf_counter() < ends:
-            _embed(port, [_text()])
-            done += 1
-        return done
-
-    with ThreadPoolExecutor(clients) as pool:
-        done = sum(pool.map(client, range(clients)))
-    return done / (time.perf_counter() - began)
+    arguments = [str(each) for each in (port, clients, SECONDS, TOKENS, model)]
+    command = [sys.executable, "-c", _CLIENTS, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return float(done.stdout)
 
 
 def _beside_many(folder: Path) -> None:

@@ -89,6 +89,21 @@ EMBEDDING_CLIENTS = (
         "litellm_embeddings.py",
         "/v1/embeddings, /v1/rerank",
     ),
+    Client(
+        "llama-index-embeddings-openai-like",
+        ("llama-index-embeddings-openai-like==0.4.0",),
+        "llama_index_embeddings.py",
+        "/v1/embeddings",
+    ),
+    Client(
+        "chromadb", ("chromadb==1.5.9", "openai==3.54.0"), "chroma_embeddings.py", "/v1/embeddings"
+    ),
+    Client(
+        "Open WebUI (its calls)",
+        ("httpx==0.28.1",),
+        "open_webui_embeddings.py",
+        "/v1/embeddings, /api/embed, /v1/rerank",
+    ),
     Client("cohere", ("cohere==7.3.1",), "cohere_rerank.py", "/v2/rerank"),
 )
 """Those that ask for vectors and rankings, which other models make."""

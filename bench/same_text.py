@@ -3,13 +3,15 @@
 Greedy answers of a new server, one after the other, are compared with those that the same
 questions get in other ways, each from real processes over HTTP. The text may be the same while
 log-probabilities are not, so both are counted. ``python -m bench.same_text --help`` lists the
-ways and the choice of questions; what follows ``--`` are flags of all servers.
+ways and the choice of questions; what follows ``--`` are flags of all servers. ``--answers`` keeps
+the first answers in a file, so that many questions can be asked in several calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import tempfile
@@ -28,6 +30,8 @@ from services.benchmark.answers import StreamedAnswer
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
 KILLED_AFTER = 0.4
 """The part of a crowd's usual time after which its engine is killed."""
+MOST_AT_ONCE = 48
+"""Questions that are asked at once, at most: fewer than a server takes by default."""
 SAVED_S = 2.0
 """Seconds for the last blocks to reach the SSD."""
 LITTLE_BLOCKS = 96
@@ -53,9 +57,22 @@ def one_by_one(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
 
 def all_at_once(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     async def crowd() -> Answers:
-        return await asyncio.gather(*(chat(server.port, each, tokens) for each in asked))
+        return await asyncio.gather(*_asking(server, asked, tokens))
 
     return asyncio.run(crowd())
+
+
+def _asking(
+    server: AskedServer, asked: list[Asked], tokens: int
+) -> list[asyncio.Task[StreamedAnswer]]:
+    """Ask `MOST_AT_ONCE` at a time."""
+    room = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def one(messages: Asked) -> StreamedAnswer:
+        async with room:
+            return await chat(server.port, messages, tokens)
+
+    return [asyncio.create_task(one(each)) for each in asked]
 
 
 def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
@@ -65,7 +82,7 @@ def killed(server: AskedServer, asked: list[Asked], tokens: int) -> Answers:
     usual_s = time.perf_counter() - begun
 
     async def crowd() -> Answers:
-        running = [asyncio.create_task(chat(server.port, each, tokens)) for each in asked]
+        running = _asking(server, asked, tokens)
         await asyncio.sleep(KILLED_AFTER * usual_s)
         kill_engine(server.pid)
         return [await each for each in running]
@@ -136,32 +153,43 @@ def compare(
     tokens: int = TOKENS,
     flags: Sequence[str] = (),
     first: int = 0,
+    answers: Path | None = None,
 ) -> bool:
-    """Print a row for each of the ``ways``. Return whether everything was the same."""
+    """Print a row for each of the ``ways``. Return whether everything was the same.
+
+    First answers are read from ``answers`` if there is such a file, and written to it otherwise."""
     asked_kinds, chosen = zip(*questions(kinds, first, count), strict=True)
     outcomes: dict[str, ComparedWay] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         cache = Path(name)
         keeping = (*flags, "--ssd-policy", "write_through")
         print(f"{'':28}{'texts':>8}{'bits':>13}{'time':>10}  kinds with other bits", flush=True)
-        with _server(model, cache, keeping) as server:
+
+        def take(way: str, server: AskedServer) -> None:
             begun = time.perf_counter()
-            asked, expected = _first(server, chosen, tokens)
-            print(f"{'one by one':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
+            answers = WAYS[way].ask(server, asked, tokens)
+            outcome = ComparedWay(list(asked_kinds), time.perf_counter() - begun)
+            for found, best in zip(answers, expected, strict=True):
+                outcome.add(found, best)
+            outcomes[way] = outcome
+            print(f"{way:28}{outcome}", flush=True)
 
-            def take(way: str, server: AskedServer) -> None:
+        kept = _kept(answers)
+        if kept is not None:
+            asked, expected = kept
+        if kept is None or any(WAYS[way].on for way in ways):
+            with _server(model, cache, keeping) as server:
                 begun = time.perf_counter()
-                answers = WAYS[way].ask(server, asked, tokens)
-                outcome = ComparedWay(list(asked_kinds), time.perf_counter() - begun)
-                for found, best in zip(answers, expected, strict=True):
-                    outcome.add(found, best)
-                outcomes[way] = outcome
-                print(f"{way:28}{outcome}", flush=True)
-
-            for way in ways:
-                if WAYS[way].on == FIRST:
-                    take(way, server)
-            time.sleep(SAVED_S)
+                if kept is None:
+                    asked, expected = _first(server, chosen, tokens)
+                    _keep(answers, asked, expected)
+                else:
+                    _checked(all_at_once(server, asked, tokens))
+                print(f"{'first':28}{'':21}{time.perf_counter() - begun:8.1f} s", flush=True)
+                for way in ways:
+                    if WAYS[way].on == FIRST:
+                        take(way, server)
+                time.sleep(SAVED_S)
         on_ssd = [way for way in ways if WAYS[way].on == SSD]
         if on_ssd:
             with _server(model, cache, keeping) as server:
@@ -199,6 +227,21 @@ def _first(
     return asked, _checked(one_by_one(server, asked, tokens))
 
 
+def _kept(path: Path | None) -> tuple[list[Asked], Answers] | None:
+    """Return the messages and first answers in ``path``, None if there is no such file."""
+    if path is None or not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    answers = [StreamedAnswer(text=text, logprobs=scores) for _, text, scores in found]
+    return [asked for asked, _, _ in found], answers
+
+
+def _keep(path: Path | None, asked: list[Asked], answers: Answers) -> None:
+    if path is not None:
+        found = zip(asked, answers, strict=True)
+        path.write_text(json.dumps([(each, got.text, got.logprobs) for each, got in found]))
+
+
 def _checked(answers: Answers) -> Answers:
     for answer in answers:
         if answer.error:
@@ -218,6 +261,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer, at most")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--answers", type=Path, help="file of first answers, for other calls too")
     parser.add_argument("flags", nargs="*", help="of the servers, after --")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
@@ -229,6 +273,7 @@ def main() -> int:
         options.tokens,
         options.flags,
         options.first,
+        options.answers,
     )
     return int(not same)
 

@@ -39,7 +39,8 @@ class ResultWriter:
             some, self._waiting = self._waiting, []
             is_written = await self._try([result for result, _ in some])
             for _, written in some:
-                written.set_result(is_written)
+                if not written.done():  # the line may have been given up
+                    written.set_result(is_written)
         self._task = None
 
     async def _try(self, results: list[Result]) -> bool:

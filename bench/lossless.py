@@ -1,8 +1,8 @@
 """`python -m bench.lossless`: the same text with drafts as without, on the demo model.
 
 Answers to 200 prompts without drafts are compared, token by token, with those of every source of
-drafts in batches of 1 to 8, for each feature in turn and for all of them together. With
-``--deterministic`` a row has the same bits whatever is computed with it, so no tie is excused.
+drafts in batches of 1 to 8, for each feature in turn and for all of them together. On a CPU a row
+has the same bits whatever is computed with it, so no tie is excused.
 Drafts of a model need ``--draft-model`` (`bench.distill` makes one), and ``auto`` has them then. It
 has those of the model's own head too, if there is one. Exits with 1 if an answer differs.
 

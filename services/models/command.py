@@ -92,10 +92,11 @@ def _list(found: Sequence[LocalModel], wanted: Settings, *, as_json: bool) -> st
     if not found:
         return f"no models here; {PROG} pull NAME gets one, such as {Settings().model}, or demo\n"
     at_once = wanted.max_batch_size
-    rows: list[list[object]] = [["MODEL", "GB", "CONTEXT", "FITS", f"FITS x{at_once}"]]
+    rows: list[list[object]] = [["MODEL", "GB", "IMAGES", "CONTEXT", "FITS", f"FITS x{at_once}"]]
     notes = []
     for each in found:
-        rows.append([each.name, f"{each.weights_bytes / _GB:.2f}", *_fits(each, at_once)])
+        size, images = f"{each.weights_bytes / _GB:.2f}", "yes" if each.takes_images else "-"
+        rows.append([each.name, size, images, *_fits(each, at_once)])
         if each.trouble:
             notes.append(f"{each.name}: {each.trouble}")
         elif each.forecast is not None and not each.forecast.fits:
@@ -127,6 +128,7 @@ def _as_data(model: LocalModel, wanted: Settings) -> dict[str, Any]:
         "name": model.name,
         "path": str(model.path),
         "weights_bytes": model.weights_bytes,
+        "takes_images": model.takes_images,
         "trouble": model.trouble or None,
     }
     if (found := model.forecast) is not None:
@@ -168,6 +170,7 @@ def _weights_line(model: LocalModel) -> str:
     return (
         f"{model.weights_bytes / _GB:.2f} GB on disk, {found.weights_bytes / _GB:.2f} GB in memory"
         f" of {found.memory_bytes / _GB:.1f} GB; made for {found.context_length:,} tokens"
+        f"{' and images' if model.takes_images else ''}"
     )
 
 

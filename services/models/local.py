@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.model.demo import made_demo_model
 from engine.model.errors import ModelUnavailable
 from engine.model.load import DEMOS, keeps_codes
+from engine.model.multimodal import FAMILIES, takes_pictures
 from services.fleet.memory import model_directory
 from services.model_files import problems, weights_in
 from shared.settings import Settings
@@ -28,6 +30,8 @@ class LocalModel:
     name: str
     path: Path
     weights_bytes: int  # on disk
+    takes_images: bool = False
+    """Whether it does where the extra ``vision`` is installed."""
     trouble: str = ""
     """Why it cannot be served."""
     forecast: MemoryForecast | None = None
@@ -80,4 +84,16 @@ def examined(name: str, path: Path, settings: Settings) -> LocalModel:
         found = forecast(path, settings)
     except ModelUnavailable as error:
         return LocalModel(name=name, path=path, weights_bytes=size, trouble=str(error))
-    return LocalModel(name=name, path=path, weights_bytes=size, forecast=found)
+    return LocalModel(
+        name=name,
+        path=path,
+        weights_bytes=size,
+        takes_images=_takes_images(path),
+        forecast=found,
+    )
+
+
+def _takes_images(path: Path) -> bool:
+    """Return whether the whole model in ``path`` takes images."""
+    config = json.loads((path / _CONFIG).read_bytes())
+    return config.get("model_type") in FAMILIES and takes_pictures(config)

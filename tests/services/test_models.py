@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from services import cli
+from services.models.local import examined
+from shared.settings import Settings
 from tests.hub import Hub
+from tests.vision_models import make_vision_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -69,10 +72,16 @@ def models(
 
 def test_a_model_that_was_pulled_is_listed_with_what_fits(models: Callable[..., str]) -> None:
     head, row, *_ = models("--memory-gb", "4").splitlines()
-    assert head.split() == ["MODEL", "GB", "CONTEXT", "FITS", "FITS", "x8"]
-    assert row.split() == ["me/tiny", "0.00", "2,048", "2,048", "2,048"]
+    assert head.split() == ["MODEL", "GB", "IMAGES", "CONTEXT", "FITS", "FITS", "x8"]
+    assert row.split() == ["me/tiny", "0.00", "-", "2,048", "2,048", "2,048"]
     (found,) = json.loads(models("--json", "--memory-gb=4"))
     assert found["fits"] and found["context"] == {"1": 2048, "8": 2048}
+    assert not found["takes_images"]
+
+
+def test_a_model_that_takes_images_is_named_as_one(tmp_path: Path) -> None:
+    folder = make_vision_model("llava", tmp_path / "seeing")
+    assert examined("me/seeing", folder, Settings(memory_gb=4)).takes_images
 
 
 def test_a_model_that_does_not_fit_or_is_not_whole_says_why(

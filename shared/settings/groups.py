@@ -275,7 +275,7 @@ class SpeculationSettings:
     GROUP: ClassVar = "speculative decoding"
 
     spec_decode: Literal["none", "ngram", "draft", "auto"] = flag(
-        "auto",
+        "none",
         "where drafts come from: nowhere, earlier text, a draft model, or whatever is likely to be "
         "right, at no request's expense",
     )

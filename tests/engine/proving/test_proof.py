@@ -143,7 +143,7 @@ class TestTheProofNotices:
         def late(batch: Any, *args: Any) -> None:
             init(batch, *args)
             if len(batch.rows) == 2:
-                batch.offset = batch.offset + mx.array([0, 1])
+                batch.offset = batch.turned_by = batch.offset + mx.array([0, 1])
 
         monkeypatch.setattr(RaggedBatch, "__init__", late)
         self.is_noticed(subject)

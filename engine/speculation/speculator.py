@@ -136,7 +136,13 @@ class Speculator:
         ):
             return True
         proposal = self.propose(row, num_rows)
-        return proposal is not None and len(proposal.tokens) > 1
+        if proposal is None or not self.options.adapts:
+            return proposal is not None and len(proposal.tokens) > 1
+        after = self._chances(row.drafts, proposal)[1:]
+        worth = any(self.costs.best_lengths(num_rows, [after]))
+        if not worth:  # a device would lose its look-ahead for nothing, which no account notes
+            self._fade([(row, proposal)])
+        return worth
 
     def waited(self, drafts: SequenceDrafts, num_rows: int) -> None:
         """Note that a sequence waits for its drafts while ``num_rows`` others have a step."""

@@ -99,6 +99,19 @@ def test_drafts_that_were_not_worth_while_are_tried_again_in_time() -> None:
     assert not any(tried[:50]) and tried[-1]
 
 
+def test_no_sequence_waits_for_drafts_that_would_not_be_verified() -> None:
+    spec = speculator(Fixed("a", 5))
+    with_costs(spec, 0.02, 0.002)
+    row = begin(spec)
+    row.drafts.account.without_s = 10.0  # it has been decoding for long, and may spend
+    assert spec.waits(row, 1)
+    for rate in spec._rates_of(row.drafts, Proposal((7,), "a"), 0):
+        rate.observe(100, 0)
+    assert lengths(spec, row) == [0]
+    waits = [spec.waits(row, 1) for _ in range(2000)]
+    assert not any(waits[:100]) and any(waits)  # it tries again in time
+
+
 def test_many_sequences_try_again_no_sooner_than_one() -> None:
     waited = []
     for num_rows in (1, 8):

@@ -20,6 +20,8 @@ def shared_lengths(
     accepted of them gives their room back. One that has none left may have some alone. Without
     that, one of eight sequences that all quote,
     and of which each is behind at times, would keep the others from drafting for good."""
+    if not any(costs.best_lengths(rows, gains)):
+        return [0] * len(gains)  # nor would any part of them be, of however few sequences
     order = sorted(range(len(rooms)), key=rooms.__getitem__)
     lengths = costs.best_lengths(rows, gains, rooms[order[0]] if order else None)
     least_s = -OVERDRAWN_STEPS * costs.plain_s(rows)

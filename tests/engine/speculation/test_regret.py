@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from engine.speculation.batch_costs import BatchCosts
 from engine.speculation.regret import FIRST_SILENCE, SequenceAccount, SourceAccount
+from engine.speculation.sharing import shared_lengths
 from tests.engine.speculation.simulated import PLAIN_S, Processor, noisy
 
 DRAFTS = (0.0, 0.02, 0.1, 0.3, 1.0)
@@ -109,3 +113,19 @@ def test_a_request_may_lose_little_of_what_it_has_computed() -> None:
     assert account.room_s(PLAIN_S) == pytest.approx(19 * PLAIN_S)
     account.save(10, PLAIN_S)
     assert account.room_s(PLAIN_S) == pytest.approx(29.2 * PLAIN_S)
+
+
+@pytest.mark.parametrize("gain", [0.01, 0.9])
+def test_drafts_that_pay_for_nobody_are_looked_at_once_however_many_requests(gain: float) -> None:
+    costs, calls = BatchCosts(), [0]
+    for drafted in (0, 0, 0, 1, 2, 4):
+        costs.observe(64, drafted, PLAIN_S * (1 + 0.005 * drafted))
+    best_lengths = costs.best_lengths
+
+    def counted(*args: Any) -> list[int]:
+        calls[0] += 1
+        return best_lengths(*args)
+
+    costs.best_lengths = counted  # type: ignore[method-assign]
+    found = shared_lengths(costs, 64, [[gain]] * 64, [PLAIN_S] * 64)
+    assert any(found) == (gain > 0.5) and calls[0] <= 2

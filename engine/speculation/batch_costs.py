@@ -200,6 +200,6 @@ class BatchCosts:
         for rows, by_drafts in known.items():
             for drafted, seconds in sorted(by_drafts.items()):
                 self.observe(rows, drafted, seconds)
-            if rows in self._plain:
+            if rows in self._plain and self._plain[rows].times:
                 self._plain[rows].times = PLAIN_FIRST
         self.changes = 0

@@ -41,6 +41,16 @@ def test_costs_are_known_after_a_restart(tmp_path: Path) -> None:
     assert again.plain_s(4) > 0.036
 
 
+def test_a_file_without_steps_that_drafted_nothing_leaves_them_to_be_measured() -> None:
+    """One that drafts in every step, whatever it costs, never measured any."""
+    costs = BatchCosts()
+    costs.remember({2: {4: 0.05}})
+    assert costs.needs_plain(2)
+    for _ in range(PLAIN_FIRST):
+        costs.observe(2, 0, 0.03)
+    assert not costs.needs_plain(2) and costs.plain_s(2) == pytest.approx(0.03)
+
+
 @pytest.mark.parametrize(
     "body",
     [

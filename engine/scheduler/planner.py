@@ -233,7 +233,7 @@ class Planner:
             # Streams of the background leave all of the time to a prompt that somebody waits for.
             self._time_share.clear()
             self.prefilling.plan(builder, streaming=False)
-            if builder.step.stretch is None:
+            if not builder.has_prompts:
                 self._decode(builder)
             return
         streaming = has_streams > 0

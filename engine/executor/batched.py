@@ -183,7 +183,8 @@ class BatchedExecutor(Executor):
             self._wait_for_slabs()
             slabs = [self._slabs[number] for number in _slab_ids(plan.decodes)]
             # The first layers go apart: the device begins while the rest is being dispatched.
-            step.piece = self._line.send([slab.arrays[:FIRST_ARRAYS] for slab in slabs])
+            first = [slab.arrays[:FIRST_ARRAYS] for slab in slabs]
+            step.piece = self._line.send(first, since=step.started)
         elif not step.prefill:
             step.piece = self._line.piece
         exported = self._export(plan.exports, self._line.piece)
@@ -307,7 +308,8 @@ class BatchedExecutor(Executor):
             if step.piece is None:
                 self._wait_for_slabs()
             known = self._known_tokens(ordered) or inputs.tolist()
-            step.piece = self._line.send([logits, states, [s.contents for s in slabs.values()]])
+            computed = [logits, states, [s.contents for s in slabs.values()]]
+            step.piece = self._line.send(computed, since=step.started)
             masks = self._sampler.start_masks(ordered, known)
         if self.logits_observer is not None:
             self.logits_observer(ordered, logits)
@@ -349,7 +351,7 @@ class BatchedExecutor(Executor):
     def _decode_passes(self, step: BatchedStep) -> DecodePasses:
         def send(arrays: list[Any]) -> None:
             self._wait_for_slabs()
-            step.piece = self._line.send(arrays)
+            step.piece = self._line.send(arrays, since=step.started)
 
         return DecodePasses(
             model=self._model,

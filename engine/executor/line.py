@@ -39,12 +39,15 @@ class DeviceLine:
         """The piece that was not waited for."""
         self._marker: mx.array | None = None
 
-    def send(self, arrays: Sequence[Any], *, holds_slabs: bool = True) -> Piece:
+    def send(
+        self, arrays: Sequence[Any], *, holds_slabs: bool = True, since: float | None = None
+    ) -> Piece:
         """Dispatch ``arrays`` (a tree of them) as a part of the piece in flight.
 
-        ``holds_slabs``: they are arrays of slabs, or depend on them."""
+        ``holds_slabs``: they are arrays of slabs, or depend on them. A new piece counts from
+        ``since``, when the host began to build it: a device that waited for that is not free."""
         if self.piece is None:
-            self.piece = Piece(time.perf_counter())
+            self.piece = Piece(time.perf_counter() if since is None else since)
         self.piece.holds_slabs |= holds_slabs
         # All arrays of a call share an event, which is signalled once all of them are there.
         # A reference to one of `arrays` might keep a slab from being written in place.

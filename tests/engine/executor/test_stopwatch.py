@@ -8,6 +8,7 @@ from engine.batch import ragged
 from engine.batch.graph import GraphBatch
 from engine.cache.layout import probe_layout
 from engine.executor.batched import BatchedExecutor
+from engine.executor.line import DeviceLine
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.plan import Chunk, Decode, Plan, SlabSpec, Slot
 from engine.zoo.build import build
@@ -58,3 +59,14 @@ def test_time_shared_with_the_step_before_counts_once() -> None:
     assert clock.elapsed_s(first) >= LONG_S
     assert clock.elapsed_s(second) < LONG_S
     assert StepClock().elapsed_s(first) >= LONG_S, "a clock knows only its own executor's steps"
+
+
+def test_a_device_that_waited_for_the_host_counts_from_where_that_began() -> None:
+    """Or a step with drafts, which nothing is built beside, would seem as short as others."""
+    line, began = DeviceLine(), time.perf_counter() - 100
+    alone = line.send([mx.zeros(1)], since=began)
+    line.wait()
+    assert alone.elapsed_s is not None and alone.elapsed_s >= 100
+    beside = line.send([mx.zeros(1)], since=began)  # it was built while the first was computed
+    line.wait()
+    assert beside.elapsed_s is not None and beside.elapsed_s < 50

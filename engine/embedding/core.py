@@ -85,6 +85,8 @@ class EmbeddingCore:
         self._active_memory_bytes = active_memory_bytes
         self._queue = TextQueue()
         self._open: list[_Pass] = []
+        self._none_for: tuple[_Pass, int] | None = None
+        """A pass that nothing of the queue may overtake, and the queue's `changes` then."""
         self._lead_s = 0.0
         """Time of passes that overtook, less the time of the overtaken since."""
         self._token_s = _FIRST_GUESS_S
@@ -158,15 +160,20 @@ class EmbeddingCore:
         budget = int(min(MAX_PASS_TOKENS, max(_MIN_PASS_TOKENS, PASS_S / self._token_s)))
         small = int(min(budget, max(_MIN_PASS_TOKENS, SMALL_PASS_S / self._token_s)))
         if not self._open:
+            self._none_for = None
             texts = self._queue.take(budget, small)
         else:
             (outer,) = self._open
+            state = outer, self._queue.changes
+            if state == self._none_for:
+                return  # or many texts would be looked through between all layers
             groups = set(outer.texts.values())
             # Otherwise everybody's texts are alike, and go in order.
             longest = None if self._queue.has_waiting(groups) else outer.tokens // MUCH_SHORTER
             texts = self._queue.take(
                 small, small, but_of=groups, at_least=outer.priority, longest=longest
             )
+            self._none_for = None if texts else state
         if texts:
             self._open.append(self._pass_of(texts))
 

@@ -66,6 +66,8 @@ class TextQueue:
         self._turns = 0
         self.num_texts = self.num_shared = 0
         """Texts so far, and those of them that were equal to one in flight."""
+        self.changes = 0
+        """Jobs that came or went so far."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -89,6 +91,7 @@ class TextQueue:
         texts = [Text(tuple(ids), at) for ids, at in zip(message.token_ids, starts, strict=True)]
         job = Job(message, time.monotonic(), [None] * len(texts), len(texts))
         self._jobs[job.key] = job
+        self.changes += 1
         for number, text in enumerate(texts):
             self.num_texts += 1
             wanted = self._wanted.get(text)
@@ -199,6 +202,7 @@ class TextQueue:
         job = self._jobs.pop(key, None)
         if job is None:
             return
+        self.changes += 1
         starts = job.message.second_starts or [0] * len(job.message.token_ids)
         for ids, start in zip(job.message.token_ids, starts, strict=True):
             text = Text(tuple(ids), start)

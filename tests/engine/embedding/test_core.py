@@ -108,6 +108,26 @@ def test_a_much_shorter_text_overtakes() -> None:
     assert [each.request_id for each in engine.sent] == ["b", "a"]
 
 
+def test_texts_that_wait_are_looked_through_between_layers_only_after_others_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    engine.run(encode("a", [1] * 10), steps=2)
+    take, calls = engine.core._queue.take, []
+
+    def counted(*args: Any, **how: Any) -> dict[Text, str]:
+        calls.append(args)
+        return take(*args, **how)
+
+    monkeypatch.setattr(engine.core._queue, "take", counted)
+    engine.run(encode("b", [3] * 10), steps=2)
+    assert len(calls) == 1
+    engine.run(encode("c", [4] * 2), steps=1)
+    assert engine.model.passes == [[1], [4]]
+    engine.run()
+    assert [each.request_id for each in engine.sent] == ["c", "a", "b"]
+
+
 def test_others_who_come_all_the_time_do_not_keep_a_pass_from_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -135,14 +135,13 @@ class Speculator:
             and batch.waits()
         ):
             return True
-        proposal = self.propose(row, num_rows)
-        if proposal is None or not self.options.adapts:
+        if (proposal := self.propose(row, num_rows)) is None or not self.options.adapts:
             return proposal is not None and len(proposal.tokens) > 1
         after = self._chances(row.drafts, proposal)[1:]
-        worth = any(self.costs.best_lengths(num_rows, [after]))
+        worth = self.costs.best_lengths(num_rows, [after])[0]
         if not worth:  # a device would lose its look-ahead for nothing, which no account notes
             self._fade([(row, proposal)])
-        return worth
+        return sum(after[:worth]) * plain_s > lost_s
 
     def waited(self, drafts: SequenceDrafts, num_rows: int) -> None:
         """Note that a sequence waits for its drafts while ``num_rows`` others have a step."""

@@ -112,6 +112,19 @@ def test_no_sequence_waits_for_drafts_that_would_not_be_verified() -> None:
     assert not any(waits[:100]) and any(waits)  # it tries again in time
 
 
+@pytest.mark.parametrize(("likely", "pays"), [(0.5, False), (0.9, True)])
+def test_beside_others_drafts_have_to_save_the_step_that_a_wait_costs(
+    likely: float, pays: bool
+) -> None:
+    spec = speculator(Fixed("a", 5, likely))
+    for rows in (1, 2):
+        with_costs(spec, 0.02, 0.002, rows)
+    row = begin(spec)
+    row.drafts.account.without_s = 10.0  # it has been decoding for long, and may spend
+    assert spec.waits(row, 1)
+    assert spec.waits(row, 2) == pays
+
+
 def test_many_sequences_try_again_no_sooner_than_one() -> None:
     waited = []
     for num_rows in (1, 8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -52,7 +53,7 @@ def page_query(request: Request, default: int, most: int) -> tuple[int, str | No
     Raises `InvalidValue`."""
     query = request.query_params
     limit, order = query.get("limit", str(default)), query.get("order", "desc")
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:6]) <= most:
+    if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= most:
         raise InvalidValue(f"'limit' must be 1 to {most}.", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidValue("'order' must be 'asc' or 'desc'.", param="order")

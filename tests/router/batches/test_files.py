@@ -53,6 +53,14 @@ def test_files_are_listed_in_pages(batches: BatchClient) -> None:
     assert not batches.api.files.list(purpose="batch_output", limit=1).data
 
 
+@pytest.mark.parametrize("path", ["files", "batches"])
+@pytest.mark.parametrize("limit", ["0", "10001", "0000019", "000001" + "9" * 20, "1" * 5000, "٣"])
+def test_a_limit_that_is_none_is_refused(server: Server, path: str, limit: str) -> None:
+    answer = server.client.get(f"/v1/{path}", params={"limit": limit})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "limit"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from router.batches.context import BatchContext
 from router.batches.line_call import LineAnswer, TryAgain, call
 from router.batches.lines import InputLine, parse_line
 from router.batches.records import answered, not_run
 from router.batches.store import Result
-from router.errors import ClientDisconnected, Unauthorized
+from router.errors import ClientDisconnected, InternalError, Unauthorized
 from router.tokens.work_pool import INLINE_SIZE
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 30.0
 
@@ -57,10 +62,19 @@ class LineJob:
                 await _unless(gone, asyncio.sleep(wait_s))
                 continue
             self._count(answer.status)
-            make = partial(answered, self._batch, self._number, line.custom_id, *answer)
-            small = len(answer.body) <= INLINE_SIZE
-            return make() if small else await self._context.directory.read(make)
+            return await self._ended(line, answer)
         return None
+
+    async def _ended(self, line: InputLine, answer: LineAnswer) -> Result:
+        make = partial(answered, self._batch, self._number, line.custom_id)
+        small = len(answer.body) <= INLINE_SIZE
+        try:
+            whole = partial(make, *answer)
+            return whole() if small else await self._context.directory.read(whole)
+        except msgspec.MsgspecError:  # a line without an end would run again and again
+            logger.exception("a line of a batch has no JSON as its answer (%s)", answer.request_id)
+            failure = InternalError()
+            return make(failure.status, answer.request_id, failure.body())
 
     async def _parse(self) -> InputLine:
         return await self._context.directory.read(lambda: parse_line(self._raw))

@@ -90,6 +90,16 @@ def test_a_stream_is_refused_in_its_line(batches: BatchClient, engine: ScriptedE
     assert done.request_counts.completed == 1
 
 
+def test_a_stream_with_escapes_in_its_name_is_refused_too(
+    batches: BatchClient, engine: ScriptedEngine
+) -> None:
+    content = json.dumps(line("a", stream=True)).replace('"stream"', '"str\\u0065am"')
+    done = batches.run(content.encode())
+    assert done.status == "completed" and done.request_counts.failed == 1
+    (failed,) = batches.lines(done.error_file_id)
+    assert failed["response"]["body"]["error"]["param"] == "stream"
+
+
 GOOD = json.dumps(line("good")).encode()
 
 

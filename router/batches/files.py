@@ -144,6 +144,7 @@ class FileEndpoints:
     async def _receive(self, request: Request, upload: Upload) -> None:
         """Pass the body on, piece by piece. Raises what `Upload.feed` raises, and `BodyTimeout`."""
         parts: list[bytes] = []
+        size = 0  # of these; to add it up for each of many small ones would hold the event loop
         chunks = aiter(request.stream())
         try:
             while True:
@@ -151,9 +152,11 @@ class FileEndpoints:
                     chunk = await anext(chunks, None)
                 if chunk:
                     parts.append(chunk)
-                if parts and (chunk is None or sum(map(len, parts)) >= _PIECE_BYTES):
+                    size += len(chunk)
+                if parts and (chunk is None or size >= _PIECE_BYTES):
                     await self._directory.read(partial(upload.feed, b"".join(parts)))
                     parts.clear()
+                    size = 0
                 if chunk is None:
                     return
         except TimeoutError:

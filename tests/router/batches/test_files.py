@@ -106,6 +106,20 @@ def test_a_page_of_a_browser_cannot_upload_without_a_key(server: Server) -> None
     assert answer.status_code == 403
 
 
+def test_a_file_may_come_in_small_pieces(batches: BatchClient, server: Server) -> None:
+    content = bytes(range(256)) * 4000
+    form = [
+        b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n',
+        b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n',
+        *(content[at : at + 1000] for at in range(0, len(content), 1000)),
+        b"\r\n--x--\r\n",
+    ]
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = server.client.post("/v1/files", content=iter(form), headers=headers)
+    assert answer.status_code == 200
+    assert batches.api.files.content(answer.json()["id"]).read() == content
+
+
 def test_a_large_file_is_refused_and_nothing_is_left(batches: BatchClient, batch_dir: Path) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         batches.upload(b"x" * 2_000_001)

@@ -124,7 +124,7 @@ class FileEndpoints:
             store.delete_file(key, file_id)
 
         await self._run(delete)
-        self._directory.remove(file_id)
+        await self._directory.read(partial(self._directory.remove, file_id))
         return json_response(DeletedFile(id=file_id))
 
     async def _find(self, request: Request) -> Row:

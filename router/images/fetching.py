@@ -84,7 +84,10 @@ class ImageFetcher:
             found = await self._get(self._checked(url), max_bytes)
             if isinstance(found, bytes):
                 return found
-            url = urljoin(url, found)
+            try:
+                url = urljoin(url, found)
+            except ValueError:
+                raise NotFetched("is behind a redirect to no valid URL.") from None
         raise NotFetched(f"is behind more than {MAX_REDIRECTS} redirects.")
 
     def _checked(self, url: str) -> _Target:
@@ -97,7 +100,7 @@ class ImageFetcher:
             port = parts.port
         except (ValueError, UnicodeError):
             raise NotFetched("has a URL that is not valid.", is_forbidden=True) from None
-        if len(url) > _MAX_URL_CHARS or any(char <= " " for char in path):
+        if len(url) > _MAX_URL_CHARS or not all("!" <= char <= "~" for char in path):
             raise NotFetched("has a URL that is not valid.", is_forbidden=True)
         if parts.scheme != "https":
             raise NotFetched("is not behind https:.", is_forbidden=True)

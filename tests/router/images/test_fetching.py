@@ -111,9 +111,10 @@ def test_an_image_is_fetched(certificate: Path) -> None:
 
 def test_a_redirect_is_followed_to_allowed_hosts_only(certificate: Path) -> None:
     answers = {"/a": to("/b"), "/b": ok(b"x"), "/out": to("https://other.example/")}
-    answers |= {"/plain": to(f"http://{HOST}/b"), "/loop": to("/loop")}
+    answers |= {"/plain": to(f"http://{HOST}/b"), "/loop": to("/loop"), "/odd": to("https://[")}
     assert fetched(certificate, answers, f"https://{HOST}/a") == (b"x", ["/a", "/b"])
-    for path, word in (("/out", "host"), ("/plain", "https"), ("/loop", "redirects")):
+    words = {"/out": "host", "/plain": "https", "/loop": "redirects", "/odd": "valid URL"}
+    for path, word in words.items():
         reason, _ = fetched(certificate, answers, f"https://{HOST}{path}")
         assert word in str(reason), reason
 
@@ -129,6 +130,7 @@ def test_a_redirect_is_followed_to_allowed_hosts_only(certificate: Path) -> None
         "https://pictures.example:1/a",
         "https://127.0.0.1/a",
         "https://pictures.example/a b",
+        "https://pictures.example/a\x7f",
         "https://[/",
         "https://" + "a" * 9000,
     ],

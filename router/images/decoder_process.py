@@ -79,6 +79,9 @@ class DecoderProcess:
         except TimeoutError:
             self._end()
             raise DecoderLost(is_late=True) from None
+        except BaseException:  # the rest of its answer would be taken for the next image's
+            self._end()
+            raise
         self._folders.add(job.folder)
         return DecoderAnswer(answer, frames)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -59,6 +60,22 @@ def test_an_image_that_takes_too_long_ends_the_process(
     with pytest.raises(DecoderLost) as lost:
         process.prepare(job, encoded(picture()))
     assert lost.value.is_late and process.pid is None
+
+
+def test_an_answer_that_was_read_in_part_is_not_taken_for_the_next(
+    process: DecoderProcess, job: DecodeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = process.prepare(job, encoded(picture())).answer.digest
+
+    def no_memory(length: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("router.images.decoder_process._buffer", no_memory)
+        with pytest.raises(OSError, match="allocate"):
+            process.prepare(job, encoded(picture()))
+    assert process.pid is None
+    assert process.prepare(job, encoded(picture())).answer.digest == expected
 
 
 def test_an_image_that_needs_too_much_memory_is_refused(

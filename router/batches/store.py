@@ -46,7 +46,14 @@ CREATE TABLE IF NOT EXISTS results (
 """
 _VACUUM_PAGES = 20_000
 """Given back to the file system at a time: some 80 MB."""
+MAX_BATCHES = 10_000
+"""Batches of a key that are kept; nothing else counts what they take on the disk."""
 _ENDED = ", ".join(f"'{state}'" for state in BatchState if state.has_ended)
+_UNFINISHED_INDEX = (
+    "CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (input_file_id)"
+    f" WHERE state NOT IN ({_ENDED})"
+)
+"""They are counted at the end of each line, and those that have ended may be many."""
 
 Row = dict[str, Any]
 """A row of a table, by column."""
@@ -90,6 +97,7 @@ class BatchStore:
         self._database.execute("PRAGMA synchronous = FULL")
         self._database.execute("PRAGMA secure_delete = ON")
         self._database.executescript(_TABLES)
+        self._database.execute(_UNFINISHED_INDEX)
 
     def close(self) -> None:
         self._database.close()
@@ -193,12 +201,18 @@ class BatchStore:
     # -- batches ---------------------------------------------------------------
 
     def add_batch(self, values: Row) -> Row:
-        """Add a batch, which is validating. ``values``: the columns that do not change."""
+        """Add a batch, which is validating. ``values``: the columns that do not change. Of more
+        than `MAX_BATCHES` of its key, the oldest that have ended are forgotten."""
         columns = {**values, "state": BatchState.VALIDATING.value}
         names, places = ", ".join(columns), ", ".join("?" * len(columns))
         with self._change() as database:
             database.execute(
                 f"INSERT INTO batches ({names}) VALUES ({places})", tuple(columns.values())
+            )
+            database.execute(
+                f"DELETE FROM batches WHERE key = ? AND state IN ({_ENDED}) AND number <= (SELECT"
+                " number FROM batches WHERE key = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (values["key"], values["key"], MAX_BATCHES),
             )
         found = self.find_batch(values["key"], values["id"])
         assert found is not None

@@ -114,3 +114,32 @@ def test_old_files_and_batches_are_forgotten_unless_they_are_needed(tmp_path: Pa
     assert store.file_ids() == {"file-0", "file-2"}
     assert store.batch(running) and not store.batch(ended)
     store.close()
+
+
+def test_a_key_keeps_so_many_batches_and_all_that_have_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.store.MAX_BATCHES", 3)
+    store = BatchStore(tmp_path / "batches.db")
+    other = int(store.add_batch({**VALUES, "key": "other", "id": "batch_other"})["number"])
+    running = added(store, "batch_running")
+    for each in range(6):
+        store.advance(added(store, f"batch_{each}"), BatchState.FAILED)
+    rows, _ = store.page("batches", "k", 10) or ([], False)
+    assert [row["id"] for row in rows] == ["batch_5", "batch_4", "batch_3", "batch_running"]
+    assert store.batch(running) and store.batch(other)
+    store.close()
+
+
+def test_unfinished_batches_are_found_without_those_that_have_ended(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches.db")
+    queries = list[str]()
+    store._database.set_trace_callback(queries.append)
+    store.totals()
+    store.user_of("file-0")
+    store._database.set_trace_callback(None)
+    assert len(queries) == 2
+    for query in queries:
+        plan = [row["detail"] for row in store._database.execute(f"EXPLAIN QUERY PLAN {query}")]
+        assert any("unfinished_batches" in step for step in plan), plan
+    store.close()

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import methodcaller
 
 import msgspec
 
 from router.batches.context import BatchContext
-from router.batches.line_job import LineJob
-from router.batches.lines import check_file, parse_line, read_lines
+from router.batches.line_job import LineJob, LineSource
+from router.batches.lines import FoundLine, check_file, parse_line, read_line, read_lines
 from router.batches.objects import BatchErrors
 from router.batches.records import not_run
 from router.batches.states import BatchState
 from router.batches.store import NewFile, Result, Row, StoreFailed, read_results
+from router.tokens.work_pool import INLINE_SIZE
 
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
+_AGAIN_AFTER_BUG_S = 30.0
 _READ_LINES = 64
 _READ_BYTES = 1_000_000
 _WRITE_LINES = 500
@@ -33,7 +36,8 @@ _ENDS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled before.",
 }
-Lines = list[tuple[int, bytes]]
+Lines = list[tuple[int, int, bytes]]
+"""The number of each, where it begins in the file, and the line."""
 
 
 class BatchJob:
@@ -67,6 +71,10 @@ class BatchJob:
                 context.metrics.batch_store_errors.inc()
                 logger.warning("%s waits for its disk: %s", self._id, error)
                 await asyncio.sleep(_AGAIN_S)
+            except Exception:  # a bug: its batch can still be cancelled, and expires
+                logger.exception("%s failed, and goes on", self._id)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(context.stopping.wait(), _AGAIN_AFTER_BUG_S)
             await context.refresh()
 
     async def _step(self, row: Row) -> None:
@@ -134,25 +142,47 @@ class BatchJob:
         lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
         slots = asyncio.Semaphore(context.settings.max_batch_requests)
         running: set[asyncio.Task[None]] = set()
+        failures: list[BaseException] = []
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            slots.release()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failures.append(error)
+
         try:
-            while not gone.is_set():
-                some = await context.directory.read(partial(_take, lines))
+            while not gone.is_set() and not failures:
+                some = self._sources(await context.directory.read(partial(_take, lines)))
                 if not some:
                     return
                 _, used = await context.directory.run(lambda store: store.use_of(self._key))
-                for number, raw in some:
+                for number, source in some:
                     await slots.acquire()
                     if gone.is_set():
                         return
-                    line = LineJob(context, self._number, number, raw, self._endpoint, self._key)
+                    line = LineJob(context, self._number, number, source, self._endpoint, self._key)
                     is_full = used > context.max_bytes
                     task = asyncio.create_task(line.run(gone, is_full=is_full))
                     running.add(task)
-                    task.add_done_callback(running.discard)
-                    task.add_done_callback(lambda _: slots.release())
+                    task.add_done_callback(ended)
         finally:
             while running:
                 await asyncio.wait(running)
+            if failures:  # the next step would run these lines again at once
+                raise failures[0]
+
+    def _sources(self, lines: Lines) -> list[tuple[int, LineSource]]:
+        """Return how each of ``lines`` gets its content. A large one reads it again: many batches
+        may have lines that wait."""
+        return [
+            (
+                number,
+                raw
+                if len(raw) <= INLINE_SIZE
+                else partial(read_line, self._path, start, self._max_body_bytes),
+            )
+            for number, start, raw in lines
+        ]
 
     async def _end_lines(self, code: str) -> None:
         """Give an error to each line that has not ended."""
@@ -209,24 +239,24 @@ class BatchJob:
 
 
 def _unfinished(
-    lines: Iterator[tuple[int, bytes | None]], done: array[int]
-) -> Iterator[tuple[int, bytes]]:
+    lines: Iterator[FoundLine], done: Sequence[int]
+) -> Iterator[tuple[int, int, bytes]]:
     """Yield the lines but for those with the numbers ``done``, which are in order."""
     place = 0
-    for number, raw in lines:
+    for number, start, raw in lines:
         if place < len(done) and done[place] == number:
             place += 1
         elif raw is not None:  # a file that was checked has no line that is too long
-            yield number, raw
+            yield number, start, raw
 
 
-def _take(lines: Iterator[tuple[int, bytes]], most: int = _READ_LINES) -> Lines:
+def _take(lines: Iterator[tuple[int, int, bytes]], most: int = _READ_LINES) -> Lines:
     """Return the next lines, none at the end."""
     found: Lines = []
     size = 0
-    for number, raw in lines:
-        found.append((number, raw))
-        size += len(raw)
+    for line in lines:
+        found.append(line)
+        size += len(line[2])
         if len(found) >= most or size >= _READ_BYTES:
             break
     return found
@@ -235,5 +265,5 @@ def _take(lines: Iterator[tuple[int, bytes]], most: int = _READ_LINES) -> Lines:
 def _ended(batch: int, lines: Lines, code: str) -> list[Result]:
     return [
         not_run(batch, number, parse_line(raw).custom_id, code, _ENDS[code])
-        for number, raw in lines
+        for number, _, raw in lines
     ]

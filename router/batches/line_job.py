@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,22 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 30.0
 
+LineSource = bytes | Callable[[], bytes]
+"""A line, or what reads it on a thread once it has a place."""
+
 
 class LineJob:
     def __init__(
-        self, context: BatchContext, batch: int, number: int, raw: bytes, path: str, key: str
+        self,
+        context: BatchContext,
+        batch: int,
+        number: int,
+        source: LineSource,
+        path: str,
+        key: str,
     ) -> None:
         self._context, self._batch, self._number = context, batch, number
-        self._raw, self._path, self._key = raw, path, key
+        self._source, self._path, self._key = source, path, key
         self._has_place = False
 
     async def run(self, gone: asyncio.Event, *, is_full: bool) -> None:
@@ -43,29 +52,30 @@ class LineJob:
             self._give_back()
 
     async def _result(self, gone: asyncio.Event, *, is_full: bool) -> Result | None:
-        line = parse_line(self._raw) if len(self._raw) <= INLINE_SIZE else await self._parse()
         if is_full:
             limit = self._context.settings.batch_max_mb
             message = f"The files of this API key have over {limit} MB: delete some."
+            custom_id = (await self._line()).custom_id
             self._count(507)
-            return not_run(self._batch, self._number, line.custom_id, "storage_full", message)
+            return not_run(self._batch, self._number, custom_id, "storage_full", message)
         tries = 0
         while await self._take_place(gone):
             try:
-                answer = await self._answer(line, gone)
+                return await self._run_once(gone)
             except ClientDisconnected:
                 return None
-            except TryAgain as error:
-                self._give_back()  # a model that is away keeps no places from the others
-                tries += 1
-                wait_s = min(max(error.after_s, 2.0**tries / 4), _LONGEST_WAIT_S)
-                await _unless(gone, asyncio.sleep(wait_s))
-                continue
-            self._count(answer.status)
-            return await self._ended(line, answer)
+            except TryAgain as error:  # it holds the line, which is not kept while it waits
+                after_s = error.after_s
+            self._give_back()  # a model that is away keeps no places from the others
+            tries += 1
+            wait_s = min(max(after_s, 2.0 ** min(tries, 10) / 4), _LONGEST_WAIT_S)
+            await _unless(gone, asyncio.sleep(wait_s))
         return None
 
-    async def _ended(self, line: InputLine, answer: LineAnswer) -> Result:
+    async def _run_once(self, gone: asyncio.Event) -> Result:
+        line = await self._line()
+        answer = await self._answer(line, gone)
+        self._count(answer.status)
         make = partial(answered, self._batch, self._number, line.custom_id)
         small = len(answer.body) <= INLINE_SIZE
         try:
@@ -76,8 +86,11 @@ class LineJob:
             failure = InternalError()
             return make(failure.status, answer.request_id, failure.body())
 
-    async def _parse(self) -> InputLine:
-        return await self._context.directory.read(lambda: parse_line(self._raw))
+    async def _line(self) -> InputLine:
+        source = self._source
+        if isinstance(source, bytes):
+            return parse_line(source)
+        return await self._context.directory.read(lambda: parse_line(source()))
 
     async def _answer(self, line: InputLine, gone: asyncio.Event) -> LineAnswer:
         context = self._context

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
@@ -24,6 +24,17 @@ _BOM = b"\xef\xbb\xbf"
 _REST_EVERY_BYTES = 256 * 1024
 """The decoder of JSON lets no other thread run: after so much, this one rests for longer than it
 took, as those of `router.tokens.work_pool` do."""
+
+
+class FoundLine(NamedTuple):
+    """A line of a file that is not empty."""
+
+    number: int
+    """From 1 on."""
+    start: int
+    """Where it begins in the file, in bytes."""
+    raw: bytes | None
+    """None for one that is too long, which is not read into memory."""
 
 
 class InputLine(Struct, frozen=True):
@@ -45,23 +56,34 @@ class Checked(Struct, frozen=True):
     model: str | None
 
 
-def read_lines(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield each line that is not empty, with its number from 1 on; None for one that is too long,
-    which is not read into memory. Raises OSError."""
+def read_lines(path: Path, max_body_bytes: int) -> Iterator[FoundLine]:
+    """Yield each line that is not empty. Raises OSError."""
     limit = max_body_bytes + _ENVELOPE_BYTES
-    number = 0
+    number = start = following = 0
     with path.open("rb") as file:
         while line := file.readline(limit + 1):
             number += 1
+            start, following = following, following + len(line)
             is_cut = len(line) > limit and not line.endswith(b"\n")
-            while is_cut and (rest := file.readline(limit)) and not rest.endswith(b"\n"):
-                pass
-            if number == 1:
-                line = line.removeprefix(_BOM)
+            while is_cut and (rest := file.readline(limit)):
+                following += len(rest)
+                if rest.endswith(b"\n"):
+                    break
             if is_cut:
-                yield number, None
-            elif stripped := line.strip():
-                yield number, stripped
+                yield FoundLine(number, start, None)
+            elif stripped := _stripped(line, start):
+                yield FoundLine(number, start, stripped)
+
+
+def read_line(path: Path, start: int, max_body_bytes: int) -> bytes:
+    """Return the line that begins at ``start``, as `read_lines` has it. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return _stripped(file.readline(max_body_bytes + _ENVELOPE_BYTES + 1), start)
+
+
+def _stripped(line: bytes, start: int) -> bytes:
+    return (line if start else line.removeprefix(_BOM)).strip()
 
 
 def parse_line(raw: bytes) -> InputLine:
@@ -85,7 +107,7 @@ def check_file(
     model: str | None = None
     total = read = 0
     began = time.monotonic()
-    for number, raw in read_lines(path, max_body_bytes):
+    for number, _, raw in read_lines(path, max_body_bytes):
         total += 1
         if total > MAX_LINES:
             errors.append(_error("too_many_lines", f"There are over {MAX_LINES} lines.", number))

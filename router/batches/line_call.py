@@ -96,7 +96,10 @@ async def call(
 
 
 def _streams(body: bytes) -> bool:
-    return bool(msgspec.json.decode(body, type=_Body).stream)
+    try:
+        return bool(msgspec.json.decode(body, type=_Body).stream)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False  # the endpoint refuses it
 
 
 def _scope(path: str, tenant: Tenant, request_id: str) -> Scope:

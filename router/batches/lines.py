@@ -158,7 +158,10 @@ def _check_line(
 
 
 def _model_of(line: InputLine) -> str | None:
-    found = msgspec.json.decode(line.body, type=_Model).model
+    try:
+        found = msgspec.json.decode(line.body, type=_Model).model
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # such as a number that is too large
+        return None  # the line itself will get the error
     return found[:MAX_ID_CHARS] if isinstance(found, str) else None
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
-from router.batches.lines import read_line, read_lines
+import pytest
+
+from router.batches.lines import check_file, read_line, read_lines
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -29,3 +32,20 @@ def test_large_lines_are_answered(batches: BatchClient, engine: ScriptedEngine) 
     done = batches.run("\n".join(lines).encode())
     assert (done.status, done.request_counts.completed) == ("completed", 2)
     assert [each["custom_id"] for each in batches.lines(done.output_file_id)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999999", b"9" * 400])
+@pytest.mark.parametrize("field", [b"model", b"stream"])
+def test_what_cannot_be_decoded_in_a_body_is_an_error_of_its_line(
+    batches: BatchClient, engine: ScriptedEngine, tmp_path: Path, field: bytes, value: bytes
+) -> None:
+    content = json.dumps(line("a") | {"body": {"prompt": "hello", "_": 0}}).encode()
+    content = content.replace(b'"_": 0', b'"%s": %s' % (field, value))
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    checked = check_file(path, "/v1/completions", 10_000, threading.Event())
+    assert checked is not None and not checked.errors and checked.model is None
+    done = batches.run(content)
+    assert done.status == "completed" and done.request_counts.failed == 1
+    (failed,) = batches.lines(done.error_file_id)
+    assert failed["response"]["status_code"] == 400

@@ -51,6 +51,9 @@ class ResultWriter:
             except StoreFailed as error:
                 self._on_error()
                 self._log.warning("answers of batches cannot be written: %s", error)
+            except Exception:  # such as a lack of memory; all lines would wait for this task
+                self._on_error()
+                logger.exception("answers of batches cannot be written")
             if self._stopping.is_set():
                 return False
             try:

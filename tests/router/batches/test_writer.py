@@ -1,0 +1,43 @@
+"""The writer of lines' ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from router.batches.directory import BatchDirectory
+from router.batches.states import BatchState
+from router.batches.store import BatchStore, Result
+from router.batches.writer import ResultWriter
+from tests.router.batches.test_states import added
+
+
+@pytest.mark.parametrize("error", [MemoryError, OverflowError])
+def test_an_error_that_is_not_the_disks_holds_no_line_up_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    monkeypatch.setattr("router.batches.writer._AGAIN_S", 0.01)
+    add, failures = BatchStore.add_results, [error()]
+
+    def add_results(store: BatchStore, results: list[Result]) -> None:
+        if failures:
+            raise failures.pop()
+        add(store, results)
+
+    monkeypatch.setattr(BatchStore, "add_results", add_results)
+
+    async def run() -> None:
+        directory, errors = BatchDirectory(tmp_path), list[None]()
+        writer = ResultWriter(directory, asyncio.Event(), lambda: errors.append(None))
+        number = await directory.run(added)
+        await directory.run(lambda store: store.advance(number, BatchState.IN_PROGRESS, total=2))
+        for line in (1, 2):
+            async with asyncio.timeout(5):
+                assert await writer.write(Result(number, line, True, b"x"))
+        assert len(errors) == 1
+        assert list(await directory.run(lambda store: store.lines_done(number))) == [1, 2]
+        directory.close()
+
+    asyncio.run(run())

@@ -174,6 +174,8 @@ def _in_order(source: Path, parts: list[Path]) -> Iterator[bytes]:
             for line in file:
                 places[json.loads(line)["custom_id"]] = part, start
                 start += len(line)
+    if not places:  # as of a source that is not valid
+        return
     files = {part: part.open("rb") for part in parts}
     try:
         for line in _lines(source):

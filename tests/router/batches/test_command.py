@@ -100,4 +100,9 @@ def test_what_is_wrong_is_one_line(
     run = command(server, written(tmp_path / "twice.jsonl", line("a"), line("a")), target)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 1 and "line 2:" in said
+    run = command(
+        server, written(tmp_path / "odd.jsonl", line("a"), []), target, "--force", "--in-order"
+    )
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "line 2:" in said and "Traceback" not in said
     assert not list(tmp_path.glob("*.batch"))

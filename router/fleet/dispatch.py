@@ -262,7 +262,7 @@ class Dispatcher:
             if sequence is None and spare:
                 sequence, open_engines = queue.pop_background(), spare
             if sequence is None:
-                if not open_engines and queue.has_next(model):
+                if not open_engines and queue.runs_background and queue.has_next(model):
                     self._take_back(model)
                 return
             entry = self._in_flight[sequence.request_id]

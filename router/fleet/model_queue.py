@@ -100,6 +100,11 @@ class ModelQueue:
         """Return the next line of a batch, if any."""
         return self._background.pop(self._running_background)
 
+    @property
+    def runs_background(self) -> bool:
+        """Whether engines have lines of batches."""
+        return bool(self._running_background)
+
     def _queue_of(self, sequence: RemoteRequest) -> FairQueue:
         return self._background if sequence.tenant.background else self._waiting
 

@@ -26,6 +26,8 @@ _HTTPS = 443
 _READ_BYTES = 65536
 _MAX_URL_CHARS = 8192
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_COMPATIBLE = ipaddress.ip_network("::/96")
+"""Addresses of IPv4, in a form that was given up."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a host. Raises OSError."""
@@ -195,7 +197,8 @@ def is_public_address(text: str) -> bool:
         address = ipaddress.ip_address(text.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address):
             inner = address.ipv4_mapped or address.sixtofour
-            if address.teredo is not None:
+            # Deprecated, and in use all the same: in QEMU's networks the host is fec0::2.
+            if address.teredo is not None or address.is_site_local or address in _COMPATIBLE:
                 return False
             if address in _NAT64:
                 inner = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)

@@ -175,6 +175,8 @@ def test_a_certificate_of_another_is_not_believed(certificate: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "public"),
     [
+        ("fec0::2", False),
+        ("::127.0.0.1", False),
         ("93.184.215.14", True),
         ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True),
         ("127.0.0.1", False),

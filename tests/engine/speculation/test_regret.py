@@ -126,6 +126,6 @@ def test_drafts_that_pay_for_nobody_are_looked_at_once_however_many_requests(gai
         calls[0] += 1
         return best_lengths(*args)
 
-    costs.best_lengths = counted  # type: ignore[method-assign]
+    costs.best_lengths = counted  # type: ignore[method-assign, assignment]
     found = shared_lengths(costs, 64, [[gain]] * 64, [PLAIN_S] * 64)
     assert any(found) == (gain > 0.5) and calls[0] <= 2

@@ -72,14 +72,14 @@ class PictureTable:
 
     def begin(self, picture: SequencePicture, kept: Collection[bytes]) -> bool:
         """Make room for the embeddings of ``picture``, unless it has been begun. Return whether it
-        was not."""
+        was not. What is ``kept``, or being computed, stays."""
         if picture.digest in self._entries:
             return False
         size_bytes = self._size_bytes(picture)
         for digest in list(self._entries):
             if self.used_bytes + size_bytes <= self._config.picture_bytes:
                 break
-            if digest not in kept:
+            if digest not in kept and self.is_ready(digest):
                 self.drop(digest)
         self._entries[picture.digest] = _KeptPicture(size_bytes)
         self.used_bytes += size_bytes

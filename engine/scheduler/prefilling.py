@@ -220,7 +220,8 @@ class Prefilling:
         self, picture: SequencePicture, seq: Sequence, builder: PlanBuilder, *, streaming: bool
     ) -> None:
         """Plan the next layers of the encoding of ``picture``, which ``seq`` needs next."""
-        kept = {one.digest for one in seq.pictures if one.start < picture.end}
+        start, end = seq.num_computed_tokens, picture.end
+        kept = {one.digest for one in seq.pictures if start < one.end and one.start < end}
         seq.num_encoded += self.pictures.begin(picture, kept)
         self._layer_s = self.pictures.layer_s(picture)
         seconds = self._seconds_now(streaming=streaming)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from engine.scheduler.pictures import PictureTable, shown_parts
 from engine.scheduler.sequence import Sequence, SequencePicture
-from shared.wire import SamplingParams, Submit
-from tests.engine.scheduler.harness import config
+from shared.wire import ArraySpec, ImagePart, SamplingParams, Submit
+from tests.engine.scheduler.harness import Engine, config, request
 
 SIZE = 16
 TOKEN_BYTES = 8
@@ -86,6 +86,31 @@ def test_a_picture_waits_while_others_are_encoded_in_all_of_the_room() -> None:
     assert pictures.missing(seq, 399) == (None, 0)
     encode(pictures, picture(0, 0, 10))
     assert pictures.missing(seq, 399).picture is seq.pictures[0]
+
+
+def test_what_is_being_encoded_makes_no_room_for_others() -> None:
+    pictures, first, second = table(40), picture(1, 0, 10), picture(2, 0, 10)
+    pictures.begin(first, set())
+    for one in (second, picture(3, 0, 10), picture(4, 0, 10)):
+        encode(pictures, one)
+    pictures.begin(picture(5, 0, 10), set())
+    assert pictures.take_dropped() == [second.digest]
+    assert pictures.used_bytes == 40 * TOKEN_BYTES
+
+
+def test_a_prompt_with_more_pictures_than_there_is_room_for_keeps_within_it() -> None:
+    room = 8
+    engine = Engine(config(image_token_id=7, picture_token_bytes=1, picture_bytes=room))
+    spec = ArraySpec(name="pixel_values", dtype="uint8", shape=(1,))
+    images = tuple(
+        ImagePart(digest=bytes([number]) * 32, start=4 * number, length=2, arrays=(spec,))
+        for number in range(9)
+    )
+    client = engine.submit(request("a", [7, 7, 1, 2] * 9, images=images))
+    while engine.turn():
+        assert engine.scheduler.stats().image_bytes <= room
+    engine.assert_right(client)
+    assert sum(len(plan.encodes) for plan in engine.plans) == len(images)
 
 
 def test_pictures_behind_need_nothing() -> None:

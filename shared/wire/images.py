@@ -15,6 +15,8 @@ MAX_IMAGES = 256
 """In one message."""
 MAX_IMAGE_BYTES = 1 << 30
 """Of the arrays of all pictures in one message."""
+MAX_DIMENSIONS = 8
+"""Of one array."""
 DIGEST_BYTES = 32
 
 ArrayType = Literal["float32", "float16", "int64", "int32", "uint8", "bool"]
@@ -75,9 +77,12 @@ def check_images(
         raise ImagesWrong(f"{len(images)} pictures, and {MAX_IMAGES} are the most")
     if sum(len(frame) for frame in frames) > MAX_IMAGE_BYTES:
         raise ImagesWrong(f"the pictures have more than {MAX_IMAGE_BYTES >> 20} MB")
-    sizes = [spec.nbytes for image in images for spec in image.arrays]
-    if any(size < 0 for image in images for spec in image.arrays for size in spec.shape):
-        raise ImagesWrong("an array has a negative size")
+    specs = [spec for image in images for spec in image.arrays]
+    if any(len(spec.shape) > MAX_DIMENSIONS for spec in specs):
+        raise ImagesWrong(f"an array has more than {MAX_DIMENSIONS} dimensions")
+    if any(size < 1 for spec in specs for size in spec.shape):
+        raise ImagesWrong("an array has a negative size, or is empty")
+    sizes = [spec.nbytes for spec in specs]
     if sizes != [len(frame) for frame in frames]:
         raise ImagesWrong("the arrays of the pictures have other sizes than their bytes")
     known: set[bytes] = set()

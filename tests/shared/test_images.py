@@ -66,11 +66,21 @@ def test_pictures_that_do_not_fit_are_refused(
         check_images(images, 10, frames)
 
 
-def test_a_negative_size_is_refused() -> None:
-    spec = ArraySpec(name="pixel_values", dtype="uint8", shape=(-2, -2))
+@pytest.mark.parametrize(
+    ("shape", "frame", "reason"),
+    [
+        ((-2, -2), bytes(4), "negative"),
+        ((0,), b"", "empty"),
+        ((2**63,) * 5000, b"", "dimensions"),
+    ],
+)
+def test_arrays_of_impossible_shapes_are_refused(
+    shape: tuple[int, ...], frame: bytes, reason: str
+) -> None:
+    spec = ArraySpec(name="pixel_values", dtype="uint8", shape=shape)
     image = ImagePart(digest=bytes(32), start=0, length=1, arrays=(spec,))
-    with pytest.raises(ImagesWrong, match="negative"):
-        check_images([image], 10, [bytes(4)])
+    with pytest.raises(ImagesWrong, match=reason):
+        check_images([image], 10, [frame])
 
 
 def test_equal_pictures_share_arrays() -> None:

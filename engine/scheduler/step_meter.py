@@ -38,6 +38,8 @@ class StepMeter:
     def measure(self, step: InFlightStep, result: StepResult) -> int:
         """Count ``step``. Return how many tokens it computed."""
         rows, stretch, of_prompts = len(step.decodes), step.stretch, step.stretch or step.encoding
+        if step.encoding is not None and result.failed_pictures:  # its time says nothing
+            of_prompts = step.encoding._replace(size_bytes=0.0, is_last=False)
         drafted = sum(len(proposal.tokens) for proposal in step.drafts.values())
         is_apart = result.chunks_apart or of_prompts is None
         if is_apart and rows:
@@ -71,7 +73,8 @@ class StepMeter:
         if stretch.owing_s is not None:
             self._time_share.computed(elapsed_s, stretch.owing_s)
         if isinstance(stretch, PlannedEncoding):
-            self._pictures.observe(stretch.size_bytes, elapsed_s)
+            if stretch.size_bytes:
+                self._pictures.observe(stretch.size_bytes, elapsed_s)
             self._counters.encode_seconds += elapsed_s
             self._counters.encoded_images += stretch.is_last
         elif not stretch.scored:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
 
 from engine.scheduler.pictures import PictureTable, shown_parts
 from engine.scheduler.sequence import Sequence, SequencePicture
@@ -98,19 +101,45 @@ def test_what_is_being_encoded_makes_no_room_for_others() -> None:
     assert pictures.used_bytes == 40 * TOKEN_BYTES
 
 
-def test_a_prompt_with_more_pictures_than_there_is_room_for_keeps_within_it() -> None:
-    room = 8
-    engine = Engine(config(image_token_id=7, picture_token_bytes=1, picture_bytes=room))
+def engine_with_pictures(room: int, **changes: Any) -> Engine:
+    """Return an engine with room for so many embeddings, which token 7 stands for."""
+    return Engine(config(image_token_id=7, picture_token_bytes=1, picture_bytes=room, **changes))
+
+
+def image(number: int, start: int) -> ImagePart:
+    """Return a picture with two embeddings."""
     spec = ArraySpec(name="pixel_values", dtype="uint8", shape=(1,))
-    images = tuple(
-        ImagePart(digest=bytes([number]) * 32, start=4 * number, length=2, arrays=(spec,))
-        for number in range(9)
-    )
+    return ImagePart(digest=bytes([number]) * 32, start=start, length=2, arrays=(spec,))
+
+
+def fail_picture(engine: Engine) -> None:
+    """Take in the oldest result as one whose picture could not be encoded."""
+    (op,) = engine.plans[-1].encodes
+    failed = ((op.digest, "why"),)
+    engine.results[0] = structs.replace(engine.results[0], failed_pictures=failed)
+    engine.apply()
+
+
+def test_a_prompt_with_more_pictures_than_there_is_room_for_keeps_within_it() -> None:
+    engine = engine_with_pictures(8)
+    images = tuple(image(number, 4 * number) for number in range(9))
     client = engine.submit(request("a", [7, 7, 1, 2] * 9, images=images))
     while engine.turn():
-        assert engine.scheduler.stats().image_bytes <= room
+        assert engine.scheduler.stats().image_bytes <= 8
     engine.assert_right(client)
     assert sum(len(plan.encodes) for plan in engine.plans) == len(images)
+
+
+def test_a_picture_that_cannot_be_encoded_counts_as_none() -> None:
+    engine = engine_with_pictures(8)
+    client = engine.submit(request("a", [7, 7, 1, 2], images=(image(1, 0),)))
+    engine.schedule()
+    fail_picture(engine)
+    assert client.end is not None and client.end.finish == "error"
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.images_total, stats.encoded_images_total, stats.image_bytes) == (1, 0, 0)
+    engine.assert_nothing_left()
 
 
 def test_pictures_behind_need_nothing() -> None:

@@ -15,7 +15,7 @@ from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
 from engine.executor.pictures import PictureEmbeddings
 from engine.model.load import LoadedModel
-from engine.model.multimodal import takes_pictures
+from engine.model.multimodal import FAMILIES, takes_pictures
 from engine.replica.head import ServedHead
 from engine.scheduler import SchedulerConfig
 from engine.vision.load import ServedVision, open_vision
@@ -53,8 +53,10 @@ def served_vision(
     that. Return these parts."""
     if not takes_pictures(loaded.config):
         return None
-    reason = ""
-    if settings.ranks > 1:
+    reason, model_type = "", str(loaded.config.get("model_type"))
+    if model_type not in FAMILIES:  # its embeddings may be anywhere
+        reason = f"those of {model_type} are not supported yet"
+    elif settings.ranks > 1:
         reason = "its layers are divided between ranks"
     elif not isinstance(executor, BatchedExecutor):
         reason = f"requests are computed {executor.spec.batching}"
@@ -66,9 +68,14 @@ def served_vision(
     embedded = embedding_of(loaded.model)(mx.zeros((1, 1), mx.int32))
     room_bytes = min(MOST_BYTES, int(memory_bytes * MOST_SHARE))
     served = open_vision(loaded, embedded, room_bytes, widen=device.uses_host())
-    if served is not None:
-        if served.has_axes:
+    if served is None:
+        return None
+    if served.has_axes:
+        try:
             take_axes(loaded.model)
-        take_features(loaded.model, served.encoder.deep_layers)
-        executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
+        except ValueError as error:
+            logger.warning("the model is served without pictures: %s", error)
+            return None
+    take_features(loaded.model, served.encoder.deep_layers)
+    executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
     return served

@@ -57,8 +57,8 @@ class ServedVision:
 def open_vision(
     loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
 ) -> ServedVision | None:
-    """Return what encodes pictures for ``loaded``, None for a model that takes none. Log what
-    hinders it otherwise.
+    """Return what encodes pictures for ``loaded``, of one of the `FAMILIES`; None for a model that
+    takes none. Log what hinders it otherwise.
 
     ``embedded`` are embeddings of tokens in the language model, ``room_bytes`` as in
     `ServedVision`. With ``widen`` weights are in
@@ -82,9 +82,7 @@ def _opened(
     loaded: LoadedModel, embedded: mx.array, room_bytes: int, *, widen: bool
 ) -> ServedVision:
     model_type = str(loaded.config.get("model_type"))
-    family = FAMILIES.get(model_type)
-    if family is None:
-        raise VisionUnusable(f"those of {model_type} are not supported yet")
+    family = FAMILIES[model_type]
     _leave_out_mlx_vlm()
     try:
         from mlx_vlm.utils import load_model

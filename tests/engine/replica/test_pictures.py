@@ -6,15 +6,18 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mlx import nn
 
 from engine.backend.gpu_path import forced_gpu_path
 from engine.plan import Plan
+from engine.replica.vision import served_vision
 from shared.wire import SamplingParams
 from tests.engine.guesses import guessing
 from tests.engine.vision_requests import Request, VisionOracle
@@ -433,3 +436,31 @@ def test_without_mlx_vlm_text_is_served_and_a_line_says_what_is_missing(
     blind.submit("text", request.token_ids, TOKENS, logprobs=3)
     blind.run()
     assert [one.chosen for one in blind.logprobs["text"]] == seeing(family).alone["text"]
+
+
+def test_models_whose_pictures_are_not_served_need_no_embeddings_where_others_have_them(
+    seeing: Callable[..., Seeing], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = seeing().whole
+    config = {**whole.loaded.config, "model_type": "gemma3n"}
+    unknown = replace(whole.loaded, model=nn.Module(), config=config)
+    with caplog.at_level(logging.WARNING):
+        assert served_vision(whole.executor, unknown, whole.settings, 1 << 30, None) is None
+    assert "those of gemma3n are not supported yet" in caplog.text
+
+
+def test_a_model_that_turns_otherwise_is_served_without_pictures(
+    seeing: Callable[..., Seeing],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = seeing("qwen2_vl").whole.loaded.path
+
+    def refuse(model: Any) -> None:
+        raise ValueError("a YarnRoPE has no positions in three axes")
+
+    monkeypatch.setattr("engine.replica.vision.take_axes", refuse)
+    with caplog.at_level(logging.WARNING):
+        blind = Whole(path, **BLOCK_OF)
+    assert blind.replica.vision is None
+    assert "without pictures: a YarnRoPE" in caplog.text

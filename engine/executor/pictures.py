@@ -22,11 +22,14 @@ class PictureEmbeddings:
 
     def __init__(self, encoder: VisionEncoder, pixels: PixelStore) -> None:
         self._encoder, self._pixels = encoder, pixels
-        self.clear()
-
-    def clear(self) -> None:
         self._begun: dict[bytes, EncoderPass] = {}
         self._done: dict[bytes, mx.array] = {}
+
+    def clear(self) -> None:
+        for begun in self._begun.values():
+            begun.close()  # its stack refers to it, which no garbage collector finds
+        self._begun.clear()
+        self._done.clear()
 
     def drop(self, plan: Plan) -> None:
         """Drop what ``plan`` says."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -253,6 +255,20 @@ def test_a_step_that_fails_loses_nothing(
     monkeypatch.setattr(one.whole.executor, "dispatch", fail_once)
     one.whole.run()
     one.assert_bits(*one.requests)
+
+
+def test_a_reset_leaves_nothing_of_a_picture_that_was_begun(
+    seeing: Callable[..., Seeing],
+) -> None:
+    one = seeing()
+    begun = one.whole.executor._passes.pictures._begun
+    one.start("one")
+    while not begun:
+        one.whole.turn()
+    (left,) = map(weakref.ref, begun.values())
+    one.whole.executor.reset()
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])

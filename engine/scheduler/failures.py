@@ -5,24 +5,25 @@ from __future__ import annotations
 from engine.plan import StepResult
 from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
-from engine.scheduler.pictures import PictureTable
 from engine.scheduler.plan_builder import InFlightStep
+from engine.scheduler.prefilling import Prefilling
 from engine.scheduler.sequence import Sequence, Status
 from engine.scheduler.sequence_table import SequenceTable
 
 
 def without_pictures(
-    result: StepResult, sequences: SequenceTable, pictures: PictureTable
+    result: StepResult, sequences: SequenceTable, prefilling: Prefilling
 ) -> dict[Sequence, str]:
     """Drop the pictures that could not be encoded. Return the sequences that need one next or
-    later, and why they fail."""
+    later, and why they fail. A pass of theirs is dropped: no chunk in it has raised."""
     found: dict[Sequence, str] = {}
     for digest, reason in result.failed_pictures:
-        pictures.drop(digest)
+        prefilling.pictures.drop(digest)
         for seq in sequences.ordered(Status.PREFILLING):
             ahead = (one for one in seq.pictures if one.end > seq.num_computed_tokens)
             if any(one.digest == digest for one in ahead):
                 found[seq] = f"a picture cannot be encoded: {reason}"
+                prefilling.passes.drop(seq)
     return found
 
 

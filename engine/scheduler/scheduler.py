@@ -359,7 +359,7 @@ class Scheduler:
     def _fail_sequences(self, step: InFlightStep, result: StepResult) -> None:
         """End the sequences whose part of the step raised, and restart those that restored blocks
         of theirs."""
-        reasons = without_pictures(result, self.sequences, self.planner.prefilling.pictures)
+        reasons = without_pictures(result, self.sequences, self.planner.prefilling)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
         for seq, block in step.invalid_blocks:
             self.memory.settle(block, exists=seq not in reasons)

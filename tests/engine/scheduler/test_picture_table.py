@@ -142,6 +142,24 @@ def test_a_picture_that_cannot_be_encoded_counts_as_none() -> None:
     engine.assert_nothing_left()
 
 
+def test_a_picture_that_fails_leaves_no_pass_open_of_another_that_needs_it() -> None:
+    sizes = {"blocks": 900, "context_length": 1500, "prefill_chunk_tokens": 400}
+    engine = engine_with_pictures(8, layers=30, **sizes)
+    long = engine.submit(request("long", [1] * 1200 + [7, 7, 1], images=(image(1, 1200),)))
+    while not engine.executor.passes:
+        engine.turn()
+    short = engine.submit(request("short", [7, 7, 2], images=(image(1, 0),)))
+    while engine.schedule() and not engine.plans[-1].encodes:
+        engine.apply()
+    assert engine.executor.passes
+    fail_picture(engine)
+    engine.run()
+    for client in (long, short):
+        assert client.end is not None and client.end.finish == "error"
+    assert not engine.executor.passes
+    engine.assert_nothing_left()
+
+
 def test_pictures_behind_need_nothing() -> None:
     pictures, seq = table(400), sequence(picture(1, 20, 30))
     seq.num_computed_tokens = 64

@@ -109,11 +109,12 @@ class PictureTable:
             self.used_bytes -= entry.size_bytes
             self.dropped.append(digest)
 
-    def drop_abandoned(self, live: Iterable[Sequence]) -> None:
-        """Drop what was begun for sequences that have all ended."""
+    def drop_abandoned(self, prefilling: Iterable[Sequence]) -> None:
+        """Drop what was begun and none of ``prefilling`` needs any more: nothing else makes room
+        of it. A sequence that lost its slot begins it again."""
         begun = {digest for digest in self._entries if not self.is_ready(digest)}
         if begun:
-            begun -= {one.digest for seq in live for one in seq.pictures}
+            begun -= {one.digest for seq in prefilling for one in seq.pictures_ahead}
             for digest in begun:
                 self.drop(digest)
 

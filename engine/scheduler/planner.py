@@ -58,7 +58,7 @@ class Planner:
     def fill(self, builder: PlanBuilder) -> None:
         """Decide one step. Whatever it needs of the device goes into ``builder``."""
         self.prefilling.passes.drop_abandoned()
-        self.prefilling.pictures.drop_abandoned(self._sequences.live.values())
+        self.prefilling.pictures.drop_abandoned(self._sequences.ordered(Status.PREFILLING))
         self._free_slots(builder)
         has_room = self._grow(builder)
         if has_room:

@@ -253,6 +253,11 @@ class Sequence:
         """Whether it has still to compute a position of a picture."""
         return bool(self.pictures) and self.pictures[-1].end > self.num_computed_tokens
 
+    @property
+    def pictures_ahead(self) -> list[SequencePicture]:
+        """The pictures of which it has still to compute a position."""
+        return [one for one in self.pictures if one.end > self.num_computed_tokens]
+
     def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
         """Count tokens that were restored from ``num_computed_tokens`` on.
 

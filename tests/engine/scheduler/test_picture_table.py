@@ -166,13 +166,17 @@ def test_pictures_behind_need_nothing() -> None:
     assert pictures.missing(seq, 399) == (None, 399)
 
 
-def test_what_was_begun_for_those_that_ended_is_dropped() -> None:
+def test_what_was_begun_and_nobody_needs_any_more_is_dropped() -> None:
     pictures, one = table(400), picture(1, 20, 30)
-    pictures.begin(one, set())
-    pictures.drop_abandoned([sequence(one)])
-    assert pictures.used_bytes
-    pictures.drop_abandoned([sequence(picture(2, 20, 30))])
-    assert pictures.used_bytes == 0 and pictures.take_dropped() == [one.digest]
+    seq = sequence(one)
+    for others in ([sequence(picture(2, 20, 30))], [seq], []):
+        pictures.begin(one, set())
+        pictures.drop_abandoned([seq])
+        assert pictures.used_bytes
+        seq.num_computed_tokens = one.end  # restored from what another has computed
+        pictures.drop_abandoned(others)
+        assert pictures.used_bytes == 0 and pictures.take_dropped() == [one.digest]
+        seq.num_computed_tokens = 0
 
 
 def test_a_chunk_has_its_part_of_a_picture() -> None:

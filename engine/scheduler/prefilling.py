@@ -79,6 +79,7 @@ class Prefilling:
                 picture, limits[seq] = self.pictures.missing(seq, limits[seq])
                 if picture is not None:
                     self._encode(picture, seq, builder, streaming=streaming)
+                    self._count_lead(is_first=seq is candidates[0])
                     return
                 if limits[seq] > seq.num_computed_tokens:  # else it waits for room for a picture
                     one = self._begin(
@@ -86,7 +87,7 @@ class Prefilling:
                     )
             if one is not None:
                 self._advance(one, builder, streaming=streaming)
-                self._count_lead(one, candidates[0])
+                self._count_lead(is_first=any(c.seq is candidates[0] for c in one.chunks))
                 return
             candidates.remove(seq)
 
@@ -103,13 +104,13 @@ class Prefilling:
                 chosen = seq
         return chosen
 
-    def _count_lead(self, one: OpenPass, first: Sequence) -> None:
-        """Account for the stretch of ``one`` that was just planned, where ``first`` is the first
+    def _count_lead(self, *, is_first: bool) -> None:
+        """Account for the stretch that was just planned. ``is_first``: some of it is of the first
         in order."""
-        if all(chunk.seq is not first for chunk in one.chunks):
-            self._lead_s += self._stretch_s
-        else:
+        if is_first:
             self._lead_s = max(0.0, self._lead_s - self._stretch_s)
+        else:
+            self._lead_s += self._stretch_s
 
     def _claimed(self) -> set[bytes]:
         """Return the hashes of the blocks that open passes compute. They can be restored then."""

@@ -9,11 +9,13 @@ from msgspec import structs
 
 from engine.scheduler.pictures import PictureTable, shown_parts
 from engine.scheduler.sequence import Sequence, SequencePicture
-from shared.wire import ArraySpec, ImagePart, SamplingParams, Submit
+from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, SamplingParams, Submit
 from tests.engine.scheduler.harness import Engine, config, request
 
 SIZE = 16
 TOKEN_BYTES = 8
+LONG = {"blocks": 900, "context_length": 1500, "prefill_chunk_tokens": 400, "layers": 30}
+"""Changes of an engine for a prompt whose passes are divided."""
 
 
 def picture(number: int, start: int, tokens: int) -> SequencePicture:
@@ -143,8 +145,7 @@ def test_a_picture_that_cannot_be_encoded_counts_as_none() -> None:
 
 
 def test_a_picture_that_fails_leaves_no_pass_open_of_another_that_needs_it() -> None:
-    sizes = {"blocks": 900, "context_length": 1500, "prefill_chunk_tokens": 400}
-    engine = engine_with_pictures(8, layers=30, **sizes)
+    engine = engine_with_pictures(8, **LONG)
     long = engine.submit(request("long", [1] * 1200 + [7, 7, 1], images=(image(1, 1200),)))
     while not engine.executor.passes:
         engine.turn()
@@ -160,6 +161,33 @@ def test_a_picture_that_fails_leaves_no_pass_open_of_another_that_needs_it() -> 
     engine.assert_nothing_left()
 
 
+def test_prompts_that_overtake_are_charged_for_their_pictures() -> None:
+    engine = engine_with_pictures(40, **LONG)
+    engine.submit(request("long", [1] * 1203))
+    engine.turn()
+    (begun,) = engine.executor.passes
+    engine.scheduler.planner.prefilling.pictures.observe(1.0, 10.0)  # seconds of one
+    for number in (1, 2):
+        engine.submit(request(str(number), [7, 7, 2], images=(image(number, 0),)))
+    engine.turn()
+    assert engine.plans[-1].encodes
+    engine.turn()
+    assert [stretch.number for stretch in engine.plans[-1].stretches] == [begun]
+    engine.run()
+
+
+def test_streams_of_the_background_wait_for_a_picture() -> None:
+    engine = engine_with_pictures(8, blocks=300)
+    stream = engine.submit(request("b", [1] * 6, max_tokens=60, priority=BACKGROUND_PRIORITY))
+    while not stream.tokens:
+        engine.turn()
+    asked = engine.submit(request("a", [7, 7, 1, 2], images=(image(1, 0),)))
+    engine.run()
+    assert not any(plan.encodes and plan.decodes for plan in engine.plans)
+    for client in (stream, asked):
+        engine.assert_right(client)
+
+
 def test_pictures_behind_need_nothing() -> None:
     pictures, seq = table(400), sequence(picture(1, 20, 30))
     seq.num_computed_tokens = 64
@@ -169,7 +197,8 @@ def test_pictures_behind_need_nothing() -> None:
 def test_what_was_begun_and_nobody_needs_any_more_is_dropped() -> None:
     pictures, one = table(400), picture(1, 20, 30)
     seq = sequence(one)
-    for others in ([sequence(picture(2, 20, 30))], [seq], []):
+    cases: list[list[Sequence]] = [[sequence(picture(2, 20, 30))], [seq], []]
+    for others in cases:
         pictures.begin(one, set())
         pictures.drop_abandoned([seq])
         assert pictures.used_bytes

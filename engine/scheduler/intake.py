@@ -93,9 +93,7 @@ def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePi
         if image.arrays:
             sizes[image.digest] = sum(spec.nbytes for spec in image.arrays)
         size, grid = sizes[image.digest], image.grid
-        if grid is not None and (
-            len(places) != prod(grid) or len(places) != places[-1] - places[0] + 1
-        ):
+        if grid is not None and not len(places) == prod(grid) == image.length:
             raise Refusal(
                 "invalid", f"picture {number} has other embeddings than its grid", "images"
             )

@@ -80,8 +80,8 @@ class SequencePicture:
     token_ids: tuple[int, ...]
     size_bytes: int  # of what the encoder takes
     grid: tuple[int, int, int] | None = None
-    """How many embeddings there are in time, rows and columns, if positions have these axes. The
-    places are neighbours then."""
+    """How many embeddings there are in time, rows and columns, if positions have these axes. All of
+    the picture's positions are places then."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

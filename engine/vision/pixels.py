@@ -46,14 +46,14 @@ class PixelStore:
         return True
 
     def with_grids(self, request: Submit) -> Submit:
-        """Return ``request`` with the grid of each picture, if positions have axes.
+        """Return ``request`` with the grid of each picture if positions have axes, and without any
+        otherwise, whatever it says: blocks of equal names have equal positions.
 
         Raises: ValueError if there is none in the arrays."""
-        if not self._merge:
-            return request
+        pixels, merge = self._by_digest, self._merge
         images = tuple(
-            structs.replace(image, grid=_grid(self._by_digest[image.digest], self._merge))
-            for image in request.images
+            structs.replace(one, grid=_grid(pixels[one.digest], merge) if merge else None)
+            for one in request.images
         )
         return structs.replace(request, images=images)
 

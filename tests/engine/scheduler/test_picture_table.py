@@ -9,7 +9,8 @@ from msgspec import structs
 
 from engine.scheduler.pictures import PictureTable, shown_parts
 from engine.scheduler.sequence import Sequence, SequencePicture
-from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, SamplingParams, Submit
+from engine.vision.pixels import PixelStore
+from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused, SamplingParams, Submit
 from tests.engine.scheduler.harness import Engine, config, request
 
 SIZE = 16
@@ -206,6 +207,28 @@ def test_what_was_begun_and_nobody_needs_any_more_is_dropped() -> None:
         pictures.drop_abandoned(others)
         assert pictures.used_bytes == 0 and pictures.take_dropped() == [one.digest]
         seq.num_computed_tokens = 0
+
+
+def test_a_grid_is_that_of_all_of_a_picture() -> None:
+    engine = engine_with_pictures(40)
+    cases = [("right", (1, 1, 2), 0), ("more", (1, 2, 2), 0), ("beside", (1, 1, 1), 1)]
+    for name, grid, start in cases:
+        shown = structs.replace(image(1, start), grid=grid)
+        engine.submit(request(name, [7, 7, 1, 2], images=(shown,)))
+    engine.run()
+    refused = {
+        name: client.answer.param
+        for (name, _), client in engine.clients.items()
+        if isinstance(client.answer, Refused)
+    }
+    assert refused == {"more": "images", "beside": "images"}
+
+
+def test_a_grid_that_came_with_a_request_is_not_believed() -> None:
+    store, shown = PixelStore(100), structs.replace(image(1, 0), grid=(1, 5, 7))
+    submit = request("a", [7, 7, 1, 2], images=(shown,))
+    assert store.hold(submit, [b"1"])
+    assert store.with_grids(submit).images[0].grid is None
 
 
 def test_a_chunk_has_its_part_of_a_picture() -> None:

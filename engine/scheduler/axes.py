@@ -18,22 +18,20 @@ def position_shift(seq: Sequence, end: int) -> int:
 def axes_of(seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
     """Return the positions from ``start`` to ``end`` (exclusive) in each axis; empty if there is no
     part of a picture between them, or none has axes."""
-    shown = [one for one in seq.pictures if one.places[0] < end and start <= one.places[-1]]
-    if not any(one.grid for one in shown):
-        return ()
-    places = list(range(start, end))
     found: list[list[int]] = [[], [], []]
-    for at in places:
-        inside = next((one for one in shown if one.places[0] <= at <= one.places[-1]), None)
-        if inside is None or inside.grid is None:
-            shifted = at + position_shift(seq, at)
-            for axis in found:
-                axis.append(shifted)
+    at = start
+    for one in seq.pictures:
+        if one.grid is None or one.start >= end or one.end <= start:
             continue
-        _, rows, columns = inside.grid
-        first, number = inside.places[0], at - inside.places[0]
-        base = first + position_shift(seq, first)
-        found[0].append(base + number // (rows * columns))
-        found[1].append(base + number // columns % rows)
-        found[2].append(base + number % columns)
-    return tuple(map(tuple, found))
+        _, rows, columns = one.grid
+        shift = position_shift(seq, one.start)
+        text, base = range(at + shift, one.start + shift), one.start + shift
+        numbers = range(max(start, one.start) - one.start, min(end, one.end) - one.start)
+        found[0] += [*text, *(base + n // (rows * columns) for n in numbers)]
+        found[1] += [*text, *(base + n // columns % rows for n in numbers)]
+        found[2] += [*text, *(base + n % columns for n in numbers)]
+        at = one.end
+    if not found[0]:
+        return ()
+    shift = position_shift(seq, at)
+    return tuple((*axis, *range(at + shift, end + shift)) for axis in found)

@@ -6,6 +6,7 @@ plan that begins a chunk with a picture is the last that needs its embeddings.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ def shown_parts(seq: Sequence, start: int, end: int) -> tuple[ShownPart, ...]:
     """Return the embeddings of positions ``start`` to ``end`` (exclusive) of ``seq``."""
     found = []
     for one in seq.pictures:
-        places = [(n, at - start) for n, at in enumerate(one.places) if start <= at < end]
-        if places:
-            found.append(ShownPart(one.digest, places[0][0], tuple(at for _, at in places)))
+        first, last = bisect_left(one.places, start), bisect_left(one.places, end)
+        if first < last:
+            places = tuple(at - start for at in one.places[first:last])
+            found.append(ShownPart(one.digest, first, places))
     return tuple(found)

@@ -236,10 +236,13 @@ class Sequence:
 
     def update_block_hashes(self) -> None:
         """Extend ``block_hashes`` to all full blocks of the known tokens."""
+        if (len(self.block_hashes) + 1) * self.block_size > len(self.token_ids):
+            return
+        pictures = self.shown
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
             end = start + self.block_size
-            shown = pictures_in(self.shown, start, end) if self.pictures else b""
+            shown = pictures_in(pictures, start, end) if pictures else b""
             self.parent_hash = block_hash(self.parent_hash, self.token_ids[start:end], shown)
             self.block_hashes.append(self.parent_hash)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
+from engine.scheduler.axes import axes_of, position_shift
 from engine.scheduler.pictures import PictureTable, shown_parts
 from engine.scheduler.sequence import Sequence, SequencePicture
 from engine.vision.pixels import PixelStore
@@ -105,8 +106,10 @@ def test_what_is_being_encoded_makes_no_room_for_others() -> None:
 
 
 def engine_with_pictures(room: int, **changes: Any) -> Engine:
-    """Return an engine with room for so many embeddings, which token 7 stands for."""
-    return Engine(config(image_token_id=7, picture_token_bytes=1, picture_bytes=room, **changes))
+    """Return an engine with room for so many embeddings, which token 7 stands for. It caches no
+    blocks: the fake executor does not know their names."""
+    fields = {"image_token_id": 7, "picture_token_bytes": 1, "prefix_cache": False}
+    return Engine(config(picture_bytes=room, **fields, **changes))
 
 
 def image(number: int, start: int) -> ImagePart:
@@ -236,3 +239,19 @@ def test_a_chunk_has_its_part_of_a_picture() -> None:
     (part,) = shown_parts(seq, 32, 48)
     assert (part.first, part.places) == (12, tuple(range(16)))
     assert shown_parts(seq, 0, 16) == ()
+
+
+def test_positions_do_not_depend_on_where_chunks_end() -> None:
+    seq = sequence(
+        replace(picture(1, 3, 6), grid=(1, 2, 3)), replace(picture(2, 11, 4), grid=(1, 4, 1))
+    )
+    whole = axes_of(seq, 0, 20)
+    assert whole[1] == (0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+    for cut in range(1, 20):
+        parts = [axes_of(seq, *ends) or _of_text(seq, *ends) for ends in ((0, cut), (cut, 20))]
+        assert tuple(a + b for a, b in zip(*parts, strict=True)) == whole
+
+
+def _of_text(seq: Sequence, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+    shift = position_shift(seq, start)
+    return (tuple(range(start + shift, end + shift)),) * 3

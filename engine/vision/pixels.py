@@ -38,7 +38,7 @@ class PixelStore:
         }
         new = own.keys() - self._by_digest.keys()
         size = sum(_nbytes(own[digest]) for digest in new)
-        if self.nbytes + size > self._most_bytes and self._holders:
+        if size and self.nbytes + size > self._most_bytes and self._holders:
             return False
         self._by_digest.update((digest, own[digest]) for digest in new)
         self._holders[request.request_id, request.attempt] = frozenset(own)

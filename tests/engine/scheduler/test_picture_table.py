@@ -234,6 +234,16 @@ def test_a_grid_that_came_with_a_request_is_not_believed() -> None:
     assert store.with_grids(submit).images[0].grid is None
 
 
+def test_arrays_that_are_there_need_no_room() -> None:
+    store = PixelStore(0)  # one request alone may have more
+    first, again, other = (
+        request(name, [7, 7, 1, 2], images=(image(number, 0),))
+        for name, number in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert store.hold(first, [b"1"]) and store.hold(again, [b"1"])
+    assert not store.hold(other, [b"1"])
+
+
 def test_a_chunk_has_its_part_of_a_picture() -> None:
     seq = sequence(picture(1, 20, 30))
     (part,) = shown_parts(seq, 32, 48)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.embedding.texts import Job, Text, TextQueue
-from engine.io.inbox import Inbox, InboxMessage, NewRouter
+from engine.io.inbox import Inbox, InboxMessage, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
@@ -119,9 +119,10 @@ class EmbeddingCore:
                 self._io_thread.send([refusal])
             else:
                 self._queue.add(item)
-        elif isinstance(item, wire.Submit):
+        elif isinstance(item, wire.Submit | PicturedSubmit):
+            submit = item.request if isinstance(item, PicturedSubmit) else item
             why = "this model embeds or ranks texts, and generates none"
-            self._io_thread.send([_refused(item, "unsupported", why)])
+            self._io_thread.send([_refused(submit, "unsupported", why)])
         elif isinstance(item, wire.Abort):
             for key in self._queue.find(item.request_id, item.attempt):
                 self._queue.drop(key)

@@ -11,7 +11,7 @@ import pytest
 
 from engine.embedding.core import EmbeddingCore, Rows
 from engine.embedding.texts import Text
-from engine.io.inbox import Inbox, NewRouter
+from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
@@ -164,8 +164,9 @@ def test_a_model_that_embeds_generates_nothing() -> None:
     submit = wire.Submit(
         request_id="a", attempt=0, token_ids=[1], sampling=sampling, max_tokens=1, stop_token_ids=[]
     )
-    (refused,) = Engine().run(submit)
-    assert refused.reason == "unsupported"
+    for message in (submit, PicturedSubmit(submit, (b"1",))):
+        (refused,) = Engine().run(message)
+        assert refused.reason == "unsupported"
 
 
 def test_jobs_that_nobody_waits_for_are_dropped() -> None:

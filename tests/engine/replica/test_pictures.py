@@ -261,7 +261,8 @@ def test_a_reset_leaves_nothing_of_a_picture_that_was_begun(
     seeing: Callable[..., Seeing],
 ) -> None:
     one = seeing()
-    begun = one.whole.executor._passes.pictures._begun
+    executor: Any = one.whole.executor
+    begun = executor._passes.pictures._begun
     one.start("one")
     while not begun:
         one.whole.turn()

@@ -36,7 +36,6 @@ from bench.in_process import InProcessEngine  # noqa: E402
 from bench.repetitive import SCHEMA, WORKLOADS, code_edit, quote, records  # noqa: E402
 from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
-from shared.settings import Settings  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
 
 PROMPTS, TOKENS, MOST_AT_ONCE, PIECE = 200, 32, 8, 36
@@ -44,7 +43,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "ngram": {"spec_decode": "ngram", "spec_decode_dynamic": False, "num_speculative_tokens": 16},
     "draft": {"spec_decode": "draft", "spec_decode_dynamic": False},
     "auto": {"spec_decode": "auto"},
-    "default": {"spec_decode": Settings(model="any").spec_decode},
+    "unpredicted": {"spec_decode": "auto"},
 }
 """Settings. All requests of ``auto`` have a prediction too, wrong in places."""
 SHORT = 120

@@ -122,7 +122,7 @@ def bash(scripts: Path) -> Iterator[pexpect.spawn]:
     ("typed", "completed"),
     [
         ("sta", "tus "),
-        ("serve --max-b", "atch-size "),
+        ("serve --max-batch-s", "ize "),
         ("--max-conc", "urrent-requests "),
         ("chat --key-v", "ariable "),
         ("cache ve", "rify "),
@@ -157,7 +157,7 @@ def test_zsh_completes_commands_and_flags(scripts: Path, tmp_path: Path) -> None
         shell.expect("read\r\n")
         for typed, completed in (
             ("sta", "tus"),
-            ("serve --max-b", "atch-size"),
+            ("serve --max-batch-s", "ize"),
             ("bench serve --request-r", "ate"),
         ):
             shell.send(f"mlx-lm-server {typed}\t")

@@ -102,12 +102,13 @@ def test_a_device_is_asked_at_the_start_what_drafts_cost(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu(monkeypatch)
+    monkeypatch.setattr("engine.replica.rehearsal.LONGEST_S", 60.0)  # other tests run beside it
     path, proofs = tiny_model("llama"), tmp_path / "proofs"
     whole = Whole(path, spec_decode="auto", proofs=proofs)
     kept = whole.replica.kept_costs
     assert kept is not None and whole.executor.spec.look_ahead
     assert not kept._costs.needs_plain(1)
-    assert {0, 2} <= kept._costs.known()[1].keys()  # and more of them, as time allows
+    assert {0, 2, 4, 8} <= kept._costs.known()[1].keys()
     kept.keep(at_once=True)
     again = Whole(path, spec_decode="auto", proofs=proofs)  # which only reads them
     assert again.replica.kept_costs is not None

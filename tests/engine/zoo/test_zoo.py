@@ -189,7 +189,7 @@ class TestTheComparisonCatches:
         def late(batch: Any, *args: Any) -> None:
             init(batch, *args)
             if len(batch.rows) == 3:
-                batch.offset = batch.offset + mx.array([0, 1, 0])
+                batch.offset = batch.turned_by = batch.offset + mx.array([0, 1, 0])
 
         monkeypatch.setattr(RaggedBatch, "__init__", late)
         self.is_wrong(name, batch_class, bits, monkeypatch)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +14,7 @@ from engine.model.load import LOAD_ERRORS, LoadedModel
 from engine.model.multimodal import FAMILIES, Family, deep_layers, takes_pictures
 from engine.vision.encoder import VisionEncoder
 from engine.vision.pixels import PixelStore
+from shared.bare_package import leave_out_code_of
 from shared.wire import Vision
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,9 @@ def _opened(
 ) -> ServedVision:
     model_type = str(loaded.config.get("model_type"))
     family = FAMILIES[model_type]
-    _leave_out_mlx_vlm()
+    # Its own code imports all that generates and converts.
+    if not leave_out_code_of("mlx_vlm"):
+        raise VisionUnusable("mlx-vlm is missing: pip install 'mlx-lm-server[vision]'")
     try:
         from mlx_vlm.utils import load_model
 
@@ -129,17 +129,3 @@ def _vision(model: Any, model_type: str, family: Family, tokenizer: Any) -> Visi
         placeholder_id=placeholder_id,
         image_token_id=image_token_id,
     )
-
-
-def _leave_out_mlx_vlm() -> None:
-    """Make ``mlx_vlm`` a package without code of its own, from which modules can be imported: that
-    code imports all that generates and converts. Raises `VisionUnusable` if it is missing."""
-    if "mlx_vlm" in sys.modules:
-        return
-    found = importlib.util.find_spec("mlx_vlm")
-    if found is None:
-        raise VisionUnusable("mlx-vlm is missing: pip install 'mlx-lm-server[vision]'")
-    package = ModuleType("mlx_vlm")
-    package.__path__ = list(found.submodule_search_locations or ())
-    package.__spec__ = found
-    sys.modules["mlx_vlm"] = package

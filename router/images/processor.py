@@ -6,17 +6,16 @@ import transformers and MLX, which they run nothing of here.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shared.bare_package import leave_out_code_of
 from shared.wire import PROCESSOR_FILES, ArraySpec, Vision
 
 if TYPE_CHECKING:  # not at run time: see above
@@ -142,14 +141,8 @@ def _import_package(model_type: str) -> None:
     mlx-vlm's own code, which generates, converts and serves, stays out; and arrays stay NumPy's."""
     if not model_type.isidentifier():
         raise ProcessorUnusable(f"no processor is known for {model_type!r}")
-    if "mlx_vlm" not in sys.modules:
-        found = importlib.util.find_spec("mlx_vlm")
-        if found is None:
-            raise ProcessorUnusable("mlx-vlm is not installed: pip install 'mlx-lm-server[vision]'")
-        package = ModuleType("mlx_vlm")
-        package.__path__ = list(found.submodule_search_locations or ())
-        package.__spec__ = found
-        sys.modules["mlx_vlm"] = package
+    if not leave_out_code_of("mlx_vlm"):
+        raise ProcessorUnusable("mlx-vlm is not installed: pip install 'mlx-lm-server[vision]'")
     base = importlib.import_module("mlx_vlm.models.base")
     base.to_mlx = dict  # type: ignore[attr-defined]
     importlib.import_module(f"mlx_vlm.models.{model_type}")

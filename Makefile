@@ -101,15 +101,15 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) $(BY_FILE) --timeout 600 $(ARGS)
 
 # Without those that are about the router alone, about Ray, or about faults and load for minutes.
-NOT_OF_RANKS = $(addprefix tests/e2e/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)
+NOT_OF_RANKS = $(addprefix %/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)
 test-ranks: setup
 	TEST_RANKS=$(RANKS) $(BIN)/python -m pytest --timeout 600 $(ARGS) tests/engine/parallel tests/engine/zoo/test_zoo.py \
-		$(filter-out $(NOT_OF_RANKS),$(wildcard tests/e2e/test_*.py))
+		$(filter-out $(NOT_OF_RANKS),$(wildcard tests/e2e/*/test_*.py))
 
 # With Ray, which is not among what the other tests need.
 test-ray: setup
 	$(BIN)/python -m pip install --quiet 'ray>=2.50,<3'
-	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest -s tests/e2e/test_ray.py $(ARGS)
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest -s tests/e2e/ranks/test_ray.py $(ARGS)
 
 clients: setup
 	$(BIN)/python -m tests.clients --write docs/clients.md $(ARGS)

@@ -6,7 +6,7 @@ Cycles and layers of imports are import-linter's (`make lint-imports`).
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +17,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
+FOLDER_FILES = 16
 
 
 def lines_of_classes(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
@@ -51,6 +52,11 @@ def test_a_class_name_stands_for_one_thing() -> None:
 def test_files_are_short() -> None:
     lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert not {name: n for name, n in lines.items() if n >= FILE_LINES}
+
+
+def test_folders_of_tests_hold_few_files() -> None:
+    counts = Counter(relative(path.parent) for path in (ROOT / "tests").rglob("*.py"))
+    assert not {folder: count for folder, count in counts.items() if count > FOLDER_FILES}
 
 
 def test_functions_are_short() -> None:

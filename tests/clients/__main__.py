@@ -19,6 +19,7 @@ load_fast_blas()  # before anything imports MLX
 
 from engine.model.demo import demo_model_path  # noqa: E402
 from tests.clients.caller import make_caller  # noqa: E402
+from tests.clients.environments import SCENARIOS as SCRIPTS  # noqa: E402
 from tests.clients.environments import NotInstalled, command_for  # noqa: E402
 from tests.clients.matrix import (  # noqa: E402
     CLIENTS,
@@ -164,6 +165,7 @@ def _run(
     """Return the cells of the scenarios that ``command`` runs. If it reports none, all that are
     ``expected`` have failed."""
     environment = {
+        "PYTHONPATH": str(SCRIPTS),
         "CLIENT_TOKENIZER": str(tokenizer),
         "CLIENT_URL": f"http://127.0.0.1:{server.port}",
         "CLIENT_KEY": KEY,

@@ -25,17 +25,16 @@ class Client:
         return self.script.endswith(".mjs")
 
 
+_OPENAI = ("openai==3.54.0",)
 CLIENTS = (
-    Client("openai (Python)", ("openai==3.54.0",), "openai_python.py"),
-    Client(
-        "openai (Python)", ("openai==3.54.0",), "openai_python.py", "/v1/responses", "responses_"
-    ),
+    Client("openai (Python)", _OPENAI, "openai_python.py"),
+    Client("openai (Python)", _OPENAI, "openai_python.py", "/v1/responses", "responses_"),
     Client("anthropic (Python)", ("anthropic==2.12.0",), "anthropic_python.py", "/v1/messages"),
-    Client("langchain-openai", ("langchain-openai==1.7.3",), "with_langchain_openai.py"),
+    Client("langchain-openai", ("langchain-openai==1.7.3",), "with_langchain.py"),
     Client(
         "langchain-anthropic",
         ("langchain-anthropic==1.7.7",),
-        "with_langchain_anthropic.py",
+        "with_langchain.py",
         "/v1/messages",
     ),
     Client("litellm", ("litellm==1.106.2", "mcp"), "with_litellm.py"),
@@ -76,35 +75,38 @@ CLIENTS = (
 
 EMBEDDING_SCENARIOS = ("embed", "rerank", "errors")
 EMBEDDING_CLIENTS = (
-    Client("openai (Python)", ("openai==3.54.0",), "openai_embeddings.py", "/v1/embeddings"),
+    Client("openai (Python)", _OPENAI, "vectors/openai_embeddings.py", "/v1/embeddings"),
     Client(
         "langchain-openai",
         ("langchain-openai==1.7.3",),
-        "langchain_embeddings.py",
+        "vectors/langchain_embeddings.py",
         "/v1/embeddings",
     ),
     Client(
         "litellm",
         ("litellm==1.106.2", "mcp"),
-        "litellm_embeddings.py",
+        "vectors/litellm_embeddings.py",
         "/v1/embeddings, /v1/rerank",
     ),
     Client(
         "llama-index-embeddings-openai-like",
         ("llama-index-embeddings-openai-like==0.4.0",),
-        "llama_index_embeddings.py",
+        "vectors/llama_index_embeddings.py",
         "/v1/embeddings",
     ),
     Client(
-        "chromadb", ("chromadb==1.5.9", "openai==3.54.0"), "chroma_embeddings.py", "/v1/embeddings"
+        "chromadb",
+        ("chromadb==1.5.9", "openai==3.54.0"),
+        "vectors/chroma_embeddings.py",
+        "/v1/embeddings",
     ),
     Client(
         "Open WebUI (its calls)",
         ("httpx==0.28.1",),
-        "open_webui_embeddings.py",
+        "vectors/open_webui_embeddings.py",
         "/v1/embeddings, /api/embed, /v1/rerank",
     ),
-    Client("cohere", ("cohere==7.3.1",), "cohere_rerank.py", "/v2/rerank"),
+    Client("cohere", ("cohere==7.3.1",), "vectors/cohere_rerank.py", "/v2/rerank"),
 )
 """Those that ask for vectors and rankings, which other models make."""
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.clients.__main__ import EMBEDDER, RANKER, write_config
+from tests.clients.environments import SCENARIOS
 from tests.clients.matrix import CLIENTS
 from tests.clients.reciter import make_reciter
 from tests.e2e.server import Server, serving
 
-SCENARIOS = Path(__file__).parent / "scenarios"
+EMBEDDING_SCRIPT = str(SCENARIOS / "vectors" / "openai_embeddings.py")
 KEY = "a-secret-key"
 NODE = next(client for client in CLIENTS if client.script == "openai_node.mjs")
 
@@ -35,6 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def check_all(server: Server, *command: str) -> None:
     environment = {
+        "PYTHONPATH": str(SCENARIOS),
         "CLIENT_URL": f"http://127.0.0.1:{server.port}",
         "CLIENT_KEY": KEY,
         "CLIENT_MODEL": "reciter",
@@ -60,7 +62,11 @@ def test_a_client_embeds(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
         check_all(
-            server, sys.executable, str(SCENARIOS / "openai_embeddings.py"), "embed", "errors"
+            server,
+            sys.executable,
+            str(SCENARIOS / "vectors" / "openai_embeddings.py"),
+            "embed",
+            "errors",
         )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.test_ranks import at_length
+from tests.e2e.ranks.test_ranks import at_length
 from tests.engine.parallel.forced_ranks import MODULE, PROMPTS
 from tests.oracle import Oracle
 

@@ -22,7 +22,7 @@ from engine.zoo.build import build
 from engine.zoo.common import VOCAB_SIZE
 from engine.zoo.examine import ArchitectureReport, QuantizedReport, examine, examine_quantized
 from engine.zoo.farm import Way, examine_all
-from tests.e2e.test_ranks import at_length
+from tests.e2e.ranks.test_ranks import at_length
 
 pytestmark = pytest.mark.slow
 

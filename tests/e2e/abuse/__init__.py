@@ -1,0 +1,1 @@
+"""Requests by which one client could hurt others, beside one that means well: `make abuse`."""

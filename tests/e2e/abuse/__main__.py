@@ -1,0 +1,282 @@
+"""Clients that mean no good, beside one that does: `python -m tests.e2e.abuse`.
+
+A whole server with two API keys. One key's clients do everything on the list of
+`tests.e2e.abuse.attacks`, one thing after the other. Meanwhile the other key streams short answers
+and `/livez` is asked: neither may wait for the first key's clients, and the router's event loop
+may never stand still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import re
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from engine.model.load import resolve
+from router.fleet.loop_lag import EVERY_S
+from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
+from tests.e2e.server import Server, serving
+from tests.tiny_models import make_tiny
+
+GOOD, BAD = "good-key", "bad-key"
+FLAGS = ("--api-key", GOOD, "--api-key", BAD, "--no-ssd", "--num-blocks", "2000")
+CONTEXT = 8192
+LIVEZ_S, LIVEZ_WORST_S = 0.1, 0.5
+LAG_S = 0.1
+FIRST_TOKEN_FACTOR = 1.5
+GREEDY_FACTOR = 2
+"""The same while another key uses all that it may."""
+LEAST_FIRST_TOKEN_S = 0.02
+"""A tiny model has its first token before other processes have had their turn."""
+PROBE_EVERY_S = 0.05
+BASELINE_S = 4.0
+
+
+@dataclass
+class Measured:
+    """What the good clients saw while something went on."""
+
+    livez_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    stalls: int = 0
+    """How often the event loop stood still for too long."""
+    machine_stalls: int = 0
+    """How often a process that only sleeps was woken so late: the machine stood still."""
+
+    @property
+    def usual_livez_s(self) -> float:
+        """The time within which 95 of 100 probes are answered."""
+        return statistics.quantiles(self.livez_s, n=20)[-1] if len(self.livez_s) > 1 else 0.0
+
+    @property
+    def median_first_token_s(self) -> float:
+        return statistics.median(self.first_token_s) if self.first_token_s else float("inf")
+
+    def line(self) -> str:
+        livez = f"livez {1000 * self.usual_livez_s:4.0f} {1000 * max(self.livez_s):5.0f}"
+        token = f"first token {1000 * self.median_first_token_s:4.0f}"
+        return f"{livez} ms, {token} ms, {self.stalls} stalls ({self.machine_stalls})"
+
+
+class Watch:
+    """The good clients: probes, and short streams."""
+
+    def __init__(
+        self,
+        server: Server,
+        stall_s: float,
+        machine_stalls: Synchronized[int],
+        prompt_tokens: int | None,
+    ) -> None:
+        self._port = server.port
+        self._stall_s = stall_s
+        self._machine_stalls = machine_stalls
+        self._prompt_tokens = prompt_tokens
+
+    @contextmanager
+    def measuring(self) -> Iterator[Measured]:
+        measured = Measured()
+        stop = threading.Event()
+        stalls, machine_stalls = self._count_stalls(), self._machine_stalls.value
+        threads = [
+            threading.Thread(target=each, args=(measured, stop))
+            for each in (self._probe, self._stream)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield measured
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        measured.stalls = self._count_stalls() - stalls
+        measured.machine_stalls = self._machine_stalls.value - machine_stalls
+
+    def _probe(self, measured: Measured, stop: threading.Event) -> None:
+        while not stop.wait(PROBE_EVERY_S):
+            began = time.monotonic()
+            if b" 200 " not in self._get("/livez")[:20]:
+                measured.failures["livez"] += 1
+            measured.livez_s.append(time.monotonic() - began)
+
+    def _stream(self, measured: Measured, stop: threading.Event) -> None:
+        while not stop.wait(PROBE_EVERY_S):
+            # Tokens of its own, so that none is cached.
+            own = [random.randrange(3, 200) for _ in range(self._prompt_tokens or 0)]
+            body = json.dumps({"prompt": own or "abc", "max_tokens": 2, "stream": True}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {GOOD}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                "Connection: close\r\n\r\n"
+            ).encode()
+            began = time.monotonic()
+            with socket.create_connection(("127.0.0.1", self._port), timeout=60) as client:
+                client.sendall(head + body)
+                found = b""
+                while b"data: " not in found:
+                    piece = client.recv(65536)
+                    if not piece:
+                        break
+                    found += piece
+                if b"data: " in found:
+                    measured.first_token_s.append(time.monotonic() - began)
+                else:
+                    measured.failures[found[9:12].decode() or "closed"] += 1
+                while client.recv(65536):
+                    pass
+
+    def _count_stalls(self) -> int:
+        text = self._get("/metrics").decode()
+        name = "mlx_lm_server_event_loop_lag_seconds_bucket"
+        buckets = dict(re.findall(rf'{name}{{le="([^"]+)"}} (\S+)', text))
+        return int(float(buckets["+Inf"]) - float(buckets[str(self._stall_s)]))
+
+    def _get(self, path: str) -> bytes:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=60) as client:
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            found = b""
+            while piece := client.recv(65536):
+                found += piece
+            return found
+
+
+def _count_late_wakes(late_s: float, count: Synchronized[int]) -> None:
+    """Sleep as the event loop's own measurement does, and count how often that is much longer."""
+    while True:
+        due = time.monotonic() + EVERY_S
+        time.sleep(EVERY_S)
+        count.value += time.monotonic() - due > late_s
+
+
+@contextmanager
+def _counting_machine_stalls(stall_s: float) -> Iterator[Synchronized[int]]:
+    context = multiprocessing.get_context("spawn")
+    count = context.Value("i")
+    process = context.Process(target=_count_late_wakes, args=(stall_s, count), daemon=True)
+    process.start()
+    try:
+        yield count
+    finally:
+        process.kill()
+        process.join()
+
+
+def abuse(
+    server: Server,
+    names: Sequence[str],
+    seconds: float,
+    slack: float,
+    stall_s: float = LAG_S,
+    prompt_tokens: int | None = None,
+) -> list[str]:
+    """Do each of ``names`` for some ``seconds``. Return what was wrong; limits of time are
+    multiplied by ``slack``. The good client's prompts are short, or have ``prompt_tokens``."""
+    wrong = []
+    processes = server.pids("services.")
+    context = multiprocessing.get_context("spawn")
+    with (
+        _counting_machine_stalls(stall_s) as machine_stalls,
+        ProcessPoolExecutor(1, mp_context=context, initializer=os.nice, initargs=(10,)) as pool,
+    ):
+        watch = Watch(server, stall_s, machine_stalls, prompt_tokens)
+        pool.submit(run_abuse, names[0], server.port, BAD, 0).result()  # makes the bodies
+        with watch.measuring() as before:
+            time.sleep(BASELINE_S)
+        _print(f"{'nothing':45} {before.line()}")
+        for name in names:
+            with watch.measuring() as during:
+                found = pool.submit(run_abuse, name, server.port, BAD, seconds).result()
+            _print(f"{name:45} {during.line()}; {dict(found)}")
+            factor = slack * (GREEDY_FACTOR if name == GREEDY else FIRST_TOKEN_FACTOR)
+            wrong += [f"{name}: {each}" for each in _findings(before, during, found, slack, factor)]
+        server.wait_until(lambda: server.sequences_in_flight() == 0, 60, "idle again")
+    if server.pids("services.") != processes:
+        wrong.append(f"processes were {processes}, now they are {server.pids('services.')}")
+    wrong += [f"the log has: {line}" for line in server.log if _is_bad(line)]
+    return wrong
+
+
+def _findings(
+    before: Measured, during: Measured, found: Counter[str], slack: float, factor: float
+) -> Iterator[str]:
+    if during.usual_livez_s > LIVEZ_S * slack or max(during.livez_s) > LIVEZ_WORST_S * slack:
+        yield f"/livez waited: {during.line()}"
+    usual_s = max(before.median_first_token_s, LEAST_FIRST_TOKEN_S)
+    if during.median_first_token_s > factor * usual_s:
+        yield f"first tokens waited: {during.line()}, before: {before.line()}"
+    if during.stalls > during.machine_stalls:
+        yield f"the event loop stood still: {during.line()}"
+    if during.failures:
+        yield f"good clients failed: {dict(during.failures)}"
+    if found["500"]:
+        yield f"{found['500']} internal errors"
+
+
+def _is_bad(line: str) -> bool:
+    return "Traceback" in line or " failed (" in line or bool(re.match(r"\S+ critical ", line))
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def abused_server(
+    directory: Path, model: Path | None = None, flags: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Run a server of ``model``, or of a tiny one, for one good key and one bad."""
+    made = model or make_tiny("llama", directory / "model", max_position_embeddings=CONTEXT)
+    with serving(made, *FLAGS, *flags) as server:
+        server.client.headers["authorization"] = f"Bearer {GOOD}"
+        yield server
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.e2e.abuse", description=__doc__, epilog="Others: the server's."
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="seconds for each (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--slack", type=float, default=1, help="factor of all limits (default: %(default)g)"
+    )
+    parser.add_argument("--only", default="", help="those whose name this expression finds")
+    parser.add_argument("--model", help="demo, or a directory (default: a tiny random model)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="of the good client's prompts (default: short text)"
+    )
+    options, flags = parser.parse_known_args(arguments)
+    names = [name for name in abuses() if re.search(options.only, name)]
+    model = None if options.model is None else resolve(options.model)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        abused_server(Path(directory), model, flags) as server,
+    ):
+        tokens = options.prompt_tokens
+        wrong = abuse(server, names, options.seconds, options.slack, prompt_tokens=tokens)
+    _print("\n".join([*(f"WRONG: {each}" for each in wrong), f"{len(wrong)} findings"]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The short form of `make abuse`: a few of the list, with limits for a machine that is busy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.abuse.__main__ import abuse, abused_server
+
+NAMES = (
+    "a fence with much whitespace",
+    "log-probabilities of prompts",
+    "echoes with log-probabilities",
+    "200,000 prompts",
+    "a prompt of a megabyte",
+    "a stored conversation",
+    "a pipeline that is left",
+)
+SLACK = 10
+STALL_S = 1.0
+
+
+@pytest.mark.slow
+def test_no_client_can_hold_up_the_others(tmp_path: Path) -> None:
+    with abused_server(tmp_path) as server:
+        wrong = abuse(server, NAMES, 0.5, SLACK, STALL_S)
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,1 @@
+"""Load while processes, sockets and disks fail: `make chaos`."""

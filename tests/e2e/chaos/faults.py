@@ -1,0 +1,149 @@
+"""The faults of `tests.e2e.chaos`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+
+from tests.e2e.chaos.site import Site, admin_restart, send_signal
+from tests.e2e.soak.report import print_line
+
+ROLES = ("router", "kvstore", "engine a", "engine b", "engine elsewhere")
+RECOVERED_WITHIN_S = 120.0
+"""Engines that failed often wait 30 s before their next start."""
+HUNG_FOR_S = 13.0
+"""A process that is stopped for that long is killed by its supervisor."""
+
+
+class Saboteur:
+    """Does what the chaos does, one fault after the other; several may be at work at once."""
+
+    def __init__(self, site: Site, seed: int) -> None:
+        self._site = site
+        self._chance = random.Random(seed)
+        self._losing_machine = asyncio.Lock()
+        self.done: Counter[str] = Counter()
+        self.recovered_s: defaultdict[str, list[float]] = defaultdict(list)
+        self._faults: dict[Callable[[], Awaitable[str]], int] = {
+            self.kill: 6,
+            self.stop_for_a_while: 5,
+            self.stop_until_killed: 1,
+            self.replace_router: 2,
+            self.cut: 3,
+            self.silence: 2,
+            self.remove_store: 2,
+            self.fill_disk: 2 if site.has_small_disk else 0,
+            self.lose_machine: 1,
+            self.restart_engines: 1,
+        }
+
+    async def run(self, until: float) -> None:
+        """Do each kind once, however long that takes, then kinds by chance, two at a time. Wait for
+        the recovery of half."""
+        each_once = [kind for kind, weight in self._faults.items() if weight]
+        self._chance.shuffle(each_once)
+
+        async def go_on() -> None:
+            while time.monotonic() < until or each_once:
+                (drawn,) = self._chance.choices(list(self._faults), list(self._faults.values()))
+                name = await (each_once.pop() if each_once else drawn)()
+                self.done[name] += 1
+                if self._chance.random() < 0.5:
+                    patience_s = min(RECOVERED_WITHIN_S, max(0, until - time.monotonic()))
+                    seconds = await self._site.wait_whole(patience_s)
+                    if seconds is not None:  # else more has happened meanwhile
+                        self.recovered_s[name].append(seconds)
+                await asyncio.sleep(self._chance.uniform(0, 3))
+
+        await asyncio.gather(go_on(), go_on())
+
+    def lines(self) -> list[str]:
+        rows = [f"{self.done.total()} faults"]
+        for name, count in sorted(self.done.items()):
+            times = self.recovered_s[name]
+            after = (
+                f"whole again after {statistics.median(times):.1f} s, at most {max(times):.1f} s"
+                if times
+                else ""
+            )
+            rows.append(f"{name:32} {count:4}  {after}")
+        return rows
+
+    # -- kinds of faults -----------------------------------------------------------------
+
+    async def kill(self) -> str:
+        return await self._lose(self._chance.choice(ROLES), signal.SIGKILL)
+
+    async def stop_until_killed(self) -> str:
+        return await self._lose(self._chance.choice(ROLES), signal.SIGSTOP)
+
+    async def _lose(self, role: str, number: int) -> str:
+        pids = self._site.send(role, number)
+        self._say(f"{role} gets {signal.Signals(number).name}: {pids}")
+        if number == signal.SIGSTOP:
+            await asyncio.sleep(HUNG_FOR_S)
+        return f"{role} {'killed' if number == signal.SIGKILL else 'hung'}"
+
+    async def replace_router(self) -> str:
+        """Nobody may notice this."""
+        pids = self._site.send("router", signal.SIGTERM)
+        self._say(f"the router is told to end: {pids}")
+        await self._site.wait_ended(pids)
+        return "router replaced"
+
+    async def stop_for_a_while(self) -> str:
+        role, seconds = self._chance.choice(ROLES), self._chance.uniform(0.2, 6)
+        stopped = self._site.send(role, signal.SIGSTOP)
+        self._say(f"{role} stands still for {seconds:.1f} s: {stopped}")
+        await asyncio.sleep(seconds)
+        send_signal(stopped, signal.SIGCONT)
+        return f"{role} stopped"
+
+    async def cut(self) -> str:
+        for link in self._site.links:
+            self._say(f"{link.cut()} sockets are cut")
+        return "sockets cut"
+
+    async def silence(self) -> str:
+        link, seconds = self._chance.choice(self._site.links), self._chance.uniform(0.5, 9)
+        self._say(f"a link is silent for {seconds:.1f} s")
+        link.silence(on=True)
+        await asyncio.sleep(seconds)
+        link.silence(on=False)
+        return "sockets silent"
+
+    async def remove_store(self) -> str:
+        self._say("the store is removed")
+        await asyncio.to_thread(self._site.remove_store)
+        return "store removed"
+
+    async def fill_disk(self) -> str:
+        self._say("the disk is full")
+        await asyncio.to_thread(self._site.fill_disk)
+        await asyncio.sleep(self._chance.uniform(1, 6))
+        self._site.free_disk()
+        return "disk full"
+
+    async def lose_machine(self) -> str:
+        async with self._losing_machine:  # once at a time: each loss brings one machine back
+            self._say("the other machine is lost")
+            below = self._site.pids("engine elsewhere")
+            self._site.joined.popen.kill()
+            await asyncio.to_thread(self._site.joined.popen.wait)
+            await asyncio.sleep(self._chance.uniform(0, 3))
+            await self._site.wait_ended(below)
+            self._site.join()
+        return "other machine lost"
+
+    async def restart_engines(self) -> str:
+        self._say("all engines are restarted")
+        asked = await asyncio.to_thread(admin_restart, self._site.url)
+        return "engines restarted" if asked else "engines not restarted: no router"
+
+    def _say(self, what: str) -> None:
+        print_line(f"  {what}")

@@ -1,0 +1,1 @@
+"""Generated requests: `make fuzz`."""

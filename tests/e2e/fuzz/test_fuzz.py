@@ -1,0 +1,42 @@
+"""The short form of `make fuzz`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fuzz.__main__ import (
+    FLAGS,
+    KEY,
+    fuzz,
+    internal_errors,
+    models_file,
+    requests_answered,
+)
+from tests.e2e.fuzz.agents import fuzz_agents
+from tests.e2e.server import serving
+
+
+@pytest.mark.slow
+def test_answers_to_generated_requests_match_the_openapi_document(
+    tmp_path: Path,
+) -> None:
+    with serving(None, "--config", str(models_file(tmp_path)), *FLAGS) as server:
+        run = fuzz(server, "--seed=7", "--phases=examples,fuzzing", "--max-examples=12")
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert requests_answered(server) > 120
+        assert internal_errors(server) == []
+
+
+@pytest.mark.slow
+def test_requests_of_agents_are_answered_or_refused(tiny_model: Callable[..., Path]) -> None:
+    with serving(tiny_model("llama"), *FLAGS, "--skip-unsupported-content") as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        reached, failed = fuzz_agents(server.client, 800, seed=3)
+        assert failed == []
+        assert internal_errors(server) == []
+        wanted = {"tools", "tool_choice", "include", "reasoning", "thinking", "output_config"}
+        wanted |= {"options", "format", "context"}
+        assert {name for name in wanted if reached[name] < 5} == set()

@@ -1,0 +1,277 @@
+"""Processes that are started one by one: an engine with a fake router, and two engines."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared import wire
+from tests.conftest import unused_port
+from tests.e2e.process import Process, running_process
+from tests.e2e.requests.malformed import NAN, TO_ENGINE, Peer, malformed
+from tests.e2e.server import assert_retry, private_directory
+
+PATIENCE_S = 90.0
+COMPLETIONS = "/v1/completions"
+
+
+class FakeRouter:
+    """Binds the socket to which an engine connects, and sends what no router sends."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.peer = Peer(endpoint, bind=True)
+        self.peer.receive(wire.Beat, wire.ToRouter)
+        self._number = 0
+
+    def greet(self) -> wire.Hello:
+        self.peer.send(wire.Ping(router_id="not really"))
+        return self.peer.receive(wire.Hello, wire.ToRouter)
+
+    def run(self, **fields: Any) -> wire.Refused | int:
+        """Run a request; return its refusal, or the number of its tokens."""
+        self._number += 1
+        plain: dict[str, Any] = {
+            "request_id": f"r{self._number}",
+            "attempt": 0,
+            "token_ids": [5, 6, 7],
+            "sampling": wire.SamplingParams(seed=1),
+            "max_tokens": 3,
+            "stop_token_ids": [],
+        }
+        submit = wire.Submit(**plain | fields)
+        self.peer.send(submit)
+        tokens = 0
+        while True:
+            message = self.peer.receive(wire.Message, wire.ToRouter)
+            if isinstance(message, wire.Refused) and message.request_id == submit.request_id:
+                return message
+            for delta in message.deltas if isinstance(message, wire.Tokens) else ():
+                if delta.request_id != submit.request_id:
+                    continue
+                tokens += len(delta.token_ids)
+                if delta.finish is not None:
+                    assert delta.finish == "length", delta
+                    return tokens
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Callable[..., Path]) -> Iterator[tuple[Process, FakeRouter]]:
+    with ExitStack() as stack:
+        directory = stack.enter_context(private_directory())
+        endpoint = f"ipc://{directory}/engines"
+        process = stack.enter_context(
+            running_process(
+                "services.engine",
+                *("--model", str(tiny_model("llama")), "--engine-socket", endpoint, "--no-ssd"),
+                _MLX_LM_SERVER_CHECK_INTEGRITY="1",
+            )
+        )
+        router = FakeRouter(endpoint)
+        stack.callback(router.peer.close)
+        router.greet()
+        yield process, router
+
+
+def test_an_engine_counts_and_drops_malformed_messages(
+    engine: tuple[Process, FakeRouter],
+) -> None:
+    process, router = engine
+    sent = malformed(TO_ENGINE)
+    for frames in sent:
+        router.peer.send_raw(frames)
+    while True:
+        stats = router.peer.receive(wire.Beat, wire.ToRouter).stats
+        if stats.dropped_messages_total >= len(sent):
+            break
+    assert stats.dropped_messages_total == len(sent)
+    assert router.run() == 3
+    assert process.is_running
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [-1]}, "prompt"),
+        ({"token_ids": [320]}, "prompt"),
+        ({"token_ids": [2**63]}, "prompt"),
+        ({"token_ids": [5] * 1_000_000}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -(2**40)}, "max_tokens"),
+        ({"generated": [2**40]}, "generated"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ],
+)
+def test_a_request_with_invalid_values_is_refused(
+    engine: tuple[Process, FakeRouter], fields: dict[str, Any], param: str
+) -> None:
+    process, router = engine
+    refused = router.run(**fields)
+    assert isinstance(refused, wire.Refused)
+    assert refused.param == param
+    assert refused.reason in ("invalid", "too_large")
+    assert router.run() == 3
+    assert process.is_running
+
+
+def sampling(**fields: Any) -> dict[str, wire.SamplingParams]:
+    return {"sampling": wire.SamplingParams(**{"seed": 1, "temperature": 1.0} | fields)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"request_id": ""},
+        {"request_id": "x" * 1_000_000},
+        {"attempt": -(2**63)},
+        {"attempt": 2**63},
+        {"priority": -(2**63)},
+        {"priority": 2**63},
+        {"min_tokens": 2**63},
+        {"min_tokens": -1},
+        {"min_tokens": 5, "stop_token_ids": list(range(320))},
+        {"min_tokens": 5, "stop_token_ids": [5] * 100_000},
+        {"cache_salt": "\x00" * 100_000},
+        sampling(temperature=NAN),
+        sampling(temperature=math.inf),
+        sampling(temperature=-1.0),
+        sampling(temperature=1e-300),
+        sampling(temperature=1e300),
+        sampling(top_p=NAN),
+        sampling(top_p=-1.0),
+        sampling(top_p=1e-300),
+        sampling(top_p=2.0),
+        sampling(top_k=-(2**63)),
+        sampling(top_k=2**63),
+        sampling(min_p=NAN),
+        sampling(min_p=math.inf),
+        sampling(min_p=-1.0),
+        sampling(seed=-(2**63)),
+        sampling(seed=2**64 - 1),
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_nonsensical_values_that_can_be_served_are_served(
+    engine: tuple[Process, FakeRouter], fields: dict[str, Any]
+) -> None:
+    process, router = engine
+    assert router.run(**fields) == 3
+    assert process.is_running
+
+
+def test_huge_max_tokens_end_with_the_context(
+    engine: tuple[Process, FakeRouter],
+) -> None:
+    process, router = engine
+    assert router.run(token_ids=[5] * 2000, max_tokens=2**63) == 48
+    assert process.is_running
+
+
+def test_a_request_that_is_complete_already_ends_at_once(
+    engine: tuple[Process, FakeRouter],
+) -> None:
+    process, router = engine
+    assert router.run(generated=[5] * 50) == 0
+    assert router.run() == 3
+    assert process.is_running
+
+
+def test_repeated_requests_and_unknown_aborts_do_no_harm(
+    engine: tuple[Process, FakeRouter],
+) -> None:
+    process, router = engine
+    submit = wire.Submit(
+        request_id="twice",
+        attempt=0,
+        token_ids=[5],
+        sampling=wire.SamplingParams(seed=1),
+        max_tokens=500,
+        stop_token_ids=[],
+    )
+    for _ in range(3):
+        router.peer.send(submit)
+    for number in range(1000):
+        router.peer.send(wire.Abort(request_id=f"unknown-{number}"))
+    router.peer.send(wire.Abort(request_id="twice"))
+    router.peer.send(wire.Ping(router_id="another"))
+    router.peer.receive(wire.Hello, wire.ToRouter)
+    assert router.run() == 3
+    assert process.is_running
+
+
+def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
+    tiny_model: Callable[..., Path], tmp_path: Path, socket_dir: Path
+) -> None:
+    """The engines connect to the router over TCP."""
+    with ExitStack() as stack:
+        engines = f"tcp://127.0.0.1:{unused_port()}"
+        blocks = f"ipc://{socket_dir}/kvstore"
+        flags = [
+            *("--model", str(tiny_model("llama"))),
+            *("--engine-socket", engines, "--kvstore-socket", blocks),
+            *("--ssd-cache-dir", str(tmp_path / "ssd")),
+        ]
+        stack.enter_context(running_process("services.kvstore", *flags))
+        router = stack.enter_context(
+            running_process("services.router", *flags, "--host", "127.0.0.1", "--port", "0")
+        )
+        url = router.wait_for(r"listening on (\S+)")[1]
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
+
+        def complete(number: int) -> httpx.Response:
+            body = {"prompt": f"{number} abc", "max_tokens": 40, "ignore_eos": True}
+            return client.post(COMPLETIONS, json=body)
+
+        def generated() -> dict[str, float]:
+            """Return the number of generated tokens by the engine's name."""
+            pattern = r'mlx_lm_server_generated_tokens_total\{engine="([^"]+)".*\} (\S+)'
+            return {e: float(v) for e, v in re.findall(pattern, client.get("/metrics").text)}
+
+        def eventually(condition: Callable[[], bool], what: str) -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while not condition():
+                assert time.monotonic() < deadline, (what, *router.log[-20:])
+                time.sleep(0.05)
+
+        assert_retry(complete(0), 503, "no_engine_ready")
+        both = [
+            stack.enter_context(
+                running_process("services.engine", *flags, _MLX_LM_SERVER_ENGINE=name)
+            )
+            for name in ("left", "right")
+        ]
+        eventually(
+            lambda: len(generated()) == 2 and ready_replicas(client) == 2, "both have joined"
+        )
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(complete, range(24)))
+            assert [answer.status_code for answer in answers] == [200] * 24
+            eventually(lambda: all(generated().values()), "both generate tokens")
+            in_flight = [pool.submit(complete, number) for number in range(24)]
+            both[0].popen.kill()
+            # Nothing of these answers has been sent yet, so the other engine computes them.
+            assert [future.result().status_code for future in in_flight] == [200] * 24
+        eventually(lambda: ready_replicas(client) == 1, "one is left")
+        assert complete(1).status_code == 200
+        if sys.platform == "linux":
+            assert "libmlx" in loaded_by(both[1]) and "libmlx" not in loaded_by(router)
+
+
+def loaded_by(process: Process) -> str:
+    """Return the lines of all files that a process has mapped, its libraries among them."""
+    return Path(f"/proc/{process.popen.pid}/maps").read_text()
+
+
+def ready_replicas(client: httpx.Client) -> int:
+    models = client.get("/v1/models").json()["data"]
+    return int(models[0]["ready_replicas"]) if models else 0

@@ -1,0 +1,1 @@
+"""What clients of each API send and get."""

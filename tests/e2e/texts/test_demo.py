@@ -1,0 +1,171 @@
+"""The embedded demo model through the real processes, compared with mlx-lm itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server, serving
+from tests.oracle import Oracle, oracle
+
+MAX_TOKENS = 12
+HEAD = (
+    "You are a careful assistant. You answer in one short sentence, without lists, and you "
+    "say so when you do not know something. Here is what you have to work with today: "
+)
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name a colour.",
+    "1 + 1 =",
+    "Écris une phrase en français.",
+    "日本の首都はどこですか。",
+    "Write a line of Python that prints hello.",
+    "Say 🙂 twice.",
+    "x",
+]
+EXAMPLES = Path(__file__).parents[3] / "examples"
+EXPECTED_OUTPUT = {  # regular expressions
+    "anthropic_messages.py": r"capital of France is Paris\.\n\(end_turn, \d+ tokens in, \d+ out\)",
+    "curl.sh": r'(?s)"id":"demo".*capital of France is Paris\..*"content":" Paris".*data: \[DONE\]',
+    "openai_chat.py": r"(?s)is Paris\.\n.*known for\?\n.+\n\(\d+ prompt tokens, [1-9]\d* of them",
+    "structured_output.py": r"City\(name='.+', country='.+'\)\nIn Europe: (yes|no|unknown)\n",
+    "tools.py": r'weather\(\{"city": "(Paris|Rome)"\}\) -> (sunny|rainy), .+\n.+',
+}
+
+
+@pytest.fixture(scope="module")
+def truth(demo_model: Path) -> Oracle:
+    return oracle(demo_model)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--kv-bits", "16", "--served-model-name", "demo")
+    with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(truth: Oracle) -> list[list[int]]:
+    """Return 20 prompts: chats, shared heads, and lengths around multiples of the block size."""
+    chats = [truth.chat(question) for question in QUESTIONS]
+    shared = [truth.chat(HEAD + question) for question in QUESTIONS[:4]]
+    words = truth.tokenizer.encode(HEAD * 3)
+    lengths = [words[:n] for n in (15, 16, 17, 31, 32, 33, 49, 1)]
+    found = [*chats, *shared, *lengths]
+    assert len(found) == 20
+    return found
+
+
+def test_the_capital_of_france_is_paris(server: Server) -> None:
+    answer = server.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+    ).json()
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_sequential_requests_get_the_texts_of_mlx_lm(
+    server: Server, truth: Oracle, prompts: list[list[int]]
+) -> None:
+    for prompt in prompts:
+        text = server.complete(prompt, MAX_TOKENS)["choices"][0]["text"]
+        truth.check(prompt, MAX_TOKENS, text)
+
+
+@pytest.mark.slow
+def test_concurrent_requests_in_any_order_get_the_texts_of_mlx_lm(
+    truth: Oracle, prompts: list[list[int]]
+) -> None:
+    with serving("demo-fp32", "--kv-bits", "16", _MLX_LM_SERVER_CHECK_INTEGRITY="1") as fresh:
+        for order in (prompts, prompts[::-1]):
+            with ThreadPoolExecutor(len(order)) as pool:
+                answers = list(pool.map(lambda p: fresh.complete(p, MAX_TOKENS), order))
+            for prompt, answer in zip(order, answers, strict=True):
+                truth.check(prompt, MAX_TOKENS, answer["choices"][0]["text"])
+
+
+@pytest.mark.slow
+def test_a_conversation_computes_only_its_new_tokens(server: Server, truth: Oracle) -> None:
+    texts: list[str] = []
+    computed: list[int] = []
+    for turn in range(10):
+        texts.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
+        prompt = truth.chat(*texts)
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+        ]
+        answer = server.post(
+            "/v1/chat/completions", messages=messages, max_tokens=12, temperature=0
+        ).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        shared = 0
+        while shared < min(len(prompt) - 1, len(computed)) and prompt[shared] == computed[shared]:
+            shared += 1
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= shared - 15, f"turn {turn}: {cached} of {shared} shared tokens"
+        assert turn == 0 or cached > 0
+        truth.check(prompt, 12, text)
+        computed = prompt + truth.tokens(prompt, 12)[:-1]
+        texts.append(text)
+
+
+def test_a_sampled_text_does_not_depend_on_the_load(server: Server) -> None:
+    ask = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+    alone = server.complete("Once upon a time", 16, **ask)["choices"][0]["text"]
+    with ThreadPoolExecutor(6) as pool:
+        noise = [
+            pool.submit(server.complete, f"Number {i} says", 20, temperature=1.0, seed=i)
+            for i in range(5)
+        ]
+        again = server.complete("Once upon a time", 16, **ask)["choices"][0]["text"]
+        for future in noise:
+            future.result()
+    other = server.complete("Once upon a time", 16, **{**ask, "seed": 12})["choices"][0]["text"]
+    assert alone == again != other
+
+
+@pytest.mark.slow
+def test_a_prefix_survives_a_restart_of_the_server(tmp_path: Path, truth: Oracle) -> None:
+    flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")
+    prompt = truth.tokenizer.encode(HEAD * 4)
+    with serving("demo-fp32", *flags) as first:
+        cold = first.complete(prompt, MAX_TOKENS)
+        blocks = len(prompt) // 16
+        first.wait_until(
+            lambda: len(list(tmp_path.rglob("*.safetensors"))) >= blocks, 30, "blocks on the SSD"
+        )
+    with serving("demo-fp32", *flags) as second:
+        warm = second.complete(prompt, MAX_TOKENS)
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 16
+    truth.check(prompt, MAX_TOKENS, warm["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("example", sorted(p.name for p in EXAMPLES.iterdir() if p.suffix != ".md"))
+def test_an_example_prints_the_expected_output(server: Server, example: str) -> None:
+    shell = example.endswith(".sh")
+    if shell and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    result = subprocess.run(
+        ["bash" if shell else sys.executable, str(EXAMPLES / example)],
+        env={**os.environ, "SERVER_URL": f"http://127.0.0.1:{server.port}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(EXPECTED_OUTPUT[example], result.stdout), result.stdout

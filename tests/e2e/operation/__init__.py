@@ -1,1 +1,1 @@
-"""Processes that start, stop, fail and are replaced; models, limits and tenants as operators set them."""
+"""Processes that start, stop, fail and are replaced; models, limits and tenants."""

@@ -1,1 +1,1 @@
-"""What the processes have in common: messages, hashes, block files, settings, logs, exit codes."""
+"""What all processes share: messages, hashes, block files, settings, logs, exit codes."""

@@ -1,10 +1,10 @@
-"""The list of the keys that may join over tcp, a file with one public key a line.
+"""The list of keys that may connect over tcp: a file with one public key per line.
 
-A line is a key in hexadecimal, perhaps followed by fields::
+A line is a key in hexadecimal, optionally followed by fields::
 
     0f...e2 name=studio models=small,large
 
-Empty lines and those that begin with ``#`` are left out.
+Empty lines and lines that begin with ``#`` are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 1_000_000
 
 
 class AllowListError(ValueError):
-    """The list cannot be used; the message is one line for the user."""
+    """The list is not usable; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class AllowedKey:
     key: str
     """The public key, 64 hexadecimal digits."""
     name: str
-    """What the engines of this key are called by."""
+    """The name given to engines with this key."""
     models: frozenset[str] | None = None
-    """The names of models that engines of this key may serve; None: any."""
+    """The names of models that engines with this key may serve; None: any."""
 
     def may_serve(self, names: Iterable[str]) -> bool:
         return self.models is None or self.models.issuperset(names)
@@ -45,7 +45,7 @@ class AllowedKey:
 
 
 class AllowList:
-    """The keys of the file ``path``, by key. A file that is not there allows nobody."""
+    """The keys of the file ``path``, by key. A missing file allows nobody."""
 
     def __init__(self, path: Path) -> None:
         """Raises `AllowListError`."""
@@ -59,7 +59,7 @@ class AllowList:
     def refresh(self) -> bool:
         """Read the file again if it has changed; return whether it has.
 
-        Raises `AllowListError`; then the keys stay as they were.
+        Raises `AllowListError`; the keys then stay as they were.
         """
         stamp = _stamp(self._path)
         if stamp == self._stamp:
@@ -86,9 +86,9 @@ def read_allow_list(path: Path) -> dict[str, AllowedKey]:
         try:
             allowed = parse_allowed_key(words[0], words[1:])
             if allowed.key in keys:
-                raise AllowListError("the same key twice")
+                raise AllowListError("the same key is listed twice")
             if any(other.name == allowed.name for other in keys.values()):
-                raise AllowListError(f"the name {allowed.name} twice")
+                raise AllowListError(f"the name {allowed.name} is given twice")
         except AllowListError as error:
             raise AllowListError(f"{path}, line {number}: {error}") from None
         keys[allowed.key] = allowed
@@ -96,7 +96,7 @@ def read_allow_list(path: Path) -> dict[str, AllowedKey]:
 
 
 def write_allow_list(path: Path, keys: Iterable[AllowedKey]) -> None:
-    """Replace the file as a whole: a reader sees the old list or the new one."""
+    """Replace the whole file: a reader sees either the old or the new list."""
     aside = path.with_name(path.name + ".new")
     aside.write_text("".join(key.line + "\n" for key in keys), encoding="utf-8")
     aside.replace(path)
@@ -110,21 +110,24 @@ def parse_allowed_key(key: str, fields: Iterable[str]) -> AllowedKey:
     for field in fields:
         name, _, value = field.partition("=")
         if name not in ("name", "models") or not value or name in found:
-            raise AllowListError(f"{field!r}: after the key come name= and models=, each once")
+            raise AllowListError(f"{field!r}: only name= and models= may follow the key, each once")
         found[name] = value
     name = found.get("name", key[:12])
     if not _NAME.fullmatch(name):
-        raise AllowListError(f"name: {name!r} is not of letters, digits, '_' and '-' (64 at most)")
+        raise AllowListError(
+            f"name: {name!r} has characters other than letters, digits, '_' and '-', or more "
+            "than 64"
+        )
     models = frozenset(found["models"].split(",")) if "models" in found else None
     if models is not None and not all(models):
         raise AllowListError("models has an empty name")
     if models is not None and any(_NO_NAME.search(each) for each in models):
-        raise AllowListError("models: a name with white space or '#' cannot be on the list")
+        raise AllowListError("models: a name on the list cannot contain whitespace or '#'")
     return AllowedKey(key, name, models)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with the contents of the file; None if there is none."""
+    """Return a value that changes with the contents of the file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:

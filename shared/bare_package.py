@@ -1,4 +1,4 @@
-"""Packages whose modules are imported without what the package itself imports."""
+"""Import modules of a package without running the package's own imports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import ModuleType
 
 
 def leave_out_code_of(name: str) -> bool:
-    """Make the package ``name`` one without code of its own, from which modules can be imported, if
-    it was not imported before. Return False if it is not installed."""
+    """Put an empty package ``name`` in place, unless it is imported already, so that its modules
+    can be imported without its own code. Return False if it is not installed.
+    """
     if name in sys.modules:
         return True
     found = importlib.util.find_spec(name)

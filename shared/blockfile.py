@@ -1,9 +1,9 @@
 """The file of one block: safetensors, readable by any safetensors library.
 
-The payload buffers are the tensors "0", "1", ... (dtype U8, their bytes unchanged), in order
-and without gaps. The metadata identifies the block and holds a CRC-32 of the sizes and the
-bytes of the payload, so that a file that is short, damaged or another block's is detected
-before its bytes are used. (BLAKE2b took six times as long, most of the time to read a block.)
+The payload buffers are the tensors "0", "1", ... (dtype U8, their bytes unchanged), in order and
+without gaps. The metadata identifies the block and holds a CRC-32 of the payload's sizes and bytes.
+A file that is truncated, damaged or holds another block is detected before its bytes are used.
+(BLAKE2b took six times as long, which was most of the time to read a block.)
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 
 FORMAT = "mlx-lm-server-block-2"
 MAX_FILE_BYTES = 256 * 1024 * 1024
-"""A larger file is not a block: it is neither sent nor read into memory."""
+"""Larger files are not blocks: they are neither sent nor read into memory."""
 
 MAX_HEADER_BYTES = 1024 * 1024
 _LENGTH_BYTES = 8
 
 
 class BlockFileError(Exception):
-    """These bytes are not the block they should be."""
+    """The bytes are not the expected block."""
 
 
 def encode(hash: bytes, namespace: str, payload: Sequence[bytes | memoryview]) -> bytes:
@@ -49,31 +49,31 @@ def encode(hash: bytes, namespace: str, payload: Sequence[bytes | memoryview]) -
 def decode(data: bytes | memoryview, hash: bytes, namespace: str) -> tuple[memoryview, ...]:
     """Return the payload buffers in ``data``, as views without a copy.
 
-    Raises: `BlockFileError` unless ``data`` is, whole and unchanged, what `encode` made for
-    this ``hash`` and ``namespace``.
+    Raises: `BlockFileError` unless ``data`` is exactly what `encode` made for this ``hash`` and
+    ``namespace``.
     """
     view = memoryview(data)
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + length
     if length > MAX_HEADER_BYTES or view.nbytes < start:
-        raise BlockFileError("short, or not a block file")
+        raise BlockFileError("too short, or not a block file")
     metadata, tensors = _parse_header(view[_LENGTH_BYTES:start])
     if metadata.format != FORMAT:
-        raise BlockFileError(f"format {metadata.format!r}")
+        raise BlockFileError(f"unknown format {metadata.format!r}")
     if metadata.hash != hash.hex() or metadata.namespace != namespace:
-        raise BlockFileError(f"holds block {metadata.namespace}/{metadata.hash}")
+        raise BlockFileError(f"holds another block, {metadata.namespace}/{metadata.hash}")
 
     content = view[start:]
     end = 0
     for tensor in tensors:
         begin, stop = tensor.data_offsets
         if tensor.dtype != "U8" or begin != end or tensor.shape != [stop - begin] or stop < begin:
-            raise BlockFileError("the buffers are not laid out one after the other")
+            raise BlockFileError("the buffers are not contiguous")
         end = stop
     if end != content.nbytes:
-        raise BlockFileError(f"{content.nbytes} bytes of payload, {end} expected")
+        raise BlockFileError(f"payload of {content.nbytes} bytes, expected {end}")
     if metadata.checksum != _checksum([tensor.shape[0] for tensor in tensors], [content]):
-        raise BlockFileError("the checksum does not match")
+        raise BlockFileError("checksum mismatch")
     return tuple(content[slice(*tensor.data_offsets)] for tensor in tensors)
 
 

@@ -1,12 +1,12 @@
-"""CURVE, ZeroMQ's encryption, for processes that meet over tcp: keys in files, and who is let in.
+"""CURVE, ZeroMQ's encryption, for processes that connect over tcp: key files and access control.
 
-``--curve-dir`` holds ``server.key`` and ``server.secret`` where sockets are bound, and the list
-``allowed`` of those that may connect; ``engine.key``, ``engine.secret`` and a copy of
-``server.key`` where engines are. Keys are written in hexadecimal: Z85, ZeroMQ's own way, has
-characters that mean something to shells.
+Where sockets are bound, ``--curve-dir`` holds ``server.key``, ``server.secret`` and the list
+``allowed`` of keys that may connect. Where engines run, it holds ``engine.key``, ``engine.secret``
+and a copy of ``server.key``. Keys are written in hexadecimal, because ZeroMQ's own encoding, Z85,
+has characters with a meaning in shells.
 
-The algorithm is CurveZMQ (https://rfc.zeromq.org/spec/26/): both sides prove that they have the
-secrets of their public keys, and each connection has fresh keys of its own.
+The protocol is CurveZMQ (https://rfc.zeromq.org/spec/26/): both sides prove that they have the
+secrets of their public keys, and each connection uses fresh keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 
 
 class CurveError(Exception):
-    """The keys cannot be used; the message is one line for the user."""
+    """The keys are not usable; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,20 @@ class KeyPair:
 
     @classmethod
     def fresh(cls) -> KeyPair:
-        """Return new keys, which are in no file."""
+        """Return a new key pair, not yet in a file."""
         return cls(*(z85.decode(key).hex() for key in zmq.curve_keypair()))
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that will be bound use these keys. Whoever knows the public one may
-        connect, unless a `Gatekeeper` says otherwise."""
+        """Use these keys on a socket that will be bound. Any client with the public key may
+        connect, unless a `Gatekeeper` restricts access.
+        """
         socket.curve_server = True
         socket.curve_secretkey = _z85(self.secret)
 
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """What an engine needs to connect: its own keys, and the public key of the server."""
+    """What an engine needs to connect: its own key pair and the server's public key."""
 
     own: KeyPair
     server: str
@@ -76,20 +77,22 @@ class EngineKeys:
         return cls(load_pair(directory, "engine"), load_public(directory, "server"))
 
     def protect(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that will connect use these keys."""
+        """Use these keys on a socket that will connect."""
         socket.curve_publickey = _z85(self.own.public)
         socket.curve_secretkey = _z85(self.own.secret)
         socket.curve_serverkey = _z85(self.server)
 
 
 def engine_keys(directory: Path | None, endpoint: str) -> EngineKeys | None:
-    """Return the keys for a connection to ``endpoint``, unless it is plain. Raises `CurveError`."""
+    """Return the keys for a connection to ``endpoint``, or None if it is unencrypted. Raises
+    `CurveError`.
+    """
     over_tcp = endpoint.startswith("tcp:") or is_named(endpoint)
     return EngineKeys.load(directory) if directory and over_tcp else None
 
 
 def create_pair(directory: Path, role: Role) -> KeyPair:
-    """Make keys, in a directory that is private. Raises `CurveError`, also if there are some."""
+    """Create a key pair in a private directory. Raises `CurveError`, also if one exists."""
     public, secret = (z85.decode(key).hex() for key in zmq.curve_keypair())
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,7 +101,7 @@ def create_pair(directory: Path, role: Role) -> KeyPair:
             file.write(secret + "\n")
         (directory / f"{role}.key").write_text(public + "\n")
     except FileExistsError:
-        raise CurveError(f"{directory} has keys of {_a(role)} already") from None
+        raise CurveError(f"{directory} already has keys of {_a(role)}") from None
     except OSError as error:
         raise CurveError(f"cannot write keys to {directory}: {error.strerror}") from None
     return KeyPair(public, secret)
@@ -112,7 +115,7 @@ def load_pair(directory: Path, role: Role) -> KeyPair:
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise CurveError(f"{path} can be read by other users: chmod 600 {path}")
     if z85.decode(zmq.curve_public(_z85(secret))).hex() != public:
-        raise CurveError(f"{path} is not the secret of {role}.key")
+        raise CurveError(f"{path} is not the secret key of {role}.key")
     return KeyPair(public, secret)
 
 
@@ -126,10 +129,10 @@ def is_key(text: str) -> bool:
 
 
 class Gatekeeper:
-    """Lets those in at CURVE sockets of ``context`` whose keys are on the allow list.
+    """Accepts connections to the CURVE sockets of ``context`` by keys on the allow list.
 
-    A key that is refused is logged once. The list is read again when it changes; messages of a key
-    that was removed are not accepted any more (`find`).
+    A refused key is logged once. The list is reloaded when it changes; messages from a key that was
+    removed are no longer accepted (`find`).
     """
 
     def __init__(
@@ -140,8 +143,8 @@ class Gatekeeper:
         on_refused: Callable[[str], None] = lambda reason: None,
         any_model_only: bool = False,
     ) -> None:
-        """``on_refused`` is called with "key" or "handshake" for each refused connection, on a
-        thread. With ``any_model_only``, keys that may serve some models only are refused.
+        """Call ``on_refused`` with "key" or "handshake" for each refused connection, on a thread.
+        With ``any_model_only``, keys restricted to some models are refused.
 
         Raises `CurveError`.
         """
@@ -162,7 +165,7 @@ class Gatekeeper:
         self._watcher = threading.Thread(target=self._watch, name="gatekeeper", daemon=True)
 
     def protect(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that will bind ask for keys. To be called before `start`."""
+        """Authenticate the clients of a socket that will be bound. Call it before `start`."""
         socket.curve_server = True
         socket.curve_publickey = _z85(self._pair.public)
         socket.curve_secretkey = _z85(self._pair.secret)
@@ -172,10 +175,12 @@ class Gatekeeper:
         self._watcher.start()
 
     def find(self, frames: Sequence[zmq.Frame]) -> AllowedKey | None:
-        """Return whose message ``frames`` are; None if the key is no longer on the list."""
+        """Return the allow list's entry for the sender of ``frames``; None if its key is no longer
+        on the list.
+        """
         try:
             return self.find_key(str(frames[-1].get("User-Id")))
-        except zmq.ZMQError:  # without a user: not by CURVE
+        except zmq.ZMQError:  # no user id: not a CURVE connection
             return None
 
     def find_key(self, key: str) -> AllowedKey | None:
@@ -193,7 +198,7 @@ class Gatekeeper:
 
     def _check(self, key: str) -> bool:
         if self.find_key(key) is None:
-            self._refresh()  # it may have been added just now
+            self._refresh()  # it may have been added a moment ago
         if self.find_key(key) is not None:
             return True
         self._on_refused("key")
@@ -202,8 +207,8 @@ class Gatekeeper:
             self._logged |= {key} if is_new else set()
         if is_new:
             known = self._list.find(key) is not None
-            why = "is for some models only" if known else "is not on the list of allowed ones"
-            logger.warning("a connection was refused: the key %s %s", key, why)
+            why = "is restricted to some models" if known else "is not on the allow list"
+            logger.warning("refused a connection: the key %s %s", key, why)
         return False
 
     def _refresh(self) -> None:
@@ -213,10 +218,10 @@ class Gatekeeper:
                 if changed:
                     self._logged.clear()
         except AllowListError as error:
-            logger.error("the allowed keys stay as they were: %s", error)
+            logger.error("cannot reload the allow list, it stays as it was: %s", error)
         else:
             if changed:
-                logger.info("the list of allowed keys was read again")
+                logger.info("the allow list was reloaded")
 
     def _watch(self) -> None:
         poller = zmq.Poller()
@@ -226,19 +231,21 @@ class Gatekeeper:
             for monitor, _ in poller.poll(int(_POLL_S * 1000)):
                 recv_monitor_message(monitor)
                 self._on_refused("handshake")
-                self._warnings.warning("a connection was refused: without CURVE, or to another key")
+                self._warnings.warning(
+                    "refused a connection: no CURVE, or encrypted for another server key"
+                )
             self._refresh()
 
 
 class _HexAuthenticator(ThreadAuthenticator):
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """Return what messages of this key carry as their user."""
+        """Return the user id that messages of this key carry."""
         return client_public_key.hex()
 
 
 @dataclass(frozen=True)
 class _Credentials:
-    """What pyzmq's authenticator asks."""
+    """The callback interface of pyzmq's authenticator."""
 
     check: Callable[[str], bool]
 
@@ -247,7 +254,9 @@ class _Credentials:
 
 
 def watch_peer(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Notice that a machine at the other end of ``endpoint`` vanished, which closes nothing."""
+    """Detect that the machine at the other end of ``endpoint`` has vanished, which closes no
+    connection.
+    """
     if endpoint.startswith("tcp:"):
         socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
@@ -258,7 +267,9 @@ def _read(path: Path) -> str:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no text"
-        raise CurveError(f"cannot read {path}: {reason} (mlx-lm-server keys makes keys)") from None
+        raise CurveError(
+            f"cannot read {path}: {reason} (create keys with mlx-lm-server keys)"
+        ) from None
     if not is_key(text):
         raise CurveError(f"{path} is not a key of 64 hexadecimal digits")
     return text

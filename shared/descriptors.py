@@ -1,6 +1,6 @@
-"""The number of descriptors that a process may have: each client, and each block file, needs one.
+"""The limit of open file descriptors: each client and each block file needs one.
 
-On a Mac it is 256 at first.
+The default on macOS is 256.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import resource
 
 _MOST = 1 << 20
 _MAC_MOST = 10_240
-"""macOS's OPEN_MAX: more is refused there, even where the hard limit says "unlimited"."""
+"""macOS's OPEN_MAX: higher values are refused there, even if the hard limit is "unlimited"."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of this process to what it may be at most; return it.
+    """Raise this process's limit as far as allowed; return it.
 
-    Hard limits of a billion are cut: tables of that size are allocated by some programs.
+    Hard limits of a billion are capped, because some programs allocate tables of that size.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)

@@ -1,4 +1,4 @@
-"""Exit codes, by which a process tells the supervisor whether to restart it."""
+"""Exit codes, which tell the supervisor whether to restart a process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import sys
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-"""An unexpected error, which is in the log. Restarted."""
+"""An unexpected error, which is in the log. The process is restarted."""
 EXIT_USAGE = 2
-"""An invalid flag, variable or configuration file, after one line on stderr."""
+"""An invalid flag, variable or configuration file, reported in one line on stderr."""
 EXIT_STUCK = 70
-"""The process made no progress and ended itself. Restarted."""
+"""The process made no progress and ended itself. It is restarted."""
 EXIT_CONFIG = 78
-"""A permanent error, after one clear line on stderr (no such model, port in use, full
-disk at start). Not restarted."""
+"""A permanent error, reported in one line on stderr (no such model, port in use, full disk at
+start). The process is not restarted.
+"""
 
 
 def fail(prog: str, reason: object, code: int = EXIT_CONFIG) -> int:

@@ -1,7 +1,7 @@
-"""Block hashes: the names under which equal KV is found again.
+"""Block hashes: the keys by which cached KV is found.
 
 ``H(parent, token ids of the block, pictures in it)``, chained from a root that covers everything
-that changes the content of a block. BLAKE2b with 128 bits; stable across processes, machines and
+that affects the content of a block. BLAKE2b with 128 bits; stable across processes, machines and
 releases.
 """
 
@@ -31,12 +31,12 @@ def namespace_root(
     """Return the root of all hashes of engines whose blocks are interchangeable.
 
     ``kv_group_size`` is ignored at 16 bits, where nothing is quantized. ``head`` names the weights
-    of a head for multi-token prediction, whose keys and values blocks have; empty without one.
-    ``products`` say how layers multiply and attend, where that is a choice: keys have other bits
-    with another.
+    of a multi-token prediction head, whose keys and values are in the blocks too; empty without
+    one. ``products`` names how layers multiply and attend, if there is a choice: another choice
+    gives keys with other bits.
     """
     parts = [
-        "block-v1" if kv_bits != 8 else "block-v2",  # its codes had other scales and biases
+        "block-v1" if kv_bits != 8 else "block-v2",  # its codes have different scales and biases
         fingerprint,
         adapter,
         str(kv_bits),
@@ -56,8 +56,9 @@ def namespace_root(
 def state_namespace(root: bytes, layout: Sequence[str]) -> bytes:
     """Return the namespace of stored recurrent states that follow blocks under ``root``.
 
-    States have the hashes of blocks, so they need a namespace of their own. States with arrays of
-    another ``layout`` are in another one. Its first half is that of ``root`` (`model_of`).
+    States have the hashes of blocks, so they need their own namespace. States whose arrays have
+    another ``layout`` are in another namespace. Its first half is the first half of ``root``
+    (`model_of`).
     """
     digest = blake2b(root, digest_size=HASH_BYTES // 2, person=b"state-v2")
     for part in layout:
@@ -67,27 +68,28 @@ def state_namespace(root: bytes, layout: Sequence[str]) -> bytes:
 
 
 def rank_namespace(digits: str, rank: int) -> str:
-    """Return the namespace in the kvstore of a rank's blocks, or its states. ``digits`` is that of
-    rank 0, and of an engine of one process."""
+    """Return the kvstore namespace of a rank's blocks or states. ``digits`` is the namespace of
+    rank 0, and of an engine with one process.
+    """
     return digits if rank == 0 else f"{digits}/rank_{rank}"
 
 
 def split_namespace(namespace: str) -> tuple[str, int]:
-    """Return what `rank_namespace` was given."""
+    """Return the ``digits`` and the rank that `rank_namespace` was given."""
     digits, _, rank = namespace.partition("/rank_")
     return digits, int(rank or 0)
 
 
 def model_of(namespace: str) -> str:
-    """Return what the namespaces of a model's blocks and states, as hex digits, have in common."""
+    """Return the common prefix of the namespaces of a model's blocks and states, as hex digits."""
     return namespace[:HASH_BYTES]
 
 
 def salted_root(root: bytes, cache_salt: str) -> bytes:
     """Return the root for requests with ``cache_salt``, which share blocks only with each other.
 
-    It is the hash of no block: otherwise a client whose salt is the bytes of a block's token ids
-    would put blocks of its own behind that block.
+    It is not the hash of any block: otherwise a client whose salt is the bytes of a block's token
+    ids could place its own blocks after that block.
     """
     if not cache_salt:
         return root
@@ -96,16 +98,17 @@ def salted_root(root: bytes, cache_salt: str) -> bytes:
 
 
 class Picture(NamedTuple):
-    """Where a picture is in a prompt."""
+    """The position of a picture in a prompt."""
 
     start: int  # of its first token
     length: int  # tokens
-    digest: bytes  # of its content: those of one content have the same tokens and embeddings
+    digest: bytes  # hash of its content: equal content has equal tokens and embeddings
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], pictures: bytes = b"") -> bytes:
-    """Return the hash of the block with ``token_ids`` that follows ``parent``, and has a part of
-    ``pictures`` (`pictures_in`)."""
+    """Return the hash of the block with ``token_ids`` that follows ``parent`` and contains
+    ``pictures``, as `pictures_in` describes them.
+    """
     ids = array("I", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -113,8 +116,9 @@ def block_hash(parent: bytes, token_ids: Sequence[int], pictures: bytes = b"") -
 
 
 def pictures_in(pictures: Sequence[Picture], start: int, end: int) -> bytes:
-    """Return a name of all that positions ``start`` to ``end`` (exclusive) have of ``pictures``,
-    which are in order; empty if that is nothing."""
+    """Describe the parts of ``pictures`` (in order) in positions ``start`` to ``end`` (exclusive);
+    empty if there are none.
+    """
     first = bisect_right(pictures, start, key=lambda one: one.start + one.length)
     found = b""
     for one in pictures[first:]:

@@ -1,12 +1,12 @@
-"""The machines of an engine's ranks, as ``mlx.launch`` reads them from a hostfile.
+"""The machines of an engine's ranks, in the hostfile format of ``mlx.launch``.
 
 A JSON list, or an object with such a list under ``hosts`` (and ``envs``, variables for all ranks,
-such as ``"MLX_METAL_FAST_SYNCH=1"``): ``{"ssh": "mac2", "ips": ["10.0.0.2"],
-"rdma": [null, "rdma_en2"]}`` for each machine, the first one being this. ``python`` may say which
-interpreter to start there; without it, that of this process.
+such as ``"MLX_METAL_FAST_SYNCH=1"``): ``{"ssh": "mac2", "ips": ["10.0.0.2"], "rdma": [null,
+"rdma_en2"]}`` for each machine, this machine first. ``python`` may name the interpreter to start
+there; the default is this process's interpreter.
 
 ``mlx.launch`` itself gives its programs a list of addresses for each machine, ``[["10.0.0.1:5000"],
-["10.0.0.2:5000"]]``: then the ranks are started already.
+["10.0.0.2:5000"]]``: the ranks are then started already.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MOST_BYTES = 1 << 20
 _ADDRESS = re.compile(r"[^\s:]+:\d{1,5}")
 _DEVICE = re.compile("[A-Za-z][A-Za-z0-9_.-]*")
 Device = str | list[str] | None
-"""The RDMA device, or several, that leads to another rank. None: this rank itself."""
+"""The RDMA device or devices that lead to another rank. None: this rank itself."""
 
 
 class HostfileError(Exception):
-    """The file is not usable. The text is one line."""
+    """The file is not usable. The message is one line."""
 
 
 class RankHost(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class RankHost(msgspec.Struct, frozen=True):
 
 
 class Hostfile(msgspec.Struct, frozen=True):
-    """What is read of a hostfile."""
+    """The content of a hostfile."""
 
     hosts: tuple[RankHost, ...]
     envs: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def read_hostfile(path: Path) -> tuple[RankHost, ...]:
 
 @lru_cache
 def read_whole(path: Path) -> Hostfile:
-    """Return all that is read of the hostfile ``path``. Raises: `HostfileError`."""
+    """Return the content of the hostfile ``path``. Raises: `HostfileError`."""
     try:
         with path.open("rb") as file:
             whole = _decoded(json.loads(file.read(MOST_BYTES)))
@@ -74,12 +74,12 @@ def read_whole(path: Path) -> Hostfile:
             f'[{{"ssh": "mac1", "ips": ["10.0.0.1"]}}, ...]: {" ".join(str(error).split())}'
         ) from error
     if not 2 <= len(hosts) <= MOST_HOSTS:
-        raise HostfileError(f"{path} names {len(hosts)} hosts, and not 2 to {MOST_HOSTS}")
+        raise HostfileError(f"{path} names {len(hosts)} hosts, expected 2 to {MOST_HOSTS}")
     for host in hosts:
         if not host.ips:
             raise HostfileError(f"{path}: {host.ssh} has no ips")
         if not host.address and (host.ssh.startswith("-") or not host.ssh.strip()):
-            raise HostfileError(f"{path}: {host.ssh!r} is no name of a machine")
+            raise HostfileError(f"{path}: {host.ssh!r} is not a machine name")
     return whole
 
 
@@ -110,18 +110,20 @@ def _decoded(found: object) -> Hostfile:
 
 
 def rdma_matrix(hosts: tuple[RankHost, ...], devices: str | None) -> list[list[Device]]:
-    """Return which device leads from each rank to each other, as ``MLX_IBV_DEVICES`` wants it.
+    """Return the RDMA devices from each rank to each other rank, in the format of
+    ``MLX_IBV_DEVICES``.
 
     ``devices`` is ``--distributed-ibv-devices``: a file with such a matrix, or for two ranks the
-    name of the device that both have. Without it the hostfile has to say. Raises: `HostfileError`.
+    name of the device that both have. Without it, the hostfile must list them. Raises:
+    `HostfileError`.
     """
     size = len(hosts)
     if devices is None:
         matrix: object = [list(host.rdma) for host in hosts]
     elif devices.startswith("/dev/"):
         raise HostfileError(
-            f"--distributed-ibv-devices: {devices} is a device, and MLX wants a file with the "
-            "names of devices (ibv_devices lists them) from each rank to each other, such as "
+            f"--distributed-ibv-devices: {devices} is a device path; pass a file with the "
+            "device names (ibv_devices lists them) from each rank to each other, such as "
             '[[null, "rdma_en2"], ["rdma_en2", null]]'
         )
     elif size == 2 and _DEVICE.fullmatch(devices) and not Path(devices).exists():
@@ -131,7 +133,7 @@ def rdma_matrix(hosts: tuple[RankHost, ...], devices: str | None) -> list[list[D
             matrix = json.loads(Path(devices).read_bytes())
         except (OSError, ValueError) as error:
             raise HostfileError(
-                f"--distributed-ibv-devices: {devices} is no JSON file with a matrix of devices"
+                f"--distributed-ibv-devices: {devices} is not a JSON file with a matrix of devices"
             ) from error
     return _checked(matrix, size)
 
@@ -140,9 +142,11 @@ def _checked(matrix: object, size: int) -> list[list[Device]]:
     try:
         rows = msgspec.convert(matrix, list[list[Device]])
     except msgspec.ValidationError as error:
-        raise HostfileError(f"the matrix of RDMA devices: {error}") from error
+        raise HostfileError(f"invalid matrix of RDMA devices: {error}") from error
     if [len(row) for row in rows] != [size] * size:
-        raise HostfileError(f"RDMA devices have to be listed from each of {size} ranks to each")
+        raise HostfileError(
+            f"RDMA devices must be listed from each of {size} ranks to each other rank"
+        )
     for number, row in enumerate(rows):
         for other, device in enumerate(row):
             if (device is None) != (number == other):

@@ -1,4 +1,4 @@
-"""Locks on files, which the system releases when their process ends."""
+"""File locks, which the system releases when their process ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def try_lock(path: Path, *, create: bool = True) -> int | None:
-    """Return a descriptor that holds the lock of the file ``path`` until it is closed.
+    """Lock the file ``path`` and return a descriptor, which holds the lock until it is closed.
 
     None if another process holds the lock. Raises: OSError if the file cannot be locked.
     """

@@ -1,7 +1,7 @@
-"""Logging of all processes: one format, with the name of the process on every line.
+"""Logging of all processes, in one format with the name of the process on every line.
 
-Text is ``HH:MM:SS level process: message``; JSON is one object a line. Keys, prompts and
-texts of users are never logged.
+Text is ``HH:MM:SS level process: message``; JSON is one object per line. API keys, prompts and
+generated texts are never logged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = (
     "huggingface_hub",
     "asyncio",
 )
-"""Libraries of which only warnings and errors are logged."""
+"""Libraries that log warnings and errors only."""
 
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) \S+: ")
 
@@ -41,9 +41,9 @@ class LogStream(Protocol):
 
 
 def setup(process: str, level: str, format: LogFormat, stream: LogStream | None = None) -> None:
-    """Send everything that is logged to ``stream`` (default: stderr), as lines of ``process``.
+    """Send all log messages to ``stream`` (default: stderr), as lines of ``process``.
 
-    A second call replaces the first. uvicorn's lines go the same way, without its access log.
+    A second call replaces the first. uvicorn's lines take the same route, except its access log.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Formatter(process, format))
@@ -61,9 +61,9 @@ def setup(process: str, level: str, format: LogFormat, stream: LogStream | None 
 
 
 def format_line(process: str, level: str, message: str, format: LogFormat) -> str:
-    """Return a log line, without its line end, for output that bypassed this module.
+    """Return output that bypassed this module as a log line, without a line end.
 
-    A line that has the right format already is returned unchanged.
+    A line that already has the right format is returned unchanged.
     """
     if format == "text":
         if _TEXT_LINE.match(message):
@@ -77,16 +77,17 @@ def format_line(process: str, level: str, message: str, format: LogFormat) -> st
 def event(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
     """Log ``message`` with ``fields``: as ``name=value`` after it, or as fields of the JSON object.
 
-    None is left out.
+    Fields with the value None are omitted.
     """
     present = {name: value for name, value in fields.items() if value is not None}
     logger.log(level, "%s", message, extra={"fields": present})
 
 
 class RateLimitedLogger:
-    """A logger of at most one warning in ``interval_s``; those in between are dropped.
+    """Logs at most one warning per ``interval_s`` and drops the others.
 
-    A peer that sends rubbish without end must not fill the log. Safe to use from any thread.
+    It keeps a peer that keeps sending invalid data from filling the log. Safe to use from any
+    thread.
     """
 
     def __init__(self, logger: logging.Logger, interval_s: float = 60.0) -> None:

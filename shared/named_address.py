@@ -1,4 +1,4 @@
-"""Addresses of routers that come and go: ``dns+tcp://NAME:PORT`` is each address of NAME."""
+"""Addresses of routers that come and go: ``dns+tcp://NAME:PORT`` means every address of NAME."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_named(address: str) -> bool:
 
 
 def look_up(address: str) -> frozenset[str]:
-    """Return ``tcp://`` addresses for all that the name has now.
+    """Return ``tcp://`` addresses for all addresses that the name has now.
 
-    These are IPv4 ones; of a name without any, IPv6 ones: a router that has both is one router.
-    Raises: `OSError`, and `UnicodeError` for what cannot be a name.
+    These are IPv4 addresses, or IPv6 if the name has no IPv4 address: a router with both is one
+    router. Raises: `OSError`, and `UnicodeError` if it is not a valid name.
     """
     host, _, port = address.removeprefix(PREFIX).rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -32,9 +32,9 @@ def look_up(address: str) -> frozenset[str]:
 
 
 class NameWatch(threading.Thread):
-    """Looks a name up again and again, on a thread since that may take seconds.
+    """Looks up a name repeatedly, on a thread because a lookup may take seconds.
 
-    A name that cannot be found keeps the addresses that it had: an answer is missing, not a router.
+    A name that is not found keeps its addresses: the answer is missing, not the routers.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NameWatch(threading.Thread):
         super().__init__(name="names", daemon=True)
         self.address = address
         self.found: frozenset[str] = frozenset()
-        """Addresses that the name had when it was found last."""
+        """The addresses from the last successful lookup."""
         self._look_up, self._interval_s = look_up, interval_s
         self._stopping = threading.Event()
 
@@ -57,8 +57,8 @@ class NameWatch(threading.Thread):
                 self.found = self._look_up(self.address)
                 complaint = ""
             except (OSError, UnicodeError) as error:
-                if str(error) != complaint:  # once in a row
-                    logger.warning("%s is not found: %s", self.address, error)
+                if str(error) != complaint:  # only the first failure in a row is logged
+                    logger.warning("cannot look up %s: %s", self.address, error)
                 complaint = str(error)
             self._stopping.wait(self._interval_s)
 

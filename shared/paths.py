@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def user_path(text: str) -> Path:
-    """Return ``text`` as a path, with ``~`` replaced. One of an unknown user stays: it does not
-    exist, which is then said."""
+    """Return ``text`` as a path, with ``~`` expanded. The ``~`` of an unknown user is kept: such a
+    path does not exist, which is reported later.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -24,7 +25,8 @@ def user_cache() -> Path:
 def python_path() -> str:
     """Return PYTHONPATH for a child that is started with -P.
 
-    Our packages have plain names. With -P and this path, a folder of the same name in the working
-    directory is not imported in place of one of them."""
+    Our packages have common names. With -P and this path, the child does not import a folder of the
+    same name from its working directory instead.
+    """
     root = str(Path(__file__).resolve().parents[1])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

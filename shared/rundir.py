@@ -1,7 +1,7 @@
 """The private run-time directory of one server.
 
 It holds the ``ipc://`` sockets of its processes, has mode 0700 and a short path (macOS allows
-a socket path of 103 bytes). The supervisor locks it as long as it lives: a ZeroMQ bind silently
+socket paths of 103 bytes). The supervisor locks it for as long as it lives: a ZeroMQ bind silently
 takes over a live socket, so no other process may use the directory of a running server.
 """
 
@@ -31,14 +31,14 @@ _LONGEST_BASE_BYTES = MAX_SOCKET_PATH_BYTES - len(f"/{_PREFIX}12345678/") - _LON
 
 
 class RunDirError(Exception):
-    """The directory cannot be used: no place for it, or a running server has it."""
+    """The directory is not usable: there is no place for it, or a running server uses it."""
 
 
 class RunDir:
-    """A locked run-time directory; leaving the context removes it."""
+    """A locked run-time directory, removed on leaving the context."""
 
     def __init__(self, path: Path, lock: int, clock: Callable[[], float] = time.time) -> None:
-        """``clock`` tells wall time, since that goes on while the machine sleeps."""
+        """Use ``clock`` for wall time, which goes on while the machine sleeps."""
         self.path = path
         self._lock = lock
         self._clock = clock
@@ -46,17 +46,16 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: Path | None = None) -> RunDir:
-        """Create a directory under ``parent``, after removing those that dead servers of the
-        same user left there.
+        """Create a directory under ``parent``, after removing the directories of dead servers of
+        the same user.
 
-        The default of ``parent`` is the first of $XDG_RUNTIME_DIR, the temporary directory and
-        /tmp that can be written to and whose path is short enough. Raises: `RunDirError`, which
-        says of each why not.
+        ``parent`` defaults to the first of $XDG_RUNTIME_DIR, the temporary directory and /tmp that
+        is writable and has a short enough path. Raises: `RunDirError`, with the reason for each.
         """
         reasons = []
         for base in _bases() if parent is None else (parent,):
             if parent is None and len(os.fsencode(base)) > _LONGEST_BASE_BYTES:
-                reasons.append(f"{base} is too long a path for sockets")
+                reasons.append(f"{base} is too long for a socket path")
                 continue
             sweep(base)
             try:
@@ -72,7 +71,7 @@ class RunDir:
         """Lock the existing directory ``path``. Raises: `RunDirError` if it is locked."""
         lock = _try_lock(path, create=True)
         if lock is None:
-            raise RunDirError(f"{path} belongs to a server that is running")
+            raise RunDirError(f"a running server uses {path}")
         return cls(path, lock)
 
     def socket(self, name: str) -> str:
@@ -80,20 +79,20 @@ class RunDir:
         return f"ipc://{self.path / name}"
 
     def keep_fresh(self) -> None:
-        """Touch everything in the directory, if that is due; cheap otherwise.
+        """Touch everything in the directory if that is due; cheap otherwise.
 
-        Systems remove old files of temporary directories: macOS after three days. Without its
-        socket, an engine that is restarted would not find its router.
+        Systems delete old files in temporary directories, macOS after three days. Without its
+        socket, a restarted engine would not find its router.
         """
         if abs(self._clock() - self._touched_at) < FRESH_S:
             return
         self._touched_at = self._clock()
         for path in (self.path, *self.path.rglob("*")):
-            with suppress(OSError):  # it was removed meanwhile
+            with suppress(OSError):  # removed in the meantime
                 os.utime(path, follow_symlinks=False)
 
     def remove(self) -> None:
-        """Remove the directory, then release the lock. Do nothing the second time."""
+        """Remove the directory, then release the lock. A second call does nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -107,7 +106,7 @@ class RunDir:
 
 
 def remove_if_abandoned(path: str | Path) -> bool:
-    """Remove the directory of a supervisor that is dead; return whether it was removed."""
+    """Remove the directory if its supervisor is dead; return whether it was removed."""
     path = Path(path)
     lock = _try_lock(path, create=False)
     if lock is None:
@@ -118,7 +117,7 @@ def remove_if_abandoned(path: str | Path) -> bool:
 
 
 def sweep(base: Path) -> int:
-    """Remove the directories of this user's dead servers in ``base``; return their number."""
+    """Remove the directories of this user's dead servers in ``base``; return how many."""
     removed = 0
     for path in base.glob(_PREFIX + "*"):
         try:
@@ -131,9 +130,9 @@ def sweep(base: Path) -> int:
 
 
 def _try_lock(path: Path, *, create: bool) -> int | None:
-    """Return the descriptor that holds the lock of ``path``.
+    """Lock ``path`` and return the descriptor that holds the lock.
 
-    None if another process has it or the directory is gone. Without ``create``, also None for a
+    None if another process holds it or the directory is gone. Without ``create``, also None for a
     directory without a lock file: its owner has only just created it.
     """
     try:
@@ -147,8 +146,8 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
 
 
 def _bases() -> list[Path]:
-    """Return where a directory may be made, the best first."""
+    """Return the places where a directory may be made, best first."""
     found = [os.environ.get("XDG_RUNTIME_DIR")]
-    with suppress(FileNotFoundError):  # none can be written to
+    with suppress(FileNotFoundError):  # none is writable
         found.append(tempfile.gettempdir())
     return [Path(each) for each in dict.fromkeys((*found, "/tmp")) if each]

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which says where its tensors are."""
+"""The header of a safetensors file, which lists its tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _MAX_BYTES = 100 << 20
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the tensors begin, in bytes, and by name what the header says of each: their
-    ``dtype``, ``shape`` and ``data_offsets`` from there on. Raises: OSError and ValueError."""
+    """Return the offset in bytes of the first tensor and, by name, the header's entry of each
+    tensor: ``dtype``, ``shape`` and ``data_offsets`` relative to that offset. Raises: OSError and
+    ValueError.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MAX_BYTES:

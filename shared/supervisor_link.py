@@ -1,8 +1,8 @@
 """The link between a child process and the supervisor that started it.
 
-The child inherits one end of a socket pair. Both write JSON objects, one a line: the child beats
-(with a ``phase``) and messages, the supervisor messages. The end of file means to the child that
-the supervisor is gone, whatever killed it, and that the child has to end.
+The child inherits one end of a socket pair. Both sides write JSON objects, one per line: the child
+sends heartbeats (with a ``phase``) and messages, the supervisor sends messages. End of file tells
+the child that the supervisor is gone, for whatever reason, and that it must exit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ ENGINE_NAME_VARIABLE = "_MLX_LM_SERVER_ENGINE"
 """An engine's name, the same after each restart."""
 
 SERVER_ENDS = signal.SIGUSR1
-"""What tells a router that its server ends. SIGTERM comes from somebody who wants a new router: the
-supervisor starts one. (Either ends a process that has no handlers yet, without a word.)"""
+"""Tells a router that the whole server is stopping. A SIGTERM instead asks for a new router, which
+the supervisor then starts. (Before a process installs its handlers, either signal ends it
+silently.)
+"""
 
 
 class LineReader:
-    """Makes messages of the bytes that come over a link."""
+    """Decodes messages from the bytes that arrive over a link."""
 
     MAX_LINE_BYTES: ClassVar = 256 * 1024
 
@@ -39,7 +41,7 @@ class LineReader:
         self._incomplete = b""
 
     def lines(self, data: bytes) -> Iterator[Mapping[str, Any]]:
-        """Yield the messages that ``data`` completes. Lines that are none are left out."""
+        """Yield the messages that ``data`` completes. Invalid lines are skipped."""
         *complete, rest = (self._incomplete + data).split(b"\n")
         self._incomplete = rest[-self.MAX_LINE_BYTES :]
         for line in complete:
@@ -52,8 +54,9 @@ class LineReader:
 
 
 class LineWriter:
-    """Writes messages to a link, each whole or not at all. It never blocks. Safe to use from any
-    thread."""
+    """Writes messages to a link, each completely or not at all. Never blocks. Safe to use from any
+    thread.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -63,7 +66,7 @@ class LineWriter:
     def write(self, message: Mapping[str, Any]) -> bool:
         """Send ``message``; return False if there is no room for it, or no reader.
 
-        One that fits in part counts as sent: its rest goes before the next.
+        A partly written message counts as sent: its rest goes before the next message.
         """
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
@@ -78,7 +81,7 @@ class LineWriter:
     def _send(self, data: bytes) -> int:
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT | _NO_SIGPIPE)
-        except OSError:  # full, or the other end is gone, which its reader handles
+        except OSError:  # full, or the other end is gone, which the reader handles
             return 0
 
 
@@ -92,10 +95,10 @@ class SupervisorLink:
 
     @classmethod
     def from_environment(cls) -> SupervisorLink | None:
-        """Return the link that this process inherited; None if it was started alone.
+        """Return the link that this process inherited; None if no supervisor started it.
 
-        The variable is removed from the environment, so that child processes do not take the
-        descriptor for their own.
+        The variable is removed from the environment, so that child processes do not use the
+        descriptor.
         """
         number = os.environ.pop(LINK_VARIABLE, None)
         if number is None:
@@ -107,12 +110,13 @@ class SupervisorLink:
     def beat(self, phase: str, **facts: object) -> None:
         """Tell the supervisor that this process is alive, and its ``phase``.
 
-        It never blocks, and never raises for lack of a reader. A beat that does not fit is dropped.
+        Never blocks, and never raises if there is no reader. A heartbeat that does not fit is
+        dropped.
         """
         self._writer.write({"phase": phase, **facts})
 
     def tell(self, **message: object) -> bool:
-        """Send a message that is no beat; return whether it was sent."""
+        """Send a message other than a heartbeat; return whether it was sent."""
         return self._writer.write(message)
 
     def watch(
@@ -120,11 +124,11 @@ class SupervisorLink:
         on_gone: Callable[[], None],
         on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
     ) -> None:
-        """Call ``on_message`` with what the supervisor says, on a separate thread, and ``on_gone``
-        once it is gone.
+        """Call ``on_message`` with each message of the supervisor, on a separate thread, and
+        ``on_gone`` once the supervisor is gone.
 
-        Before that, remove the private directory with the sockets, which the supervisor can no
-        longer remove.
+        Before ``on_gone``, remove the private directory with the sockets, which the supervisor can
+        no longer remove.
         """
         threading.Thread(
             target=self._wait, args=(on_gone, on_message), name="link", daemon=True
@@ -139,14 +143,14 @@ class SupervisorLink:
                 for message in reader.lines(data):
                     on_message(message)
         except OSError:
-            pass  # a reset is an end too
+            pass  # a reset is also an end
         if self._run_dir is not None:
             self._remove(Path(self._run_dir))
         on_gone()
 
     def _remove(self, run_dir: Path) -> None:
-        # The system closes the descriptors of a killed process one after the other: its end of
-        # the link may be closed before its lock is released.
+        # The system closes the descriptors of a killed process one after the other: its end of the
+        # link may close before its lock is released.
         deadline = time.monotonic() + _LOCK_PATIENCE_S
         while not remove_if_abandoned(run_dir) and run_dir.exists():
             if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """OpenTelemetry traces (the extra ``otel``): spans of one request in several processes.
 
-Without ``--otlp-endpoint`` nothing of it is imported. With it, spans go to the collector on a
-thread of their own, through a bounded queue: no request waits for a collector.
+Without ``--otlp-endpoint``, nothing from OpenTelemetry is imported. With it, a separate thread
+sends spans to the collector from a bounded queue: no request waits for a collector.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LOG_INTERVAL_S = 60.0
 
 
 class TracingUnavailable(Exception):
-    """Traces cannot be made; the message is one line for the user."""
+    """Tracing is not available; the message is one line for the user."""
 
 
 class Tracing:
-    """Makes spans and sends them to a collector. Safe to use from any thread."""
+    """Creates spans and sends them to a collector. Safe to use from any thread."""
 
     def __init__(self, endpoint: str, process: str) -> None:
         """Send to ``endpoint``, the base URL of OTLP over HTTP. Raises `TracingUnavailable`."""
@@ -43,17 +43,17 @@ class Tracing:
                 TraceContextTextMapPropagator,
             )
         except ImportError:
-            raise TracingUnavailable("it needs the extra 'otel'") from None
+            raise TracingUnavailable("requires the extra 'otel'") from None
 
         warnings = RateLimitedLogger(logger, _LOG_INTERVAL_S)
 
         class Exporter(OTLPSpanExporter):
-            """Says in one line a minute that spans are lost; the library says it for each batch."""
+            """Reports lost spans at most once per minute; the library reports every batch."""
 
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
                 result = super().export(spans)
                 if result is not SpanExportResult.SUCCESS:
-                    warnings.warning("traces do not reach %s", endpoint)
+                    warnings.warning("cannot send traces to %s", endpoint)
                 return result
 
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -78,9 +78,9 @@ class Tracing:
         kind: Literal["server", "internal"] = "internal",
         at: float | None = None,
     ) -> Span:
-        """Begin a span below the one that ``parent`` (a ``traceparent``) names.
+        """Begin a span under the one that ``parent`` (a ``traceparent``) names.
 
-        Without a valid one it begins a trace. Times are of ``time.monotonic``.
+        Without a valid parent it begins a trace. Times are from ``time.monotonic``.
         """
         from opentelemetry.trace import SpanKind
 
@@ -92,7 +92,7 @@ class Tracing:
         )
 
     def traceparent(self, span: Span) -> str:
-        """Return the name of ``span`` for other processes."""
+        """Return the ``traceparent`` of ``span`` for other processes."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -102,7 +102,7 @@ class Tracing:
     def end(
         self, span: Span, attributes: Attributes, *, error: str = "", at: float | None = None
     ) -> None:
-        """End ``span``; an ``error`` says why it failed."""
+        """End ``span``; ``error`` is the reason if it failed."""
         from opentelemetry.trace import StatusCode
 
         span.set_attributes(dict(attributes))
@@ -111,16 +111,16 @@ class Tracing:
         span.end(None if at is None else _wall_ns(at))
 
     def record(self, name: str, parent: str, began_at: float, ended_at: float) -> None:
-        """Make a span of something that is over."""
+        """Create a span for something that has ended."""
         self.begin(name, parent, at=began_at).end(_wall_ns(max(began_at, ended_at)))
 
     def close(self) -> None:
-        """Send what waits, within the time of one request to the collector."""
+        """Send the queued spans, within the timeout of one request to the collector."""
         self._provider.shutdown()
 
 
 def open_tracing(endpoint: str | None, process: str) -> Tracing | None:
-    """Return what makes the spans of this process; None if none are wanted.
+    """Return the tracer of this process; None if tracing is off.
 
     Raises `TracingUnavailable`.
     """

@@ -1,7 +1,8 @@
-"""transformers imported without reading the sources of all its models at every start.
+"""Import transformers without reading the source files of all its models at every start.
 
-It reads some 1,600 files twice to learn which names are in which module: a second of CPU time, and
-more from a cold disk. Here the answer is kept in a file of the user's cache, by version and place.
+It reads some 1,600 files twice to find which names are in which module: a second of CPU time, and
+more from a cold disk. This module keeps the result in a file of the user's cache, by version and
+location.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from shared.paths import user_cache
 
 _MODULE = "transformers.utils.import_utils"
 Index = dict[frozenset[str], dict[str, set[str]]]
-"""By what they need: the names of each module."""
+"""The names of each module, by what they need."""
 _Stored = list[tuple[list[str], dict[str, set[str]]]]
 
 
 def remember_transformers(folder: Path | None = None) -> None:
     """Make the first import of transformers use the index in ``folder``, or write it there.
 
-    Without a folder that can be read or written, or once transformers is imported, nothing changes.
+    Does nothing without a folder that can be read or written, or once transformers is imported.
     """
     if "transformers" not in sys.modules:
-        # A list of its own, and it stays: other threads, which import too, may be in the old one.
+        # A new list, and it stays in place: other threads that import may be iterating over the old
+        # one.
         sys.meta_path = [_Finder(folder or user_cache() / "transformers"), *sys.meta_path]
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, and what is done to it once it is loaded."""
+    """Finds one module, and changes it once it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,7 +89,7 @@ class _Loader(SourceFileLoader):
 
 
 def _read(path: Path) -> Index | None:
-    """Return the index in a file, None if there is none that can be used."""
+    """Return the index from a file; None if there is no usable one."""
     try:
         stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
@@ -96,7 +98,7 @@ def _read(path: Path) -> Index | None:
 
 
 def _write(path: Path, index: Index) -> None:
-    """Keep ``index``, where that is possible, in place of those of other versions."""
+    """Write ``index`` if possible, and remove those of other versions."""
     scratch = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from engine.model.load import DEMOS, HUB_ID
 from shared.paths import user_path
 from shared.settings import ModelEntry, Settings
-from shared.settings.groups import ModelSettings, SpeculationSettings
+from shared.settings.groups import ModelSettings
+from shared.settings.speculation import SpeculationSettings
 
 MOST_PULLED = 64
 

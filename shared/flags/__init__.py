@@ -1,8 +1,8 @@
-"""Flags that are declared once, as the fields of dataclasses, and read from four places.
+"""Flags that are declared once, as the fields of dataclasses, and read from four sources.
 
-A field made by `flag` carries its help and range. `resolve` fills the dataclass from the
-command line, then the environment, then a TOML file, then the defaults. An error is one line
-that names the flag and the place where its value came from.
+A field made by `flag` carries its help and range. `resolve` fills the dataclass from the command
+line, then the environment, then a TOML file, then the defaults. An error is one line that names the
+flag and the source of its value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Resolved(NamedTuple, Generic[T]):
     given: frozenset[str]
     """The fields that the user has set."""
     tables: list[Any]
-    """What the file has under the name ``tables``, if that is a list."""
+    """The tables under the name ``tables`` in the file, if that is a list."""
     warnings: list[str]
 
 
@@ -56,10 +56,9 @@ def resolve(
 ) -> Resolved[T]:
     """Return the instance of ``cls`` that the user asked for.
 
-    ``config`` is the name of the flag with the TOML file, and ``tables`` a key of the file that
-    may hold a list of tables. ``other_variables`` have our prefix without being flags.
-    ``common`` are the flags that ``--help`` shows.
-    Raises: `FlagError`, and SystemExit(0) after help was printed.
+    ``config`` is the name of the flag with the TOML file, and ``tables`` a key of the file that may
+    hold a list of tables. ``other_variables`` have our prefix but are not flags. ``common`` are the
+    flags that ``--help`` shows. Raises: `FlagError`, and SystemExit(0) after printing help.
     """
     flags = flags_of(cls)
     parser = argument_parser(flags, prog, description, common)
@@ -96,8 +95,8 @@ def values_of(
             if raw.foreign:
                 continue
             raise FlagError(
-                f"{raw.origin}: {known.declared.later} not available in this version; "
-                f"leave it at its default ({known.shown_default})"
+                f"{raw.origin}: {known.declared.later} not available in this version; leave it "
+                f"at its default ({known.shown_default})"
             )
         if known.declared.ignored and value != known.default:
             warnings.append(f"{raw.origin}: {known.declared.ignored}")

@@ -15,21 +15,21 @@ class FlagError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagDeclaration:
-    """The declaration of a flag, apart from its name, type and default."""
+    """The declaration of a flag, except its name, type and default."""
 
     help: str
     at_least: float | None = None
     more_than: float | None = None
     at_most: float | None = None
-    # Environment variables read besides the flag's own. They belong to other programs too, so
-    # it is no error if only they are set and the feature is missing.
+    # Environment variables read besides the flag's own. Other programs use them too, so it is no
+    # error if only they are set and the feature is missing.
     variables: tuple[str, ...] = ()
-    later: str | None = None  # the missing feature: any value but the default is refused
-    ignored: str | None = None  # the warning when a flag without any effect is set
+    later: str | None = None  # the missing feature: only the default is accepted
+    ignored: str | None = None  # the warning if a flag without effect is set
     secret: bool = False  # never shown
     word: str | None = None  # stands for None
     existing_file: bool = False
-    split: bool = True  # whether commas separate a list in an environment variable
+    split: bool = True  # whether commas separate list items in an environment variable
     shown_default: str | None = None
 
 
@@ -63,7 +63,7 @@ class Flag:
 
     @property
     def opposite(self) -> str:
-        """The name by which a boolean is switched the other way."""
+        """The name of the flag that negates a boolean."""
         return self.name.removeprefix("no-") if self.name.startswith("no-") else f"no-{self.name}"
 
     @property
@@ -111,7 +111,7 @@ def dashed(field: str) -> str:
 
 
 def _kind_and_choices(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the plain type behind an annotation, and the choices of a `Literal`."""
+    """Return the plain type of an annotation, and the choices of a `Literal`."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:

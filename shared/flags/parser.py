@@ -1,4 +1,4 @@
-"""The parser of the command line. ``--help`` shows the common flags, ``--help-all`` every one."""
+"""The command-line parser. ``--help`` shows the common flags, ``--help-all`` all of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _WIDEST = 100
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Reads the flags. An error raises `FlagError`."""
+    """Parses the flags. Raises `FlagError` for errors."""
 
     def error(self, message: str) -> NoReturn:
         raise FlagError(message.removeprefix("argument "))
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """As wide as the terminal, and no name of a flag or file is broken at a hyphen."""
+    """Uses the width of the terminal, and never breaks a flag or file name at a hyphen."""
 
     def __init__(self, prog: str) -> None:
         columns = shutil.get_terminal_size().columns
@@ -46,14 +46,16 @@ class _PrintHelp(argparse.Action):
 def argument_parser(
     flags: Sequence[Flag], prog: str, description: str, common: Sequence[str] = ()
 ) -> FlagParser:
-    """Return the parser of ``flags``, of which ``--help`` shows the ``common`` ones (all if there
-    are none)."""
+    """Return the parser of ``flags``. Its ``--help`` shows the ``common`` ones, or all if none are
+    given.
+    """
     short = None
     if common:
         short = _empty_parser(prog, description)
         short.epilog = (
-            f"--help-all shows all {len(flags)} flags. Each may also be an environment variable"
-            " (--max-batch-size: $MLX_LM_SERVER_MAX_BATCH_SIZE), or a key in the file of --config."
+            f"--help-all shows all {len(flags)} flags. Each can also be set by an environment "
+            "variable (--max-batch-size: $MLX_LM_SERVER_MAX_BATCH_SIZE) or a key in the "
+            "--config file."
         )
         group = short.add_argument_group("common flags")
         by_name = {flag.name: flag for flag in flags}

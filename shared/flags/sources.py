@@ -1,4 +1,4 @@
-"""Where the values of flags come from: the command line, the environment and a TOML file."""
+"""The sources of flag values: the command line, the environment and a TOML file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shared.flags.values import convert, one_line
 @dataclass(frozen=True)
 class RawValue:
     value: Any
-    origin: str  # where it came from, worded for an error message
-    foreign: bool = False  # from a variable that belongs to other programs too
+    origin: str  # the source, worded for an error message
+    foreign: bool = False  # from a variable that other programs use too
 
 
 def from_command_line(
@@ -70,7 +70,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def from_table(
     flags: Sequence[Flag], content: Mapping[str, Any], where: str
 ) -> dict[str, RawValue]:
-    """Return the values of ``flags`` in a table of TOML, which is at ``where``.
+    """Return the values of ``flags`` in a TOML table; ``where`` names it in errors.
 
     Raises: `FlagError` if the table has other keys.
     """
@@ -84,7 +84,7 @@ def from_table(
             )
         flag, negated = names[key.replace("_", "-")]
         if flag.field == "config":
-            raise FlagError(f"--config: {where} names another file, which is not followed")
+            raise FlagError(f"--config: {where} names another config file, which is not supported")
         if flag.field in given:
             raise FlagError(f"--{flag.name}: set twice in {where}")
         origin = f"--{flag.name} (key {key!r} in {where})"

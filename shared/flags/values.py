@@ -1,4 +1,4 @@
-"""Values of flags: from text or TOML to the type of the flag, within its range."""
+"""Flag values: conversion from text or TOML to the flag's type, and range checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def convert(flag: Flag, raw: Any) -> Any:
         return None
     value = _CONVERTERS[flag.kind](raw)
     if flag.choices and value not in flag.choices:
-        raise ValueError(f"{raw!r} is none of {', '.join(map(str, flag.choices))}")
+        raise ValueError(f"{raw!r} is not one of {', '.join(map(str, flag.choices))}")
     return value
 
 
@@ -62,8 +62,8 @@ def _to_text(raw: Any) -> str:
         raise ValueError("not a string")
     if not raw.strip():
         raise ValueError("empty")
-    if "\0" in raw:  # neither a path nor an argument of a process can have one
-        raise ValueError("it has a NUL character")
+    if "\0" in raw:  # neither a path nor a process argument can have one
+        raise ValueError("contains a NUL character")
     return raw
 
 
@@ -76,7 +76,7 @@ def _to_texts(raw: Any) -> tuple[str, ...]:
 def _to_object(raw: Any) -> dict[str, Any]:
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
-        json.dumps(value)  # TOML has dates too
+        json.dumps(value)  # TOML also has dates
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
@@ -101,15 +101,15 @@ def check_range(flag: Flag, value: Any) -> None:
         if limits.at_least is not None and value < limits.at_least:
             raise ValueError(f"{value} is less than {limits.at_least}")
         if limits.more_than is not None and value <= limits.more_than:
-            raise ValueError(f"{value} is not more than {limits.more_than}")
+            raise ValueError(f"{value} must be greater than {limits.more_than}")
         if limits.at_most is not None and value > limits.at_most:
-            raise ValueError(f"{value} is more than {limits.at_most}")
+            raise ValueError(f"{value} is greater than {limits.at_most}")
     if limits.existing_file and not (value.is_file() and os.access(value, os.R_OK)):
-        raise ValueError(f"no readable file {value}")
+        raise ValueError(f"{value} is not a readable file")
 
 
 def arguments(flag: Flag, value: Any) -> list[str]:
-    """Return the words of a command line that give ``flag`` its ``value``."""
+    """Return the command-line arguments that set ``flag`` to its ``value``."""
     if flag.kind is bool:
         return [f"--{flag.name if value else flag.opposite}"]
     if flag.kind is tuple:

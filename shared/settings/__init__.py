@@ -1,8 +1,8 @@
 """Every setting of the server.
 
-`parse` reads them from the command line, the environment (``MLX_LM_SERVER_`` and the flag's
-name), a TOML file (``--config``) and the defaults, in that order of precedence. All processes
-take the same flags, so that the supervisor can pass its own on.
+`parse` reads them from the command line, the environment (``MLX_LM_SERVER_`` and the flag's name),
+a TOML file (``--config``) and the defaults, in that order of precedence. All processes take the
+same flags, so the supervisor can pass on its own.
 """
 
 from __future__ import annotations
@@ -61,34 +61,32 @@ __all__ = [
 
 
 NOT_SETTINGS = ("MLX_LM_SERVER_BLAS", "MLX_LM_SERVER_HOST_OPS", "MLX_LM_SERVER_GPU_PATH")
-"""Environment variables with the settings' prefix that engines read."""
+"""Environment variables with the settings' prefix that engines read themselves."""
 COMMON_FLAGS = (
     *("model", "port", "api-key", "max-batch-size", "num-blocks", "kv-bits", "engines", "no-ssd"),
     *("max-concurrent-requests", "log-level"),
 )
-"""Those that ``--help`` and README show."""
-_DESCRIPTION = (
-    "LLM serving on MLX. Order of precedence: flag, environment variable, --config file, default."
-)
+"""The flags that ``--help`` and the README show."""
+_DESCRIPTION = "LLM serving on MLX. Precedence: flag, environment variable, --config file, default."
 
 
 def flag_parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of all settings, for completion by a shell."""
+    """Return the parser of all settings, for shell completion."""
     return argument_parser(flags_of(Settings), prog, _DESCRIPTION, COMMON_FLAGS)
 
 
 def parse(
     argv: Sequence[str], environ: Mapping[str, str], prog: str, *, one_model: bool = False
 ) -> Settings:
-    """Return the settings that the user asked for, apart from those of single models.
+    """Return the user's settings, without those of single models.
 
-    Invalid settings are one line on stderr and SystemExit(2), before anything starts; so is a file
-    with ``[[model]]`` for a process of ``one_model``. Warnings go to stderr too, except in a child
-    process, as its supervisor has printed them.
+    Invalid settings are reported in one line on stderr before anything starts, and raise
+    SystemExit(2). So is a file with ``[[model]]`` for a process of ``one_model``. Warnings go to
+    stderr too, except in a child process, because its supervisor has already printed them.
     """
     settings, models = parse_models(argv, environ, prog)
     if one_model and not models[0].alone:
-        reason = "--config: a file with [[model]] is for `serve`; an engine serves --model"
+        reason = "--config: a file with [[model]] works with `serve` only; an engine serves --model"
         raise SystemExit(fail(prog, reason, EXIT_USAGE))
     return settings
 
@@ -96,7 +94,7 @@ def parse(
 def parse_models(
     argv: Sequence[str], environ: Mapping[str, str], prog: str
 ) -> tuple[Settings, tuple[ModelEntry, ...]]:
-    """Return the same, and the models of the server with their own settings, one at least."""
+    """Return the user's settings, and the server's models with their own settings, at least one."""
     try:
         settings, models, warnings = read(argv, environ, prog)
     except FlagError as error:

@@ -16,17 +16,15 @@ class BatchesSettings:
 
     batch_dir: Path | None = flag(
         None,
-        "directory for /v1/files and /v1/batches, of one router",
-        shown_default="none: both are closed",
+        "directory for the files of /v1/files and /v1/batches, used by one router only",
+        shown_default="none: both endpoints are disabled",
     )
     max_batch_requests: int = flag(
-        32, "lines of batches that run at once, in places that others leave", at_least=1
+        32, "batch lines that run at once, in capacity that other requests leave idle", at_least=1
     )
-    batch_file_mb: int = flag(200, "largest file of requests in MB", at_least=1)
-    batch_max_files: int = flag(500, "files that a key may have", at_least=1)
+    batch_file_mb: int = flag(200, "max size of an uploaded request file in MB", at_least=1)
+    batch_max_files: int = flag(500, "max files per API key", at_least=1)
     batch_max_mb: int = flag(
-        2000, "MB that files and results of a key may have together", at_least=1
+        2000, "max total size in MB of files and results per API key", at_least=1
     )
-    batch_keep_days: int = flag(
-        30, "days after which files, and batches that have ended, are removed", at_least=1
-    )
+    batch_keep_days: int = flag(30, "days until files and finished batches are deleted", at_least=1)

@@ -1,4 +1,4 @@
-"""Checks of settings that are valid alone and contradict each other."""
+"""Checks for settings that are valid alone but contradict each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMITS_URL = re.compile(r"(redis|valkey)(s?://[^/]|\+unix:///)")
 
 
 def check(settings: Settings) -> None:
-    """Raise `FlagError` if values are valid alone and contradict each other."""
+    """Raise `FlagError` if settings contradict each other."""
     for smaller, larger in (
         ("ngram_min", "ngram_max"),
         ("max_batch_size", "completion_batch_size"),
@@ -26,11 +26,11 @@ def check(settings: Settings) -> None:
         low, high = getattr(settings, smaller), getattr(settings, larger)
         if low > high:
             names = [f"--{name.replace('_', '-')}" for name in (smaller, larger)]
-            raise FlagError(f"{names[0]}: {low} is more than {names[1]}, which is {high}")
+            raise FlagError(f"{names[0]}: {low} is greater than {names[1]}, which is {high}")
     if settings.spec_decode == "draft" and settings.draft_model_path is None:
-        raise FlagError("--spec-decode: draft needs --draft-model-path")
+        raise FlagError("--spec-decode: draft requires --draft-model-path")
     if settings.draft_model_path is not None and settings.spec_decode not in ("draft", "auto"):
-        raise FlagError("--draft-model-path: makes no sense without --spec-decode draft or auto")
+        raise FlagError("--draft-model-path: has no effect without --spec-decode draft or auto")
     _check_ranks(settings)
     if settings.max_engines is not None and settings.max_engines < settings.engines:
         raise FlagError(f"--max-engines: less than --engines, which is {settings.engines}")
@@ -38,9 +38,9 @@ def check(settings: Settings) -> None:
         if not all(label.partition("=")):
             raise FlagError(f"--ray-label: {label!r} is not NAME=VALUE")
     if settings.ssl_keyfile and not settings.ssl_certfile:
-        raise FlagError("--ssl-keyfile: makes no sense without --ssl-certfile")
+        raise FlagError("--ssl-keyfile: requires --ssl-certfile")
     if settings.root_path and not _is_path(settings.root_path):
-        raise FlagError("--root-path: must begin with / and not end with one")
+        raise FlagError("--root-path: must begin with / and must not end with /")
     for origin in settings.cors_origin:
         if origin != "*" and not _is_origin(origin):
             raise FlagError(f"--cors-origin: {origin!r} is not an origin like https://host:port")
@@ -48,42 +48,47 @@ def check(settings: Settings) -> None:
     keys = [("--api-key", key) for key in settings.api_key]
     for name, key in (*keys, *single.items()):
         if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
-            raise FlagError(f"{name}: only printable ASCII without spaces can go into a header")
+            raise FlagError(f"{name}: only printable ASCII without spaces can be sent in a header")
     if settings.admin_key is not None and settings.admin_key in settings.api_key:
-        raise FlagError("--admin-key: the same as an --api-key, whose holders would administrate")
+        raise FlagError(
+            "--admin-key: must differ from every --api-key, or all clients could administer the "
+            "server"
+        )
     if settings.limits_url is not None and not _LIMITS_URL.match(settings.limits_url):
-        raise FlagError("--limits-url: not like redis://host:port/0 or redis+unix:///path")
+        raise FlagError("--limits-url: expected redis://host:port/0 or redis+unix:///path")
     if settings.otlp_endpoint is not None and not _is_url(settings.otlp_endpoint):
-        raise FlagError(f"--otlp-endpoint: {settings.otlp_endpoint!r} is not like http://host:4318")
+        raise FlagError(
+            f"--otlp-endpoint: {settings.otlp_endpoint!r} is not a URL like http://host:4318"
+        )
     for name in ("engine_socket", "kvstore_socket"):
         addresses = getattr(settings, name)
         for address in addresses:
             flag = f"--{name.replace('_', '-')}"
             _check_socket(flag, address, settings.curve_dir is not None, name == "engine_socket")
         if len(set(addresses)) < len(addresses):
-            raise FlagError(f"--{name.replace('_', '-')}: the same address twice")
+            raise FlagError(f"--{name.replace('_', '-')}: an address is given twice")
     if set(settings.engine_socket) & set(settings.kvstore_socket):
-        raise FlagError("--kvstore-socket: the same as --engine-socket")
+        raise FlagError("--kvstore-socket: must differ from --engine-socket")
 
 
 def _check_ranks(settings: Settings) -> None:
     if settings.distributed_mode == "off":
         if settings.num_local_ranks is not None:
-            raise FlagError("--num-local-ranks: makes no sense without --distributed-mode ring")
+            raise FlagError("--num-local-ranks: requires --distributed-mode ring")
         return
     if settings.distributed_mode == "jaccl" and settings.num_local_ranks is not None:
-        raise FlagError("--num-local-ranks: jaccl is for ranks on several machines")
+        raise FlagError("--num-local-ranks: jaccl connects ranks on different machines only")
     if settings.num_local_ranks is None:
         _check_hosts(settings)
     if settings.ranks > 1 and settings.adapter_path is not None:
-        raise FlagError("--adapter-path: adapters cannot be divided between several ranks")
+        raise FlagError("--adapter-path: adapters cannot be split across ranks")
     if settings.ranks > 1 and settings.draft_model_path is not None:
-        raise FlagError("--draft-model-path: several ranks take no draft model")
+        raise FlagError("--draft-model-path: not supported with several ranks")
 
 
 def _check_hosts(settings: Settings) -> None:
     if settings.distributed_hostfile is None:
-        raise FlagError("--distributed-mode: needs --num-local-ranks or --distributed-hostfile")
+        raise FlagError("--distributed-mode: requires --num-local-ranks or --distributed-hostfile")
     try:
         hosts = read_hostfile(settings.distributed_hostfile)
         if settings.distributed_mode == "jaccl":
@@ -91,7 +96,9 @@ def _check_hosts(settings: Settings) -> None:
     except HostfileError as error:
         raise FlagError(f"--distributed-hostfile: {error}") from None
     if hosts[0].address and settings.engines > 1:
-        raise FlagError("--engines: mlx.launch has started the ranks of one")
+        raise FlagError(
+            "--engines: must be 1, because mlx.launch has started the ranks of one engine"
+        )
     coordinator = settings.distributed_jaccl_coordinator
     host, _, port = (coordinator or "host:1").rpartition(":")
     if not host or not port.isdigit():
@@ -102,20 +109,20 @@ def _check_socket(name: str, address: str, has_keys: bool, may_be_named: bool) -
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         if not rest.startswith("/"):
-            raise FlagError(f"{name}: {address!r} is not ipc:// with an absolute path")
+            raise FlagError(f"{name}: {address!r} is not an ipc:// address with an absolute path")
         if len(rest.encode()) > MAX_SOCKET_PATH_BYTES:
-            raise FlagError(f"{name}: the path is over {MAX_SOCKET_PATH_BYTES} bytes long")
+            raise FlagError(f"{name}: the path is longer than {MAX_SOCKET_PATH_BYTES} bytes")
         return
     host, _, port = rest.rpartition(":")
     is_tcp = scheme == "tcp" or (may_be_named and is_named(address))
     if not is_tcp or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise FlagError(f"{name}: {address!r} is neither ipc://PATH nor tcp://HOST:PORT")
     if not has_keys and not is_loopback(host.strip("[]")):
-        raise FlagError(f"{name}: {host} is not this machine, which needs --curve-dir")
+        raise FlagError(f"{name}: {host} is another machine, which requires --curve-dir")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``."""
+    """Return whether only this machine can reach ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

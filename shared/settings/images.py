@@ -1,4 +1,4 @@
-"""The group of settings about images in requests."""
+"""The settings for images in requests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from shared.wire import MAX_IMAGES
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """For models that take images."""
+    """Settings for models that accept images."""
 
     GROUP: ClassVar = "images"
 
-    max_images: int = flag(32, "images of one request", at_least=1, at_most=MAX_IMAGES)
-    max_image_pixels: int = flag(50_000_000, "pixels of one image", at_least=1)
+    max_images: int = flag(32, "max images per request", at_least=1, at_most=MAX_IMAGES)
+    max_image_pixels: int = flag(50_000_000, "max pixels per image", at_least=1)
     max_image_bytes: int = flag(
-        20_971_520, "bytes of all images of a request, beside --max-request-bytes", at_least=1
+        20_971_520,
+        "max bytes of all images in a request, in addition to --max-request-bytes",
+        at_least=1,
     )
     image_memory_mb: int = flag(
         1024,
-        "MB of the router's memory for images in use, and for those it may need again",
+        "router memory in MB for images in use and for cached ones",
         at_least=8,
     )
     image_hosts: tuple[str, ...] = flag(
         (),
-        "host from which https: images are fetched; .NAME: all below it; *: any",
-        shown_default="none: no image is fetched",
+        "host from which https: images may be fetched; .NAME: all its subdomains; *: any",
+        shown_default="none: no images are fetched",
     )

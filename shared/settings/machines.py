@@ -1,4 +1,4 @@
-"""The groups of settings of where engines run: ranks, and clusters of machines."""
+"""The settings for where engines run: ranks, and clusters of machines."""
 
 # ruff: noqa: RUF009  (`flag` makes a dataclass field)
 from __future__ import annotations
@@ -18,37 +18,39 @@ class DistributedSettings:
 
     distributed_mode: Literal["off", "ring", "jaccl"] = flag(
         "off",
-        "how the ranks that compute a model together are connected",
+        "how the ranks of a model are connected",
     )
     distributed_sharding: Literal["tensor"] = flag(
         "tensor",
-        "how the model is divided between ranks",
+        "how the model is divided across ranks",
     )
     distributed_strict: bool = flag(
-        True, "refuse a model that does not divide evenly; otherwise fewer ranks are started"
+        True, "reject a model that does not divide evenly, instead of starting fewer ranks"
     )
     distributed_hostfile: Path | None = flag(
         None,
-        "machines of the ranks, this one first, as a hostfile of mlx.launch",
+        "machines of the ranks, this one first, in mlx.launch's hostfile format",
         variables=("MLX_HOSTFILE",),
     )
     distributed_ibv_devices: str | None = flag(
         None,
-        "file with the RDMA devices between all ranks, or of two ranks the device; for jaccl",
-        shown_default="the hostfile's",
+        "for jaccl: file with the RDMA devices between all ranks, or the device name for two ranks",
+        shown_default="from the hostfile",
         variables=("MLX_IBV_DEVICES",),
     )
     distributed_jaccl_coordinator: str | None = flag(
         None,
-        "HOST:PORT at which rank 0 waits for the others; for jaccl",
-        shown_default="the hostfile's first address",
+        "for jaccl: HOST:PORT where rank 0 waits for the others",
+        shown_default="the first address in the hostfile",
         variables=("MLX_JACCL_COORDINATOR",),
     )
-    num_local_ranks: int | None = flag(None, "ranks, all on this machine", at_least=1, at_most=64)
+    num_local_ranks: int | None = flag(
+        None, "number of ranks, all on this machine", at_least=1, at_most=64
+    )
 
     @property
     def ranks(self) -> int:
-        """The processes that compute the model of one engine together."""
+        """Return the number of processes that compute the model of one engine together."""
         if self.distributed_mode == "off":
             return 1
         if self.num_local_ranks is None and self.distributed_hostfile is not None:
@@ -57,7 +59,9 @@ class DistributedSettings:
 
     @property
     def ranks_here(self) -> int:
-        """Those of one engine that share the memory of a machine: the most at one address."""
+        """Return how many ranks of an engine share the memory of one machine: the max at one
+        address.
+        """
         if self.distributed_mode == "off" or self.num_local_ranks is not None:
             return self.ranks
         if self.distributed_hostfile is None:
@@ -71,22 +75,20 @@ class ClusterSettings:
     GROUP: ClassVar = "cluster"
 
     cluster: Literal["none", "ray"] = flag(
-        "none", "where engines run; none: on this machine; ray: where Ray places them"
+        "none", "where engines run; none: on this machine; ray: on the machines that Ray chooses"
     )
-    ray_address: str = flag("auto", "address of the Ray cluster; auto: the one of this machine")
+    ray_address: str = flag("auto", "address of the Ray cluster; auto: the cluster of this machine")
     ray_label: tuple[str, ...] = flag(
-        (), "NAME=VALUE, a label of the machines on which Ray may place engines"
+        (), "NAME=VALUE label of the machines on which Ray may place engines"
     )
     max_engines: int | None = flag(
         None,
-        "replicas of a model at most, where requests wait; --engines are there always",
+        "max replicas of a model while requests wait; --engines of them always run",
         at_least=1,
         at_most=1024,
-        shown_default="as many as --engines",
+        shown_default="the value of --engines",
     )
     scale_up_queue: int = flag(
-        4, "requests of a model in the queue, by engine, with which one more is started", at_least=1
+        4, "queued requests per engine above which another engine is started", at_least=1
     )
-    scale_down_s: float = flag(
-        300.0, "seconds for which an engine is not needed before it is ended", at_least=0
-    )
+    scale_down_s: float = flag(300.0, "idle seconds until an extra engine is stopped", at_least=0)

@@ -1,6 +1,6 @@
-"""The models of a server: each with settings of its own, from ``[[model]]`` in the TOML file.
+"""The models of a server, each with its own settings, from ``[[model]]`` in the TOML file.
 
-The flags are the defaults for all models. Without ``[[model]]`` there is one, ``--model``.
+The flags are the defaults for all models. Without ``[[model]]`` there is one model, ``--model``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shared.settings.groups import (
     KVCacheSettings,
     ModelSettings,
     Settings,
-    SpeculationSettings,
 )
 from shared.settings.machines import DistributedSettings
+from shared.settings.speculation import SpeculationSettings
 
 _GROUPS = (
     ModelSettings,
@@ -36,7 +36,7 @@ _FURTHER = (
     *("ray_label", "max_engines", "scale_up_queue", "scale_down_s"),
 )
 _OF_THE_FLEET = ("engines", "max_engines", "scale_up_queue", "scale_down_s")
-"""Of what decides how many engines there are: they need no restart."""
+"""Settings of the number of engines; a change needs no restart."""
 FLAGS = flags_of(Settings)
 MODEL_FLAGS = [
     flag
@@ -44,22 +44,22 @@ MODEL_FLAGS = [
     if flag.field in _FURTHER
     or (flag.group in {group.GROUP for group in _GROUPS} and flag.field not in _NOT_BY_MODEL)
 ]
-"""The flags that a ``[[model]]`` may set for itself."""
+"""The flags that a ``[[model]]`` table may set."""
 CONFIG_VARIABLE = next(flag.variable for flag in FLAGS if flag.field == "config")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """One model that is served."""
+    """A model to serve."""
 
     settings: Settings
-    """All settings, as they are for this model."""
-    pinned: bool = False  # it is never unloaded to make room for others
-    alone: bool = False  # it comes from --model, and is the only one
+    """All settings as they apply to this model."""
+    pinned: bool = False  # never unloaded to make room for others
+    alone: bool = False  # comes from --model, and is the only one
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the API calls the model, its own name first."""
+        """Return the model's names in the API, its own name first."""
         return self.settings.served_model_name or (self.settings.model,)
 
     @property
@@ -74,14 +74,15 @@ class ModelEntry:
 def model_entries(
     settings: Settings, tables: Sequence[Any], where: str
 ) -> tuple[tuple[ModelEntry, ...], list[str]]:
-    """Return the models of a server with ``settings`` and these ``[[model]]`` tables of the file
-    ``where``, and warnings. Raises: `FlagError`."""
+    """Return the models of a server with ``settings`` and the ``[[model]]`` tables of the file
+    ``where``, and warnings. Raises: `FlagError`.
+    """
     if not tables:
         return (ModelEntry(settings=settings, alone=True),), []
     for name in _NOT_BY_MODEL:
         if name in settings.given:
             flag = name.replace("_", "-")
-            raise FlagError(f"--{flag}: makes no sense beside [[model]] in {where}")
+            raise FlagError(f"--{flag}: cannot be used with [[model]] in {where}")
     entries, warnings = [], []
     for number, table in enumerate(tables, 1):
         entry, more = _entry(settings, table, f"[[model]] number {number} of {where}")
@@ -105,11 +106,11 @@ def _entry(settings: Settings, table: Any, where: str) -> tuple[ModelEntry, list
     own_id = _text(rest, "id", where) or path
     aliases, pinned = rest.pop("aliases", []), rest.pop("pinned", False)
     if own_id is None:
-        raise FlagError(f"--config: {where} has neither id nor path")
+        raise FlagError(f"--config: {where} needs an id or a path")
     if not isinstance(aliases, list) or not all(map(_is_name, aliases)):
-        raise FlagError(f"--config: aliases of {where} are not a list of strings")
+        raise FlagError(f"--config: aliases of {where} must be a list of strings")
     if not isinstance(pinned, bool):
-        raise FlagError(f"--config: pinned of {where} is neither true nor false")
+        raise FlagError(f"--config: pinned of {where} must be true or false")
     values, warnings = values_of(MODEL_FLAGS, from_table(MODEL_FLAGS, rest, where))
     merged = dataclasses.replace(
         settings,
@@ -123,7 +124,7 @@ def _entry(settings: Settings, table: Any, where: str) -> tuple[ModelEntry, list
 
 
 def _is_name(value: object) -> TypeGuard[str]:
-    """Return whether ``value`` is text that can be shown in one line."""
+    """Return whether ``value`` is text that fits on one line."""
     return isinstance(value, str) and bool(value.strip()) and value.isprintable()
 
 
@@ -132,15 +133,16 @@ def _text(table: dict[str, Any], key: str, where: str) -> str | None:
     if value is None:
         return None
     if not _is_name(value):
-        raise FlagError(f"--config: {key} of {where} is not a string with text")
+        raise FlagError(f"--config: {key} of {where} must be a non-empty string")
     return value
 
 
 def command_line(settings: Settings) -> list[str]:
-    """Return the words of a command line with what is given in ``settings``, but for secrets and
-    sockets, which are not the same for all children.
+    """Return the command line for the values set in ``settings``, without secrets and sockets,
+    which differ between child processes.
 
-    The file is not among them: a child that is started later has the settings of the others.
+    The config file itself is not passed on: a child that is started later gets the same settings as
+    the others even if the file has changed.
     """
     left_out = ("config", "engine_socket", "kvstore_socket")
     return [
@@ -152,7 +154,7 @@ def command_line(settings: Settings) -> list[str]:
 
 
 def model_changes(before: ModelEntry, after: ModelEntry) -> set[str]:
-    """Return the settings for which an engine of ``before`` has to be restarted."""
+    """Return the settings whose change from ``before`` requires an engine restart."""
     names = {flag.field for flag in MODEL_FLAGS} | {*_NOT_BY_MODEL}
     return {
         name
@@ -162,7 +164,7 @@ def model_changes(before: ModelEntry, after: ModelEntry) -> set[str]:
 
 
 def fixed_changes(before: Settings, after: Settings) -> set[str]:
-    """Return the settings that differ and are no model's: processes that run keep theirs."""
+    """Return the changed settings that belong to no model: a running process keeps the old ones."""
     by_model = {flag.field for flag in MODEL_FLAGS} | {*_NOT_BY_MODEL, "fleet_memory_gb"}
     names = {flag.field for flag in FLAGS} - by_model
     return {name for name in names if getattr(before, name) != getattr(after, name)}
@@ -171,8 +173,8 @@ def fixed_changes(before: Settings, after: Settings) -> set[str]:
 def overlay(settings: Settings, values: Mapping[str, Any], where: str) -> Settings:
     """Return ``settings`` with the ``values`` that `serving_options` has made at ``where``.
 
-    Those that are not known here are left out, so that a newer engine can have more. Raises:
-    `FlagError` for bad values.
+    Unknown values are ignored, so that a newer engine can send more. Raises: `FlagError` for
+    invalid values.
     """
     flags = [flag for flag in MODEL_FLAGS if flag.field in _OF_THE_ROUTER]
     known = {name: value for name, value in values.items() if name in _OF_THE_ROUTER}
@@ -181,20 +183,20 @@ def overlay(settings: Settings, values: Mapping[str, Any], where: str) -> Settin
 
 
 def serving_options(settings: Settings) -> dict[str, Any]:
-    """Return what a router has to know of a model's settings, as far as it is given."""
+    """Return the settings of a model that a router needs, as far as they are set."""
     found = {
         name: getattr(settings, name)
         for name in sorted(_OF_THE_ROUTER)
         if name in settings.given and getattr(settings, name) is not None
     }
     template = chat_template_text(settings)
-    if template != settings.chat_template:  # routers elsewhere may not have the file
+    if template != settings.chat_template:  # routers on other machines may not have the file
         found["chat_template"] = template
     return found
 
 
 def chat_template_text(settings: Settings) -> str | None:
-    """Return the chat template that is set, read from its file if it is the name of one."""
+    """Return the chat template from the settings; if the setting names a file, its content."""
     given = settings.chat_template
     if given is None:
         return None

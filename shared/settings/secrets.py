@@ -1,6 +1,6 @@
-"""Settings that are secret, on their way from the supervisor to its router.
+"""Secret settings, passed from the supervisor to its router.
 
-Everybody on a machine can read the arguments of a process, and only its own user its environment.
+Every user of a machine can read a process's arguments, but only the owner can read its environment.
 """
 
 from __future__ import annotations

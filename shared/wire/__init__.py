@@ -1,11 +1,11 @@
 """The messages that router, engine and kvstore exchange over ZeroMQ.
 
-A message is multipart. Frame 0 is a msgpack map with the key ``type`` (the struct's tag)
-and the struct's fields. Further frames are raw bytes that the struct describes (files, block
-payloads). Unknown fields are ignored, so that a newer peer can add some. A message that
-cannot be decoded raises `WireError`; receivers count, log and drop it.
+A message is multipart. Frame 0 is a msgpack map with the key ``type`` (the struct's tag) and the
+struct's fields. Further frames are raw bytes that the struct describes (files, block payloads).
+Unknown fields are ignored, so that a newer peer can add fields. A message that cannot be decoded
+raises `WireError`; receivers count, log and drop it.
 
-Durations travel in seconds, never wall-clock times. Hashes travel as raw bytes.
+Times are sent as durations in seconds, never as wall-clock times. Hashes are sent as raw bytes.
 """
 
 from shared.wire.codec import *  # noqa: F403

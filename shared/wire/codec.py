@@ -1,4 +1,4 @@
-"""Messages to frames and back."""
+"""Encoding of messages to frames, and decoding."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import msgspec
 
 PROTOCOL_VERSION = 1
 SUPPORTED_VERSIONS = (1,)
-"""Versions this release understands: its own, and the one before it once there is one."""
+"""Protocol versions that this release understands: its own, and the previous one if there is one.
+"""
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_FRAMES = 4096
 
 
 class WireError(Exception):
-    """A message that does not decode: wrong framing, type or field."""
+    """A message that cannot be decoded: wrong framing, type or field."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of everything that is sent."""
+    """Base class of all messages."""
 
 
 def encode(message: Message, *payload: bytes | memoryview) -> list[bytes | memoryview]:
@@ -36,11 +37,11 @@ def decode(frames: Sequence[bytes | memoryview], expected: Any) -> tuple[Any, li
     Raises: `WireError` for any other type of message, and for malformed frames.
     """
     if not frames:
-        raise WireError("a message without frames")
+        raise WireError("message without frames")
     if len(frames) > MAX_FRAMES:
-        raise WireError(f"{len(frames)} frames, over the limit of {MAX_FRAMES}")
+        raise WireError(f"message of {len(frames)} frames, the limit is {MAX_FRAMES}")
     if len(frames[0]) > MAX_HEADER_BYTES:
-        raise WireError(f"a header of {len(frames[0])} bytes, over {MAX_HEADER_BYTES}")
+        raise WireError(f"header of {len(frames[0])} bytes, the limit is {MAX_HEADER_BYTES}")
     try:
         message = _decoder(expected).decode(frames[0])
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     *PROCESSOR_FILES,
 )
-"""The only names that a router asks an engine for, and the only ones that an engine sends."""
+"""The only files that a router requests from an engine, and the only ones that an engine sends."""
 
 
 # -- router -> engine ----------------------------------------------------------
@@ -50,8 +50,8 @@ TOKENIZER_FILES = (
 class Ping(Message, frozen=True, tag="ping"):
     """Ask for a `Hello`."""
 
-    # An engine that sees a new id drops every request of the old router: that router is gone,
-    # and its clients with it.
+    # An engine that receives a new id drops every request of the previous router: that router is
+    # gone, and its clients with it.
     router_id: str
     protocol: int = PROTOCOL_VERSION
 
@@ -64,32 +64,34 @@ class Submit(Message, frozen=True, tag="submit"):
     token_ids: list[int]
     sampling: SamplingParams
     max_tokens: int
-    stop_token_ids: list[int]  # with the EOS tokens
+    stop_token_ids: list[int]  # including the EOS tokens
     min_tokens: int = 0
     # Tokens of an earlier attempt. They count against `max_tokens` and are not sent again.
     generated: list[int] = msgspec.field(default_factory=list)
     cache_salt: str = ""
     priority: int = 0  # higher goes first
     logprobs: int | None = None  # alternatives to report; None: no log-probabilities
-    # The same for the prompt, which is then computed even if blocks of it are cached.
+    # The same for the prompt, which is then computed even if its blocks are cached.
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None  # the request is accepted once this is compiled
+    grammar: Grammar | None = None  # the request is accepted once the grammar is compiled
     thinking: ThinkingBudget | None = None
-    prediction: tuple[int, ...] = ()  # what the answer may repeat; it changes no text
-    # Pictures in the prompt, one after the other. A raw frame for each of their arrays follows.
+    prediction: tuple[
+        int, ...
+    ] = ()  # text that the answer may repeat; it does not change the answer
+    # Pictures in the prompt, in order. A raw frame follows for each of their arrays.
     images: tuple[ImagePart, ...] = ()
-    traceparent: str = ""  # W3C's name of the span to trace it under; empty: it is not traced
+    traceparent: str = ""  # the W3C traceparent of its span; empty: not traced
 
 
 class Encode(Message, frozen=True, tag="encode"):
-    """Texts to be embedded, or pairs to be scored. Each is one row of `Encoded`."""
+    """Texts to embed, or pairs to score. Each is one row of `Encoded`."""
 
     request_id: str
     attempt: int
     token_ids: list[list[int]]
-    # For pairs, where in each of `token_ids` the second text begins; empty: these are no pairs.
+    # For pairs, the position in each of `token_ids` where the second text begins; empty: not pairs.
     second_starts: list[int] = msgspec.field(default_factory=list)
-    group: str = ""  # those whose texts these are: groups share the engine fairly
+    group: str = ""  # the tenant that owns these texts: tenants share the engine fairly
     priority: int = 0  # higher goes first
     traceparent: str = ""  # as in `Submit`
 
@@ -102,30 +104,30 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Finish the requests at hand, refuse new ones, and then send `Bye`."""
+    """Finish the current requests, refuse new ones, then send `Bye`."""
 
 
 class ClearCache(Message, frozen=True, tag="clear_cache"):
-    """Drop the cached prefixes that nothing uses."""
+    """Drop the cached prefixes that are not in use."""
 
-    ssd: bool = False  # those in the kvstore too
+    ssd: bool = False  # also those in the kvstore
 
 
 class FilesWanted(Message, frozen=True, tag="files_wanted"):
-    """Ask for files whose digests the router does not have."""
+    """Request the files whose digests the router does not have."""
 
-    names: list[str]  # out of `TOKENIZER_FILES`
+    names: list[str]  # from `TOKENIZER_FILES`
 
 
 # -- engine -> router ----------------------------------------------------------
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The introduction of an engine, sent once per `Ping` from a router it does not know."""
+    """The introduction of an engine, sent once per `Ping` from an unknown router."""
 
     protocol: int
     engine: str  # the name, which stays the same after a restart
-    # Differs after each start. A new one tells the router that the old one's requests are lost.
+    # Different after each start. A new one tells the router that the old one's requests are lost.
     incarnation: str
     model: str
     aliases: list[str]
@@ -134,26 +136,26 @@ class Hello(Message, frozen=True, tag="hello"):
     vocab_size: int
     block_size: int
     total_blocks: int
-    max_sequences: int  # requests it takes at once
+    max_sequences: int  # max requests at once
     max_batch_size: int
     namespace: bytes  # the root of its block hashes (see `shared.hashing`)
     eos_token_ids: list[int]
     files: dict[str, str]  # name of a tokenizer file -> hex SHA-256 of its content
     capabilities: list[str] = msgspec.field(default_factory=list)
-    parameters: int = 0  # of the whole model, and not of a rank; 0: not known
+    parameters: int = 0  # of the whole model, not of a rank; 0: unknown
     weights_bytes: int = 0  # on disk
     kv_bits: int = 16
     version: str = ""
-    # Settings of this model that concern the router, such as its template and its limits; the
-    # router's own hold for the rest (see `shared.settings.serving_options`).
+    # Settings of this model that the router needs, such as its template and limits; for all others,
+    # the router uses its own (see `shared.settings.serving_options`).
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     task: Task = "generate"
-    text_task: TextTask | None = None  # of a model with another task than to generate
-    vision: Vision | None = None  # None: it takes no pictures
+    text_task: TextTask | None = None  # for a model with a task other than generating text
+    vision: Vision | None = None  # None: it accepts no pictures
 
 
 class Beat(Message, frozen=True, tag="beat"):
-    """Sent by the engine's IO thread, also while the main thread computes."""
+    """Sent by the engine's IO thread, even while the main thread computes."""
 
     engine: str
     incarnation: str
@@ -167,26 +169,26 @@ class Beat(Message, frozen=True, tag="beat"):
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The engine holds the request from now on."""
+    """The engine has accepted the request."""
 
     request_id: str
     attempt: int
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The engine does not take the request."""
+    """The engine has refused the request."""
 
     request_id: str
     attempt: int
-    # `invalid`, `too_large` and `unsupported` are faults of the request (400). `full` and
-    # `draining` are not: the router places it elsewhere or waits.
+    # `invalid`, `too_large` and `unsupported` are errors in the request (400). `full` and
+    # `draining` are not: the router places the request elsewhere or waits.
     reason: RefusalReason
     message: str
-    param: str | None = None  # the field at fault
+    param: str | None = None  # the invalid field
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
-    """One message a step, for all sequences that gained something."""
+    """One message per step, for all sequences with new tokens."""
 
     deltas: list[Delta]
 
@@ -197,28 +199,28 @@ class Encoded(Message, frozen=True, tag="encoded"):
     request_id: str
     attempt: int
     rows: bytes = b""  # float32, little-endian, in the order of the texts
-    error: str | None = None  # why there are none
-    queue_s: float = 0.0  # until the first of the texts was begun
-    compute_s: float = 0.0  # from then until the last was done
+    error: str | None = None  # the reason if there are none
+    queue_s: float = 0.0  # from arrival to the start of the first text
+    compute_s: float = 0.0  # from there to the end of the last text
 
 
 class CacheEvents(Message, frozen=True, tag="cache_events"):
-    """Changes of the set of block hashes in RAM."""
+    """Changes to the set of block hashes in RAM."""
 
-    number: int  # rises by one
-    added: list[bytes]  # the whole set after a gap in `number`, or if `snapshot` is set
+    number: int  # increases by one
+    added: list[bytes]  # the complete set after a gap in `number`, or if `snapshot` is set
     removed: list[bytes]
     snapshot: bool = False
 
 
 class Files(Message, frozen=True, tag="files"):
-    """The answer to `FilesWanted`: one raw frame per name, in order."""
+    """The reply to `FilesWanted`: one raw frame per name, in order."""
 
     names: list[str]
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The engine ends; it has drained."""
+    """The engine is exiting; it has drained."""
 
     engine: str
     incarnation: str

@@ -9,8 +9,9 @@ from shared.wire.parts import StoreStats
 
 
 class Locate(Message, frozen=True, tag="locate"):
-    """Find out whether both see one file system: the kvstore replies with the path of a nonce
-    file, and the engine sends the content that it reads there (`Located`)."""
+    """Find out whether both sides share a file system: the kvstore replies with the path of a nonce
+    file, and the engine sends the content that it reads there (`Located`).
+    """
 
     protocol: int = PROTOCOL_VERSION
 
@@ -22,7 +23,7 @@ class Located(Message, frozen=True, tag="located"):
 
 
 class Has(Message, frozen=True, tag="has"):
-    """Ask how many of ``hashes``, counted from the first, are there without a gap."""
+    """Ask how many of ``hashes``, counted from the first, are stored without a gap."""
 
     ticket: int
     namespace: str
@@ -30,8 +31,7 @@ class Has(Message, frozen=True, tag="has"):
 
 
 class FindLast(Message, frozen=True, tag="find_last"):
-    """Ask which of ``hashes`` that are there comes last. Only for a kvstore that says it can
-    (`Nonce`)."""
+    """Ask for the last of ``hashes`` that is stored, if the kvstore supports it (`Nonce`)."""
 
     ticket: int
     namespace: str
@@ -39,7 +39,7 @@ class FindLast(Message, frozen=True, tag="find_last"):
 
 
 class Get(Message, frozen=True, tag="get"):
-    """Ask for the blocks of ``hashes`` up to the first that is missing."""
+    """Request the blocks of ``hashes`` up to the first missing one."""
 
     ticket: int
     namespace: str
@@ -55,14 +55,14 @@ class Put(Message, frozen=True, tag="put"):
 
 
 class Touch(Message, frozen=True, tag="touch"):
-    """Refresh the age of these blocks: they were used. No reply."""
+    """Mark these blocks as recently used. No reply."""
 
     namespace: str
     hashes: list[bytes]
 
 
 class Corrupt(Message, frozen=True, tag="corrupt"):
-    """Report a block that the engine read from its path and found bad. No reply."""
+    """Report a block that the engine read from its path and found damaged. No reply."""
 
     namespace: str
     hash: bytes
@@ -85,12 +85,12 @@ class Nonce(Message, frozen=True, tag="nonce"):
     """The reply to `Locate`."""
 
     path: str
-    finds_last: bool = False  # it answers `FindLast`
+    finds_last: bool = False  # whether it supports `FindLast`
 
 
 class FindLastReply(Message, frozen=True, tag="find_last_reply"):
     ticket: int
-    position: int | None  # in the hashes that were asked for; None: none of them is there
+    position: int | None  # index into the requested hashes; None: none of them is stored
 
 
 class HasReply(Message, frozen=True, tag="has_reply"):
@@ -99,7 +99,7 @@ class HasReply(Message, frozen=True, tag="has_reply"):
 
 
 class GetReply(Message, frozen=True, tag="get_reply"):
-    """The blocks that were found, as paths or as one raw frame per block."""
+    """The blocks found, as paths or as one raw frame per block."""
 
     ticket: int
     count: int
@@ -108,7 +108,7 @@ class GetReply(Message, frozen=True, tag="get_reply"):
 
 class PutReply(Message, frozen=True, tag="put_reply"):
     ticket: int
-    stored: bool  # False: dropped, since the writer is behind or the disk is full
+    stored: bool  # False: dropped, because the writer is behind or the disk is full
     reason: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Structs that messages are made of."""
+"""Structs that messages contain."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ Phase = Literal["loading", "warming", "ready", "draining"]
 StoreState = Literal["ok", "full", "read_only", "failing", "gone"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Task = Literal["generate", "embed", "rerank"]
-"""What a model does: continue texts, give each a vector, or give each pair of texts a score."""
+"""The task of a model: continue texts, give each text a vector, or give each pair of texts a score.
+"""
 
 BACKGROUND_PRIORITY = -(2**31) - 1
 """The priority of batches, below any that a client may ask for. An engine gives their rows and
-slots to whatever else wants them. To an older one it is merely the lowest."""
+slots to other requests on demand. Older engines treat it as the lowest priority.
+"""
 MAX_GRAMMAR_BYTES = 256 * 1024
-"""Limit of the source of one grammar, in UTF-8."""
+"""Max size of the source of one grammar, in UTF-8."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of one sequence are chosen."""
+    """How the tokens of one sequence are sampled."""
 
-    # The noise of a token depends on (seed, absolute output position) alone. The router draws
-    # a seed if the client gives none, so that a resumed sequence goes on as it would have.
+    # The noise of a token depends only on (seed, absolute output position). The router draws a seed
+    # if the client gives none, so that a resumed sequence continues as it would have.
     seed: int
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
-    # XTC drops, with `xtc_probability`, all but the least likely of the tokens whose
-    # probability is over `xtc_threshold`. It never drops those of `xtc_special_ids`.
+    # XTC drops, with probability `xtc_probability`, all tokens more likely than `xtc_threshold`
+    # except the least likely of them. It never drops those of `xtc_special_ids`.
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_special_ids: list[int] = []
     repetition_penalty: float = 1.0  # 0 and 1: none
-    repetition_context_size: int = 20  # last tokens of prompt and output; 0: all of them
-    presence_penalty: float = 0.0  # of the whole output
-    frequency_penalty: float = 0.0  # of the whole output
-    logit_bias: list[tuple[int, float]] = []  # pairs of a token and what is added to its logit
+    repetition_context_size: int = 20  # number of last tokens of prompt and output; 0: all of them
+    presence_penalty: float = 0.0  # over the whole output
+    frequency_penalty: float = 0.0  # over the whole output
+    logit_bias: list[tuple[int, float]] = []  # pairs of a token and the value added to its logit
 
     @property
     def has_repetition_penalty(self) -> bool:
@@ -53,42 +55,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_history(self) -> bool:
-        """Whether choosing a token needs the tokens before it."""
+        """Whether sampling a token needs the tokens before it."""
         return self.has_repetition_penalty or self.has_output_penalties
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The form that the text of an answer must have, in llguidance's terms."""
+    """The required form of an answer's text, in llguidance's terms."""
 
     kind: Literal["json_schema", "regex", "lark"]
-    # A JSON schema (as JSON), a regular expression or a Lark grammar; `MAX_GRAMMAR_BYTES` at most.
+    # A JSON schema (as JSON), a regular expression or a Lark grammar, up to `MAX_GRAMMAR_BYTES`.
     source: str
-    # The grammar binds from the first output on, or after the first place where these tokens
-    # occur (the end of a model's reasoning).
+    # The grammar applies from the first output token, or after the first occurrence of these tokens
+    # (the end of a model's reasoning).
     after: list[int] = []
-    param: str | None = None  # the field of the request that a refusal names
-    # Grammars of the request that ``source`` was made of. Each is compiled by itself first, so that
-    # an error says where in it the fault is.
+    param: str | None = None  # the request field that a refusal names
+    # Grammars of the request from which ``source`` was made. Each is compiled separately first, so
+    # that an error names the one that is invalid.
     parts: list[Grammar] = []
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a model may reason: then the end of its reasoning is forced on it."""
+    """How long a model may reason before the end of its reasoning is forced."""
 
     tokens: int
-    end_ids: list[int]  # what ends reasoning; at least one
-    start_ids: list[int] = []  # what begins it in the output; none: nothing does
-    is_open: bool = False  # the prompt ends within reasoning
+    end_ids: list[int]  # the tokens that end reasoning; at least one
+    start_ids: list[int] = []  # the tokens that begin it in the output; none: nothing does
+    is_open: bool = False  # the prompt ends inside reasoning
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of one sequence, and where its time went."""
+    """Token counts and timings of one sequence."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_ram_tokens: int = 0
     cached_ssd_tokens: int = 0
-    # Tokens of the request's `prediction` that were drafted: those that became outputs, and others.
+    # Drafted tokens of the request's `prediction`: accepted ones, and rejected ones.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     queue_s: float = 0.0
@@ -97,9 +99,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Log-probabilities of one position, of the model's own distribution: before
-    temperature, penalties and every other control. The garbage collector passes over them: an
-    answer may have a hundred thousand."""
+    """Log-probabilities at one position, from the model's own distribution: before temperature,
+    penalties and every other control. Not tracked by the garbage collector: an answer may have a
+    hundred thousand of them.
+    """
 
     chosen: float
     top_ids: tuple[int, ...] = ()  # most likely first
@@ -109,11 +112,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class PackedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """The `TokenLogprobs` of successive positions, each with as many alternatives.
 
-    In three arrays, little-endian: a prompt has thousands of positions, and that many objects keep
-    the receiver's event loop from its work, to decode them and in each garbage collection."""
+    They are packed in three arrays, little-endian: a prompt has thousands of positions, and that
+    many objects would block the receiver's event loop while they are decoded and in each garbage
+    collection.
+    """
 
-    chosen: bytes  # float32, one a position
-    top_ids: bytes  # int32, those of a position side by side
+    chosen: bytes  # float32, one per position
+    top_ids: bytes  # int32, grouped by position
     top: bytes  # float32, parallel to `top_ids`
 
     def __post_init__(self) -> None:
@@ -156,61 +161,64 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     attempt: int
     index: int  # output position of the first of `token_ids`
-    token_ids: list[int]  # with the token that ended the sequence, which the usage counts too
-    logprobs: list[TokenLogprobs] | None = None  # parallel to `token_ids`, if asked for
-    # The next ones of the prompt, from its second token on; complete before the first output.
+    token_ids: list[int]  # includes the token that ended the sequence, which usage counts too
+    logprobs: list[TokenLogprobs] | None = None  # parallel to `token_ids`, if requested
+    # The next ones of the prompt, starting with its second token; complete before the first output
+    # token.
     prompt_logprobs: PackedLogprobs | None = None
     finish: FinishReason | None = None
-    stop_token: int | None = None  # the last of `token_ids`, if that is a stop token (not text)
+    stop_token: int | None = None  # the last of `token_ids`, if it is a stop token (not text)
     error: str | None = None
-    # Counts so far: in the last delta of an attempt, the first that has tokens, and after drafts.
+    # Running counts: in the last delta of an attempt, in the first with tokens, and after drafts.
     usage: Usage | None = None
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that an engine holds, as a `Beat` lists it."""
+    """A sequence that an engine holds, as listed in a `Beat`."""
 
     request_id: str
     attempt: int
     generated: int  # number of output tokens
     accepted: bool = True  # False while the grammar is compiled
-    # Tokens of the prompt whose keys and values are there or on their way; None: not known.
+    # Prompt tokens whose keys and values are computed or in progress; None: unknown.
     computed_prompt_tokens: int | None = None
 
 
 class TextTask(msgspec.Struct, frozen=True, kw_only=True):
-    """How a router prepares texts for a model that embeds or ranks them."""
+    """How a router prepares texts for an embedding or reranking model."""
 
-    dimensions: int = 0  # of a vector; 0 for a model that ranks
-    # Texts that a checkpoint puts before others, by name ("query").
+    dimensions: int = 0  # size of a vector; 0 for a reranking model
+    # Prefixes that a checkpoint defines for texts, by name ("query").
     prompts: dict[str, str] = {}
-    default_prompt: str | None = None  # the name of the one that is put there by default
-    # A prompt with {instruction}, {query} and {document}; empty: the tokenizer joins a pair.
+    default_prompt: str | None = None  # the name of the prefix used by default
+    # A prompt with {instruction}, {query} and {document}; empty: the tokenizer joins the pair.
     pair_template: str = ""
-    instruction: str = ""  # for the template, where a request gives none
+    instruction: str = ""  # used in the template if a request gives none
 
 
 class DraftCounts(msgspec.Struct, frozen=True):
     """Drafts from one source."""
 
-    proposals: int = 0  # runs of drafts that were verified
+    proposals: int = 0  # runs of draft tokens that were verified
     drafted: int = 0  # tokens
     accepted: int = 0  # tokens
-    saved_s: float = 0.0  # of steps, as far as it is known how long they take without drafts
-    spent_s: float = 0.0  # until its drafts were there; taken off the former
+    saved_s: float = 0.0  # decode time saved, as far as the time of a step without drafts is known
+    spent_s: float = 0.0  # time until the drafts were ready; subtracted from saved_s
 
 
 class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's speculation did since its start, and what it knows."""
+    """What an engine's speculation has done since its start, and its estimates."""
 
     sources: dict[str, DraftCounts] = {}
-    # How often a draft is accepted now, by source and kind of proposals.
+    # Current acceptance rate of drafts, by source and kind of proposal.
     rates: dict[str, float] = {}
-    step_s: dict[str, float] = {}  # seconds of a decode step, by the tokens that it computes
+    step_s: dict[
+        str, float
+    ] = {}  # seconds of a decode step, by the number of tokens that it computes
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of one engine, at the time of the beat that carries them.
+    """Gauges and counters of one engine, at the time of the heartbeat that carries them.
 
     Counters (``*_total``) count from the start of the engine process.
     """
@@ -220,11 +228,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_blocks: int = 0
     used_blocks: int = 0
     free_blocks: int = 0
-    limit_bytes: int = 0  # of the ledger
-    unevictable_bytes: int = 0  # of the ledger: what running sequences hold
+    limit_bytes: int = 0  # in the ledger
+    unevictable_bytes: int = 0  # in the ledger: held by running sequences
     active_memory_bytes: int = 0
     kept_states: int = 0
-    open_passes: int = 0  # passes of chunks that have begun, with layers still to compute
+    open_passes: int = 0  # prefill passes that have begun and have layers left to compute
     steps_total: int = 0
     step_seconds_total: float = 0.0
     schedule_seconds_total: float = 0.0
@@ -234,21 +242,21 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows_total: int = 0
     prompt_tokens_total: int = 0
     prefill_tokens_total: int = 0
-    prefill_passes_total: int = 0  # passes of chunks that are complete
-    prefill_stretches_total: int = 0  # stretches of layers that passes of chunks were cut into
+    prefill_passes_total: int = 0  # prefill passes that are complete
+    prefill_stretches_total: int = 0  # parts into which prefill passes were divided
     cached_ram_tokens_total: int = 0
     cached_ssd_tokens_total: int = 0
     generated_tokens_total: int = 0
     preemptions_total: int = 0
     aborts_total: int = 0
-    image_bytes: int = 0  # embeddings of pictures that are kept
+    image_bytes: int = 0  # cached embeddings of pictures
     images_total: int = 0  # pictures in prompts
-    image_hits_total: int = 0  # of these, those that were not encoded for their request
+    image_hits_total: int = 0  # of these, those not encoded for their request
     encoded_images_total: int = 0
     encode_seconds_total: float = 0.0
     drafts: DraftStats | None = None  # None without speculation
-    texts_total: int = 0  # that were asked for, by a model that embeds or ranks
-    shared_texts_total: int = 0  # of these, equal to one that was in flight already
+    texts_total: int = 0  # requested from an embedding or reranking model
+    shared_texts_total: int = 0  # of these, equal to one that was already in flight
     dropped_messages_total: int = 0
     store_reads_total: int = 0
     store_writes_total: int = 0
@@ -259,13 +267,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of the kvstore (`StoreStatsReply`); engines pass them on in beats."""
+    """Gauges and counters of the kvstore (`StoreStatsReply`). Engines forward them in
+    heartbeats.
+    """
 
     blocks: int = 0
     bytes: int = 0
     limit_bytes: int = 0
-    indexing: bool = False  # the index is still being rebuilt
-    state: StoreState = "ok"  # otherwise nothing is written until the disk works again
+    indexing: bool = False  # the index is being rebuilt
+    state: StoreState = "ok"  # False: nothing is written until the disk works again
     disk_errors_total: int = 0
     reads_total: int = 0
     writes_total: int = 0

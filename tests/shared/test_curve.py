@@ -84,10 +84,10 @@ KEY = "0123456789abcdef" * 4
     ("text", "error"),
     [
         ("xyz", "line 1: 'xyz' is not a public key"),
-        (f"{KEY}\n{KEY}", "line 2: the same key twice"),
-        (f"{KEY} name=a\n{KEY[::-1]} name=a", "line 2: the name a twice"),
-        (f"{KEY} rpm=5", "line 1: 'rpm=5': after the key come name= and models="),
-        (f"{KEY} name=a.b", "line 1: name: 'a.b' is not of letters"),
+        (f"{KEY}\n{KEY}", "line 2: the same key is listed twice"),
+        (f"{KEY} name=a\n{KEY[::-1]} name=a", "line 2: the name a is given twice"),
+        (f"{KEY} rpm=5", "line 1: 'rpm=5': only name= and models= may follow the key"),
+        (f"{KEY} name=a.b", "line 1: name: 'a.b' has characters other than letters"),
         (f"{KEY} models=a,", "line 1: models has an empty name"),
     ],
 )

@@ -45,17 +45,17 @@ def test_pictures_arrive_with_their_bytes() -> None:
 @pytest.mark.parametrize(
     ("images", "frames", "reason"),
     [
-        ([picture()], [], "sizes"),
-        ([picture()], [bytes(15)], "sizes"),
-        ([picture()], [bytes(16)] * 2, "sizes"),
+        ([picture()], [], "shapes of the arrays"),
+        ([picture()], [bytes(15)], "shapes of the arrays"),
+        ([picture()], [bytes(16)] * 2, "shapes of the arrays"),
         ([picture(start=-1)], [bytes(16)], "overlaps"),
         ([picture(length=0)], [bytes(16)], "overlaps"),
         ([picture(), picture(2, 4)], [bytes(16)] * 2, "overlaps"),
-        ([picture(), picture(1, 6)], [bytes(16)] * 2, "again"),
+        ([picture(), picture(1, 6)], [bytes(16)] * 2, "already sent"),
         ([picture(arrays=0)], [], "no arrays"),
         ([picture(start=7)], [bytes(16)], "follows"),
         ([picture(start=1 << 40)], [bytes(16)], "follows"),
-        ([picture()] * (MAX_IMAGES + 1), [], "most"),
+        ([picture()] * (MAX_IMAGES + 1), [], "limit"),
         ([ImagePart(digest=b"short", start=0, length=1)], [], "digest"),
     ],
 )

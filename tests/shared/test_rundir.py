@@ -70,7 +70,7 @@ def test_a_parent_with_too_long_a_path_is_skipped(
 def test_the_directory_of_a_running_server_is_neither_taken_nor_removed(tmp_path: Path) -> None:
     process, path = hold(tmp_path)
     with process:
-        with pytest.raises(RunDirError, match="belongs to a server that is running"):
+        with pytest.raises(RunDirError, match="a running server uses"):
             RunDir.open(path)
         assert not remove_if_abandoned(path)
         assert sweep(tmp_path) == 0

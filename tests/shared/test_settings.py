@@ -206,41 +206,53 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
     ("argv", "message"),
     [
         (["--port", "x"], "--port: 'x' is not a whole number"),
-        (["--port", "65536"], "--port: 65536 is more than 65535"),
+        (["--port", "65536"], "--port: 65536 is greater than 65535"),
         (["--port", "1.5"], "--port: '1.5' is not a whole number"),
         (["--port"], "--port: expected one argument"),
         (["--model", ""], "--model: empty"),
         (["--num-blocks", "0"], "--num-blocks: 0 is less than 1"),
         (["--block-size", "0"], "--block-size: 0 is less than 1"),
         (["--max-batch-size", "-1"], "--max-batch-size: -1 is less than 1"),
-        (["--request-timeout-s", "0"], "--request-timeout-s: 0.0 is not more than 0"),
+        (["--request-timeout-s", "0"], "--request-timeout-s: 0.0 must be greater than 0"),
         (["--temperature", "nan"], "--temperature: 'nan' is not a finite number"),
-        (["--memory-pressure-threshold", "1.1"], "--memory-pressure-threshold: 1.1 is more than 1"),
-        (["--kv-bits", "5"], "--kv-bits: '5' is none of 4, 8, 16"),
-        (["--kv-group-size", "48"], "--kv-group-size: '48' is none of 16, 32, 64, 128"),
-        (["--ssd-policy", "lru"], "--ssd-policy: 'lru' is none of evict_only, write_through"),
+        (
+            ["--memory-pressure-threshold", "1.1"],
+            "--memory-pressure-threshold: 1.1 is greater than 1",
+        ),
+        (["--kv-bits", "5"], "--kv-bits: '5' is not one of 4, 8, 16"),
+        (["--kv-group-size", "48"], "--kv-group-size: '48' is not one of 16, 32, 64, 128"),
+        (["--ssd-policy", "lru"], "--ssd-policy: 'lru' is not one of evict_only, write_through"),
         (["--chat-template-args", "{"], "--chat-template-args: not valid JSON: "),
         (["--chat-template-args", "[1]"], "--chat-template-args: not a JSON object"),
-        (["--api-key-file", "/nonexistent"], "--api-key-file: no readable file /nonexistent"),
+        (["--api-key-file", "/nonexistent"], "--api-key-file: /nonexistent is not a readable file"),
         (["--config", "/nonexistent"], "--config: cannot read /nonexistent: "),
         (["--prot", "1"], "unknown flag --prot (did you mean --port?)"),
         (["model"], "unexpected argument 'model'"),
-        (["--max-batch-size", "40"], "--max-batch-size: 40 is more than --completion-batch-size"),
-        (["--default-max-tokens", "40000"], "--default-max-tokens: 40000 is more than --max-gen"),
-        (["--ssl-keyfile", __file__], "--ssl-keyfile: makes no sense without --ssl-certfile"),
+        (
+            ["--max-batch-size", "40"],
+            "--max-batch-size: 40 is greater than --completion-batch-size",
+        ),
+        (
+            ["--default-max-tokens", "40000"],
+            "--default-max-tokens: 40000 is greater than --max-gen",
+        ),
+        (["--ssl-keyfile", __file__], "--ssl-keyfile: requires --ssl-certfile"),
         (["--root-path", "api/"], "--root-path: must begin with /"),
         (["--cors-origin", "example.com"], "--cors-origin: 'example.com' is not an origin"),
         (["--api-key", "a b"], "--api-key: only printable ASCII"),
         (["--engine-socket", "ipc://relative"], "--engine-socket: 'ipc://relative' is not"),
-        (["--engine-socket", "ipc:///" + "x" * 103], "--engine-socket: the path is over 103"),
+        (
+            ["--engine-socket", "ipc:///" + "x" * 103],
+            "--engine-socket: the path is longer than 103",
+        ),
         (["--engine-socket", "inproc://x"], "--engine-socket: 'inproc://x' is neither"),
         (["--kvstore-socket", "tcp://h"], "--kvstore-socket: 'tcp://h' is neither"),
-        (["--kvstore-socket", "tcp://0.0.0.0:5555"], "--kvstore-socket: 0.0.0.0 is not this"),
-        (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is not this machine"),
-        (["--num-local-ranks", "2"], "--num-local-ranks: makes no sense without --distributed"),
+        (["--kvstore-socket", "tcp://0.0.0.0:5555"], "--kvstore-socket: 0.0.0.0 is another"),
+        (["--engine-socket", "tcp://*:5555"], "--engine-socket: * is another machine"),
+        (["--num-local-ranks", "2"], "--num-local-ranks: requires --distributed"),
         (
             ["--distributed-mode", "ring"],
-            "--distributed-mode: needs --num-local-ranks or",
+            "--distributed-mode: requires --num-local-ranks or",
         ),
         (
             [*"--distributed-mode jaccl --distributed-hostfile /none".split()],
@@ -248,16 +260,16 @@ def test_a_flag_whose_feature_is_missing_may_be_set_to_its_default() -> None:
         ),
         (
             [*"--distributed-mode jaccl --num-local-ranks 2".split()],
-            "--num-local-ranks: jaccl is for ranks on several machines",
+            "--num-local-ranks: jaccl connects ranks on different machines",
         ),
         (
             ["--distributed-sharding", "pipeline"],
-            "--distributed-sharding: 'pipeline' is none of tensor",
+            "--distributed-sharding: 'pipeline' is not one of tensor",
         ),
-        ([*TWO_RANKS, "--adapter-path", "x"], "--adapter-path: adapters cannot be divided"),
+        ([*TWO_RANKS, "--adapter-path", "x"], "--adapter-path: adapters cannot be split"),
         (
             [*TWO_RANKS, "--spec-decode", "draft", "--draft-model-path", "x"],
-            "--draft-model-path: several",
+            "--draft-model-path: not supported",
         ),
     ],
 )
@@ -296,14 +308,17 @@ def test_a_boolean_set_by_both_of_its_names_is_refused(capsys: pytest.CaptureFix
         ("model = 3", "--model (key 'model' in {}): not a string"),
         ("cors-origin = 3", "--cors-origin (key 'cors-origin' in {}): neither a string"),
         ("block-size = 8\nblock_size = 8", "--block-size: set twice in {}"),
-        ("kv-bits = 5", "--kv-bits (key 'kv-bits' in {}): 5 is none of 4, 8, 16"),
+        ("kv-bits = 5", "--kv-bits (key 'kv-bits' in {}): 5 is not one of 4, 8, 16"),
         ("port =", "--config: {} is not valid TOML: "),
         ("port = " + 5000 * "9", "--config: {} is not valid TOML: "),
         ("port = " + 100_000 * "[", "--config: {} is not valid TOML: "),
         ("temperature = " + 400 * "9", "--temperature (key 'temperature' in {}): 9"),
-        ('model = "a\\u0000b"', "--model (key 'model' in {}): it has a NUL character"),
+        ('model = "a\\u0000b"', "--model (key 'model' in {}): contains a NUL character"),
         ("[chat-template-args]\nday = 2026-01-01", "--chat-template-args (key "),
-        ('[[model]]\nid = "a\\nb"', "--config: id of [[model]] number 1 of {} is not a string"),
+        (
+            '[[model]]\nid = "a\\nb"',
+            "--config: id of [[model]] number 1 of {} must be a non-empty string",
+        ),
     ],
 )
 def test_an_error_in_a_file_names_file_and_key(
@@ -331,7 +346,7 @@ def test_a_child_process_does_not_repeat_the_warnings(capsys: pytest.CaptureFixt
 
 
 def test_n_grams_cannot_be_shorter_than_their_minimum() -> None:
-    with pytest.raises(FlagError, match="--ngram-min: 5 is more than --ngram-max, which is 4"):
+    with pytest.raises(FlagError, match="--ngram-min: 5 is greater than --ngram-max, which is 4"):
         check(dataclasses.replace(Settings(), ngram_min=5))
 
 

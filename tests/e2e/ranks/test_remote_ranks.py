@@ -176,7 +176,7 @@ def test_a_ring_has_an_address_of_each_machine(hostfile: Path) -> None:
 def test_rdma_devices_are_checked(tmp_path: Path) -> None:
     hosts = (RankHost("a", ("10.0.0.1",)), RankHost("b", ("10.0.0.2",)))
     assert rdma_matrix(hosts, "rdma_en4") == [[None, "rdma_en4"], ["rdma_en4", None]]
-    with pytest.raises(HostfileError, match="is a device, and MLX wants a file"):
+    with pytest.raises(HostfileError, match="is a device path; pass a file"):
         rdma_matrix(hosts, "/dev/infiniband/rdma_cm")
     with pytest.raises(HostfileError, match="from each of 2 ranks"):
         rdma_matrix(hosts, None)

@@ -1,4 +1,4 @@
-// One answer of a model: it collects the pieces of a stream, and shows them.
+// One answer of a model: collects the chunks of a stream and shows them.
 
 import { copyText, el, setText } from "./dom.js";
 import { count, percent, rate, seconds } from "./format.js";
@@ -42,7 +42,7 @@ export class Answer {
     );
   }
 
-  /** The message that this is in the conversation. */
+  /** This answer as a message of the conversation. */
   get message() {
     const message = { role: "assistant", content: this.text };
     if (this.reasoning) message.reasoning_content = this.reasoning;
@@ -54,7 +54,7 @@ export class Answer {
     return message;
   }
 
-  /** Take one event of the stream. */
+  /** Add one event of the stream. */
   add(chunk) {
     if (chunk.usage) this.usage = chunk.usage;
     const [choice] = chunk.choices ?? [];
@@ -110,8 +110,8 @@ export class Answer {
     this.calls.forEach((call, position) => {
       let card = this.callList.children[position];
       if (!card) {
-        card = el("section", { class: "call", "aria-label": "Call of a tool" },
-          el("header", {}, "Call of ", el("code")), el("pre"));
+        card = el("section", { class: "call", "aria-label": "Tool call" },
+          el("header", {}, "Tool call: ", el("code")), el("pre"));
         this.callList.append(card);
       }
       setText(card.querySelector("code"), call.name);
@@ -123,17 +123,17 @@ export class Answer {
     return this.element.getAttribute("aria-busy") === "true";
   }
 
-  /** Show how it ended: `error` in words, or null. */
+  /** Mark the answer as ended; `error` is the message to show, or null. */
   end(error = null, isStopped = false) {
     this.element.setAttribute("aria-busy", "false");
     this.failure.hidden = !error;
     setText(this.failure, error ?? "");
-    const cuts = { length: "cut at the most tokens" };
+    const cuts = { length: "max tokens reached" };
     setText(this.cut, isStopped ? "stopped" : error ? "" : cuts[this.finish] ?? "");
     this.redraw();
   }
 
-  /** Add the buttons of an answer that has ended. */
+  /** Add the buttons of a finished answer. */
   addActions(buttons) {
     const add = (label, onclick) => this.actions.append(el("button", { type: "button", class: "quiet", onclick }, label));
     if (this.text) add("Copy", event => copyText(this.text, event.target));
@@ -151,7 +151,7 @@ export class Answer {
     }
   }
 
-  /** What it took, as far as it is known. */
+  /** Return the known figures: timings, token counts, cache. */
   describe() {
     if (this.firstAt == null) return "";
     const words = [`first token ${seconds((this.firstAt - this.startedAt) / 1000)}`];
@@ -165,14 +165,14 @@ export class Answer {
       const cached = details?.cached_tokens ?? 0;
       words.push(`prompt ${count(prompt)}, ${count(cached)} cached (${percent(cached / prompt)})`);
       const drafts = this.usage.completion_tokens_details?.accepted_prediction_tokens;
-      if (drafts) words.push(`${count(drafts)} from drafts`);
+      if (drafts) words.push(`${count(drafts)} drafted`);
     }
     if (this.seed) words.push(`seed ${this.seed}`);
     return words.join(" · ");
   }
 }
 
-/** JSON over several lines, once it is whole. */
+/** Return JSON indented, or the text as it is while it is incomplete. */
 function indented(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

@@ -1,15 +1,15 @@
-// Requests to the server, and the reading of its streams.
+// Requests to the server, and reading of its event streams.
 
-/** An answer that is an error, in OpenAI's shape. */
+/** An error response in OpenAI's format. */
 export class ApiError extends Error {
   constructor(status, info = {}) {
-    super(info.message || `The server answered with the status ${status}.`);
+    super(info.message || `The server responded with status ${status}.`);
     this.status = status;
     this.code = info.code ?? null;
   }
 }
 
-/** Return the answer to a request. Raises `ApiError`, and what `fetch` raises. */
+/** Return the response to a request. Throws `ApiError`, and whatever `fetch` throws. */
 export async function request(path, { headers = {}, body, signal } = {}) {
   const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const type = body === undefined ? {} : { "content-type": "application/json" };
@@ -20,12 +20,12 @@ export async function request(path, { headers = {}, body, signal } = {}) {
   try {
     info = JSON.parse(text).error ?? {};
   } catch {
-    // A proxy's page, not ours.
+    // An error page of a proxy, not a response of this server.
   }
   throw new ApiError(response.status, info);
 }
 
-/** Yield `{name, data}` of each server-sent event of `response`. */
+/** Yield `{name, data}` for each server-sent event of `response`. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

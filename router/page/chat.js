@@ -1,4 +1,4 @@
-// The view to chat in: panes of conversations, and what is sent to all of them.
+// The chat view: panes of conversations, and messages sent to all of them.
 
 import { ApiError, request } from "./api.js";
 import { byId } from "./dom.js";
@@ -7,7 +7,7 @@ import { Pane } from "./pane.js";
 import { Pictures } from "./pictures.js";
 import { requestFields, startSettings } from "./settings.js";
 
-const MOST_PANES = 4;
+const MAX_PANES = 4;
 
 let models = [];
 let panes = [];
@@ -43,7 +43,7 @@ export function startChat() {
   addPane();
 }
 
-/** Called when the view is shown. */
+/** Load what the view shows. Called when it becomes visible. */
 export function showChat() {
   loadModels();
   if (matchMedia("(pointer: fine)").matches) byId("message").focus();
@@ -78,7 +78,7 @@ function removePane(pane) {
 
 function showPanes() {
   for (const pane of panes) pane.close.hidden = panes.length === 1;
-  byId("add-pane").disabled = panes.length >= MOST_PANES;
+  byId("add-pane").disabled = panes.length >= MAX_PANES;
   showCapabilities();
   showRunning();
 }
@@ -94,7 +94,7 @@ function send() {
   for (const pane of panes) pane.ask(turn, text, urls);
 }
 
-/** Go back to before a question, which can then be changed. */
+/** Go back to a question, so that it can be edited. */
 function edit(from, text, urls) {
   for (const pane of panes) pane.cutFrom(entry => entry.turn >= from);
   byId("message").value = text;
@@ -103,7 +103,7 @@ function edit(from, text, urls) {
   byId("message").focus();
 }
 
-/** Offer what all of the chosen models can do. */
+/** Show the controls for capabilities that all selected models have. */
 function showCapabilities() {
   const takesPictures = pane =>
     models.find(each => each.id === pane.select.value)?.capabilities.includes("vision") ?? false;
@@ -120,7 +120,7 @@ function showRunning() {
   byId("send").disabled = isRunning;
 }
 
-/** Make the field as high as its text. */
+/** Fit the height of the field to its text. */
 function fit() {
   const message = byId("message");
   message.style.height = "auto";

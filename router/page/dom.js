@@ -1,8 +1,8 @@
-// Small helpers to build and update elements.
+// Helpers to build and update elements.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Return an element. `on...` properties are listeners; false and null leave an attribute out. */
+/** Return an element. `on...` properties are listeners; false and null omit an attribute. */
 export function el(tag, properties = {}, ...children) {
   return build(document.createElement(tag), properties, children);
 }
@@ -23,13 +23,13 @@ function build(element, properties, children) {
 
 export const byId = id => document.getElementById(id);
 
-/** Set the text of an element only where it differs: a selection in it is kept. */
+/** Set the text of an element only if it differs, to keep a selection in it. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Make the children of `parent` those of `items`, in their order. A child stays as long as there
- * is an item with its key; `create(item)` makes one, `update(child, item)` fills it. */
+/** Give `parent` one child per item, in order. A child is kept as long as there is an item with its
+ * key; `create(item)` makes a child, `update(child, item)` fills it. */
 export function keyed(parent, items, keyOf, create, update) {
   const known = new Map([...parent.children].map(child => [child.dataset.key, child]));
   const used = new Set();
@@ -49,7 +49,7 @@ export function keyed(parent, items, keyOf, create, update) {
   for (const child of known.values()) child.remove();
 }
 
-/** Copy a text; the button says so. Works without a secure origin too. */
+/** Copy a text and show the result on the button. Also works without a secure origin. */
 export async function copyText(text, button) {
   const before = button.textContent;
   let copied = true;
@@ -63,6 +63,6 @@ export async function copyText(text, button) {
     copied = document.execCommand("copy");
     area.remove();
   }
-  button.textContent = copied ? "Copied" : "Not copied";
+  button.textContent = copied ? "Copied" : "Copy failed";
   setTimeout(() => { button.textContent = before; }, 1500);
 }

@@ -1,14 +1,14 @@
-// The server's state, once a second, for as long as the page is looked at.
+// The server's state, once per second while the page is visible.
 
 import { ApiError, events, request } from "./api.js";
 import { onKeys, statusHeaders } from "./keys.js";
 
 const FIRST_WAIT_MS = 500;
-const LONGEST_WAIT_MS = 10_000;
+const MAX_WAIT_MS = 10_000;
 const HIDDEN_MS = 10_000;
 const SILENT_MS = 5_000;
 
-/** Calls `history(points)`, `status(status)` and, when there is nothing to show, `lost(error)`. */
+/** Calls `history(points)`, `status(status)` and, when the feed is lost, `lost(error)`. */
 export class Feed {
   constructor(handlers) {
     this.handlers = handlers;
@@ -31,7 +31,7 @@ export class Feed {
         if (needsKey) await this.sleep(Infinity);
       }
       await this.sleep(wait);
-      wait = Math.min(2 * wait, LONGEST_WAIT_MS);
+      wait = Math.min(2 * wait, MAX_WAIT_MS);
     }
   }
 
@@ -53,7 +53,7 @@ export class Feed {
     }
   }
 
-  /** Connect again at once, as with other keys. */
+  /** Reconnect immediately, for example with other keys. */
   restart() {
     this.abort?.abort();
     this.wake();

@@ -1,4 +1,4 @@
-// Figures as text. What is not known is a dash.
+// Numbers as text. An unknown value is a dash.
 
 export const UNKNOWN = "–";
 
@@ -7,7 +7,7 @@ const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFract
 
 export const count = value => (value == null ? UNKNOWN : whole.format(value));
 
-/** A rate or a mean: one digit behind the point while that says something. */
+/** A rate or mean, with one decimal below 100. */
 export function rate(value) {
   if (value == null) return UNKNOWN;
   return value >= 100 || value === 0 ? whole.format(value) : one.format(value);
@@ -30,7 +30,7 @@ export function bytes(value) {
   return `${unit === 0 || value >= 100 ? whole.format(value) : one.format(value)} ${units[unit]}`;
 }
 
-/** How long something lasts, in its two largest units. */
+/** A duration in its two largest units. */
 export function duration(total) {
   const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const first = parts.findIndex(([size]) => total >= size);

@@ -1,4 +1,4 @@
-// The keys that the user gives. They are in this tab's storage, and nowhere else.
+// The keys that the user enters. They are stored in this tab only.
 
 import { byId } from "./dom.js";
 
@@ -7,21 +7,21 @@ const listeners = [];
 
 const stored = name => sessionStorage.getItem(name) ?? "";
 
-/** Call `listener` whenever the user has given keys. */
+/** Call `listener` whenever the user has entered keys. */
 export const onKeys = listener => listeners.push(listener);
 
 export function apiHeaders() {
   return authorization(stored("api-key"));
 }
 
-/** The headers for the status: those of the metrics key, or of the API key without one. */
+/** The headers for the status: the metrics key, or the API key if there is none. */
 export function statusHeaders() {
   return authorization(stored("metrics-key") || stored("api-key"));
 }
 
 const authorization = key => (key ? { authorization: `Bearer ${key}` } : {});
 
-/** Ask for keys; `reason` says why. */
+/** Ask for keys and show the `reason`. */
 export function askForKeys(reason = "") {
   const dialog = byId("keys");
   for (const name of NAMES) byId(name).value = stored(name);

@@ -1,13 +1,13 @@
-// The tokens of an answer, coloured by how likely they were, with what else there was.
+// The tokens of an answer, coloured by probability, with their alternatives.
 
 import { el } from "./dom.js";
 import { count, percent } from "./format.js";
 
 const LEVELS = [[0.05, "p4"], [0.2, "p3"], [0.5, "p2"], [0.9, "p1"]];
 
-/** Fill `parent` with `tokens`, each as OpenAI's `logprobs.content` has them. */
+/** Fill `parent` with `tokens`, in the format of OpenAI's `logprobs.content`. */
 export function showLogprobs(parent, tokens) {
-  const list = el("div", { class: "tokens", role: "group", "aria-label": "Tokens, arrow keys move" });
+  const list = el("div", { class: "tokens", role: "group", "aria-label": "Tokens, use the arrow keys" });
   const about = el("div", { class: "alternatives", "aria-live": "polite" });
   const buttons = tokens.map((token, position) => {
     const level = LEVELS.find(([most]) => Math.exp(token.logprob) < most)?.[1] ?? "p0";
@@ -54,7 +54,7 @@ function summary(tokens) {
   return el(
     "p", { class: "muted" },
     `${count(tokens.length)} tokens, mean log-probability ${mean.toFixed(3)}, perplexity ${perplexity.toFixed(2)}.`
-    + " Choose a token for its alternatives.",
+    + " Select a token to see its alternatives.",
   );
 }
 
@@ -72,7 +72,7 @@ function alternatives(token) {
   })));
 }
 
-/** A token's text, in which white space can be seen; parts of a character are bytes. */
+/** A token's text with visible whitespace; incomplete characters are shown as bytes. */
 function visible({ token, bytes }) {
   if (token.includes("\uFFFD") && bytes) {
     return bytes.map(byte => `\\x${byte.toString(16).padStart(2, "0")}`).join("");

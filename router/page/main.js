@@ -1,4 +1,4 @@
-// The start of the page: the two views, the keys, the feed.
+// Entry point of the page: the two views, the keys, the feed.
 
 import { startChat, showChat } from "./chat.js";
 import { byId } from "./dom.js";

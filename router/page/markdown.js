@@ -1,4 +1,4 @@
-// Markdown as elements: what models write most. Text becomes text nodes, never HTML.
+// Markdown as elements: the syntax that models use most. Text becomes text nodes, never HTML.
 
 import { copyText, el } from "./dom.js";
 
@@ -7,7 +7,7 @@ const ITEM = /^\s{0,3}(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*([^\s*][^*]*)\*\*|\*([^\s*][^*]*)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/;
 
-/** Show `text` in `parent`. Blocks that were shown before stay as they are. */
+/** Show `text` in `parent`. Unchanged blocks keep their elements. */
 export function showMarkdown(parent, text) {
   const blocks = splitBlocks(text);
   blocks.forEach((block, position) => {

@@ -6,7 +6,7 @@ import { UNKNOWN, bytes, count, percent, rate, seconds } from "./format.js";
 const STATES = { ready: "good", loading: "warn", unloaded: "", broken: "bad" };
 const BAD_STATES = ["bad", "lost"];
 
-/** The columns of the engines' table: a heading, and what fills a cell. */
+/** The columns of the engines table: a heading and the function that fills a cell. */
 const COLUMNS = [
   ["Engine", (cell, engine) => setText(cell, engine.name)],
   ["State", showState],
@@ -14,14 +14,14 @@ const COLUMNS = [
   ["Batch", (cell, { rates }) => setText(cell, rate(rates?.batch))],
   ["Tok/s", (cell, { rates }) => setText(cell, rate(rates?.generated))],
   ["Prompt tok/s", (cell, { rates }) => setText(cell, rate(rates?.prompt))],
-  ["Computing", showComputing],
-  ["Step", (cell, { rates }) => setText(cell, seconds(rates?.step_s))],
+  ["Prefill", showComputing],
+  ["Step time", (cell, { rates }) => setText(cell, seconds(rates?.step_s))],
   ["KV memory", showMemory],
   ["Blocks in RAM", showBlocks],
   ["SSD", showStore],
-  ["Prompts from", showPrompts],
-  ["Drafts", showDrafts],
-  ["Preempted", (cell, engine) => setText(cell, count(engine.preemptions))],
+  ["Cache hits", showPrompts],
+  ["Drafts accepted", showDrafts],
+  ["Preemptions", (cell, engine) => setText(cell, count(engine.preemptions))],
   ["Restarts", showLosses],
 ];
 
@@ -41,7 +41,7 @@ export function createModel(model) {
   return el("section", { class: "model", "aria-label": model.id }, head, figures, scroller);
 }
 
-/** Show a model; `engines` are the figures of all engines, by name. */
+/** Show a model; `engines` has the figures of all engines, by name. */
 export function updateModel(section, model, engines) {
   const [head, figures, scroller] = section.children;
   const [, state, about] = head.children;
@@ -50,11 +50,11 @@ export function updateModel(section, model, engines) {
   setText(about, describe(model));
   const times = model.first_token;
   keyed(figures, [
-    ["Tokens a second", rate(model.generated)],
+    ["Tokens/s", rate(model.generated)],
     ["Queued", count(model.queued)],
-    ["First token", times ? `${seconds(times.p50)}` : UNKNOWN],
-    ["95 % within", times ? seconds(times.p95) : UNKNOWN],
-    ["Between tokens", seconds(model.between_tokens_s)],
+    ["First token, median", times ? `${seconds(times.p50)}` : UNKNOWN],
+    ["First token, p95", times ? seconds(times.p95) : UNKNOWN],
+    ["Inter-token latency", seconds(model.between_tokens_s)],
   ], ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
   (pair, [, value]) => setText(pair.lastChild, value));
   const own = model.engines.map(name => engines[name]).filter(Boolean);
@@ -64,9 +64,9 @@ export function updateModel(section, model, engines) {
 
 function describe(model) {
   const words = [];
-  if (model.context_length) words.push(`${count(model.context_length)} tokens of context`);
-  if (model.kv_bits) words.push(model.kv_bits === 16 ? "KV not quantized" : `KV in ${model.kv_bits} bits`);
-  if (model.aliases.length) words.push(`also ${model.aliases.join(", ")}`);
+  if (model.context_length) words.push(`context of ${count(model.context_length)} tokens`);
+  if (model.kv_bits) words.push(model.kv_bits === 16 ? "KV cache not quantized" : `${model.kv_bits}-bit KV cache`);
+  if (model.aliases.length) words.push(`also named ${model.aliases.join(", ")}`);
   if (model.reason) words.push(model.reason);
   return words.join(" · ");
 }
@@ -80,7 +80,7 @@ function updateEngine(row, engine) {
   COLUMNS.forEach(([, fill], position) => fill(row.children[position], engine));
 }
 
-/** Fill a cell by the parts that `parts()` makes, once; return them. */
+/** Fill an empty cell with the elements of `parts()`; return the cell's elements. */
 function partsOf(cell, parts) {
   if (!cell.firstChild) cell.append(...parts());
   return cell.children;
@@ -91,7 +91,7 @@ function showState(cell, engine) {
   const [state] = partsOf(cell, () => [el("span", { class: "state" })]);
   state.className = `state ${BAD_STATES.includes(kind) ? "bad" : kind}`;
   setText(state, engine.ready ? "ready" : engine.is_lost ? "lost" : engine.phase);
-  cell.title = engine.trouble ?? `last heard ${seconds(engine.silence_s)} ago`;
+  cell.title = engine.trouble ?? `last heartbeat ${seconds(engine.silence_s)} ago`;
 }
 
 function showRequests(cell, engine) {
@@ -99,19 +99,19 @@ function showRequests(cell, engine) {
   setText(cell, `${count(engine.sequences)} of ${count(engine.max_sequences)}${waiting}`);
 }
 
-/** Show how far the prompts are that take long; a bar stays in the cell, so that nothing jumps. */
+/** Show the progress of long prompts. The bar stays in the cell, so that the layout does not jump. */
 function showComputing(cell, { computing }) {
   const part = computing ? computing.computed / computing.tokens : 0;
   showBar(cell, part, computing ? percent(part) : UNKNOWN);
   cell.title = computing
     ? `${count(computing.computed)} of ${count(computing.tokens)} tokens of ${count(computing.prompts)}`
       + ` ${computing.prompts === 1 ? "prompt" : "prompts"}`
-    : "no prompt takes longer than a second";
+    : "no prompt has been computed for more than a second";
 }
 
 function showMemory(cell, engine) {
   showBar(cell, engine.memory_pressure, percent(engine.memory_pressure));
-  cell.title = `of ${bytes(engine.memory_limit_bytes)}; MLX has ${bytes(engine.active_memory_bytes)} in use`;
+  cell.title = `of ${bytes(engine.memory_limit_bytes)}; MLX uses ${bytes(engine.active_memory_bytes)}`;
 }
 
 function showBlocks(cell, { blocks }) {
@@ -127,7 +127,7 @@ function showStore(cell, { ssd }) {
   if (cell.children.length === 0) cell.replaceChildren();
   const trouble = ssd.state === "ok" ? "" : `, ${ssd.state.replace("_", " ")}`;
   showBar(cell, ssd.limit_bytes ? ssd.bytes / ssd.limit_bytes : 0, bytes(ssd.bytes) + trouble);
-  cell.title = `${count(ssd.blocks)} blocks` + (ssd.limit_bytes ? ` in at most ${bytes(ssd.limit_bytes)}` : "");
+  cell.title = `${count(ssd.blocks)} blocks` + (ssd.limit_bytes ? `, limit ${bytes(ssd.limit_bytes)}` : "");
 }
 
 function showBar(cell, part, text) {
@@ -138,7 +138,7 @@ function showBar(cell, part, text) {
   bar.firstChild.style.width = `${100 * Math.min(1, part)}%`;
 }
 
-/** Where the tokens of prompts came from: of the last minute, or since the start without any. */
+/** Show where prompt tokens came from: in the last minute, or since the start if there were none. */
 function showPrompts(cell, engine) {
   const sum = prompts => prompts.ram + prompts.ssd + prompts.computed;
   const isRecent = sum(engine.recent_prompts) > 0;
@@ -155,7 +155,7 @@ function showPrompts(cell, engine) {
   bar.children[1].style.width = `${100 * part("ssd")}%`;
   cell.title = total
     ? `${count(prompts.ram)} tokens from RAM, ${count(prompts.ssd)} from SSD, ${count(prompts.computed)}`
-      + ` computed, ${isRecent ? "in the last minute" : "since its start"}`
+      + ` computed, ${isRecent ? "in the last minute" : "since the engine's start"}`
     : "no prompts yet";
 }
 
@@ -163,11 +163,11 @@ function showDrafts(cell, { drafts }) {
   setText(cell, drafts?.drafted ? percent(drafts.accepted / drafts.drafted) : UNKNOWN);
   cell.title = drafts
     ? `${count(drafts.accepted)} of ${count(drafts.drafted)} tokens accepted; ${seconds(Math.max(0, drafts.saved_s))} saved`
-    : "without speculation";
+    : "no speculative decoding";
 }
 
 function showLosses(cell, engine) {
   setText(cell, count(engine.losses));
-  cell.title = "how often it was lost";
+  cell.title = "number of times the engine was lost";
   cell.classList.toggle("bad", engine.losses > 0);
 }

@@ -1,4 +1,4 @@
-// One conversation with one model. Several of them stand side by side.
+// One conversation with one model. Several panes are shown side by side.
 
 import { ApiError, events, request } from "./api.js";
 import { Answer } from "./answer.js";
@@ -10,8 +10,8 @@ import { requestFields, systemPrompt } from "./settings.js";
 const NEAR_END_PX = 80;
 
 export class Pane {
-  /** `onChange` is called when an answer begins or ends, `onModel` when another model is chosen,
-   * `onEdit(turn)` to change a question. */
+  /** `onChange` is called when an answer begins or ends, `onModel` when another model is selected,
+   * `onEdit(turn, text, urls)` when the user edits a question. */
   constructor({ models, model, onChange, onModel, onEdit, onClose }) {
     Object.assign(this, { onChange, onEdit });
     this.entries = []; // {turn, message, elements, answer}
@@ -43,7 +43,7 @@ export class Pane {
   }
 
   showEmpty() {
-    this.turns.replaceChildren(el("p", { class: "empty" }, "Ask something. Nothing is kept when the tab closes."));
+    this.turns.replaceChildren(el("p", { class: "empty" }, "Ask a question. The conversation is lost when the tab closes."));
   }
 
   ask(turn, text, urls) {
@@ -62,10 +62,10 @@ export class Pane {
     this.turns.append(...entry.elements);
   }
 
-  /** Forget everything from the first entry on for which `isOver` holds. */
-  cutFrom(isOver) {
+  /** Remove the first entry for which `isFirst` returns true, and all later ones. */
+  cutFrom(isFirst) {
     this.stop();
-    const first = this.entries.findIndex(isOver);
+    const first = this.entries.findIndex(isFirst);
     if (first < 0) return;
     for (const entry of this.entries.splice(first)) entry.elements.forEach(element => element.remove());
     if (this.entries.length === 0) this.showEmpty();
@@ -77,7 +77,7 @@ export class Pane {
     return [...first, ...this.entries.map(entry => entry.answer?.message ?? entry.message)];
   }
 
-  /** Ask for the next answer, and show it as it comes. */
+  /** Request the next answer and stream it into the pane. */
   async run(turn) {
     const fields = requestFields();
     if (!fields) return;
@@ -119,7 +119,7 @@ export class Pane {
       if (chunk.error) throw new ApiError(200, chunk.error);
       answer.add(chunk);
     }
-    if (!isWhole && !signal.aborted) throw new Error("The connection was lost before the answer was whole.");
+    if (!isWhole && !signal.aborted) throw new Error("The connection was lost before the answer was complete.");
   }
 
   regenerate(answer) {
@@ -129,10 +129,10 @@ export class Pane {
     this.run(entry.turn);
   }
 
-  /** Let the user say what the called tools answered. */
+  /** Let the user enter the results of the tool calls. */
   offerResults(turn, answer) {
     const inputs = answer.calls.map((call, position) => {
-      const input = el("textarea", { rows: 1, placeholder: "what the tool answers" });
+      const input = el("textarea", { rows: 1, placeholder: "result of the tool" });
       answer.callList.children[position].append(el("label", {}, `Result of ${call.name}`, input));
       return input;
     });
@@ -148,7 +148,7 @@ export class Pane {
     answer.callList.append(send);
   }
 
-  /** Keep the end in view, unless the user has scrolled away from it. */
+  /** Keep the end in view unless the user has scrolled away from it. */
   followEnd() {
     const { scrollHeight, scrollTop, clientHeight } = this.turns;
     const grown = scrollHeight - (this.height ?? scrollHeight);
@@ -163,7 +163,7 @@ export class Pane {
 
 function explain(error) {
   if (!(error instanceof ApiError)) {
-    return error instanceof TypeError ? "The server is not reached." : error.message;
+    return error instanceof TypeError ? "Cannot reach the server." : error.message;
   }
   if (error.status === 401) askForKeys(error.message);
   return error.code ? `${error.message} (${error.code})` : error.message;

@@ -1,4 +1,4 @@
-// The pictures that go with the next message: pasted, dropped or chosen.
+// The pictures of the next message: pasted, dropped or selected.
 
 import { byId, el } from "./dom.js";
 
@@ -30,14 +30,14 @@ export class Pictures {
     });
   }
 
-  /** Whether the models that will be asked take pictures. */
+  /** Enable pictures if all selected models accept them. */
   enable(isEnabled) {
     this.isEnabled = isEnabled;
     this.button.hidden = !isEnabled;
     if (!isEnabled) this.put([]);
   }
 
-  /** Read those of `files` that are pictures. Return whether there are any. */
+  /** Read the pictures among `files`. Return whether there are any. */
   add(files) {
     if (!this.isEnabled) return false;
     const taken = [...files].filter(file => TYPES.includes(file.type));
@@ -59,7 +59,7 @@ export class Pictures {
     }));
   }
 
-  /** Return the pictures, and have none any more. */
+  /** Return the pictures and clear the list. */
   take() {
     const urls = this.urls;
     this.put([]);
@@ -71,7 +71,7 @@ export function thumbnail(url) {
   return el("img", { src: url, alt: "", class: "thumbnail" });
 }
 
-/** Return the content of a message in OpenAI's form. */
+/** Return the content of a message in OpenAI's format. */
 export function content(text, urls) {
   if (urls.length === 0) return text;
   const images = urls.map(url => ({ type: "image_url", image_url: { url } }));

@@ -3,14 +3,14 @@
 import { el, setText, svg } from "./dom.js";
 import { clock } from "./format.js";
 
-const LONGEST_S = 300;
-const SHORTEST_S = 60;
+const MAX_WINDOW_S = 300;
+const MIN_WINDOW_S = 60;
 const GAP_S = 3;
 const WIDTH = 300;
 const HEIGHT = 56;
 const TOP = 4;
 
-/** Lines over time, each a field of the points. `format` writes a value of them. */
+/** Lines over time, each a field of the points. `format` turns a value into text. */
 export class Plot {
   constructor({ label, fields, format, least = 1 }) {
     Object.assign(this, { label, fields, format, least });
@@ -29,12 +29,12 @@ export class Plot {
     this.picture.addEventListener("pointerleave", () => this.point(null));
   }
 
-  /** Draw `points`, the oldest first; `now` is the right end, in seconds since the epoch. */
+  /** Draw `points`, oldest first; `now` is the right end, in seconds since the epoch. */
   draw(points, now) {
     this.now = now;
-    this.points = points.filter(point => point.at > now - LONGEST_S);
+    this.points = points.filter(point => point.at > now - MAX_WINDOW_S);
     const first = this.points[0]?.at ?? now;
-    this.window = Math.max(SHORTEST_S, now - first);
+    this.window = Math.max(MIN_WINDOW_S, now - first);
     const values = this.points.flatMap(point => this.fields.map(field => point[field] ?? 0));
     this.most = Math.max(this.least, ...values);
     this.fields.forEach((field, index) => this.lines[index].setAttribute("d", this.path(field)));
@@ -42,7 +42,7 @@ export class Plot {
     const last = this.points.at(-1)?.[this.fields[0]];
     const most = this.format(Math.max(0, ...this.points.map(point => point[this.fields[0]] ?? 0)));
     this.picture.setAttribute(
-      "aria-label", `${this.label}, last minutes: now ${this.format(last)}, at most ${most}`,
+      "aria-label", `${this.label}, last minutes: now ${this.format(last)}, max ${most}`,
     );
     if (this.pointed == null) setText(this.reading, `max ${most}`);
   }
@@ -51,7 +51,7 @@ export class Plot {
     return WIDTH * (1 - (this.now - point.at) / this.window);
   }
 
-  /** The path of one field; a gap where nobody watched. */
+  /** The path of one field, with gaps where there are no samples. */
   path(field, closed = false) {
     const runs = [];
     let before = null;
@@ -73,7 +73,7 @@ export class Plot {
     }).join("");
   }
 
-  /** Show the values below the pointer. */
+  /** Show the values under the pointer. */
   point(event) {
     this.pointed = null;
     this.cursor.setAttribute("visibility", "hidden");

@@ -1,4 +1,4 @@
-// What the requests of the chat ask for. It is kept in this tab only.
+// Settings of the chat's requests. They are kept in this tab only.
 
 import { byId, el } from "./dom.js";
 
@@ -8,7 +8,7 @@ const EXAMPLE_TOOLS = [{
   type: "function",
   function: {
     name: "get_weather",
-    description: "The weather at a place now",
+    description: "Get the current weather in a city",
     parameters: {
       type: "object",
       properties: { city: { type: "string" }, unit: { enum: ["celsius", "fahrenheit"] } },
@@ -30,19 +30,19 @@ const FIELDS = [
   number("top_p", "Top p", { min: 0, max: 1, step: 0.05 }),
   number("top_k", "Top k", { min: 0, step: 1 }),
   number("min_p", "Min p", { min: 0, max: 1, step: 0.01 }),
-  number("max_tokens", "Most tokens", { min: 1, step: 1 }),
-  number("seed", "Seed", { min: 0, step: 1, placeholder: "drawn" }),
+  number("max_tokens", "Max tokens", { min: 1, step: 1 }),
+  number("seed", "Seed", { min: 0, step: 1, placeholder: "random" }),
   number("repetition_penalty", "Repetition penalty", { min: 0, step: 0.05 }),
-  { name: "thinking", label: "Reasoning", kind: "choice", choices: { "": "the model's", on: "on", off: "off" } },
-  number("thinking_budget", "Most tokens of reasoning", { min: 0, step: 1 }),
-  { name: "stop", label: "Stop at, one a line", kind: "text", rows: 1 },
-  { name: "logprobs", label: "Log-probabilities of answers", kind: "check" },
-  { name: "tools", label: "Tools, as JSON", kind: "json", example: EXAMPLE_TOOLS },
+  { name: "thinking", label: "Reasoning", kind: "choice", choices: { "": "model default", on: "on", off: "off" } },
+  number("thinking_budget", "Max reasoning tokens", { min: 0, step: 1 }),
+  { name: "stop", label: "Stop sequences, one per line", kind: "text", rows: 1 },
+  { name: "logprobs", label: "Show log-probabilities", kind: "check" },
+  { name: "tools", label: "Tools (JSON)", kind: "json", example: EXAMPLE_TOOLS },
   {
-    name: "tool_choice", label: "Calls", kind: "choice",
-    choices: { "": "if the model wants", required: "must be made", none: "none" },
+    name: "tool_choice", label: "Tool choice", kind: "choice",
+    choices: { "": "auto", required: "required", none: "none" },
   },
-  { name: "schema", label: "JSON schema of the answer", kind: "json", example: EXAMPLE_SCHEMA },
+  { name: "schema", label: "Response JSON schema", kind: "json", example: EXAMPLE_SCHEMA },
 ];
 
 const inputs = {};
@@ -63,7 +63,7 @@ export function startSettings() {
 }
 
 function input({ kind, limits, rows, choices }, id) {
-  if (kind === "number") return el("input", { id, type: "number", placeholder: "the model's", ...limits });
+  if (kind === "number") return el("input", { id, type: "number", placeholder: "model default", ...limits });
   if (kind === "check") return el("input", { id, type: "checkbox" });
   if (kind === "choice") {
     return el("select", { id }, ...Object.entries(choices).map(([value, label]) => el("option", { value }, label)));
@@ -81,7 +81,7 @@ function row({ name, label, kind, example }, id) {
     return el("div", { class: kind === "text" || name === "tool_choice" ? "wide" : "" }, caption, control);
   }
   const insert = el("button", {
-    type: "button", class: "quiet", "aria-label": `Example of: ${label}`,
+    type: "button", class: "quiet", "aria-label": `Insert example: ${label}`,
     onclick: () => {
       control.value = JSON.stringify(example, null, 2);
       control.rows = 8;
@@ -101,7 +101,7 @@ function store() {
   sessionStorage.setItem(STORED, JSON.stringify(values));
 }
 
-/** Return the JSON in a field, null without any; show what is wrong with it, and return undefined. */
+/** Return the JSON in a field, or null if it is empty. Show an error and return undefined if it is invalid. */
 function parseJson(name) {
   const field = inputs[name];
   const error = byId(`${field.id}-error`);
@@ -118,7 +118,7 @@ function parseJson(name) {
   return found;
 }
 
-/** Return the fields of a request, or null if something is wrong, which is then shown. */
+/** Return the fields of a request, or null after showing an error. */
 export function requestFields() {
   const tools = parseJson("tools");
   const schema = parseJson("schema");

@@ -1,4 +1,4 @@
-// The view of the server's state.
+// The status view.
 
 import { ApiError } from "./api.js";
 import { byId, el, keyed, setText } from "./dom.js";
@@ -11,9 +11,9 @@ const KEPT_S = 300;
 
 const TILES = [
   {
-    label: "Tokens a second", fields: ["generated"], format: rate, least: 10,
+    label: "Tokens/s", fields: ["generated"], format: rate, least: 10,
     value: ({ now }) => rate(now.generated),
-    detail: ({ now }) => `${rate(now.prompt)} of prompts`,
+    detail: ({ now }) => `prompts ${rate(now.prompt)}`,
   },
   {
     label: "Requests", fields: ["running", "queued"], format: count, least: 4,
@@ -21,19 +21,19 @@ const TILES = [
     detail: ({ now }) => `${count(now.queued)} queued`,
   },
   {
-    label: "First token", fields: ["first_token"], format: seconds, least: 0.1,
+    label: "Time to first token", fields: ["first_token"], format: seconds, least: 0.1,
     value: ({ first_token: times }) => seconds(times?.p50),
-    detail: ({ first_token: times }) => (times ? `95 % within ${seconds(times.p95)}` : "none in a minute"),
+    detail: ({ first_token: times }) => (times ? `p95 ${seconds(times.p95)}` : "none in the last minute"),
   },
   {
-    label: "Batch", fields: ["batch"], format: rate, least: 4,
+    label: "Batch size", fields: ["batch"], format: rate, least: 4,
     value: ({ now }) => rate(now.batch),
-    detail: ({ now }) => (now.batch == null ? "no steps" : "rows a step"),
+    detail: ({ now }) => (now.batch == null ? "no steps" : "sequences per step"),
   },
   {
-    label: "Found in cache", fields: ["hit_rate"], format: percent, least: 1,
+    label: "Cache hit rate", fields: ["hit_rate"], format: percent, least: 1,
     value: ({ now }) => percent(now.hit_rate),
-    detail: () => "of prompts, last minute",
+    detail: () => "of prompt tokens, last minute",
   },
   {
     label: "KV memory", fields: ["memory_pressure"], format: percent, least: 1,
@@ -42,7 +42,7 @@ const TILES = [
   },
 ];
 
-/** Shows what the `Feed` brings. */
+/** Shows the events of the `Feed`. */
 export class StatusView {
   constructor() {
     this.points = [];
@@ -81,13 +81,13 @@ export class StatusView {
     setText(byId("facts"), [
       ...batches(status.batches),
       `up ${duration(now.at - status.started)}`,
-      `event loop ${seconds(status.loop_lag_s)} late at most in the last minute`,
+      `max event loop delay ${seconds(status.loop_lag_s)} in the last minute`,
       `${status.viewers} ${status.viewers === 1 ? "viewer" : "viewers"}`,
     ].join(" · "));
     byId("status").classList.remove("stale");
   }
 
-  /** Keep the figures of engines that there are: an event has those of some. */
+  /** Update the figures of existing engines; an event has the figures of some of them. */
   keepEngines({ models, engines }) {
     const all = { ...this.engines, ...engines };
     const names = models.flatMap(model => model.engines);
@@ -99,14 +99,14 @@ export class StatusView {
     const note = byId("status-note");
     note.hidden = false;
     if (error instanceof ApiError && [401, 403].includes(error.status)) {
-      this.health("needs a key", "warn");
+      this.health("key required", "warn");
       const enter = el("button", { type: "button", onclick: () => askForKeys() }, "Enter a key");
-      note.replaceChildren(`The status is not shown without a key: ${error.message} `, enter);
+      note.replaceChildren(`The status requires a key: ${error.message} `, enter);
       return;
     }
     const isOurs = error instanceof ApiError;
-    this.health(isOurs ? "not shown" : "not reached", "bad");
-    setText(note, isOurs ? error.message : "The server is not reached. Trying again.");
+    this.health(isOurs ? "unavailable" : "unreachable", "bad");
+    setText(note, isOurs ? error.message : "Cannot reach the server. Retrying.");
   }
 
   health(text, kind) {
@@ -115,7 +115,7 @@ export class StatusView {
   }
 }
 
-/** What is shown of batches: nothing if there are none. */
+/** Return the summary of unfinished batches; empty if there are none. */
 function batches({ unfinished, lines, lines_done: done, running }) {
   if (unfinished === 0) return [];
   const what = unfinished === 1 ? "batch" : "batches";

@@ -134,7 +134,7 @@ def test_it_asks_for_keys_and_keeps_them_in_the_tab(open_page: Callable[..., Any
 def test_figures_move_under_load(server: Server, open_page: Callable[..., Any]) -> None:
     page = open_page()
     page.locator(".engines tbody tr").wait_for()
-    moving = figure(page, "Tokens a second").filter(has_text=re.compile(r"[1-9]"))
+    moving = figure(page, "Tokens/s").filter(has_text=re.compile(r"[1-9]"))
     while moving.count() == 0:
         with generating(server):
             page.wait_for_timeout(1500)
@@ -146,8 +146,8 @@ def test_figures_move_under_load(server: Server, open_page: Callable[..., Any]) 
 
 def test_an_answer_streams_and_is_told_of(open_page: Callable[..., Any]) -> None:
     page = open_page()
-    setting(page, "Most tokens").fill("40")
-    setting(page, "Log-probabilities of answers").check()
+    setting(page, "Max tokens").fill("40")
+    setting(page, "Show log-probabilities").check()
     ask(page, "hello")
     stats = page.locator(".stats").last.inner_text()
     for part in ("first token", "tok/s", "tokens", "cached", "seed"):
@@ -166,8 +166,8 @@ def test_an_answer_streams_and_is_told_of(open_page: Callable[..., Any]) -> None
 def test_reasoning_is_folded(open_page: Callable[..., Any]) -> None:
     page = open_page()
     setting(page, "Reasoning").select_option("on")
-    setting(page, "Most tokens of reasoning").fill("8")
-    setting(page, "Most tokens").fill("40")
+    setting(page, "Max reasoning tokens").fill("8")
+    setting(page, "Max tokens").fill("40")
     ask(page, "hello")
     summary = page.locator(".reasoning summary")
     assert re.fullmatch(r"Reasoning, .+, \d+ tokens", summary.inner_text())
@@ -180,32 +180,32 @@ def test_reasoning_is_folded(open_page: Callable[..., Any]) -> None:
 
 def test_an_answer_is_stopped_and_the_next_one_goes_on(open_page: Callable[..., Any]) -> None:
     page = open_page()
-    setting(page, "Most tokens").fill("1900")
+    setting(page, "Max tokens").fill("1900")
     ask(page, "hello", wait=False)
     page.locator(".text:not(:empty)").wait_for()
     page.keyboard.press("Escape")
     page.get_by_text("stopped", exact=True).wait_for()
     assert page.get_by_role("button", name="Send").is_enabled()
-    setting(page, "Most tokens").fill("8")
+    setting(page, "Max tokens").fill("8")
     ask(page, "again")
     assert page.locator(".question").count() == 2
 
 
 def test_a_call_is_shown_and_answered(open_page: Callable[..., Any]) -> None:
     page = open_page()
-    setting(page, "Most tokens").fill("400")
-    page.get_by_role("button", name="Example of: Tools, as JSON").click()
-    (tool,) = json.loads(setting(page, "Tools, as JSON").input_value())
+    setting(page, "Max tokens").fill("400")
+    page.get_by_role("button", name="Insert example: Tools (JSON)").click()
+    (tool,) = json.loads(setting(page, "Tools (JSON)").input_value())
     tool["function"]["parameters"]["properties"]["city"] = {"enum": ["Paris"]}  # soon written
-    setting(page, "Tools, as JSON").fill(json.dumps([tool]))
-    setting(page, "Calls").select_option("required")
+    setting(page, "Tools (JSON)").fill(json.dumps([tool]))
+    setting(page, "Tool choice").select_option("required")
     ask(page, "the weather")
     call = page.locator(".call").first
     assert call.locator("code").inner_text() == "get_weather"
     assert '"city"' in call.locator("pre").inner_text()
-    for result in page.get_by_placeholder("what the tool answers").all():
+    for result in page.get_by_placeholder("result of the tool").all():
         result.fill("12 degrees")
-    setting(page, "Calls").select_option("none")
+    setting(page, "Tool choice").select_option("none")
     page.get_by_role("button", name=re.compile("Send results?")).click()
     wait_for_answers(page)
     assert page.locator(".answer").count() == 2 and page.locator(".question").count() == 1
@@ -214,23 +214,23 @@ def test_a_call_is_shown_and_answered(open_page: Callable[..., Any]) -> None:
 
 def test_errors_and_bad_settings_are_shown(open_page: Callable[..., Any]) -> None:
     page = open_page()
-    setting(page, "Most tokens").fill("100000000")
+    setting(page, "Max tokens").fill("100000000")
     ask(page, "hello")
     assert "max_tokens" in page.locator(".failure").inner_text()
-    setting(page, "Most tokens").fill("300")
-    setting(page, "JSON schema of the answer").fill("{")
+    setting(page, "Max tokens").fill("300")
+    setting(page, "Response JSON schema").fill("{")
     page.get_by_label("Message", exact=True).fill("x")
     page.keyboard.press("Enter")
     assert page.locator("#setting-schema-error").is_visible()
     assert page.locator(".question").count() == 1  # it was not sent
-    page.get_by_role("button", name="Example of: JSON schema of the answer").click()
+    page.get_by_role("button", name="Insert example: Response JSON schema").click()
     ask(page, "somebody")
     assert page.locator(".text").last.inner_text().startswith("{")
 
 
 def test_models_answer_side_by_side(open_page: Callable[..., Any]) -> None:
     page = open_page()
-    setting(page, "Most tokens").fill("8")
+    setting(page, "Max tokens").fill("8")
     page.get_by_role("button", name="Compare models").click()
     ask(page, "hello")
     assert page.locator('.pane .answer[aria-busy="false"]').count() == 2

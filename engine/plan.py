@@ -132,6 +132,15 @@ class Move(PlanOp, frozen=True):
     length: int
 
 
+class CopyPositions(PlanOp, frozen=True):
+    """Copy the KV of positions ``start`` to ``end`` of ``source`` to ``target``."""
+
+    source: Slot
+    target: Slot
+    start: int
+    end: int  # exclusive
+
+
 class Decode(PlanOp, frozen=True):
     """Compute one token and sample the next one.
 
@@ -251,6 +260,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     restores: tuple[Restore, ...] = ()
     state_restores: tuple[RestoreState, ...] = ()
     moves: tuple[Move, ...] = ()
+    copies: tuple[CopyPositions, ...] = ()
     decodes: tuple[Decode, ...] = ()
     encodes: tuple[EncodePicture, ...] = ()
     chunks: tuple[Chunk, ...] = ()

@@ -62,6 +62,18 @@ def give(
     in_parallel([share(first) for first in range(step)])
 
 
+def copy_positions(
+    slab: Slab, row: int, source: Slab, source_row: int, start: int, end: int
+) -> None:
+    """Do what `Slab.copy_positions` does, for slabs without rings."""
+    its = slice(start, end)
+    for number in range(len(slab.places)):
+        slab.host_part(number)[row, :, its] = source.host_part(number)[source_row, :, its]
+        if slab.scales_place(number) is not None:
+            found = host_scales(source, number)[:, source_row, :, its]
+            host_scales(slab, number)[:, row, :, its] = found
+
+
 def _give_one(
     slab: Slab,
     group: StorageGroup,

@@ -226,6 +226,12 @@ class Slab:
             ours[:, :, row, :, :end] = theirs[:, :, source_row, :, :end]
         self.last_tokens[row] = source.last_tokens[source_row]
 
+    def copy_positions(self, row: int, source: Slab, source_row: int, start: int, end: int) -> None:
+        """Copy positions ``start`` to ``end`` of ``source_row`` of ``source`` to ``row``, as
+        `copy_row` does. All of them must be there."""
+        for number in range(len(self.places)):
+            self.put(number, row, start, source.get(number, source_row, start, end))
+
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.batch.ragged import RaggedBatch, Row
+from engine.cache import host_blocks
 from engine.cache.blocks import BlockStore
 from engine.cache.layout import Layout
 from engine.cache.slabs import Slab, Slabs, StoredKV
@@ -26,7 +27,7 @@ from engine.executor.steps import BatchedStep, DecodeOutput, LateResults
 from engine.executor.stopwatch import StepClock, Stopwatch
 from engine.executor.unchecked import UncheckedSlots
 from engine.mtp.head import MTPHead
-from engine.plan import Decode, Plan, Slot
+from engine.plan import CopyPositions, Decode, Plan, Slot
 from engine.sampling.sampler import Sampler, nan_at
 
 FIRST_ARRAYS = 4
@@ -143,7 +144,7 @@ class BatchedExecutor(Executor):
     def _prepare_slots(self, plan: Plan) -> list[tuple[Slot, str]]:
         """Make slabs, and run all that comes before the decodes. Return the slots whose blocks or
         state were never saved."""
-        fills = plan.inserts or plan.restores or plan.state_restores or plan.moves
+        fills = plan.inserts or plan.restores or plan.state_restores or plan.moves or plan.copies
         if plan.resized_slabs or plan.new_slabs or fills:
             self._wait()  # what the plan frees is in use until then
         for resize in plan.resized_slabs:
@@ -162,7 +163,8 @@ class BatchedExecutor(Executor):
             for move in plan.moves:
                 self._line.send(self._slabs.copy_row(move.source, move.target, move.length))
                 self._sampler.move(move.source, move.target)
-            if plan.moves and not self.spec.look_ahead:
+            self._copy(plan.copies)
+            if (plan.moves or plan.copies) and not self.spec.look_ahead:
                 self._line.wait()  # rows may be written outside of MLX from now on
         return failed
 
@@ -271,6 +273,16 @@ class BatchedExecutor(Executor):
                 self._line.send(slab.contents)
                 self._line.wait()
         return failed
+
+    def _copy(self, copies: Sequence[CopyPositions]) -> None:
+        """Run the ``copies`` of a plan."""
+        in_place = self.batch_class.writes_in_place
+        copy_positions = host_blocks.copy_positions if in_place else Slab.copy_positions
+        for copy in copies:
+            slab, source = self._slabs[copy.target.slab_id], self._slabs[copy.source.slab_id]
+            copy_positions(slab, copy.target.row, source, copy.source.row, copy.start, copy.end)
+            if not in_place:
+                self._line.send(slab.contents)
 
     def _restore_states(self, plan: Plan) -> list[tuple[Slot, str]]:
         """Run the plan's restores of states; return those whose snapshots were never saved."""

@@ -46,8 +46,8 @@ class HiddenStates:
 
     def follow(self, plan: Plan) -> None:
         """Forget and move what ``plan`` does, before its passes are computed."""
-        for restore in plan.restores:
-            self._kept.pop(restore.slot, None)
+        for slot in (*(r.slot for r in plan.restores), *(c.target for c in plan.copies)):
+            self._kept.pop(slot, None)
         for move in plan.moves:
             self._kept.pop(move.target, None)
             if move.source in self._kept:

@@ -177,12 +177,12 @@ class ChunkBudget:
     def take(self, start: int, remaining: int) -> int:
         """Return how many of the ``remaining`` tokens from ``start`` on are computed now.
 
-        ``start`` is a multiple of the block size. It is all tokens, or those up to the end of a
-        block, so that the block can be saved. The first call never returns 0.
+        It is all tokens, or those up to the end of a block, so that the block can be saved. The
+        first call never returns 0.
         """
         if not self._width:
             tokens = self._fit_to_time(start, min(remaining, max(self._tokens, self._min_tokens)))
-            tokens = self._end_at_block(self._even(tokens, remaining), remaining)
+            tokens = self._end_at_block(start, self._even(tokens, remaining), remaining)
             self._width = max(tokens, MIN_TOKENS)
             self._longest = tokens
             self._seconds -= self._policy.predict_s(start, tokens)
@@ -191,7 +191,7 @@ class ChunkBudget:
             tokens = self._fit_to_time(start, min(remaining, self._tokens))
             if tokens > 2 * self._width:
                 return 0
-            tokens = self._end_at_block(min(tokens, self._width), remaining)
+            tokens = self._end_at_block(start, min(tokens, self._width), remaining)
             padded_s = self._policy.predict_s(start, max(tokens, self._longest))
             too_short = tokens < min(self._min_tokens, remaining)
             if too_short or self._width - tokens > max(tokens, MIN_TOKENS):
@@ -219,5 +219,6 @@ class ChunkBudget:
         even = -(-remaining // -(-remaining // tokens))
         return min(tokens, -(-even // self._block_size) * self._block_size)
 
-    def _end_at_block(self, tokens: int, remaining: int) -> int:
-        return tokens if tokens == remaining else tokens - tokens % self._block_size
+    def _end_at_block(self, start: int, tokens: int, remaining: int) -> int:
+        beyond = (start + tokens) % self._block_size
+        return tokens if tokens == remaining else max(0, tokens - beyond)

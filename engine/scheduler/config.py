@@ -114,6 +114,12 @@ class SchedulerConfig:
         return self.prefix_cache and self.keeps_kv
 
     @property
+    def copies_positions(self) -> bool:
+        """Whether positions are copied from slot to slot. Those of a ring may be gone, and with
+        look-ahead what another sequence has may still turn out to be wrong."""
+        return self.reuses_kv and not (self.state_bytes or self.rings or self.look_ahead)
+
+    @property
     def uses_store(self) -> bool:
         """Whether blocks, and the snapshots without which some are of no use, go to the kvstore."""
         return self.store_enabled and self.prefix_cache

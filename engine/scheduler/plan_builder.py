@@ -75,6 +75,7 @@ class PlanBuilder:
         self.restores: list[plan.Restore] = []
         self.state_restores: list[plan.RestoreState] = []
         self.moves: list[plan.Move] = []
+        self.copies: list[plan.CopyPositions] = []
         self.decodes: list[plan.Decode] = []
         self.dropped_passes: list[int] = []
         self.dropped_pictures: list[bytes] = []
@@ -95,6 +96,12 @@ class PlanBuilder:
         ids = tuple(block.id for block in blocks)
         self.restores.append(plan.Restore(slot, seq.num_computed_tokens, ids))
         self.step.restored.setdefault(seq, []).extend(blocks)
+        self.step.by_slot[slot] = seq
+
+    def copy(self, seq: Sequence, source: Sequence, end: int) -> None:
+        """Copy the positions of ``source`` from ``seq.num_computed_tokens`` to ``end``."""
+        start, slot = seq.num_computed_tokens, seq.held_slot
+        self.copies.append(plan.CopyPositions(source.held_slot, slot, start, end))
         self.step.by_slot[slot] = seq
 
     def keep_pinned(self, seq: Sequence, blocks: list[Block]) -> None:

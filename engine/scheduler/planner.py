@@ -211,12 +211,16 @@ class Planner:
         return True
 
     def _rematch(self, builder: PlanBuilder) -> None:
-        """Restore blocks that a prefilling sequence needs next and others have cached since."""
+        """Restore blocks that a prefilling sequence needs next and others have cached since, and
+        what a sequence has beyond them that may end with the next token."""
+        is_one_ready = self._sequences.count(Status.READY) > 0
         for seq in self._sequences.ordered(Status.PREFILLING):
             if self.prefilling.passes.of(seq) is not None:
                 continue
             if self._config.prefix_cache and seq.num_computed_tokens < seq.prefill_end:
                 self._prefix_cache.restore(seq, builder)
+                if is_one_ready:
+                    self._prefix_cache.copy_running(seq, builder, Status.READY)
             if seq.num_computed_tokens == seq.prefill_end:
                 self._sequences.set_status(seq, Status.READY)
 

@@ -12,9 +12,9 @@ from engine.scheduler.memory import Memory
 from engine.scheduler.passes import OpenPass, OpenPasses, PlannedChunk
 from engine.scheduler.pictures import PictureTable, shown_parts
 from engine.scheduler.plan_builder import PlanBuilder, PlannedEncoding
+from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import Sequence, SequencePicture, Status
 from engine.scheduler.sequence_table import SequenceTable
-from engine.scheduler.snapshot_policy import SnapshotPolicy
 from engine.scheduler.time_share import TimeShare
 
 LOGPROBS_CHUNK_TOKENS = 64
@@ -38,14 +38,14 @@ class Prefilling:
         config: SchedulerConfig,
         sequences: SequenceTable,
         memory: Memory,
-        snapshot_policy: SnapshotPolicy,
+        prefix_cache: PrefixCache,
         chunk_policy: ChunkPolicy,
         time_share: TimeShare,
     ) -> None:
         self._config = config
         self._sequences = sequences
         self._memory = memory
-        self._snapshot_policy = snapshot_policy
+        self._prefix_cache = prefix_cache
         self._chunk_policy = chunk_policy
         self._time_share = time_share
         self.passes = OpenPasses(memory)
@@ -69,13 +69,13 @@ class Prefilling:
     def plan(self, builder: PlanBuilder, *, streaming: bool) -> None:
         """Add a stretch of a pass to ``builder``, if there are prompts to compute."""
         prefilling = self._sequences.ordered(Status.PREFILLING)
-        limits = self._snapshot_policy.prefill_limits(prefilling)
+        limits = self._prefix_cache.snapshot_policy.prefill_limits(prefilling)
         candidates = [seq for seq in prefilling if seq in limits or self.passes.of(seq) is not None]
         claimed = self._claimed()
         while candidates:
             seq = self._first(candidates)
             one = self.passes.of(seq)
-            if one is None and not self._is_claimed(seq, claimed):
+            if one is None and self._has_to_compute(seq, claimed, builder):
                 picture, limits[seq] = self.pictures.missing(seq, limits[seq])
                 if picture is not None:
                     self._encode(picture, seq, builder, streaming=streaming)
@@ -131,6 +131,16 @@ class Prefilling:
         is_claimed = not claimed.isdisjoint(seq.block_hashes[number : number + 1])
         return is_claimed and not seq.needs_prompt_logprobs
 
+    def _has_to_compute(self, seq: Sequence, claimed: set[bytes], builder: PlanBuilder) -> bool:
+        """Return whether ``seq`` has to compute what it needs next: nobody else is computing it,
+        nor has a running sequence all that is left."""
+        if self._is_claimed(seq, claimed):
+            return False
+        self._prefix_cache.copy_running(seq, builder, Status.READY, Status.DECODING)
+        if seq.num_computed_tokens == seq.prefill_end:
+            self._sequences.set_status(seq, Status.READY)
+        return seq.status is Status.PREFILLING
+
     # -- beginning a pass ----------------------------------------------------------
 
     def _begin(
@@ -152,9 +162,11 @@ class Prefilling:
         for seq in (first, *others):
             if len(chunks) == self._config.prefill_batch_size:
                 break
-            if self.passes.of(seq) is not None or self._is_claimed(seq, claimed):
+            if self.passes.of(seq) is not None:
                 continue
             if chunks and not self._may_share(chunks[0].seq, seq):
+                continue
+            if not self._has_to_compute(seq, claimed, builder):
                 continue
             start = seq.num_computed_tokens
             remaining = limits[seq] - start

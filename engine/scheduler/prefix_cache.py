@@ -1,23 +1,36 @@
-"""Reuse of prefixes: cached blocks go into slots, and full blocks of slots into the cache."""
+"""Reuse of prefixes: cached blocks go into slots, and full blocks of slots into the cache. What a
+running sequence has of a prefix beyond its last full block is copied from slot to slot."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
 
 from engine.scheduler.block_pool import Block
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
 from engine.scheduler.plan_builder import PlanBuilder
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import Sequence, Status
+from engine.scheduler.sequence_table import SequenceTable
 from engine.scheduler.snapshot_policy import SnapshotPolicy
+
+LEAST_COPIED = 4
+"""Fewer positions than this are computed rather than copied."""
 
 
 class PrefixCache:
     """Restores and saves blocks, and the snapshots without which blocks may be of no use."""
 
     def __init__(
-        self, config: SchedulerConfig, memory: Memory, outputs: Outputs, counters: Counters
+        self,
+        config: SchedulerConfig,
+        sequences: SequenceTable,
+        memory: Memory,
+        outputs: Outputs,
+        counters: Counters,
     ) -> None:
         self._config = config
+        self._sequences = sequences
         self._memory = memory
         self._outputs = outputs
         self._counters = counters
@@ -38,6 +51,7 @@ class PrefixCache:
         builder.keep_pinned(seq, blocks[end - first :])
         if end == first:
             return
+        seq.num_computed_tokens = first * size  # of a part of a block, the block itself is better
         new = {insert.block_id for insert in builder.inserts[known:]}
         inserted = sum(block.id in new for block in blocks[: end - first])
         if end == fetched_end and not self._config.keeps_kv:
@@ -56,6 +70,30 @@ class PrefixCache:
         seq.advance(end * size)
         seq.snapshots.newest_position = end * size
         seq.num_saved_blocks = end
+
+    def copy_running(self, seq: Sequence, builder: PlanBuilder, *statuses: Status) -> None:
+        """Copy the positions after the last block of ``seq`` from a sequence that has the same
+        tokens there, if there is one with one of ``statuses``: its prompt must be computed.
+        Sequences that begin with the same new prefix then compute only what they do not share."""
+        start = seq.num_computed_tokens
+        number, rest = divmod(start, self._config.block_size)
+        if not self._config.copies_positions or rest or not number:
+            return
+        if seq.needs_prompt_logprobs or seq.pictures:
+            return
+        before = slice(number - 1, number)
+        end, best = start + LEAST_COPIED - 1, None
+        for source in self._sequences.ordered(*statuses):
+            if source.pictures or source.block_hashes[before] != seq.block_hashes[before]:
+                continue
+            last = min(start + self._config.block_size, seq.prefill_end, source.prefill_end)
+            common = _count_common(seq.token_ids[start:last], source.token_ids[start:last])
+            if start + common > end:
+                end, best = start + common, source
+        if best is not None:
+            builder.copy(seq, best, end)
+            self._counters.cached_ram_tokens += sum(seq.count_cached_tokens(end - start, 0))
+            seq.advance(end)
 
     def touch_computed(self, seq: Sequence) -> None:
         """Mark the cached blocks of what ``seq`` computed as used last, its head last of all."""
@@ -141,3 +179,9 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+
+def _count_common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
+    """Return how many tokens ``one`` and ``other`` have in common from the first on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

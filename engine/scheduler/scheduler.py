@@ -51,7 +51,9 @@ class Scheduler:
         self._clock = clock
         self._outputs = Outputs()
         self._counters = Counters()
-        self._prefix_cache = PrefixCache(config, self.memory, self._outputs, self._counters)
+        self._prefix_cache = PrefixCache(
+            config, self.sequences, self.memory, self._outputs, self._counters
+        )
         self._drafting = Drafting(config, speculator)
         time_share = TimeShare(config.streams_share)
         policy = ChunkPolicy(
@@ -63,12 +65,7 @@ class Scheduler:
             shared_tokens=GPU_SHARED_TOKENS if config.look_ahead else SHARED_TOKENS,
         )
         prefilling = Prefilling(
-            config,
-            self.sequences,
-            self.memory,
-            self._prefix_cache.snapshot_policy,
-            policy,
-            time_share,
+            config, self.sequences, self.memory, self._prefix_cache, policy, time_share
         )
         self._meter = StepMeter(policy, time_share, prefilling, self._drafting, self._counters)
         self.planner = Planner(

@@ -34,6 +34,7 @@ from engine.executor.batched import BatchedExecutor
 from engine.executor.serial import SerialExecutor
 from engine.plan import (
     Chunk,
+    CopyPositions,
     Decode,
     Evict,
     Insert,
@@ -283,15 +284,16 @@ TOKENS = tuple(range(20, 20 + 3 * BLOCK))
 
 @pytest.mark.parametrize(("batch_class", "dequantized", "precision"), WAYS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_block_has_the_same_bytes_after_restores_and_moves(
+def test_a_block_has_the_same_bytes_after_restores_moves_and_copies(
     tiny_model: Callable[..., Path],
     kind: Kind,
     batch_class: type[RaggedBatch],
     dequantized: bool,
     precision: Precision,
 ) -> None:
-    """A block is saved, restored from bytes in another slot, moved to another slab, and saved
-    again. Its bytes stay the same, since nothing is quantized twice."""
+    """A block is saved, restored from bytes in another slot, moved to another slab, copied
+    in parts to another slot, and saved each time. Its bytes stay the same, since nothing is
+    quantized twice."""
     store = Store(load(tiny_model(kind)), batch_class, dequantized, precision)
     store.compute(0, TOKENS)
     first = store.saved(Slot(0, 0), 3)
@@ -300,6 +302,10 @@ def test_a_block_has_the_same_bytes_after_restores_and_moves(
     assert store.saved(Slot(0, 2), 3) == first
     store.run(moves=(Move(Slot(0, 2), Slot(1, 0), len(TOKENS)),))
     assert store.saved(Slot(1, 0), 3) == first
+    store.restore(Slot(0, 1), first[:1])
+    for start, end in ((BLOCK, BLOCK + 7), (BLOCK + 7, 3 * BLOCK)):
+        store.run(copies=(CopyPositions(Slot(1, 0), Slot(0, 1), start, end),))
+    assert store.saved(Slot(0, 1), 3) == first
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])

@@ -14,6 +14,7 @@ from engine.parallel.progress import StepProgress
 from engine.plan import (
     BlockName,
     Chunk,
+    CopyPositions,
     Decode,
     Insert,
     Move,
@@ -60,6 +61,7 @@ def test_a_plan_arrives_without_what_only_choosing_tokens_needs() -> None:
         new_slabs=(SlabSpec(3, 2, 64),),
         restores=(Restore(SLOT, 0, (4, 5)),),
         moves=(Move(SLOT, Slot(4, 0), 16),),
+        copies=(CopyPositions(Slot(4, 0), SLOT, 16, 19),),
         decodes=(decode,),
         chunks=(Chunk(SLOT, 8, (6, 7), (7,), 2),),
         saves=(Save(SLOT, 0, (8,)),),
@@ -71,6 +73,7 @@ def test_a_plan_arrives_without_what_only_choosing_tokens_needs() -> None:
     assert (arrived.history, arrived.grammar, arrived.logprobs) == (None, None, None)
     assert (received.step, received.chunks, received.saves) == (9, plan.chunks, plan.saves)
     assert (received.restores, received.moves) == (plan.restores, plan.moves)
+    assert received.copies == plan.copies
     assert (received.freed_slabs, received.new_slabs) == (plan.freed_slabs, plan.new_slabs)
 
 

@@ -140,6 +140,7 @@ class FakeExecutor:
         self._restore(plan)
         self._restore_states(plan)
         self._move(plan)
+        self._copy(plan)
         if self.fail_next_step:
             self.fail_next_step = False
             raise StepRaised
@@ -265,6 +266,7 @@ class FakeExecutor:
         touched = {restore.slot for restore in plan.restores}
         touched |= {restore.slot for restore in plan.state_restores}
         touched |= {slot for move in plan.moves for slot in (move.source, move.target)}
+        touched |= {slot for copy in plan.copies for slot in (copy.source, copy.target)}
         touched |= {chunk.slot for chunk in plan.chunks}
         assert slots.isdisjoint(touched), "the slot of an open pass is left alone"
         assert not {slot.slab_id for slot in slots} & set(plan.freed_slabs)
@@ -278,7 +280,8 @@ class FakeExecutor:
             if restore.start == 0:
                 row.clear()
                 self.lost.pop(restore.slot, None)
-            assert len(row) == restore.start, "a restore goes where the row ends"
+            assert len(row) - self.config.block_size < restore.start <= len(row), "where it ends"
+            del row[restore.start :]
             for block in restore.block_ids:
                 if block in self.unsaved:
                     self._failed[restore.slot] = "there is no such block"
@@ -319,6 +322,15 @@ class FakeExecutor:
             if move.source in self.history:
                 self.history[move.target] = self.history.pop(move.source)
             self._check_length(move.target)
+
+    def _copy(self, plan: Plan) -> None:
+        for copy in plan.copies:
+            self._check_slot(copy.target)
+            row, source = self.rows[copy.target], self.rows[copy.source]
+            assert len(row) == copy.start < copy.end <= len(source)
+            assert HOLE not in source and source[: copy.start] == row, "of another prefix"
+            row += source[copy.start : copy.end]
+            self._check_length(copy.target)
 
     def _fill_rings(self, plan: Plan) -> None:
         """Chunks are padded to the longest: their padding takes the place of positions too."""

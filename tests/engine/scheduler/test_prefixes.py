@@ -81,6 +81,48 @@ def test_eight_arrivals_with_the_same_new_prefix_compute_it_once(
     assert computed(engine) == 100 + 8 * 2
 
 
+def test_arrivals_compute_nothing_that_a_running_sequence_has() -> None:
+    """Not even the part of a block that all of them share."""
+    engine = Engine(config(blocks=600, block_size=16, completion_batch_size=9))
+    prompts = [[*SHARED[:90], n, n + 1, n + 2] for n in range(8)]
+    clients = [
+        engine.submit(request(f"r{n}", each, max_tokens=5)) for n, each in enumerate(prompts)
+    ]
+    same = engine.submit(request("same", prompts[0]))
+    engine.run()
+    for client in (*clients, same):
+        engine.assert_right(client)
+    assert computed(engine) == 92 + 7 * 2
+    assert cached(same) == (92, 0)
+
+
+def test_a_whole_block_takes_the_place_of_a_part_that_was_copied() -> None:
+    """The part is of a sequence that goes on in another way, the block of one that began later."""
+    engine = Engine(config(blocks=600, block_size=16))
+    first = engine.submit(request("first", [*SHARED[:40], 18, 18, 18], max_tokens=90))
+    for _ in range(9):
+        engine.turn()
+    others = [engine.submit(request(f"r{n}", [*SHARED[:90], n, n + 1])) for n in range(3)]
+    engine.run()
+    for client in (first, *others):
+        engine.assert_right(client)
+    assert computed(engine) == 42 + (91 - 40) + 2 * 1
+    assert [cached(other)[0] for other in others] == [40, 90, 90]
+
+
+def test_with_log_probabilities_or_another_salt_no_positions_are_copied() -> None:
+    engine = Engine(config(blocks=600, block_size=16))
+    first = engine.submit(request("first", SHARED[:60], max_tokens=90))
+    for _ in range(9):
+        engine.turn()
+    scored = engine.submit(request("scored", SHARED[:60], prompt_logprobs=1))
+    salted = engine.submit(request("salted", SHARED[:60], cache_salt="pepper"))
+    engine.run()
+    for client in (first, scored, salted):
+        engine.assert_right(client)
+    assert not any(plan.copies for plan in engine.plans)
+
+
 def test_when_the_sequence_ahead_is_aborted_the_next_one_computes_the_prefix() -> None:
     engine = Engine(config(blocks=300))
     engine.submit(request("first", SHARED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import socket
@@ -16,6 +17,12 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()
 # Servers ignore hang-ups where they were started so, as below nohup; those of tests were not.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of garbage collections: engines collect whenever they start."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ setup: $(READY)
 # enough, and COMPILE makes that, also where the environment tells Python to keep none.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile
 COMPILE = PYTHONDONTWRITEBYTECODE= $(BIN)/python -c \
-	'import services.local, services.router, services.kvstore, engine.core, engine.replica.build'
+	'import services.supervision.local, services.processes.router, services.processes.kvstore, engine.core, engine.replica.build'
 # $(1): a file of pinned versions, $(2): the extras that it has.
 UNPINNED = $(PIP_INSTALL) 'setuptools>=77' '.[$(2)]'
 ifeq ($(EXTRA),cpu)

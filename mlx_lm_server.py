@@ -2,7 +2,7 @@
 
 import sys
 
-from services.cli import main
+from services.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -45,7 +45,7 @@ from bench.servers import mlx_lm_server, ours  # noqa: E402
 from bench.side import side  # noqa: E402
 from bench.speculation import speculation  # noqa: E402
 from engine.model.load import resolve  # noqa: E402
-from services.benchmark.answers import StreamedAnswer  # noqa: E402
+from services.measuring.answers import StreamedAnswer  # noqa: E402
 
 Ports = tuple[int, int]
 NAMES = ("ours", "mlx_lm.server")

@@ -21,8 +21,8 @@ from typing import Any
 from bench import prompts
 from bench.client import complete
 from bench.servers import running
-from services.batch.client import BatchApi
-from services.benchmark.answers import StreamedAnswer
+from services.commands.batch.client import BatchApi
+from services.measuring.answers import StreamedAnswer
 
 ROWS = 8
 QUESTIONS, QUESTION_WORDS, QUESTION_TOKENS = 3, 48, 24

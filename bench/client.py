@@ -1,4 +1,4 @@
-"""Streams of the servers that are compared: `services.benchmark.client` on this machine."""
+"""Streams of the servers that are compared: `services.measuring.client` on this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from contextlib import closing
 from typing import Any
 
-from services.benchmark.answers import StreamedAnswer
-from services.benchmark.client import ApiClient
+from services.measuring.answers import StreamedAnswer
+from services.measuring.client import ApiClient
 
 Message = dict[str, str]
 """The role and the content of a message."""

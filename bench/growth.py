@@ -23,7 +23,7 @@ from bench.models import make_short_demo
 from bench.router import cpu_s_of
 from bench.servers import running
 from engine.model.demo import demo_model_path
-from services.benchmark.client import ApiClient
+from services.measuring.client import ApiClient
 
 PARTS = ("router", "engine", "kvstore", "local")
 """Modules of services/ that processes run; `local` is the supervisor."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these import mlx
 
 
 class InProcessEngine:
-    """The replica that `services.engine` would serve with, driven by a plain loop."""
+    """The replica that `services.processes.engine` would serve with, driven by a plain loop."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from bench.client import complete_all
 from bench.servers import llama_server, ours
 from engine.backend.threads import num_threads
 from engine.model.demo import demo_gguf
-from services.benchmark.answers import StreamedAnswer
+from services.measuring.answers import StreamedAnswer
 
 VARIABLE = "LLAMA_SERVER"
 STREAMS = (1, 4, 8, 16)

@@ -63,7 +63,7 @@ async def predict_all(address: str, texts: list[str]) -> int:
     """Stream an answer to each text at once; return the number of tokens."""
     import grpc
 
-    from services.localai_backend import messages
+    from services.localai import messages
 
     async with grpc.aio.insecure_channel(address) as channel:
         load = channel.unary_unary(

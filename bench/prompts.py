@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from services.benchmark.workloads import words as words_of
+from services.measuring.workloads import words as words_of
 
 
 def text(seed: int, words: int) -> str:

@@ -26,7 +26,7 @@ from bench.servers import ours
 from engine.model.load import resolve
 from engine.parallel.plans import PlanReceiver, PlanSender, pack, unpack
 from engine.plan import Decode, Plan, Slot
-from services.benchmark.answers import StreamedAnswer
+from services.measuring.answers import StreamedAnswer
 from shared.wire import SamplingParams
 
 RANKS, ROWS, FEW, TOKENS, PROMPT_TOKENS = 2, 8, 4, 36, 64

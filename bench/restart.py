@@ -13,7 +13,7 @@ from typing import IO
 from bench import prompts
 from bench.client import complete
 from bench.servers import kill_engine, running
-from services.benchmark.answers import StreamedAnswer
+from services.measuring.answers import StreamedAnswer
 
 SPARE_S, BEFORE_S, TOKENS = 20.0, 3.0, 250
 """The server idles first, until it has a spare process (--spare-engine-after-s)."""

@@ -105,7 +105,13 @@ def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Meas
 def running_router(private: Path, directory: Path, load: Load) -> Iterator[tuple[int, int]]:
     """Run a router with its engines until every model can be asked; yield its port and its pid."""
     address = f"ipc://{private}/engines"
-    command = [sys.executable, "-m", "services.router", "--host=127.0.0.1", "--log-level=error"]
+    command = [
+        sys.executable,
+        "-m",
+        "services.processes.router",
+        "--host=127.0.0.1",
+        "--log-level=error",
+    ]
     command += [f"--engine-socket={address}", "--max-concurrent-requests=0"]
     command += [f"--max-queue-size={load.streams}"]
     engines = [sys.executable, "-m", "bench.router_engines", address, str(directory)]

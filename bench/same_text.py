@@ -25,7 +25,7 @@ from typing import NamedTuple
 from bench.client import Message, chat
 from bench.questions import KINDS, ChatQuestion, questions
 from bench.servers import kill_engine, running
-from services.benchmark.answers import StreamedAnswer
+from services.measuring.answers import StreamedAnswer
 
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
 KILLED_AFTER = 0.4

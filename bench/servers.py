@@ -40,7 +40,9 @@ def ours(model: str, *flags: str, ssd: Path | None = None) -> Iterator[int]:
 def kill_engine(server: int) -> None:
     """Kill the first engine of the server with the process id ``server``."""
     found = subprocess.run(
-        ["pgrep", "-P", str(server), "-f", "services.engine"], capture_output=True, text=True
+        ["pgrep", "-P", str(server), "-f", "processes.engine"],
+        capture_output=True,
+        text=True,
     )
     os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
 

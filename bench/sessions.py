@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.benchmark.workloads import WORDS
+from services.measuring.workloads import WORDS
 
 DIRECTORY = Path(__file__).parent / "sessions"
 REASONING_KEY = "recorded"

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from engine.backend import allocation
-from services.benchmark.executor_steps import WARM_UP_STEPS, chunk_s, decode_s, noise
+from services.measuring.executor_steps import WARM_UP_STEPS, chunk_s, decode_s, noise
 
 SIDES = ("ours", "mlx-lm")
 

@@ -52,7 +52,7 @@ def _measure(root: Path, private: Path, count: int) -> tuple[int, str]:
     """Return the resident memory of a kvstore on ``root`` once it knows all blocks, and a line
     about its start."""
     endpoint = f"ipc://{private}/kvstore"
-    command = [sys.executable, "-m", "services.kvstore", "--ssd-max-size-gb", "0"]
+    command = [sys.executable, "-m", "services.processes.kvstore", "--ssd-max-size-gb", "0"]
     command += ["--ssd-cache-dir", str(root), "--kvstore-socket", endpoint, "--log-level", "error"]
     command += ["--disk-reserve-gb", "0"]
     started = time.monotonic()

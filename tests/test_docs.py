@@ -12,7 +12,7 @@ from router.anthropic.schemas import MessagesRequest
 from router.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from router.responses.schemas import ResponsesRequest
 from router.schemas.requests import ChatRequest, CompletionRequest, RequestBody, unsupported_fields
-from services.benchmark import kv, options, step
+from services.commands.bench import kv, options, step
 from shared.flags import flags_of
 from shared.settings import Settings
 from tests import generated_docs

@@ -17,9 +17,9 @@ from bench.peers.environments import Peer, PeerUnavailable, environment, folder_
 from bench.servers import ours, running
 from engine.model.demo import demo_gguf
 from engine.model.load import resolve
-from services.benchmark.answers import StreamedAnswer
-from services.benchmark.client import ApiClient
-from services.benchmark.report import LoadReport, read_report
+from services.commands.bench.report import LoadReport, read_report
+from services.measuring.answers import StreamedAnswer
+from services.measuring.client import ApiClient
 from shared.paths import python_path
 
 OURS = "mlx-lm-server"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from bench.peers.cells import CELLS, OURS, Cell, Pair
 from bench.peers.environments import Peer
-from services.benchmark.measures import Level
-from services.benchmark.plot import plot
-from services.benchmark.report import LoadReport
+from services.commands.bench.plot import plot
+from services.commands.bench.report import LoadReport
+from services.measuring.measures import Level
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 NAMES = {

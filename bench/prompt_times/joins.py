@@ -24,8 +24,8 @@ from bench.prompt_times.measuring import (
     texts_in,
 )
 from bench.servers import ours
-from services.benchmark.client import ApiClient
-from services.benchmark.measures import percentile
+from services.measuring.client import ApiClient
+from services.measuring.measures import percentile
 from shared.settings import Settings
 
 MODEL = "demo-fp32"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench import prompts
-from services.benchmark.answers import StreamedAnswer
-from services.benchmark.client import ApiClient
+from services.measuring.answers import StreamedAnswer
+from services.measuring.client import ApiClient
 
 FLAGS = ("--no-ssd", "--max-generation-tokens", "8000")
 STREAM_PROMPT_TOKENS, STREAM_TOKENS = 40, 6000

@@ -17,7 +17,7 @@ from bench.servers import llama_server, mlx_lm_server, ours
 from engine.backend.threads import num_threads
 from engine.model.demo import demo_gguf
 from engine.model.load import resolve
-from services.benchmark.report import LoadReport, read_report
+from services.commands.bench.report import LoadReport, read_report
 from shared.paths import python_path
 
 PRECISIONS, LLAMA = ("fast", "exact"), "llama.cpp"

@@ -95,7 +95,15 @@ class Trial:
     def _command(self, url: str, arguments: Sequence[str]) -> list[str]:
         if self.agent.from_pypi:
             return [str(self._found / self.agent.name), "--model", "openai/actor", *arguments]
-        start = [sys.executable, "-m", "services.cli", "agent", self.agent.name, "--url", url]
+        start = [
+            sys.executable,
+            "-m",
+            "services.commands.cli",
+            "agent",
+            self.agent.name,
+            "--url",
+            url,
+        ]
         return [*start, *arguments]
 
     def _environment(self, url: str) -> dict[str, str]:

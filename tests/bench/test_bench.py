@@ -157,14 +157,15 @@ metal(sys.argv[1], 1)
 
 def test_samples_are_those_of_the_innermost_function_of_this_repository() -> None:
     root = host_time.ROOT
+    entry = f"{root}/services/processes/engine.py"
     stacks = host_time.read_stacks(
-        f"run ({root}/services/engine.py:1);step ({root}/engine/step.py:9);eval (/usr/mlx.py:2) 3\n"
-        f"run ({root}/services/engine.py:1);step ({root}/engine/step.py:12) 2\n"
-        f"run ({root}/services/engine.py:1);get ({root}/.venv/lib/site-packages/a.py:1) 4\n"
+        f"run ({entry}:1);step ({root}/engine/step.py:9);eval (/usr/mlx.py:2) 3\n"
+        f"run ({entry}:1);step ({root}/engine/step.py:12) 2\n"
+        f"run ({entry}:1);get ({root}/.venv/lib/site-packages/a.py:1) 4\n"
         "<module> (threading.py:1) 1\n"
     )
     assert host_time.shares(stacks) == {
         "engine/step.py: step": {"eval of mlx.py:2": 3, "step of step.py:12": 2},
-        "services/engine.py: run": {"get of a.py:1": 4},
+        "services/processes/engine.py: run": {"get of a.py:1": 4},
         "elsewhere": {"<module> of threading.py:1": 1},
     }

@@ -17,10 +17,10 @@ from bench.peers.environments import (
     install,
     keep_reason,
 )
-from services.benchmark.answers import StreamedAnswer
-from services.benchmark.load import LoadRecord
-from services.benchmark.measures import level_of
-from services.benchmark.report import LoadReport
+from services.commands.bench.report import LoadReport
+from services.measuring.answers import StreamedAnswer
+from services.measuring.load import LoadRecord
+from services.measuring.measures import level_of
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 from bench.prompt_times import experts
 from bench.prompt_times.alone import operations
 from bench.prompt_times.measuring import Options, gaps_s, texts_in
-from services.benchmark.answers import StreamedAnswer
+from services.measuring.answers import StreamedAnswer
 
 
 def test_gaps_overlap_the_time_that_is_looked_at() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from bench.questions import KINDS, questions
 from bench.same_text import ComparedWay, compare
-from services.benchmark.answers import EventReader, StreamedAnswer
+from services.measuring.answers import EventReader, StreamedAnswer
 from tests.tiny_models import make_tiny
 
 

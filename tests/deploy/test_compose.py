@@ -248,7 +248,9 @@ def test_native_engines_and_their_kvstore_join_a_router_and_its_monitoring(mac: 
         assert eventually(lambda: len(stack.ready_engines()) == 1), stack.logs()
         (name,) = stack.ready_engines()
         assert name.startswith("native.")
-        assert [one for _, one in descendants(engine.popen.pid) if "services.kvstore" in one]
+        assert [
+            one for _, one in descendants(engine.popen.pid) if "services.processes.kvstore" in one
+        ]
         body = {"prompt": "a b c d " * 40, "max_tokens": 4}
         answer = stack.client.post("/v1/completions", json=body)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services import cli
+from services.commands import cli
 from shared.settings import parse_models
 from tests.deploy import test_chart as chart
 

@@ -19,7 +19,7 @@ import pytest
 import yaml
 import zmq
 
-from services import cli
+from services.commands import cli
 from tests.conftest import unused_port
 from tests.deploy.test_monitoring import DASHBOARD, MONITORING
 from tests.e2e.server import Server, serving
@@ -142,7 +142,7 @@ def test_every_panel_has_data_under_load(tiny_model: Callable[..., Path], tmp_pa
                 if data_of(prometheus, query):
                     del missing[name]
             if not lost and len(missing) < len(wanted) / 4:  # what is counted for a lost engine
-                (engine,) = server.pids("services.engine")
+                (engine,) = server.pids("services.processes.engine")
                 os.kill(engine, signal.SIGKILL)
                 lost = True
             return not missing

@@ -13,14 +13,14 @@ from tests.kvstore.blocks import wait_until
 
 
 class Process:
-    """`services.kvstore` on ``directory``; `start` returns when its socket is there."""
+    """`services.processes.kvstore` on ``directory``; `start` returns when its socket is there."""
 
     def __init__(self, directory: Path, socket_path: Path, *flags: str) -> None:
         self.directory = directory
         self.socket_path = socket_path
         self.endpoint = f"ipc://{socket_path}"
         self.command = [
-            *(sys.executable, "-m", "services.kvstore"),
+            *(sys.executable, "-m", "services.processes.kvstore"),
             *("--disk-reserve-gb", "0"),
             *("--ssd-cache-dir", str(directory), "--kvstore-socket", self.endpoint),
             *flags,

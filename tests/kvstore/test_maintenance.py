@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.directory import BlockDirectory, BlockKey, block_path
 from kvstore.store import DiskStore
-from services import cli
+from services.commands import cli
 from shared.blockfile import encode
 from shared.hashing import HASH_BYTES
 from tests.kvstore.blocks import NAMESPACE, file_of, hash_of, key_of, payload_of

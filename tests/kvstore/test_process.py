@@ -1,4 +1,4 @@
-"""`services.kvstore` as a process of its own."""
+"""`services.processes.kvstore` as a process of its own."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_second_server_gets_a_directory_beside_the_default(
     def kvstore(name: str) -> AbstractContextManager[OtherProcess]:
         address = f"--kvstore-socket=ipc://{socket_dir}/{name}"
         return running_process(
-            "services.kvstore", address, "--disk-reserve-gb=0", HOME=str(tmp_path)
+            "services.processes.kvstore", address, "--disk-reserve-gb=0", HOME=str(tmp_path)
         )
 
     with kvstore("a") as a, kvstore("b") as b:

@@ -34,7 +34,7 @@ class Server:
             [
                 sys.executable,
                 "-m",
-                "services.router",
+                "services.processes.router",
                 "--host=127.0.0.1",
                 "--port=0",
                 f"--engine-socket={self.address}",

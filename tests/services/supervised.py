@@ -9,11 +9,11 @@ import json
 import sys
 from contextlib import suppress
 
-from services.launcher import ChildSpec
-from services.local_launcher import LocalLauncher
-from services.managed_child import Limits
-from services.supervisor import Supervisor
-from services.supervisor_output import LogCollector
+from services.supervision.launcher import ChildSpec
+from services.supervision.local_launcher import LocalLauncher
+from services.supervision.managed_child import Limits
+from services.supervision.output import LogCollector
+from services.supervision.supervisor import Supervisor
 from shared import logs
 from shared.rundir import RUN_DIR_VARIABLE, RunDir
 

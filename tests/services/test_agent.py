@@ -59,7 +59,7 @@ def commands(tmp_path: Path) -> Path:
 def run(commands: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": str(commands), "ANTHROPIC_API_KEY": "theirs"}
     environment.pop("MLX_LM_SERVER_API_KEY", None)
-    command = [sys.executable, "-m", "services.cli", "agent", *argv]
+    command = [sys.executable, "-m", "services.commands.cli", "agent", *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 

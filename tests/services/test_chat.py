@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from services.admin_client import NoServer, ServerRefused
-from services.chat.client import ChatClient, Reply
-from services.chat.conversation import CommandError, Commands, Dialogue
-from services.event_stream import ServerEvent, events
-from services.printing import printable
+from services.commands.admin_client import NoServer, ServerRefused
+from services.commands.chat.client import ChatClient, Reply
+from services.commands.chat.conversation import CommandError, Commands, Dialogue
+from services.commands.event_stream import ServerEvent, events
+from services.commands.printing import printable
 
 
 def chunk(**delta: str) -> dict[str, Any]:

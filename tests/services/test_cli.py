@@ -14,8 +14,8 @@ from typing import Any
 import pexpect
 import pytest
 
-from services import cli
-from services.completion import SHELLS, whole_parser
+from services.commands import cli
+from services.commands.completion import SHELLS, whole_parser
 from shared.flags import flags_of
 from shared.settings import COMMON_FLAGS, Settings
 

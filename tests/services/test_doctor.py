@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from kvstore.directory import BlockDirectory
-from services import cli, listener
-from services.doctor import command, machine
-from services.model_files import INDEX, problems
+from services.commands import cli
+from services.commands.doctor import command, machine
+from services.processes import listener
+from services.processes.model_files import INDEX, problems
 from shared.curve import create_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +184,7 @@ def test_each_broken_set_up_is_found_with_a_remedy(
 
 def test_too_few_descriptors_are_found() -> None:
     """By a process of its own, as they cannot be more again."""
-    code = "from services.doctor import machine; print(*machine.checks(None), sep='\\n')"
+    code = "from services.commands.doctor import machine; print(*machine.checks(None), sep='\\n')"
     found = subprocess.run(
         ["bash", "-c", 'ulimit -n 512; exec "$@"', "bash", sys.executable, "-c", code],
         cwd=ROOT,

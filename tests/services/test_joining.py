@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services import cli
-from services.joining import joining_children
-from services.launcher import ChildSpec
+from services.commands import cli
+from services.supervision.joining import joining_children
+from services.supervision.launcher import ChildSpec
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 

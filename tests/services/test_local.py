@@ -12,8 +12,10 @@ from types import MappingProxyType
 
 import pytest
 
-from services import cli, listener, local
-from services.launcher import ChildSpec
+from services.commands import cli
+from services.processes import listener
+from services.supervision import local
+from services.supervision.launcher import ChildSpec
 from shared.rundir import RunDir
 from shared.settings import Settings, parse, parse_models
 from shared.version import installed_version

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from services.launcher import ChildSpec
-from services.local_launcher import LocalLauncher, LocalProcess
-from services.supervisor_output import LogCollector
+from services.supervision.launcher import ChildSpec
+from services.supervision.local_launcher import LocalLauncher, LocalProcess
+from services.supervision.output import LogCollector
 from tests.e2e.server import alive
 
 CHILD = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.localai_backend.errors import InvalidCall
-from services.localai_backend.loading import load_request
-from services.localai_backend.messages import ModelOptions, PredictOptions
-from services.localai_backend.prediction import api_request
+from services.localai.errors import InvalidCall
+from services.localai.loading import load_request
+from services.localai.messages import ModelOptions, PredictOptions
+from services.localai.prediction import api_request
 
 
 def test_a_model_is_its_directory_or_an_id_of_the_hub(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services import cli
-from services.models.local import examined
+from services.commands import cli
+from services.commands.models.local import examined
 from shared.settings import Settings
 from tests.hub import Hub
 from tests.vision_models import make_vision_model

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from services import service
+from services.commands.service import command as service
 
 _SYSTEMCTL = """#!/bin/sh
 echo "systemctl $*" >> "$HOME/calls"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from services.launcher import ChildSpec
-from services.managed_child import Limits, ManagedChild
+from services.supervision.launcher import ChildSpec
+from services.supervision.managed_child import Limits, ManagedChild
 from shared.exits import EXIT_CONFIG, EXIT_OK
 from tests.e2e.server import alive, is_running
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.cache import main as cache_command
+from services.commands.cache import main as cache_command
 from tests.e2e.chaos.faults import RECOVERED_WITHIN_S, Saboteur
 from tests.e2e.chaos.load import Clients, Judge, learn
 from tests.e2e.chaos.questions import Question, Reply, make_questions

@@ -127,7 +127,7 @@ class Site:
         "engine elsewhere"."""
         if role == "engine elsewhere":
             below = descendants(self.joined.popen.pid)
-            return [pid for pid, command in below if "services.engine" in command]
+            return [pid for pid, command in below if "services.processes.engine" in command]
         name, _, model = role.partition(" ")
         wanted = [f"services.{name}", *([str(self.models[model])] if model else [])]
         below = descendants(self.server.process.pid)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services import cli
+from services.commands import cli
 from tests.e2e.server import Server, serving
 
 PROMPT = "one two three four " * 20

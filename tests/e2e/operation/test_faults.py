@@ -88,7 +88,7 @@ def test_a_stream_that_loses_two_engines_ends_with_an_error(server: Server) -> N
 
 def test_waiting_requests_are_submitted_again_after_an_engine_is_killed(server: Server) -> None:
     expected = server.complete("hello there", 8, ignore_eos=True)["choices"][0]["text"]
-    (engine,) = server.pids("services.engine")
+    (engine,) = server.pids("services.processes.engine")
     os.kill(engine, signal.SIGSTOP)
     with ThreadPoolExecutor(4) as pool:
         waiting = [
@@ -135,7 +135,7 @@ def test_a_router_that_is_replaced_finishes_its_streams_and_leaves_connections(
     expected = server.complete("abc", 4)
     running = server.stream("abc", 400)
     events = [next(running)]
-    (old,) = server.pids("services.router")
+    (old,) = server.pids("services.processes.router")
     url = server.client.base_url.join("/v1/completions")
 
     def ask(_: int) -> httpx.Response:
@@ -163,13 +163,13 @@ def spared(tiny_model: Callable[..., Path]) -> Iterator[Server]:
 
 
 def spares(server: Server) -> list[int]:
-    return server.pids("services.engine_spare")
+    return server.pids("services.processes.engine_spare")
 
 
 def test_a_spare_process_takes_the_place_of_a_killed_engine(spared: Server) -> None:
     spared.wait_until(lambda: bool(spares(spared)), PATIENCE_S, "a spare process")
     (spare,) = spares(spared)
-    (engine,) = set(spared.pids("services.engine")) - {spare}
+    (engine,) = set(spared.pids("services.processes.engine")) - {spare}
     expected = spared.complete("abc", 300, ignore_eos=True)["choices"][0]["text"]
     events = spared.stream("abc", 300)
     first = [next(events) for _ in range(3)]

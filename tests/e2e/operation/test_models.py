@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services import cli
+from services.commands import cli
 from tests.e2e.server import Server, assert_error, serving
 
 PATIENCE_S = 60.0
@@ -93,7 +93,7 @@ def test_models_are_loaded_at_the_start_or_on_demand_and_the_oldest_makes_room(
         "c": "ready",
         "broken": "",
     }
-    assert len(models.server.pids("services.engine")) <= 2
+    assert len(models.server.pids("services.processes.engine")) <= 2
 
 
 def test_settings_go_by_model(models: Models) -> None:
@@ -207,7 +207,7 @@ def test_five_models_on_memory_for_two_are_all_answered_in_turn_and_nothing_swap
         first = {name: models.ask(name) for name in names}
         assert len(set(first.values())) == 5
         assert {name: models.ask(name) for name in "ab"} == {name: first[name] for name in "ab"}
-        assert len(server.pids("services.engine")) <= 2
+        assert len(server.pids("services.processes.engine")) <= 2
         assert swapped_kb(server) == 0
         loads = [line for line in server.log if "was loaded in" in line]
         assert len(loads) >= 7, "each is unloaded before it is asked again"

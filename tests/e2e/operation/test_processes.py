@@ -71,7 +71,7 @@ def engine(tiny_model: Callable[..., Path]) -> Iterator[tuple[Process, FakeRoute
         endpoint = f"ipc://{directory}/engines"
         process = stack.enter_context(
             running_process(
-                "services.engine",
+                "services.processes.engine",
                 *("--model", str(tiny_model("llama")), "--engine-socket", endpoint, "--no-ssd"),
                 _MLX_LM_SERVER_CHECK_INTEGRITY="1",
             )
@@ -221,9 +221,11 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
             *("--engine-socket", engines, "--kvstore-socket", blocks),
             *("--ssd-cache-dir", str(tmp_path / "ssd")),
         ]
-        stack.enter_context(running_process("services.kvstore", *flags))
+        stack.enter_context(running_process("services.processes.kvstore", *flags))
         router = stack.enter_context(
-            running_process("services.router", *flags, "--host", "127.0.0.1", "--port", "0")
+            running_process(
+                "services.processes.router", *flags, "--host", "127.0.0.1", "--port", "0"
+            )
         )
         url = router.wait_for(r"listening on (\S+)")[1]
         client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
@@ -246,7 +248,7 @@ def test_two_engines_join_a_router_and_one_takes_over_from_the_other(
         assert_retry(complete(0), 503, "no_engine_ready")
         both = [
             stack.enter_context(
-                running_process("services.engine", *flags, _MLX_LM_SERVER_ENGINE=name)
+                running_process("services.processes.engine", *flags, _MLX_LM_SERVER_ENGINE=name)
             )
             for name in ("left", "right")
         ]

@@ -118,7 +118,7 @@ def test_a_killed_engine_pauses_its_streams_shortly_where_there_is_a_second_one(
         sampled: dict[str, Any] = {"temperature": 1.0, "seed": 1}
         streams = [pool.submit(stream, server, f"p {n}", 1500, **sampled) for n in range(6)]
         server.wait_until(lambda: server.sequences_in_flight() == 6, PATIENCE_S, "all run")
-        os.kill(server.pids("services.engine")[0], signal.SIGKILL)
+        os.kill(server.pids("services.processes.engine")[0], signal.SIGKILL)
         pauses = [future.result(PATIENCE_S)[1] for future in streams]
         assert server.metric("mlx_lm_server_resumed_requests_total") >= 1
         assert any("is lost: ended" in line for line in server.log), "not by missing beats"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services import keys
+from services.commands import keys
 from tests.conftest import unused_port
 from tests.e2e.process import Process, running_process
 from tests.e2e.server import private_directory

@@ -53,11 +53,11 @@ def tenanted(
 def test_no_child_has_a_key_in_its_arguments(tenanted: Tenanted) -> None:
     assert tenanted.complete("sesame-flag").status_code == 200
     children = tenanted.server.pids("services.")
-    ranks = tenanted.server.pids("services.rank ")
+    ranks = tenanted.server.pids("services.processes.rank ")
     assert len(children) == 2 + len(ranks)
     for pid in children:
         assert "sesame" not in Path(f"/proc/{pid}/cmdline").read_text()
-    (engine,) = tenanted.server.pids("services.engine")
+    (engine,) = tenanted.server.pids("services.processes.engine")
     for pid in (engine, *ranks):
         assert "sesame" not in Path(f"/proc/{pid}/environ").read_text()
 

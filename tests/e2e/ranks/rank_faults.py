@@ -70,8 +70,8 @@ class RankFaults:
 
         def there() -> bool:
             leaders, others = (
-                self._server.pids("services.engine"),
-                self._server.pids("services.rank"),
+                self._server.pids("services.processes.engine"),
+                self._server.pids("services.processes.rank"),
             )
             found[:] = [*leaders, *others]
             return len(leaders) == 1 and len(others) == 1

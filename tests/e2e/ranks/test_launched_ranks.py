@@ -21,10 +21,10 @@ import zmq
 
 from engine.model.errors import ModelUnavailable
 from engine.parallel.errors import RankFailed
-from services.launched import own_job
-from services.ranks import SOCKETS_VARIABLE, LocalRanks, check, divided
-from services.rdma import missing_devices
-from services.remote_rank import RankJob, launched_links, remote_hosts, versions
+from services.ranks.group import SOCKETS_VARIABLE, LocalRanks, check, divided
+from services.ranks.rdma import missing_devices
+from services.ranks.remote_rank import RankJob, launched_links, remote_hosts, versions
+from services.supervision.launched import own_job
 from shared import settings
 from shared.hostfile import RankHost, read_hostfile
 from tests.conftest import unused_port
@@ -83,7 +83,7 @@ def test_a_server_under_mlx_launch_starts_lost_ranks_again_and_ends_with_it(
         oracle.check(oracle.tokenizer.encode(LONG), 30, text)
         fields = {"temperature": 1.0, "seed": 5}
         expected = text_of(list(server.stream("abc", 150, **fields)))
-        for name in ("services.rank ", "services.engine"):
+        for name in ("services.processes.rank ", "services.processes.engine"):
             (lost,) = server.pids(name)
             running = server.stream("abc", 150, **fields)
             begun = [next(running) for _ in range(3)]
@@ -185,7 +185,11 @@ def test_a_launcher_of_jaccl_gets_all_that_mlx_needs(
     assert own == dict(zip(names, ("0", "127.0.0.1:32323", "1"), strict=True))
     assert matrix == [[None, "rdma_en2"], ["rdma_en3", None]]
     call = log.read_text()
-    assert "-T -o BatchMode=yes" in call and "mac2 exec " in call and "services.rank_keeper" in call
+    assert (
+        "-T -o BatchMode=yes" in call
+        and "mac2 exec " in call
+        and "services.processes.rank_keeper" in call
+    )
     job = msgspec.json.decode(sent.read_bytes(), type=RankJob)
     theirs = [job.environment[name] for name in names]
     assert theirs == ["1", "127.0.0.1:32323", "1"]

@@ -34,7 +34,10 @@ def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
 
 def pids(server: Server) -> dict[str, int]:
     """Return the process of each rank."""
-    (leader,), (other,) = server.pids("services.engine"), server.pids("services.rank")
+    (leader,), (other,) = (
+        server.pids("services.processes.engine"),
+        server.pids("services.processes.rank"),
+    )
     return {"rank 0": leader, "rank 1": other}
 
 
@@ -141,7 +144,7 @@ def test_the_demo_model_runs_on_three_ranks(demo_model: Path) -> None:
             "/v1/chat/completions", messages=question, max_tokens=16, temperature=0
         ).json()
         assert "Paris" in answer["choices"][0]["message"]["content"]
-        assert len(server.pids("services.rank")) == 2
+        assert len(server.pids("services.processes.rank")) == 2
 
 
 @at_length

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PATIENCE_S = 120.0
 NODE_BYTES = 900_000_000  # room for one engine of 0.5 GB
 LONG = 500
-ENGINE = "services.engine"
+ENGINE = "services.processes.engine"
 
 
 class RayNodes:
@@ -182,9 +182,15 @@ def test_two_models_one_of_two_ranks_and_engines_by_the_queue(
     file.write_text(CONFIG.format(**models))
     with serving_on(nodes, "--config", str(file)) as server:
         wait_ready(server, 2)
-        assert len([pid for node in nodes.nodes() for pid in nodes.engines(node, "services.rank")])
+        assert len(
+            [
+                pid
+                for node in nodes.nodes()
+                for pid in nodes.engines(node, "services.processes.rank")
+            ]
+        )
         head = nodes.nodes()[0]
-        assert not nodes.engines(head, "services.rank"), "its label says where it may run"
+        assert not nodes.engines(head, "services.processes.rank"), "its label says where it may run"
         assert server.complete("a", model="divided")["usage"]["completion_tokens"] == 16
         with ThreadPoolExecutor(8) as pool:
             began = time.monotonic()

@@ -20,9 +20,9 @@ import pytest
 
 from engine.parallel.health import GroupWatch
 from engine.parallel.progress import StepProgress
-from services.rank_keeper import difference
-from services.ranks import SOCKETS_VARIABLE
-from services.remote_rank import (
+from services.processes.rank_keeper import difference
+from services.ranks.group import SOCKETS_VARIABLE
+from services.ranks.remote_rank import (
     RankJob,
     RemoteRank,
     connection_environment,
@@ -96,7 +96,10 @@ def test_ranks_of_a_hostfile_serve_and_leave_nothing_behind(
         oracle.check(oracle.tokenizer.encode(LONG), 30, text)
         (call,) = ssh.read_text().splitlines()
         assert "BatchMode=yes" in call and " mac2 exec " in call and "rank_keeper" in call
-        for rank, number in (("services.rank_keeper", signal.SIGKILL), ("engine", signal.SIGKILL)):
+        for rank, number in (
+            ("services.processes.rank_keeper", signal.SIGKILL),
+            ("engine", signal.SIGKILL),
+        ):
             lose(server, rank, number)
     far = tmp_path / "ssd-engine-0-rank-1"
     own, theirs = (
@@ -136,7 +139,7 @@ def lose(server: Server, name: str, number: int) -> None:
     fields = {"temperature": 1.0, "seed": 5}
     expected = text_of(list(server.stream("abc", 150, **fields)))
     (lost,) = server.pids(f"services.{name}" if "." not in name else name)
-    others = server.pids("services.rank")
+    others = server.pids("services.processes.rank")
     running = server.stream("abc", 150, **fields)
     begun = [next(running) for _ in range(3)]
     os.kill(lost, number)
@@ -212,14 +215,14 @@ def test_a_rank_is_killed_when_the_connection_to_rank_0_is_lost(
         arguments=["--model=demo", "--distributed-mode=ring", "--num-local-ranks=2"],
         environment={"MLX_RANK": "1", SOCKETS_VARIABLE: json.dumps(sockets)},
     )
-    command = [sys.executable, "-m", "services.rank_keeper"]
+    command = [sys.executable, "-m", "services.processes.rank_keeper"]
     keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert keeper.stdin is not None and keeper.stdout is not None
     keeper.stdin.write(msgspec.json.encode(described) + b"\n")
     keeper.stdin.flush()
     assert json.loads(keeper.stdout.readline())["phase"] == "loading"
     ((rank, command_line),) = descendants(keeper.pid)
-    assert "services.rank" in command_line
+    assert "services.processes.rank" in command_line
     os.kill(rank, signal.SIGSTOP)
     keeper.stdin.close()
     keeper.wait(PATIENCE_S)

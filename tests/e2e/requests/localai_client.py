@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from services.localai_backend import messages
+from services.localai import messages
 from tests.e2e.server import alive, descendants, private_directory
 
 PATIENCE_S = 120

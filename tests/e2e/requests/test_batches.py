@@ -62,7 +62,9 @@ def test_killed_processes_lose_no_line_and_give_none_twice(
         except Exception:  # the router is being started
             return 0
 
-    for number, name in enumerate(("services.router", "services.engine", "services.router")):
+    for number, name in enumerate(
+        ("services.processes.router", "services.processes.engine", "services.processes.router")
+    ):
         server.wait_until(lambda least=5 + 15 * number: completed() >= least, 120, name)  # type: ignore[misc]
         (pid,) = server.pids(name)
         os.kill(pid, signal.SIGKILL)

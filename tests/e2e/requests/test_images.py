@@ -94,7 +94,7 @@ def test_a_stream_with_a_picture_outlives_its_engine(server: Server) -> None:
     messages = asked("what are ", 3, " and ", 4)
     expected = text_of(answer(server, messages, 300))
     body = {"messages": messages, "max_tokens": 300, "stream": True, **GREEDY}
-    (pid,) = server.pids("services.engine")
+    (pid,) = server.pids("services.processes.engine")
     text = ""
     with server.client.stream("POST", "/v1/chat/completions", json=body) as events:
         for number, line in enumerate(events.iter_lines()):

@@ -42,7 +42,7 @@ def ask(server: Server, **fields: Any) -> httpx.Response:
 
 def test_a_full_queue_is_a_429_and_a_late_first_token_a_504(small_server: Server) -> None:
     server = small_server
-    (engine,) = server.pids("services.engine")
+    (engine,) = server.pids("services.processes.engine")
     with ThreadPoolExecutor(2) as pool:
         os.kill(engine, signal.SIGSTOP)
         try:
@@ -96,7 +96,7 @@ def test_memory_pressure_is_a_503(tmp_path: Path) -> None:
 def test_a_draining_server_answers_503(small_server: Server) -> None:
     """Stands last: the server ends."""
     server = small_server
-    (engine,) = server.pids("services.engine")
+    (engine,) = server.pids("services.processes.engine")
     with ThreadPoolExecutor(1) as pool:
         os.kill(engine, signal.SIGSTOP)
         try:

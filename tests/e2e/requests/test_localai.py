@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.localai_backend.messages import Message, ModelOptions, PredictOptions
+from services.localai.messages import Message, ModelOptions, PredictOptions
 from tests.e2e.requests.localai_client import PATIENCE_S, LocalAi, localai
 from tests.e2e.server import Server, alive, serving
 
@@ -243,7 +243,7 @@ def test_models_have_servers_of_their_own_whose_engines_may_die(
         assert backend.call("GetMetrics") == metrics  # of an answer that has ended
         stream = backend.call("PredictStream", asked)
         received = next(stream).message
-        os.kill(backend.pids("services.engine")[0], signal.SIGKILL)
+        os.kill(backend.pids("services.processes.engine")[0], signal.SIGKILL)
         assert received + b"".join(reply.message for reply in stream) == expected
         assert backend.call("Free").success
         assert backend.call("Status").state == 0 and not backend.pids("services.")

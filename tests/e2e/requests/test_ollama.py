@@ -121,8 +121,10 @@ def test_a_model_is_pulled_used_and_deleted(server: Server, hub: Hub, home: Path
         return {model["name"] for model in server.client.get("/api/tags").json()["models"]}
 
     server.wait_until(lambda: names() == {"own:latest", f"{MODEL}:latest"}, 10, "it is listed")
-    engines = server.pids("services.engine")
-    assert generate(server, "own")["response"] and server.pids("services.engine") == engines
+    engines = server.pids("services.processes.engine")
+    assert (
+        generate(server, "own")["response"] and server.pids("services.processes.engine") == engines
+    )
     assert generate(server, MODEL)["response"] == generate(server, f"{MODEL}:latest")["response"]
     assert generate(server, "own")["response"], "the other is served beside it"
     server.process.send_signal(signal.SIGHUP)  # reading the file again takes nothing out

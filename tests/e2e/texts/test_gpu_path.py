@@ -121,7 +121,7 @@ def test_answers_are_mlx_lms_with_prefixes_from_ram_and_ssd_and_an_engine_that_i
     prompts = [[*HEAD, 5 + i, 9] for i in range(len(asked))]
     pairs = list(zip(prompts, asked, strict=True))
     running = [stream(server, prompt, **fields) for prompt, fields in pairs]
-    (pid,) = server.pids("services.engine")
+    (pid,) = server.pids("services.processes.engine")
     with ThreadPoolExecutor(len(asked)) as pool:
         begun = list(pool.map(next, running))
         os.kill(pid, signal.SIGKILL)

@@ -80,7 +80,7 @@ def test_all_of_forty_requests_complete_with_memory_for_64_blocks(
     server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
     for body, text in zip(bodies, texts, strict=True):
         assert text == complete(server, body)
-    assert len(server.pids("services.engine")) == 1
+    assert len(server.pids("services.processes.engine")) == 1
     assert not any("restarted" in line for line in server.log), "an engine was lost"
 
 

@@ -97,7 +97,7 @@ def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
         running = [stream(server, *asked) for asked in ASKED]
         begun = [[next(events) for _ in range(3)] for events in running]
         resumed = server.metric("mlx_lm_server_resumed_requests_total")
-        (pid,) = server.pids("services.engine")
+        (pid,) = server.pids("services.processes.engine")
         os.kill(pid, signal.SIGKILL)
         rest: list[list[dict[str, Any]]] = list(pool.map(list, running))
     assert server.metric("mlx_lm_server_resumed_requests_total") > resumed

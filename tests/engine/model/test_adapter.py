@@ -130,7 +130,7 @@ def test_an_adapter_that_does_not_fit_is_one_clear_line(
 def test_an_engine_with_a_bad_adapter_ends_with_a_config_error(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "services.engine", f"--model={tiny_model('llama')}"]
+    command = [sys.executable, "-m", "services.processes.engine", f"--model={tiny_model('llama')}"]
     command += [f"--adapter-path={tmp_path}", f"--engine-socket=ipc://{tmp_path}/e"]
     ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
     assert ended.returncode == EXIT_CONFIG

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from engine.model import load
 from engine.model.errors import ModelUnavailable
 from engine.model.sharding import indivisible, most_ranks
-from services.ranks import divided
+from services.ranks.group import divided
 from shared.settings import Settings
 from tests.tiny_models import make_tiny
 

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from engine.backend.blas import load_fast_blas
-from services.ranks import GroupSockets, LocalRanks
+from services.ranks.group import GroupSockets, LocalRanks
 from shared.settings import Settings
 from shared.supervisor_link import SupervisorLink
 

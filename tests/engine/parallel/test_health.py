@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from engine.parallel.health import GroupWatch
 from engine.parallel.progress import StepProgress
-from services.ranks import LocalRank
+from services.ranks.group import LocalRank
 from shared.exits import EXIT_FAILED, EXIT_STUCK
 
 PATIENCE_S = 60.0

@@ -12,7 +12,7 @@ import pytest
 
 from router.fleet.engine_socket import EngineSocketError
 from router.fleet.engine_sockets import EngineSockets
-from services import keys
+from services.commands import keys
 from shared.allow_list import read_allow_list
 from shared.curve import EngineKeys, KeyPair, create_pair, load_public
 from tests.conftest import unused_port

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from services import cli
+from services.commands import cli
 from shared.wire import Drain
 from tests.conftest import unused_port
 from tests.router.conftest import Server, eventually
@@ -172,7 +172,7 @@ def test_a_wait_that_is_interrupted_says_nothing(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("services.control.time", SimpleNamespace(sleep=interrupt))
+    monkeypatch.setattr("services.commands.control.time", SimpleNamespace(sleep=interrupt))
     assert command("restart", "busy", "--wait", code=128 + signal.SIGINT) == ""
 
 

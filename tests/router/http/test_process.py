@@ -109,7 +109,7 @@ def test_a_restarted_router_finds_its_engines_again(
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.router", "--host=127.0.0.1", *flags],
+        [sys.executable, "-m", "services.processes.router", "--host=127.0.0.1", *flags],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -169,7 +169,7 @@ def test_a_router_serves_its_supervisors_socket_once_told_of_models_and_ends_wit
         "_MLX_LM_SERVER_HTTP_FD": str(listener.fileno()),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.router", f"--engine-socket=ipc://{tmp_path}/e"],
+        [sys.executable, "-m", "services.processes.router", f"--engine-socket=ipc://{tmp_path}/e"],
         cwd=ROOT,
         env=environment,
         pass_fds=(theirs.fileno(), listener.fileno()),

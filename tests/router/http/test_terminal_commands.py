@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import pexpect
 import pytest
 
-from services import cli
-from services.doctor import meeting
+from services.commands import cli
+from services.commands.doctor import meeting
 from shared.settings import parse
 from tests.router.conftest import ROOT, Server
 from tests.router.scripted_engine import ScriptedEngine

@@ -8,12 +8,12 @@ import statistics
 
 import pytest
 
-from services.benchmark.answers import StreamedAnswer
-from services.benchmark.load import JoinRecord, LoadRecord, arrival_gaps, longest_gap
-from services.benchmark.measures import Distribution, Level, Limits, is_good, level_of, tpot_s
-from services.benchmark.options import ServeOptions, read_options
-from services.benchmark.report import LoadReport, text_of
-from services.benchmark.workloads import Asking, TokenRange, conversations
+from services.commands.bench.options import ServeOptions, read_options
+from services.commands.bench.report import LoadReport, text_of
+from services.measuring.answers import StreamedAnswer
+from services.measuring.load import JoinRecord, LoadRecord, arrival_gaps, longest_gap
+from services.measuring.measures import Distribution, Level, Limits, is_good, level_of, tpot_s
+from services.measuring.workloads import Asking, TokenRange, conversations
 
 
 def answer(*times: float, tokens: int | None = None, **fields: object) -> StreamedAnswer:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services import cli
-from services.benchmark import step
-from services.benchmark.report import LoadReport, read_report
+from services.commands import cli
+from services.commands.bench import step
+from services.commands.bench.report import LoadReport, read_report
 from tests.e2e.server import Server, serving
 
 KEY = "secret"

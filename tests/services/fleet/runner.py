@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.fleet.fleet import EngineFleet
-from services.fleet.model_jobs import ModelJobs
-from services.launcher import ChildSpec, ProcessState
-from services.managed_child import ManagedChild
+from services.supervision.fleet.fleet import EngineFleet
+from services.supervision.fleet.model_jobs import ModelJobs
+from services.supervision.launcher import ChildSpec, ProcessState
+from services.supervision.managed_child import ManagedChild
 from shared.settings import ModelEntry, Settings
 
 

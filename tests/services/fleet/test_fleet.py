@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.fleet.memory import budgets, entry_bytes, weights_bytes
+from services.supervision.fleet.memory import budgets, entry_bytes, weights_bytes
 from shared.exits import EXIT_CONFIG
 from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
@@ -61,8 +61,8 @@ def test_a_model_with_requests_keeps_its_memory_unless_another_waits_for_long(
     run.settle()
     run.settle(a=(0, 0.0), b=(3, 0.0))
     assert run.states == {"a": "ready", "b": "unloaded"}
-    monkeypatch.setattr("services.fleet.fleet.PATIENCE_S", -1.0)
-    monkeypatch.setattr("services.fleet.fleet.SHORTEST_STAY_S", -1.0)
+    monkeypatch.setattr("services.supervision.fleet.fleet.PATIENCE_S", -1.0)
+    monkeypatch.setattr("services.supervision.fleet.fleet.SHORTEST_STAY_S", -1.0)
     run.settle(a=(0, 0.0), b=(3, 0.0))
     assert run.states == {"a": "unloaded", "b": "ready"}
 

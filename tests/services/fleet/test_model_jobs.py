@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.fleet import model_jobs
-from services.fleet.model_jobs import MOST_AT_ONCE
-from services.fleet.pulled import pulled_entry
+from services.supervision.fleet import model_jobs
+from services.supervision.fleet.model_jobs import MOST_AT_ONCE
+from services.supervision.fleet.pulled import pulled_entry
 from shared.settings import ModelEntry, Settings
 from tests.services.fleet.runner import FleetRun, entry
 
@@ -219,7 +219,7 @@ def only_model() -> ModelEntry:
 def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.fleet.fleet.entry_bytes", lambda _: GB // 10)
+    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
     run = FleetRun(2 * GB, [only_model()])
     run.settle()
     pulled(run, "me/b")
@@ -234,7 +234,7 @@ def test_the_only_engine_is_not_restarted_by_the_first_pull_and_the_last_delete(
 def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.fleet.fleet.entry_bytes", lambda _: GB // 10)
+    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
     run = FleetRun(2 * GB, [only_model()])
     run.settle()
     pulled(run, "me/b")
@@ -249,7 +249,7 @@ def test_the_memory_of_an_engine_counts_until_it_is_exchanged_for_a_smaller_one(
 def test_a_model_that_is_added_to_the_file_is_loaded_once_there_is_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.fleet.fleet.entry_bytes", lambda _: GB // 10)
+    monkeypatch.setattr("services.supervision.fleet.fleet.entry_bytes", lambda _: GB // 10)
     one, two = entry("a"), entry("b")
     one, two = (replace(e, settings=replace(e.settings, memory_gb=None)) for e in (one, two))
     run = FleetRun(2 * GB, [one])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.fleet.scaling import UP_AFTER_S, Scaling
+from services.supervision.fleet.scaling import UP_AFTER_S, Scaling
 from shared.settings import Settings
 from tests.services.fleet.runner import FleetRun, PretendedProcess, entry
 
@@ -64,7 +64,7 @@ def test_without_a_maximum_there_are_as_many_as_set() -> None:
 
 
 def test_a_fleet_starts_and_ends_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.fleet.scaling.UP_AFTER_S", 0.0)
+    monkeypatch.setattr("services.supervision.fleet.scaling.UP_AFTER_S", 0.0)
     scaled = entry("a", max_engines=2, scale_up_queue=1, scale_down_s=0.0)
     run = FleetRun(4 * GB, [scaled, entry("b")])
     run.settle()

@@ -1,0 +1,192 @@
+"""`mlx-lm-server agent NAME`: start a coding agent on a running server.
+
+The agent gets its settings by its environment and command line. Its own configuration files are
+neither read nor written here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from services.commands.parser import CommandParser
+from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
+
+PROG = "mlx-lm-server agent"
+KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
+_FLAGS = ("-h", "--help", "--url", "--model", "--api-key")
+_TIMEOUT_S = 10
+_CONTEXT = 32_768
+"""In tokens, where a server does not know it yet."""
+_LONGEST_OUTPUT = 16_384
+"""In tokens; a quarter of the context if that is less. The rest of it is for the conversation."""
+
+
+class Target(NamedTuple):
+    """The model to work with."""
+
+    url: str
+    model: str
+    context: int  # in tokens; no more than the longest prompt that the server takes
+    key: str
+
+    @property
+    def max_output(self) -> int:
+        return min(_LONGEST_OUTPUT, self.context // 4)
+
+
+class Launch(NamedTuple):
+    arguments: list[str]
+    """Before the user's own."""
+    environment: dict[str, str]
+    unset: tuple[str, ...] = ()
+    """Variables that would lead the agent elsewhere."""
+
+
+def _claude(target: Target) -> Launch:
+    models = ("MODEL", *(f"DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")))
+    return Launch(
+        [],
+        {
+            "ANTHROPIC_BASE_URL": target.url,
+            "ANTHROPIC_AUTH_TOKEN": target.key or "none",
+            **{f"ANTHROPIC_{name}": target.model for name in models},
+            "CLAUDE_CODE_SUBAGENT_MODEL": target.model,
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.context),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.max_output),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+        unset=("ANTHROPIC_API_KEY",),
+    )
+
+
+def _codex(target: Target) -> Launch:
+    provider = {
+        "name": "mlx-lm-server",
+        "base_url": f"{target.url}/v1",
+        "wire_api": "responses",
+        **({"env_key": KEY_VARIABLE} if target.key else {}),
+    }
+    settings = {
+        "model": target.model,
+        "model_provider": "mlx_lm_server",
+        "model_context_window": target.context,
+        **{f"model_providers.mlx_lm_server.{name}": value for name, value in provider.items()},
+    }
+    # The values are TOML, whose strings and numbers are written as JSON's.
+    pairs = (f"{name}={json.dumps(value)}" for name, value in settings.items())
+    return Launch([word for pair in pairs for word in ("-c", pair)], {KEY_VARIABLE: target.key})
+
+
+def _opencode(target: Target) -> Launch:
+    limits = {"context": target.context, "output": target.max_output}
+    config = {
+        "provider": {
+            "mlx-lm-server": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or "none"},
+                "models": {target.model: {"limit": limits}},
+            }
+        },
+        "model": f"mlx-lm-server/{target.model}",
+        "small_model": f"mlx-lm-server/{target.model}",
+    }
+    return Launch([], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+AGENTS: Mapping[str, Callable[[Target], Launch]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "opencode": _opencode,
+}
+"""By the name of the agent's command."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replace this process by the agent that ``argv`` names. Return the exit code of an error."""
+    own, arguments = _split(argv)
+    options = parser().parse_args(own)
+    if shutil.which(options.agent) is None:
+        return fail(PROG, f"there is no command {options.agent!r}; install it first", EXIT_USAGE)
+    try:
+        target = _target(options.url.rstrip("/"), options.model, options.api_key)
+    except LookupError as error:
+        return fail(PROG, str(error), EXIT_FAILED)
+    launch = AGENTS[options.agent](target)
+    kept = {name: value for name, value in os.environ.items() if name not in launch.unset}
+    sys.stderr.write(f"{options.agent}: {target.model} at {target.url}, {target.context} tokens\n")
+    command = [options.agent, *launch.arguments, *arguments]
+    os.execvpe(options.agent, command, kept | launch.environment)
+    raise AssertionError  # this process is another program now
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return this command's own words, the agent's name and the flags right behind it, and the
+    rest, which is the agent's. argparse would take flags out of the rest."""
+    end = 1
+    while end < len(argv) and argv[end].partition("=")[0] in _FLAGS:
+        end += 1 if "=" in argv[end] or argv[end] in ("-h", "--help") else 2
+    rest = list(argv[end:])
+    return list(argv[:end]), rest[1:] if rest[:1] == ["--"] else rest
+
+
+def parser() -> argparse.ArgumentParser:
+    made = CommandParser(
+        prog=PROG,
+        usage="%(prog)s [-h] NAME [--url URL] [--model MODEL] [--api-key KEY] [ARGUMENTS ...]",
+        description="Start a coding agent on a running server. The agent's own settings stay as"
+        " they are.",
+    )
+    made.add_argument(
+        "agent",
+        metavar="NAME",
+        choices=sorted(AGENTS),
+        help=f"{', '.join(sorted(AGENTS))}; what follows the flags below are its arguments",
+    )
+    made.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+    )
+    made.add_argument("--model", help="the model (default: the first that the server has)")
+    made.add_argument(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"the server's key (default: ${KEY_VARIABLE})",
+    )
+    return made
+
+
+def _target(url: str, name: str | None, key: str) -> Target:
+    """Ask the server at ``url`` for the model ``name``. Raises `LookupError`, which says why."""
+    if not url.startswith(("http://", "https://")):
+        raise LookupError(f"there is no mlx-lm-server at {url}: an address begins with http://")
+    request = urllib.request.Request(f"{url}/v1/models")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            models: list[dict[str, Any]] = json.load(answer)["data"]
+            # A model that was never loaded has not told its context yet.
+            found = {
+                str(each["id"]): min(each["context_length"] or _CONTEXT, each["max_prompt_tokens"])
+                for each in models
+            }
+    except urllib.error.HTTPError as error:
+        hint = ""
+        if error.code == 401:
+            hint = ": the key is not one of the server's" if key else "; give --api-key"
+        raise LookupError(f"{url} answers {error.code} {error.reason}{hint}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LookupError(f"there is no mlx-lm-server at {url}: {error}") from None
+    if not found:
+        raise LookupError(f"the server at {url} has no model that is ready")
+    model = next(iter(found)) if name is None else name
+    if model not in found:
+        raise LookupError(f"the server has no model {model!r}; it has {', '.join(found)}")
+    return Target(url, model, found[model], key)

@@ -1,0 +1,122 @@
+"""The side of a client of `/v1/files` and `/v1/batches`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from services.commands.admin_client import NoServer
+from services.commands.event_stream import StreamRefused, opened
+
+_TIMEOUT_S = 60.0
+_PIECE_BYTES = 256 * 1024
+
+
+class BatchStatus(NamedTuple):
+    id: str
+    status: str
+    total: int
+    completed: int
+    failed: int
+    files: tuple[str | None, str | None]
+    """Those of answers and of errors."""
+    errors: list[str]
+    """What is wrong with the input."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ("completed", "failed", "expired", "cancelled")
+
+
+class BatchApi:
+    """Talks to the server at ``url``. All methods raise `NoServer` and `StreamRefused`."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._base, self._key = f"{url.rstrip('/').removesuffix('/v1')}/v1", key
+
+    def upload(self, path: Path) -> str:
+        """Upload a file of requests; return its id. Raises OSError if it cannot be read."""
+        boundary = uuid.uuid4().hex
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n'
+            "Content-Type: application/octet-stream\r\n\r\n"
+        ).encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
+        length = len(head) + path.stat().st_size + len(tail)
+        headers = {
+            "Content-Type": f"multipart/form-data; boundary={boundary}",
+            "Content-Length": str(length),
+        }
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(f"{self._base}/files", headers=headers, method="POST")
+        with path.open("rb") as file:
+            request.data = _body(head, file, tail)
+            return str(self._answer(request)["id"])
+
+    def create(self, file_id: str, endpoint: str, window: str) -> BatchStatus:
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        with opened(f"{self._base}/batches", self._key, _TIMEOUT_S, body) as answer:
+            return _status(json.load(answer))
+
+    def find(self, batch_id: str) -> BatchStatus:
+        with opened(f"{self._base}/batches/{batch_id}", self._key, _TIMEOUT_S) as answer:
+            return _status(json.load(answer))
+
+    def cancel(self, batch_id: str) -> BatchStatus:
+        with opened(f"{self._base}/batches/{batch_id}/cancel", self._key, _TIMEOUT_S, {}) as answer:
+            return _status(json.load(answer))
+
+    def download(self, file_id: str, to: Path) -> None:
+        url = f"{self._base}/files/{file_id}/content"
+        with opened(url, self._key, _TIMEOUT_S) as answer, to.open("wb") as file:
+            shutil.copyfileobj(answer, file, _PIECE_BYTES)
+            if answer.length:
+                raise NoServer(f"the answer broke off at {url}")
+
+    def delete(self, file_id: str) -> None:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        url = f"{self._base}/files/{file_id}"
+        self._answer(urllib.request.Request(url, headers=headers, method="DELETE"))
+
+    def _answer(self, request: urllib.request.Request) -> Any:
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            try:
+                message = str(json.loads(error.read())["error"]["message"])
+            except (ValueError, TypeError, KeyError):
+                message = f"the server answers {error.code} {error.reason}"
+            raise StreamRefused(message, error.code) from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise NoServer(f"no server answers at {self._base}: {error}") from None
+
+
+def _body(head: bytes, file: Any, tail: bytes) -> Iterator[bytes]:
+    yield head
+    while piece := file.read(_PIECE_BYTES):
+        yield piece
+    yield tail
+
+
+def _status(found: dict[str, Any]) -> BatchStatus:
+    counts = found["request_counts"]
+    errors = (found.get("errors") or {}).get("data") or []
+    return BatchStatus(
+        id=found["id"],
+        status=found["status"],
+        total=counts["total"],
+        completed=counts["completed"],
+        failed=counts["failed"],
+        files=(found.get("output_file_id"), found.get("error_file_id")),
+        errors=[f"line {each.get('line') or '-'}: {each['message']}" for each in errors],
+    )

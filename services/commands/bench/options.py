@@ -1,0 +1,316 @@
+"""The flags of `mlx-lm-server bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from services.commands.admin_client import URL_VARIABLE, add_json_flag
+from services.commands.parser import CommandParser
+from services.measuring.client import TIMEOUT_S
+from services.measuring.measures import Limits, Measure
+from services.measuring.workloads import (
+    DEFAULTS,
+    Endpoint,
+    TokenRange,
+    WorkloadName,
+    WorkloadShape,
+)
+
+KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
+CONCURRENCY = (1, 2, 4, 8, 16)
+LEAST_REQUESTS = 8
+PER_CLIENT = 4
+OPEN_S = 30
+"""How long requests of an open loop come, where no flag says it."""
+JOINS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    url: str
+    api_key: str
+    model: str
+    label: str
+    endpoint: Endpoint
+    shape: WorkloadShape
+    concurrency: tuple[int, ...]
+    request_rate: tuple[float, ...] | None
+    """None for a closed loop."""
+    burstiness: float
+    requests: int | None
+    duration_s: float | None
+    goodput: Limits
+    seed: int
+    warm_up: int
+    temperature: float
+    ignore_eos: bool
+    extra_body: dict[str, Any]
+    timeout_s: float
+    json: bool
+    save: Path | None
+    plot: Path | None
+
+    def loads(self) -> Sequence[int | float]:
+        """Return the clients, or the requests a second, of each level."""
+        return self.concurrency if self.request_rate is None else self.request_rate
+
+    def count(self, load: int | float) -> int | None:
+        """Return how many conversations (or joins) a level has; None for no limit but time."""
+        if self.shape.name == "long-join":
+            return self.requests or (None if self.duration_s else JOINS)
+        if self.requests is not None:
+            return math.ceil(self.requests / self.shape.turns)
+        if self.duration_s is not None:
+            return None
+        if self.request_rate is not None:
+            return math.ceil(max(LEAST_REQUESTS, load * OPEN_S))
+        return math.ceil(max(LEAST_REQUESTS, load * PER_CLIENT) / self.shape.turns)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of every request."""
+        found: dict[str, Any] = {"temperature": self.temperature}
+        if self.ignore_eos:
+            found["ignore_eos"] = True
+        return {**found, **self.extra_body}
+
+    def said(self) -> dict[str, Any]:
+        """Return what the workload was, for the report."""
+        shape = {name: str(value) for name, value in self.shape._asdict().items()}
+        return {
+            **shape,
+            "burstiness": None if self.request_rate is None else self.burstiness,
+            "fields": self.fields(),
+            "goodput_ms": dict(self.goodput),
+        }
+
+
+def read_options(argv: Sequence[str]) -> ServeOptions:
+    """Return the options of ``argv``; SystemExit says what is wrong with them."""
+    parser = make_parser()
+    given = parser.parse_args(argv)
+    if given.request_rate and given.workload == "long-join":
+        parser.error("--request-rate: a long prompt joins --concurrency streams")
+    if given.endpoint == "completions" and given.workload == "multi-turn":
+        parser.error("--workload multi-turn: only with --endpoint chat")
+    base = DEFAULTS[given.workload]
+    names = ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns", "join_tokens")
+    changes = {name: value for name in names if (value := getattr(given, name)) is not None}
+    if given.workload != "multi-turn":
+        changes.pop("turns", None)
+    return ServeOptions(
+        url=given.url.rstrip("/"),
+        api_key=given.api_key,
+        model=given.model,
+        label=given.label,
+        endpoint=given.endpoint,
+        shape=base._replace(**changes),
+        concurrency=given.concurrency,
+        request_rate=given.request_rate,
+        burstiness=given.burstiness,
+        requests=given.requests,
+        duration_s=given.duration_s,
+        goodput=dict(given.goodput),
+        seed=random.randrange(1 << 31) if given.seed is None else given.seed,
+        warm_up=given.warm_up,
+        temperature=given.temperature,
+        ignore_eos=given.ignore_eos,
+        extra_body=given.extra_body,
+        timeout_s=given.timeout_s,
+        json=given.json,
+        save=given.save,
+        plot=given.plot,
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="mlx-lm-server bench serve",
+        description="Measure any server with OpenAI's API under load. Definitions: docs/bench.md. "
+        "Ctrl-C ends it with what was measured.",
+        epilog="Exit codes: 0 done, 1 some requests failed, 2 wrong arguments, 3 no server "
+        "answers, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    _add_server(parser)
+    _add_workload(parser)
+    _add_load(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the server")
+    url = os.environ.get(URL_VARIABLE, "http://127.0.0.1:8000")
+    group.add_argument("--url", default=url, help="its address (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"its key (default: ${KEY_VARIABLE}, which others cannot see)",
+    )
+    group.add_argument("--model", default="", help="(default: the first that it names)")
+    group.add_argument(
+        "--endpoint",
+        choices=get_args(Endpoint),
+        default="chat",
+        help="/v1/chat/completions or /v1/completions (default: %(default)s)",
+    )
+    group.add_argument(
+        "--extra-body", type=_object, default={}, metavar="JSON", help="more fields of requests"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="have answers as long as they may be, where the server knows the field ignore_eos",
+    )
+    group.add_argument(
+        "--timeout-s",
+        type=_positive,
+        default=TIMEOUT_S,
+        help="the longest a request takes (default: %(default)g)",
+    )
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is asked")
+    group.add_argument(
+        "--workload",
+        choices=get_args(WorkloadName),
+        default="fixed",
+        help="fixed and mixed lengths; a shared prefix; conversations; or streams that a long "
+        "prompt joins (default: %(default)s)",
+    )
+    for name, what in (
+        ("input", "of a prompt, or of a message of a conversation"),
+        ("output", "the most of an answer"),
+    ):
+        group.add_argument(
+            f"--{name}-tokens",
+            type=_token_range,
+            metavar="N[:M]",
+            help=f"{what}; from N to M if both are given",
+        )
+    group.add_argument("--prefix-tokens", type=count, metavar="N", help="(default: 1000)")
+    group.add_argument(
+        "--prefixes", type=count, metavar="N", help="different prefixes (default: 1)"
+    )
+    group.add_argument("--turns", type=count, metavar="N", help="of a conversation (default: 4)")
+    group.add_argument(
+        "--join-tokens", type=count, metavar="N", help="of the long prompt (default: 2000)"
+    )
+    group.add_argument(
+        "--seed", type=int, help="of the prompts (default: another each time, so none is cached)"
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how much at once")
+    loops = group.add_mutually_exclusive_group()
+    loops.add_argument(
+        "--concurrency",
+        type=counts,
+        default=CONCURRENCY,
+        metavar="N[,N...]",
+        help="closed loop: so many clients, each of which waits for its answer, level by level "
+        f"(default: {','.join(map(str, CONCURRENCY))})",
+    )
+    loops.add_argument(
+        "--request-rate",
+        type=_rates,
+        metavar="R[,R...]",
+        help="open loop: so many requests (or conversations) a second, whatever has ended",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=_positive,
+        default=1.0,
+        help="of the open loop: 1 is a Poisson process, less is burstier (default: %(default)g)",
+    )
+    group.add_argument(
+        "--requests",
+        type=count,
+        metavar="N",
+        help=f"of a level (default: {PER_CLIENT} a client, {LEAST_REQUESTS} at least; "
+        f"{OPEN_S} s of an open loop; {JOINS} joins)",
+    )
+    group.add_argument(
+        "--duration-s", type=_positive, metavar="S", help="begin no requests of a level after it"
+    )
+    group.add_argument(
+        "--warm-up", type=int, default=1, metavar="N", help="requests before (default: %(default)s)"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what comes out")
+    group.add_argument(
+        "--goodput",
+        type=_limit,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help=f"count good requests: those within limits of {', '.join(get_args(Measure))}",
+    )
+    add_json_flag(parser)
+    group.add_argument("--save", type=Path, metavar="FILE", help="write JSON there too")
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the levels, as .svg, .png or .pdf"
+    )
+    group.add_argument(
+        "--label", default="", help="the server's name in plots (default: the model's)"
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not over 0")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not over 0")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(map(_positive, text.split(",")))
+
+
+def _token_range(text: str) -> TokenRange:
+    try:
+        return TokenRange.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor N:M") from None
+
+
+def _limit(text: str) -> tuple[Measure, float]:
+    name, _, value = text.partition(":")
+    for known in get_args(Measure):
+        if name == known:
+            return known, _positive(value)
+    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(get_args(Measure))}")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found

@@ -1,0 +1,166 @@
+"""`mlx-lm-server bench step`: the executor alone, by rows of a batch and by tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from engine.backend import allocation
+from engine.backend.blas import load_fast_blas
+from engine.model.errors import ModelUnavailable
+from services.commands.admin_client import add_json_flag, table
+from services.commands.bench.options import count, counts
+from services.commands.parser import CommandParser
+from services.commands.progress import progress_shown
+from services.measuring.executor_steps import chunk_s, decode_s
+from shared import settings
+from shared.exits import EXIT_CONFIG, EXIT_OK, fail
+from shared.paths import python_path
+from shared.settings import Settings
+
+if TYPE_CHECKING:  # these import mlx
+    from engine.executor.base import Executor
+
+PROG = "mlx-lm-server bench step"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure in a process that is started as an engine is; return its exit code."""
+    make_parser().parse_known_args(argv)  # errors and --help first
+    environment = {**os.environ, **allocation.environment(os.environ), "PYTHONPATH": python_path()}
+    command = [sys.executable, "-P", "-m", "services.commands.bench.step", *argv]
+    with subprocess.Popen(command, env=environment) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # it got that too, and prints what was measured
+                continue
+
+
+def measure(argv: Sequence[str]) -> int:
+    """Print how long steps take; return the exit code."""
+    options, flags = make_parser().parse_known_args(argv)
+    server = settings.parse(flags, os.environ, PROG, one_model=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        executor, context = _executor(server)
+    except ModelUnavailable as error:
+        return fail(PROG, error, EXIT_CONFIG)
+    rows, chunks = _measured(options, executor, context)
+    title = f"{server.model}, batching: {executor.spec.batching}; medians of {options.runs}"
+    found = {"model": server.model, "batching": executor.spec.batching, "runs": options.runs}
+    if options.json:
+        text = json.dumps({**found, "decode": rows, "prefill": chunks})
+    else:
+        text = f"{title}\n\ndecode steps\n{_decode_table(rows)}\n\nchunks\n{_chunk_table(chunks)}"
+    sys.stdout.write(f"{text}\n")
+    return EXIT_OK
+
+
+def _decode_table(rows: Sequence[dict[str, Any]]) -> str:
+    shown: list[list[object]] = [["ROWS", "CONTEXT", "MS A STEP", "MS A TOKEN", "TOK/S"]]
+    for each in rows:
+        ms, count = 1000 * each["seconds"], each["rows"]
+        rate = f"{1000 * count / ms:.1f}"
+        shown.append([count, each["context"], f"{ms:.1f}", f"{ms / count:.1f}", rate])
+    return table(shown)
+
+
+def _chunk_table(chunks: Sequence[dict[str, Any]]) -> str:
+    shown: list[list[object]] = [["TOKENS", "AFTER", "MS A CHUNK", "TOK/S"]]
+    for each in chunks:
+        ms, count = 1000 * each["seconds"], each["tokens"]
+        shown.append([count, each["start"], f"{ms:.1f}", f"{1000 * count / ms:.1f}"])
+    return table(shown)
+
+
+def _executor(server: Settings) -> tuple[Executor, int]:
+    """Return the executor that serves with these settings, and the model's context."""
+    load_fast_blas()
+    from engine.batch import device
+    from engine.model.load import load, resolve
+    from engine.replica.build import build_replica
+
+    device.prepare()
+    replica = build_replica(load(resolve(server.model)), server)
+    return replica.executor, replica.scheduler.config.context_length
+
+
+def _measured(
+    options: argparse.Namespace, executor: Executor, context: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    most = executor.spec.max_sequences or max(options.rows)
+    rows = [
+        {"rows": rows, "context": length}
+        for length in options.context
+        for rows in options.rows
+        if rows <= most and length + options.steps + 16 <= context
+    ]
+    chunks = [
+        {"tokens": tokens, "start": start}
+        for tokens in options.chunks
+        for start in options.after
+        if start + tokens <= context
+    ]
+    work = [(row, _decode) for row in rows] + [(chunk, _chunk) for chunk in chunks]
+    with progress_shown() as progress, suppress(KeyboardInterrupt):
+        for each, time_it in progress.track(work, description="steps"):
+            times = [time_it(executor, each, options.steps) for _ in range(options.runs)]
+            each["seconds"] = statistics.median(times)
+    return [row for row in rows if "seconds" in row], [
+        chunk for chunk in chunks if "seconds" in chunk
+    ]
+
+
+def _decode(executor: Executor, row: dict[str, Any], steps: int) -> float:
+    return decode_s(executor, [row["context"]] * row["rows"], steps, filled=True)
+
+
+def _chunk(executor: Executor, chunk: dict[str, Any], steps: int) -> float:
+    return chunk_s(executor, chunk["start"], chunk["tokens"], filled=True)
+
+
+def make_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``parents`` have flags and a --help besides."""
+    parser = CommandParser(
+        prog=PROG,
+        parents=parents,
+        add_help=not parents,
+        usage="%(prog)s [flags] [flags of `mlx-lm-server serve`, such as --model and --kv-bits]",
+        description="Time steps of the executor alone: no scheduler, no sockets, no HTTP. Each "
+        "step is waited for before the next.",
+        allow_abbrev=False,
+    )
+    for name, default, what in (
+        ("rows", (1, 2, 4, 8, 16), "sequences in a decode step"),
+        ("context", (200,), "tokens that each has before it"),
+        ("chunks", (64, 256), "tokens of a chunk of a prompt"),
+        ("after", (0, 1000), "tokens before a chunk"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=counts if name != "after" else _places,
+            default=default,
+            metavar="N[,N...]",
+            help=f"{what} (default: {','.join(map(str, default))})",
+        )
+    parser.add_argument("--steps", type=count, default=16, help="a run (default: %(default)s)")
+    parser.add_argument("--runs", type=count, default=3, help="(default: %(default)s)")
+    add_json_flag(parser)
+    return parser
+
+
+def _places(text: str) -> tuple[int, ...]:
+    return tuple(0 if part == "0" else count(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(measure(sys.argv[1:]))

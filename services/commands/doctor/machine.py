@@ -1,0 +1,192 @@
+"""The machine: memory, processors, descriptors, and the folders that a server writes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from services.commands.doctor.report import Check, bad, good, warning
+from services.supervision.fleet.memory import machine_bytes
+from shared.locks import try_lock
+from shared.rundir import RunDir, RunDirError
+from shared.settings import Settings
+
+CGROUP = Path("/sys/fs/cgroup")
+DESCRIPTORS = 4096
+"""A connection takes one, and so does an open block file. mlx-lm sets the limit to this when it is
+imported, which fails where less is allowed."""
+_GB = 1e9
+_MEND = {
+    errno.EACCES: "chown or chmod {}, or ",
+    errno.EROFS: "mount what can be written to there (docker --volume), or ",
+    errno.ENOSPC: "make room there, or ",
+    errno.EDQUOT: "make room there, have a larger quota, or ",
+}
+"""What to do where a folder cannot be written to. Access rights alone do not tell that of root, or
+of another machine's disk."""
+
+
+def checks(options: Settings | None) -> Iterator[Check]:
+    """Without ``options`` only what concerns every server."""
+    yield _memory()
+    yield cpu_limit(CGROUP)
+    yield _descriptors()
+    yield _run_folder()
+    yield from _model_cache()
+    if options is not None and not options.no_ssd:
+        yield from _ssd_cache(options)
+    if options is not None and options.response_store_dir is not None:
+        yield _folder("responses", options.response_store_dir, "--response-store-dir")
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    text = f"{total / _GB:.1f} GB"
+    limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
+    if limit is not None and limit < total:
+        text += f", of which this container may have {limit / _GB:.1f} GB"
+    elif machine_bytes() < total:
+        text += f", of which Metal recommends about {machine_bytes() / _GB:.1f} GB for models"
+    return Check("memory", text)
+
+
+def cpu_limit(cgroup: Path) -> Check:
+    """Compare the limit of the control group at ``cgroup`` with the processors that are seen."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    allowed = _allowed_cpus(cgroup)
+    if allowed is None or allowed >= (cores or 1):
+        return good("processors", f"{cores}")
+    return warning(
+        "processors",
+        f"{cores} are seen, but this control group may use {allowed:g} of them: threads beyond that"
+        " are stopped in the middle of a step",
+        "raise the limit (docker --cpus, limits.cpu), or pin the container to as many processors"
+        " (docker --cpuset-cpus)",
+    )
+
+
+def _allowed_cpus(cgroup: Path) -> float | None:
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    quota_us = _number(cgroup / "cpu/cpu.cfs_quota_us")
+    period_us = _number(cgroup / "cpu/cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _descriptors() -> Check:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS:
+        return good("descriptors", "unlimited" if hard == resource.RLIM_INFINITY else str(hard))
+    return bad(
+        "descriptors",
+        f"a process may have {hard}: mlx-lm cannot be loaded, and connections would be refused",
+        f"raise the hard limit to {DESCRIPTORS} or more: LimitNOFILE= of systemd, docker --ulimit"
+        f" nofile={DESCRIPTORS}, /etc/security/limits.conf",
+    )
+
+
+def _run_folder() -> Check:
+    """Make what a server makes: its private folder, with a socket in it."""
+    try:
+        with RunDir.create() as run_dir, zmq.Context() as context:
+            with context.socket(zmq.ROUTER) as probe:
+                probe.bind(run_dir.socket("doctor"))
+            parent = run_dir.path.parent
+    except (RunDirError, zmq.ZMQError) as error:
+        return bad(
+            "run folder",
+            str(error),
+            "set XDG_RUNTIME_DIR to a folder on a local disk that you can write to, with a path of"
+            " less than 60 bytes; in a container with a read-only root, mount one (docker --tmpfs"
+            " /tmp)",
+        )
+    wanted = os.environ.get("XDG_RUNTIME_DIR")
+    if wanted and Path(wanted) != parent:
+        remedy = "mend or unset XDG_RUNTIME_DIR; its path has to be short"
+        return warning("run folder", f"{wanted} cannot be used, and {parent} is", remedy)
+    return good("run folder", f"sockets are made in {parent}")
+
+
+def _model_cache() -> Iterator[Check]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    yield _folder("model cache", Path(HF_HUB_CACHE), "HF_HOME")
+
+
+def _ssd_cache(options: Settings) -> Iterator[Check]:
+    root = options.ssd_cache_dir.expanduser()
+    found = _folder("SSD cache", root, "--ssd-cache-dir")
+    yield found
+    if found.verdict == "BAD":
+        return
+    if (owned := _is_owned(root)) and "ssd_cache_dir" in options.given:
+        remedy = "end that server, or give this one another --ssd-cache-dir, or --no-ssd"
+        yield bad("SSD cache", f"a running server keeps its blocks in {root}", remedy)
+    elif owned:
+        yield Check("SSD cache", "a running server uses it: another one takes a folder beside it")
+    free = shutil.disk_usage(_existing(root)).free
+    if free < options.disk_reserve_gb * 1e9:
+        yield bad(
+            "SSD cache",
+            f"no block will be written: {free / _GB:.1f} GB are free, and --disk-reserve-gb leaves"
+            f" {options.disk_reserve_gb:g} GB free",
+            "make room, take a folder on another disk (--ssd-cache-dir), lower --disk-reserve-gb,"
+            " or serve without (--no-ssd)",
+        )
+
+
+def _is_owned(root: Path) -> bool:
+    """Return whether a running kvstore holds the lock of its folder."""
+    try:
+        lock = try_lock(root / "lock", create=False)
+    except OSError:
+        return False
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def _folder(name: str, path: Path, flag: str) -> Check:
+    """Look whether ``path`` can be written to, or made. It is not made here."""
+    path = path.expanduser()
+    existing = _existing(path)
+    if not existing.is_dir():
+        return bad(name, f"{path}: {existing} is no folder", f"set {flag} to another one")
+    try:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
+            probe.write(b"doctor")
+    except OSError as error:
+        first = _MEND.get(error.errno or 0, "").format(existing)
+        text = f"{path}: {existing} cannot be written to ({error.strerror})"
+        return bad(name, text, f"{first}set {flag} to another folder")
+    free = shutil.disk_usage(existing).free
+    return good(name, f"{path} ({free / _GB:.1f} GB free)")
+
+
+def _existing(path: Path) -> Path:
+    """Return the first of ``path`` and the folders above it that is there."""
+    for each in (path, *path.parents):
+        try:
+            if each.exists():
+                return each
+        except OSError:  # a file is in the place of a folder, or it is somebody else's
+            continue
+    return Path("/")

@@ -1,0 +1,200 @@
+"""Where processes and machines meet: ports, sockets, keys, certificates, other machines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from router.http.api_keys import ApiKeys
+from services.commands.doctor.report import Check, bad, good, warning
+from services.processes.listener import ListenError, listen
+from services.ranks.remote_rank import SSH
+from shared.allow_list import AllowListError, read_allow_list
+from shared.curve import ALLOW_LIST, CurveError, EngineKeys, load_pair
+from shared.hostfile import HostfileError, RankHost, read_hostfile
+from shared.settings import Settings
+from shared.version import installed_version
+
+_TIMEOUT_S = 5
+_SSH_TIMEOUT_S = 20
+
+
+def checks(options: Settings) -> Iterator[Check]:
+    yield from _http(options)
+    for flag, addresses in (
+        ("--engine-socket", options.engine_socket),
+        ("--kvstore-socket", options.kvstore_socket),
+    ):
+        for address in addresses:
+            yield _socket(flag, address)
+    if options.curve_dir is not None:
+        yield from _curve_keys(options.curve_dir)
+    if options.ssl_certfile is not None:
+        yield _certificate(options)
+    yield from _api_keys(options)
+    if options.distributed_hostfile is not None:
+        yield from _hosts(options.distributed_hostfile)
+
+
+def _http(options: Settings) -> Iterator[Check]:
+    try:
+        listen(options.host, options.port).close()
+    except ListenError as error:
+        running = _running_server(options)
+        if running is None:
+            yield bad("http", str(error), "see what has it: lsof -i, or ss -ltnp")
+            return
+        text = f"{error}: mlx-lm-server {running['version']} runs there"
+        yield warning("http", text, "to start another one, end it or choose another --port")
+        yield from _versions(running)
+        return
+    yield good("http", f"{options.host}:{options.port} is free")
+
+
+def _running_server(options: Settings) -> dict[str, Any] | None:
+    """Return what a server of ours at this port says of its health, None if there is none."""
+    scheme = "http" if options.ssl_certfile is None else "https"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
+    url = f"{scheme}://{host}:{options.port}{options.root_path}/health"
+    own = ssl.create_default_context()
+    own.check_hostname, own.verify_mode = False, ssl.CERT_NONE  # nothing secret is sent
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=own) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:  # one that is not ready answers with 503
+        text = error.read()
+    except (OSError, ValueError, HTTPException):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    ours = isinstance(found, dict) and {"version", "models"} <= found.keys()
+    return found if ours else None
+
+
+def _versions(running: dict[str, Any]) -> Iterator[Check]:
+    """Compare the versions of the processes that run with this one."""
+    own, remedy = installed_version(), "install the same version everywhere, and restart"
+    if running["version"] != own:
+        text = f"the running server is {running['version']}, and this is {own}"
+        yield warning("versions", text, remedy)
+    for model in running["models"]:
+        for engine in model["engines"]:
+            if engine["version"] != running["version"]:
+                text = (
+                    f"engine {engine['name']} is of version {engine['version']}, and its router of"
+                    f" {running['version']}"
+                )
+                yield bad("versions", text, remedy)
+
+
+def _socket(flag: str, address: str) -> Check:
+    scheme, _, place = address.partition("://")
+    if scheme == "tcp":
+        host, _, port = place.rpartition(":")
+        try:
+            socket.getaddrinfo(host.strip("[]") if host != "*" else None, int(port))
+        except OSError as error:
+            return bad(flag[2:], f"{host} cannot be resolved ({error.strerror})", f"mend {flag}")
+        return good(flag[2:], address)
+    path = Path(place)
+    if not path.parent.is_dir():
+        return bad(flag[2:], f"{path.parent} is no folder", f"make it, or mend {flag}")
+    if path.exists() and not path.is_socket():
+        return bad(flag[2:], f"{path} is a file and no socket", f"remove it, or mend {flag}")
+    with socket.socket(socket.AF_UNIX) as probe:
+        if path.exists() and probe.connect_ex(str(path)) == 0:
+            text = f"{path} is in use by a running process"
+            return bad(flag[2:], text, f"end it, or take another address ({flag})")
+    stale = ": what is left of a process that died, and is replaced" if path.exists() else ""
+    return good(flag[2:], f"{address}{stale}")
+
+
+def _curve_keys(directory: Path) -> Iterator[Check]:
+    """Read the keys of those roles that the directory is for."""
+    is_server, is_engine = (directory / "server.secret").exists(), False
+    try:
+        if is_server:
+            load_pair(directory, "server")
+            allowed = read_allow_list(directory / ALLOW_LIST)
+            yield good("keys", f"{directory}: a server's; {len(allowed)} engine keys may join")
+        is_engine = (directory / "engine.secret").exists()
+        if is_engine or not is_server:
+            EngineKeys.load(directory)
+            yield good("keys", f"{directory}: an engine's")
+    except (CurveError, AllowListError) as error:
+        remedy = "mlx-lm-server keys makes keys and lists them"
+        if "chmod" in str(error):
+            remedy = "as it says; if others could read it for long, make new keys"
+        yield bad("keys", f"--curve-dir: {error}", remedy)
+
+
+def _certificate(options: Settings) -> Check:
+    assert options.ssl_certfile is not None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (ssl.SSLError, OSError) as error:
+        remedy = "give the certificate and its own key, both as PEM"
+        return bad("TLS", f"--ssl-certfile, --ssl-keyfile: {error}", remedy)
+    return good("TLS", str(options.ssl_certfile))
+
+
+def _api_keys(options: Settings) -> Iterator[Check]:
+    try:
+        keys = ApiKeys(options)
+    except (OSError, ValueError) as error:
+        yield bad("API keys", str(error), "docs/operations.md says how a key file is written")
+        return
+    if keys:
+        yield good("API keys", "are asked for")
+
+
+def _hosts(path: Path) -> Iterator[Check]:
+    """Reach each machine of the hostfile but the first, which is this one, as an engine would."""
+    try:
+        hosts = read_hostfile(path)[1:]
+    except HostfileError as error:
+        yield bad("hosts", f"--distributed-hostfile: {error}", "docs/distributed.md has an example")
+        return
+    if shutil.which("ssh") is None:
+        yield bad("hosts", "there is no ssh on this machine", "install an ssh client")
+        return
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        yield from threads.map(_host, hosts)
+
+
+def _host(host: RankHost) -> Check:
+    found = _output([*SSH, host.ssh, f"{host.python or 'python3'} --version"])
+    if found.startswith("Python "):
+        return good("hosts", f"{host.ssh}: {found}")
+    remedy = f"ssh {host.ssh} has to work without a password, and have the same installation there"
+    return bad("hosts", f"{host.ssh} cannot be used: {found}", remedy)
+
+
+def _output(command: Sequence[str]) -> str:
+    """Return the last line that ``command`` prints."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SSH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_SSH_TIMEOUT_S} s"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"ssh ended with {done.returncode}"

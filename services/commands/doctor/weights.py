@@ -1,0 +1,95 @@
+"""The models: whether they are there, whole, and fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.model.errors import ModelUnavailable
+from engine.model.load import DEMOS, HUB_ID
+from services.commands.doctor.report import Check, bad, good
+from services.commands.models.local import directory_of
+from services.processes.model_files import problems
+from shared.paths import user_path
+from shared.settings import ModelEntry, Settings
+
+_GB = 1e9
+
+
+def checks(entry: ModelEntry) -> Iterator[Check]:
+    """Look at the model of ``entry``, its draft model, and its adapter."""
+    options = entry.settings
+    found = _model("--model", options.model)
+    yield found
+    if options.draft_model_path is not None and options.spec_decode in ("draft", "auto"):
+        yield _model("--draft-model-path", options.draft_model_path)
+    if options.adapter_path is not None:
+        yield _adapter(options.adapter_path)
+    directory = directory_of(options.model)
+    if found.verdict == "ok" and directory is not None:
+        yield _memory(options, directory)
+
+
+def _model(flag: str, model: str) -> Check:
+    directory = directory_of(model)
+    if directory is None:
+        return _absent(flag, model)
+    if wrong := problems(directory):
+        fix = f"mlx-lm-server models pull {model} gets what is missing"
+        if user_path(model).is_dir():
+            fix = "copy or convert it again"
+        return bad("model", f"{flag}: {_named(model, directory)}: {'; '.join(wrong)}", fix)
+    return good("model", _named(model, directory))
+
+
+def _named(model: str, directory: Path) -> str:
+    return model if user_path(model) == directory else f"{model} in {directory}"
+
+
+def _absent(flag: str, model: str) -> Check:
+    if model in DEMOS:
+        return Check("model", f"{model}: 93 MB are downloaded at the first start")
+    if HUB_ID.fullmatch(model) and not model.startswith("."):
+        return Check("model", f"{model} is not on this machine: it is downloaded at the start")
+    remedy = "mlx-lm-server models lists those that are here"
+    return bad("model", f"{flag}: there is no folder {model}", remedy)
+
+
+def _adapter(path: Path) -> Check:
+    from engine.model import adapter  # with MLX
+
+    try:
+        adapter.check(path)
+    except ModelUnavailable as error:
+        return bad(
+            "adapter", f"--adapter-path: {error}", "make it with mlx_lm.lora, or mend the path"
+        )
+        return None
+    return good("adapter", str(path))
+
+
+def _memory(options: Settings, directory: Path) -> Check:
+    try:
+        from engine.replica.forecast import forecast  # with MLX
+
+        found = forecast(directory, options)
+    except ModelUnavailable as error:
+        return bad("model", f"--model: {error}", "mlx-lm has to know the model's architecture")
+    except Exception as error:  # a broken installation may raise anything, and that is the result
+        return bad("model memory", f"mlx-lm does not work: {error}", "mend what is bad above")
+    weights = f"weights of {found.weights_bytes / _GB:.1f} GB"
+    memory = f"{found.memory_bytes / _GB:.1f} GB of memory"
+    if not found.fits:
+        flag = "--memory-gb" if options.memory_gb is not None else "this machine"
+        return bad(
+            "model memory",
+            f"{weights} and the least KV cache do not fit in {memory} ({flag})",
+            "take a smaller model or one of fewer bits, --kv-bits 4, fewer --num-blocks or"
+            " --engines, or more memory",
+        )
+    at_once = options.max_batch_size
+    return good(
+        "model memory",
+        f"{weights} in {memory}: contexts of {found.context(1):,} tokens for one sequence,"
+        f" {found.context(at_once):,} for {at_once} at once",
+    )

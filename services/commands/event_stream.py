@@ -1,0 +1,82 @@
+"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) over HTTP,
+for the commands that read a server's streams."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
+from typing import Any, NamedTuple
+
+from services.commands.admin_client import NoServer, ServerRefused
+
+
+class StreamRefused(ServerRefused):
+    """The server answered with an error of this ``status``; the message is its own."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerEvent(NamedTuple):
+    name: str  # "message" unless the server names it
+    data: str
+
+
+@contextmanager
+def opened(
+    url: str, key: str, timeout_s: float, body: Mapping[str, Any] | None = None
+) -> Iterator[HTTPResponse]:
+    """Yield the answer of ``url``, to a POST of ``body`` as JSON if there is one.
+
+    ``timeout_s`` is for each wait, also while the answer is read. Raises `StreamRefused`, and
+    `NoServer` where the connection fails, also within the context.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise NoServer(f"--url: {url} does not begin with http:// or https://")
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    failed = "no server answers at"
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            failed = "the answer broke off at"
+            yield answer
+    except urllib.error.HTTPError as error:
+        with error:
+            message = _message(error.read()) or f"{url} answers {error.code} {error.reason}"
+        raise StreamRefused(message, error.code) from None
+    except (OSError, HTTPException) as error:
+        reason = " ".join(str(getattr(error, "reason", error) or type(error).__name__).split())
+        raise NoServer(f"{failed} {url}: {reason}") from None
+
+
+def _message(body: bytes) -> str | None:
+    """Return the message of an error, as OpenAI's API words it."""
+    try:
+        found: object = json.loads(body)["error"]["message"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return " ".join(found.split()) if isinstance(found, str) else None
+
+
+def events(lines: Iterable[bytes]) -> Iterator[ServerEvent]:
+    """Yield the events in ``lines``. Comments are left out."""
+    name = "message"
+    data: list[str] = []
+    for raw in lines:
+        line = raw.decode(errors="replace").rstrip("\r\n")
+        field, _, value = line.partition(":")
+        if not line:
+            if data:
+                yield ServerEvent(name, "\n".join(data))
+            name, data = "message", []
+        elif field == "data":
+            data.append(value.removeprefix(" "))
+        elif field == "event":
+            name = value.removeprefix(" ")

@@ -1,0 +1,1 @@
+"""`mlx-lm-server service`: the server as a service of the user."""

@@ -1,0 +1,1 @@
+"""The processes that a supervisor starts: router, engine, spare, kvstore, rank, download."""

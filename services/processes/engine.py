@@ -1,0 +1,298 @@
+"""`python -m services.processes.engine`: one replica of a model."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from engine.backend.blas import load_fast_blas
+from engine.batch import device
+from engine.io.inbox import GrammarCompiled, Inbox
+from engine.io.router_links import RouterLinks
+from engine.io.status import EngineStatus
+from engine.io.thread import IOThread
+from engine.io.traces import SequenceTraces
+from engine.model.errors import ModelUnavailable
+from engine.model.starting import StartTimes, lean_imports
+from engine.parallel.errors import RankFailed
+from services.processes.stores import connect_store
+from services.processes.text_engine import serve_texts, task_of
+from services.ranks import group as ranks
+from shared import logs, settings, wire
+from shared.curve import CurveError, engine_keys
+from shared.descriptors import raise_descriptor_limit
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from shared.paths import user_cache
+from shared.settings import Settings
+from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink
+from shared.tracing import TracingUnavailable, open_tracing
+from shared.version import installed_version
+from shared.wire import TENSOR_PARALLEL
+
+if TYPE_CHECKING:  # these import mlx
+    import mlx.core as mx
+
+    from engine.grammar.queue import GrammarQueue
+    from engine.model.load import LoadedModel
+    from engine.replica.build import Replica
+
+logger = logging.getLogger("engine")
+
+PROG = "services.processes.engine"
+CHECK_VARIABLE = "_MLX_LM_SERVER_CHECK_INTEGRITY"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; return the exit code.
+
+    The process ends itself if it makes no progress (`engine.io.thread`).
+    """
+    options = settings.parse(
+        sys.argv[1:] if argv is None else argv, os.environ, PROG, one_model=True
+    )
+    name = os.environ.get(ENGINE_NAME_VARIABLE, f"engine-{socket.gethostname()}-{os.getpid()}")
+    logs.setup(name, options.log_level, options.log_format)
+    raise_descriptor_limit()
+    supervisor = SupervisorLink.from_environment()
+    if not options.engine_socket:
+        logger.error("--engine-socket is needed: the address of this engine's router")
+        return EXIT_USAGE
+    try:
+        tracing = open_tracing(options.otlp_endpoint, name)
+        keys = {
+            address: engine_keys(options.curve_dir, address)
+            for address in (*options.engine_socket, *options.kvstore_socket)
+        }
+    except (TracingUnavailable, CurveError) as error:
+        flag = "otlp-endpoint" if isinstance(error, TracingUnavailable) else "curve-dir"
+        logger.error("--%s: %s", flag, error)
+        return EXIT_CONFIG
+    if supervisor is not None:
+        supervisor.watch(lambda: os._exit(EXIT_OK))
+    status, inbox = EngineStatus(), Inbox()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    names = {"engine": name, "incarnation": uuid.uuid4().hex}
+    io_thread = IOThread(
+        links=RouterLinks(context, {each: keys[each] for each in options.engine_socket}),
+        **names,
+        inbox=inbox,
+        status=status,
+        supervisor=supervisor,
+        stall_timeout_s=options.stall_timeout_s,
+        drain_timeout_s=options.drain_timeout_s,
+        traces=None if tracing is None else SequenceTraces(tracing, name),
+    )
+    io_thread.catch_signals()
+    io_thread.start()
+    try:
+        end_group = partial(_end_group, supervisor)
+        serve(options, context, io_thread, inbox, status, on_rank_failed=end_group, **names)
+    except ModelUnavailable as error:
+        logger.error("%s", error.with_flag())
+        if supervisor is not None:
+            supervisor.beat("failed", reason=str(error))
+        return EXIT_CONFIG
+    except Exception as error:
+        logger.error("it cannot go on: %s", error, exc_info=not isinstance(error, RankFailed))
+        return EXIT_FAILED
+    io_thread.send([wire.Bye(**names)])
+    io_thread.stop()
+    if tracing is not None:
+        tracing.close()
+    logger.info("drained")
+    return EXIT_OK
+
+
+def _end_group(supervisor: SupervisorLink | None, reason: str, code: int) -> None:
+    """End this rank, the others of which have ended, on a thread that nothing holds up."""
+    logger.error("%s: all ranks end", reason)
+    if supervisor is not None:
+        supervisor.beat("failed", reason=reason)
+    os._exit(code)
+
+
+def serve(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    io_thread: IOThread,
+    inbox: Inbox,
+    status: EngineStatus,
+    *,
+    engine: str,
+    incarnation: str,
+    on_rank_failed: Callable[[str, int], None],
+) -> None:
+    """Load the model and serve until drained. Raises: `ModelUnavailable`."""
+    times = StartTimes()
+    load_fast_blas(options.ranks)  # before anything imports mlx, which what follows does
+    path, names = model_path(options.model), {"engine": engine, "incarnation": incarnation}
+    if (task := task_of(options, path)) != "generate":
+        serve_texts(options, path, task, io_thread, inbox, status, times, **names)
+    else:
+        serve_sequences(options, context, io_thread, inbox, status, times, on_rank_failed, **names)
+
+
+def serve_sequences(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    io_thread: IOThread,
+    inbox: Inbox,
+    status: EngineStatus,
+    times: StartTimes,
+    on_rank_failed: Callable[[str, int], None],
+    *,
+    engine: str,
+    incarnation: str,
+) -> None:
+    """The same for a model that generates text."""
+    with lean_imports():
+        others = None
+        if options.ranks > 1:
+            options, others = _start_ranks(options, context, on_rank_failed)
+        from engine.core import EngineCore
+        from engine.replica.build import build_replica
+        from engine.replica.grammars import open_grammar_queue
+        from engine.replica.memory import device_memory_bytes
+
+        times.ended("imports")
+        device.prepare()
+        leader = others.join() if others is not None else None
+        logger.info("loading the model %s", options.model)
+        loaded = load_model(options, None if leader is None else leader.group.mlx)
+    times.ended("weights and tokenizer")
+    status.enter_phase("warming")
+    replica = build_replica(loaded, options, user_cache() / "proofs", leader)
+    times.ended("layers and proof")
+    store = connect_store(options, context, replica, io_thread, inbox, leader)
+    drafts = replica.draft_model
+    grammar_queue = open_grammar_queue(
+        loaded, replica.executor, drafts, lambda *done: inbox.put(GrammarCompiled(*done))
+    )
+    times.ended("grammars")
+    hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)
+    io_thread.introduce(hello, loaded.tokenizer_files)
+    status.device_bytes = device_memory_bytes()
+    status.enter_phase("ready")
+    gc.freeze()  # what is there stays; later collections need not look at it
+    logger.info("ready: %s, after %s", hello.model, times)
+    EngineCore(
+        scheduler=replica.scheduler,
+        executor=replica.executor,
+        inbox=inbox,
+        io_thread=io_thread,
+        status=status,
+        store=store,
+        grammar_queue=grammar_queue,
+        pixels=None if replica.vision is None else replica.vision.pixels,
+        check_integrity=CHECK_VARIABLE in os.environ,
+        on_idle=replica.keep_costs,
+    ).run()
+    replica.keep_costs(at_once=True)
+    grammar_queue.close()
+    if others is not None:
+        others.close()
+
+
+def _start_ranks(
+    options: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    on_failed: Callable[[str, int], None],
+) -> tuple[Settings, ranks.LocalRanks | None]:
+    """Start the other ranks. Return the settings with the number of all, and them."""
+    from engine.model import load as models
+
+    path = models.resolve(options.model)
+    options = ranks.divided(options, path)
+    if options.ranks == 1:
+        return options, None
+    ranks.prepare_environment()
+    return options, ranks.start(options, path, context, on_failed)
+
+
+def model_path(name: str) -> Path:
+    """Return the folder of a model, which may be downloaded first. Raises: `ModelUnavailable`."""
+    from engine.model import load as models
+
+    return models.resolve(name)
+
+
+def load_model(options: Settings, group: mx.distributed.Group | None = None) -> LoadedModel:
+    """Load the model of ``options``, or the part of this rank of ``group``. Raises:
+    `ModelUnavailable`."""
+    from engine.model import load as models
+
+    return models.load(
+        models.resolve(options.model),
+        adapter_path=options.adapter_path,
+        max_kv_size=options.max_kv_size,
+        tokenizer_options=models.TokenizerOptions(
+            eos_token=options.eos_token, bos_token=options.bos_token, pad_token=options.pad_token
+        ),
+        trust_remote_code=options.trust_remote_code,
+        group=group,
+    )
+
+
+def _hello(
+    options: Settings,
+    loaded: LoadedModel,
+    replica: Replica,
+    grammar_queue: GrammarQueue,
+    *,
+    engine: str,
+    incarnation: str,
+) -> wire.Hello:
+    names = options.served_model_name or (options.model,)
+    return wire.Hello(
+        protocol=wire.PROTOCOL_VERSION,
+        engine=engine,
+        incarnation=incarnation,
+        model=names[0],
+        aliases=list(names[1:]),
+        fingerprint=f"{loaded.fingerprint}{loaded.adapter}",
+        parameters=loaded.parameters,
+        weights_bytes=sum(file.stat().st_size for file in loaded.weight_files),
+        context_length=loaded.context_length,
+        vocab_size=loaded.vocab_size,
+        block_size=options.block_size,
+        total_blocks=replica.num_blocks,
+        max_sequences=replica.executor.spec.max_sequences or options.completion_batch_size,
+        max_batch_size=replica.executor.spec.max_sequences or options.max_batch_size,
+        namespace=replica.namespace,
+        eos_token_ids=list(loaded.eos_token_ids),
+        files={
+            name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for name, file in loaded.tokenizer_files.items()
+        },
+        capabilities=[
+            *replica.capabilities,
+            *grammar_queue.capabilities,
+            *([TENSOR_PARALLEL] if options.ranks > 1 else []),
+        ],
+        kv_bits=replica.executor.spec.kv_bits,
+        version=installed_version(),
+        vision=None if replica.vision is None else replica.vision.vision,
+        options=settings.serving_options(options),
+    )
+
+
+def leave(code: int) -> None:
+    """End this process. MLX's threads may crash while the interpreter shuts down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,58 @@
+"""`python -m services.processes.engine_spare`: has imported what engines import, and becomes one.
+
+It waits at the link to its supervisor for the arguments of an engine. The successor of one that
+died so begins with its weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from engine.backend.blas import load_fast_blas
+from engine.model.starting import lean_imports
+from services.processes import engine
+from shared.exits import EXIT_OK
+from shared.supervisor_link import LINK_VARIABLE
+
+MODULES = (
+    *("engine.core", "engine.model.load", "engine.replica.build", "engine.replica.grammars"),
+    *("engine.io.store_client", "onnx", "onnxruntime", "engine.batch.cpu.decoder"),
+)
+
+
+def main() -> int:
+    """Wait for the arguments, and be that engine; return the exit code."""
+    load_fast_blas()
+    with lean_imports():
+        for module in MODULES:
+            with contextlib.suppress(ImportError):  # the engine will say what is missing
+                importlib.import_module(module)
+    order = _wait(int(os.environ[LINK_VARIABLE]))
+    if order is None:
+        return EXIT_OK
+    os.environ.update(order["environment"])
+    return engine.main(order["arguments"])
+
+
+def _wait(descriptor: int) -> Mapping[str, Any] | None:
+    """Return the supervisor's first message, None if the supervisor is gone."""
+    link = socket.socket(fileno=descriptor)
+    data = b""
+    while not data.endswith(b"\n"):
+        received = link.recv(1)  # what comes after this line is for the engine
+        if not received:
+            return None
+        data += received
+    link.detach()  # the engine takes it from the environment
+    order: Mapping[str, Any] = json.loads(data)
+    return order
+
+
+if __name__ == "__main__":
+    engine.leave(main())

@@ -1,0 +1,188 @@
+"""The kvstore process: `python -m services.processes.kvstore --kvstore-socket ipc:///PATH`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from kvstore.directory import BlockDirectory, DirectoryInUse
+from kvstore.server import Server
+from kvstore.store import DiskStore
+from kvstore.writer import Writer
+from shared import logs
+from shared.curve import CurveError, Gatekeeper
+from shared.descriptors import raise_descriptor_limit
+from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.settings import Settings, parse
+from shared.supervisor_link import SupervisorLink
+
+PROG = "services.processes.kvstore"
+BEAT_EVERY_S = 1.0
+FLUSH_S = 10.0
+"""How long the queued blocks may take to be written at the end."""
+ORPHAN_FLUSH_S = 2.0
+"""The same once the supervisor is gone: less, as the other processes end too."""
+
+_MOST_SERVERS = 8
+_DAY_S = 86400.0
+logger = logging.getLogger("kvstore")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or the end of the supervisor; return the exit code."""
+    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    raise_descriptor_limit()
+    link = SupervisorLink.from_environment()
+    logs.setup("kvstore", settings.log_level, settings.log_format)
+    if not settings.kvstore_socket:
+        return fail(PROG, "--kvstore-socket: a kvstore started alone needs it", EXIT_USAGE)
+    for endpoint in settings.kvstore_socket:
+        if _is_in_use(endpoint):
+            return fail(PROG, f"--kvstore-socket: {endpoint} is in use")
+    stop = _StopRequest()
+    signal.signal(signal.SIGTERM, lambda *_: stop.request(FLUSH_S))
+    signal.signal(signal.SIGINT, lambda *_: stop.request(FLUSH_S))
+    try:
+        directory = _open_directory(settings)
+    except DirectoryInUse as error:
+        return fail(PROG, f"--ssd-cache-dir: {error}")
+    except OSError as error:
+        reason = f"{settings.ssd_cache_dir}: {error.strerror}; give another one, or --no-ssd"
+        return fail(PROG, f"--ssd-cache-dir: {reason}")
+    store = DiskStore(
+        directory,
+        max_bytes=int(settings.ssd_max_size_gb * 1e9),
+        reserve_bytes=int(settings.disk_reserve_gb * 1e9),
+        ttl_s=settings.ssd_ttl_days * _DAY_S,
+    )
+    writer = _make_writer(settings, store)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        server = Server(
+            context,
+            settings.kvstore_socket,
+            directory,
+            store,
+            writer,
+            acknowledges_early=settings.ssd_async_writes and not writer.persistent,
+            gatekeeper=_gatekeeper(settings, context),
+        )
+    except zmq.ZMQError as error:
+        directory.close()
+        addresses = ", ".join(settings.kvstore_socket)
+        return fail(PROG, f"--kvstore-socket: cannot bind {addresses}: {error}")
+    except CurveError as error:
+        directory.close()
+        return fail(PROG, f"--curve-dir: {error}")
+    threading.Thread(target=_load_index, args=(store,), name="indexer", daemon=True).start()
+    if link:
+        link.watch(lambda: stop.request(ORPHAN_FLUSH_S))
+    logger.info("keeps blocks in %s", directory.root)
+    _serve(server, link, stop)
+    writer.close(stop.flush_s)
+    server.send_replies()
+    server.close()
+    context.term()
+    for endpoint in settings.kvstore_socket:
+        _remove_socket(endpoint)
+    directory.close()
+    return EXIT_OK
+
+
+def _open_directory(settings: Settings) -> BlockDirectory:
+    """Open the directory of blocks. A second server of a machine gets one beside the default.
+
+    Raises: `DirectoryInUse` and OSError.
+    """
+    first = settings.ssd_cache_dir
+    others = () if "ssd_cache_dir" in settings.given else range(2, _MOST_SERVERS + 1)
+    for path in (first, *(first.with_name(f"{first.name}-{number}") for number in others)):
+        try:
+            directory = BlockDirectory(path)
+        except DirectoryInUse as error:
+            reason = error
+            continue
+        if path != first:
+            logger.warning("another server uses %s: this one keeps its blocks in %s", first, path)
+        return directory
+    raise DirectoryInUse(f"{reason}; give this server another, or --no-ssd")
+
+
+class _StopRequest:
+    """A stop that may be requested more than once; the shortest time to flush counts."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.flush_s = FLUSH_S
+        self.wake: Callable[[], None] = lambda: None
+        """Ends the wait for messages. Called on any thread, and in handlers of signals."""
+
+    def request(self, flush_s: float) -> None:
+        self.flush_s = min(self.flush_s, flush_s)
+        self.is_requested = True
+        self.wake()
+
+
+def _serve(server: Server, link: SupervisorLink | None, stop: _StopRequest) -> None:
+    next_beat, stop.wake = 0.0, server.wake
+    while not stop.is_requested:
+        if link and time.monotonic() >= next_beat:
+            link.beat("ready")
+            next_beat = time.monotonic() + BEAT_EVERY_S
+        server.serve(max(0.0, next_beat - time.monotonic()) if link else BEAT_EVERY_S)
+
+
+def _gatekeeper(settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> Gatekeeper | None:
+    """Raises `CurveError`. Keys for some models only are kept out: blocks are of any model, and
+    the store cannot tell which."""
+    over_tcp = any(endpoint.startswith("tcp:") for endpoint in settings.kvstore_socket)
+    if settings.curve_dir is None or not over_tcp:
+        return None
+    return Gatekeeper(context, settings.curve_dir, any_model_only=True)
+
+
+def _make_writer(settings: Settings, store: DiskStore) -> Writer:
+    return Writer(
+        store,
+        persistent=settings.ssd_durability == "persistent",
+        queue_size=settings.ssd_writer_queue_size,
+        max_retries=settings.ssd_persistent_max_retries,
+        flush_interval_s=settings.ssd_flush_interval_s,
+    )
+
+
+def _load_index(store: DiskStore) -> None:
+    started = time.monotonic()
+    store.load()
+    stats = store.stats()
+    took_s = time.monotonic() - started
+    logger.info("found %d blocks, %.1f GB, in %.1f s", stats.blocks, stats.bytes / 1e9, took_s)
+
+
+def _is_in_use(endpoint: str) -> bool:
+    """Return whether a process listens: a ZeroMQ bind would silently take over an ipc socket."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _remove_socket(endpoint: str) -> None:
+    """Remove the file of an ipc socket, which ZeroMQ does not remove."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme == "ipc":
+        Path(path).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

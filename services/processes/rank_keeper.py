@@ -1,0 +1,232 @@
+"""`python -m services.processes.rank_keeper`: keeps a rank here for a rank 0 on another machine.
+
+It reads a `RankJob` from its standard input, compares models and versions, starts the rank, and
+hands beats from one to the other. The rank never outlives it, nor the connection: whatever ends
+rank 0, its machine or the network, and also if the rank is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from engine.model.errors import ModelUnavailable
+from engine.parallel.health import LOADING_SILENCE_S, SILENCE_S
+from services.ranks.rdma import lacks_rdma
+from services.ranks.remote_rank import IBV_VARIABLE, RANK_VARIABLE, RankJob, model_digest, versions
+from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from shared.supervisor_link import LINK_VARIABLE, LineReader
+
+LONGER_S = 2.0
+"""The rank itself ends after `SILENCE_S`; what is stopped does not."""
+BYTES = 65536
+ENDING_S = 10.0
+"""How long a kvstore may take to write what it has."""
+STORE_PAUSE_S = 1.0
+"""Before a kvstore that ended is started again: one of the last group may still have the files."""
+
+
+def main() -> int:
+    """Return the exit code of the rank."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    job = read_job(0)
+    return EXIT_OK if job is None else keep(job, 0, 1)
+
+
+def read_job(source: int) -> RankJob | None:
+    """Return what rank 0 sends over the descriptor ``source``, None if it is gone. Raises: OSError,
+    msgspec.MsgspecError."""
+    line = bytearray()
+    while not line.endswith(b"\n"):  # byte by byte: what follows it is for the rank
+        data = os.read(source, 1)
+        if not data:
+            return None
+        line += data
+    return msgspec.json.decode(bytes(line), type=RankJob)
+
+
+def keep(job: RankJob, source: int, sink: int, is_wanted: Callable[[], bool] = lambda: True) -> int:
+    """Run the rank of ``job`` while rank 0 is there, which speaks over ``source`` and is answered
+    over ``sink``, and while it ``is_wanted``. Return its exit code. Raises: OSError."""
+    if (reason := difference(job)) is not None:
+        _say(sink, {"phase": "loading", "reason": reason, "exit": EXIT_CONFIG})
+        return EXIT_CONFIG
+    with tempfile.TemporaryDirectory(prefix="rank-") as folder:
+        environment = {**os.environ, **job.environment}
+        for variable, content in job.files.items():
+            path = Path(folder, variable.lower())
+            path.write_text(content)
+            environment[variable] = str(path)
+        arguments, store = job.arguments, None
+        if job.kvstore is not None:
+            address = f"--kvstore-socket=ipc://{folder}/kvstore"
+            arguments = [*arguments, address]
+            store = KeptStore([*job.kvstore, address])
+        try:
+            code = RankKeeper(arguments, environment, source, sink, store, is_wanted).run()
+        finally:
+            if store is not None:
+                store.end()
+    _say(sink, {"exit": code})
+    return code
+
+
+def difference(job: RankJob) -> str | None:
+    """Return why this machine cannot compute a part of the model of rank 0."""
+    rank = int(job.environment[RANK_VARIABLE])
+    name = f"rank {rank} on {socket.gethostname()}"
+    for program, version in versions().items():
+        if version != job.versions.get(program):
+            return f"{name} has {program} {version}, and rank 0 {job.versions.get(program)}"
+    try:
+        found = model_digest(job.model)
+    except ModelUnavailable as error:
+        return f"{name}: {error}"
+    if found != job.fingerprint:
+        return f"{name} has other weights or another config of {job.model} than rank 0"
+    if (matrix := job.files.get(IBV_VARIABLE)) is not None:
+        lacking = lacks_rdma(msgspec.json.decode(matrix)[rank])
+        return None if lacking is None else f"{name}: {lacking}"
+    return None
+
+
+class KeptStore:
+    """A kvstore for one rank. It writes what it has and ends when this process does."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_at = 0.0
+
+    def turn(self, now: float) -> None:
+        """Start it if it does not run."""
+        if now < self._start_at or (self._process and self._process.poll() is None):
+            return
+        self._start_at = now + STORE_PAUSE_S
+        if self._link is not None:
+            self._link.close()
+        self._link, self._process = _start(
+            "services.processes.kvstore", self._arguments, os.environ
+        )
+
+    def end(self) -> None:
+        if self._link is not None and self._process is not None:
+            self._link.close()
+            try:
+                self._process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+class RankKeeper:
+    """Runs a rank, and hands on what it and rank 0 say."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        source: int,
+        sink: int,
+        store: KeptStore | None,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        self._source, self._sink = source, sink
+        self._store, self._is_wanted = store, is_wanted
+        self._link, self._rank = _start("services.processes.rank", arguments, environment)
+        self._reader = LineReader()
+        self._phase = "loading"
+
+    def run(self) -> int:
+        """Hand on what both say until one is gone. Then the rank is killed."""
+        try:
+            self._relay()
+        finally:
+            if self._rank.poll() is None and not self._hung_up():
+                self._rank.kill()
+            code = self._rank.wait()
+            self._link.close()
+        return code if code >= 0 else 128 - code
+
+    def _hung_up(self) -> bool:
+        """Wait a moment for a rank that has closed its link: its exit code says more."""
+        try:
+            self._rank.wait(0.5)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _relay(self) -> None:
+        heard_at = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._source, selectors.EVENT_READ)
+            selector.register(self._link, selectors.EVENT_READ)
+            while self._is_wanted():
+                if self._store is not None:
+                    self._store.turn(time.monotonic())
+                for key, _ in selector.select(SILENCE_S / 5):
+                    data = os.read(key.fd, BYTES)
+                    if not data:
+                        return
+                    if key.fd == self._source:
+                        heard_at = time.monotonic()
+                        self._link.sendall(data)
+                    else:
+                        for line in self._reader.lines(data):
+                            self._phase = str(line.get("phase", self._phase))
+                        _write(self._sink, data)
+                limit_s = SILENCE_S if self._phase == "ready" else LOADING_SILENCE_S
+                if time.monotonic() - heard_at > limit_s + LONGER_S:
+                    return
+
+
+def _start(
+    module: str, arguments: list[str], environment: Mapping[str, str]
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Return the link of a child process, and it."""
+    link, child_end = socket.socketpair()
+    with child_end:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            env={**environment, LINK_VARIABLE: str(child_end.fileno())},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            pass_fds=(child_end.fileno(),),
+        )
+    return link, process
+
+
+def _say(sink: int, message: dict[str, object]) -> None:
+    _write(sink, msgspec.json.encode(message) + b"\n")
+
+
+def _write(sink: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(sink, data) :]
+
+
+def _end(code: int) -> NoReturn:
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except OSError as error:  # nobody reads any more
+        sys.stderr.write(f"the connection to rank 0 is lost: {error}\n")
+        code = EXIT_FAILED
+    _end(code)

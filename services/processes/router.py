@@ -1,0 +1,241 @@
+"""The router process: `python -m services.processes.router --engine-socket ipc:///PATH`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+
+from router.batches.directory import BatchDirectoryError
+from router.fleet.engine_socket import EngineSocketError
+from router.fleet.rate_windows import LimitsStoreError
+from router.fleet.router import Router
+from router.http.api_keys import ApiKeys
+from router.http.app import create_app
+from router.http.connections import Connection
+from router.http.health import can_answer
+from router.responses.archive import ArchiveError
+from router.tokens.without_mlx import leave_out_mlx
+from services.processes.listener import BACKLOG, ListenError, base_url, inherited, listen
+from services.processes.router_end import RouterEnd
+from services.processes.terminal import Terminal
+from shared import logs
+from shared.descriptors import raise_descriptor_limit
+from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.settings import is_loopback, parse
+from shared.supervisor_link import SupervisorLink
+from shared.tracing import Tracing, TracingUnavailable, open_tracing
+from shared.transformers_index import remember_transformers
+from shared.version import installed_version
+
+PROG = "mlx-lm-server router"
+BEAT_EVERY_S = 0.5
+_DATE_EVERY_S = 1.0
+TOLD_WITHIN_S = 10.0
+FLUSH_S = 5
+"""How long the last events may take to reach the clients after a drain."""
+KEEP_ALIVE_S = 75
+SWITCH_INTERVAL_S = 0.0001
+
+logger = logging.getLogger("router")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or the end of the supervisor; return the exit code."""
+    settings = parse(sys.argv[1:] if argv is None else argv, os.environ, PROG)
+    raise_descriptor_limit()
+    leave_out_mlx()
+    remember_transformers()
+    link = SupervisorLink.from_environment()
+    logs.setup("router", settings.log_level, settings.log_format)
+    if not settings.engine_socket:
+        return fail(PROG, "--engine-socket: a router started alone needs it", EXIT_USAGE)
+    try:
+        keys = ApiKeys(settings)
+        tracing = open_tracing(settings.otlp_endpoint, "router")
+        listener = inherited() or listen(settings.host, settings.port)
+    except TracingUnavailable as error:
+        return fail(PROG, f"--otlp-endpoint: {error}")
+    except (OSError, ValueError, ListenError) as error:
+        return fail(PROG, error)
+    try:
+        router = Router(settings, settings.engine_socket, installed_version(), link)
+    except (EngineSocketError, LimitsStoreError) as error:
+        listener.close()
+        flag = "--limits-url: " if isinstance(error, LimitsStoreError) else ""
+        return fail(PROG, f"{flag}{error}")
+    try:
+        server = _server(router, keys, tracing)
+    except BatchDirectoryError as error:
+        return fail(PROG, f"--batch-dir: {error}")
+    except ArchiveError as error:
+        return fail(PROG, f"--response-store-dir: {error}")
+    except (ssl.SSLError, OSError) as error:
+        listener.close()
+        router.engine_sockets.close()
+        return fail(PROG, f"--ssl-certfile, --ssl-keyfile: {error}")
+    # Threads that tokenize and parse (`router.tokens.work_pool`) hold the interpreter for so long
+    # each time that the event loop wants it, and it lets go of it with each call of the system:
+    # with the default of 5 ms a first token with twenty of its turns waits 100.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # uvloop if it is installed: asyncio's own loop takes twice the time for a token.
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(_serve(server, router, keys, listener, link))
+    if tracing is not None:
+        tracing.close()
+    return EXIT_OK
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to `_serve`: during a drain it still answers, with 503.
+
+    uvicorn looks ten times a second whether it is to end. This one is told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._exit = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:
+        return self._exit.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._exit.set()
+        else:
+            self._exit.clear()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # which also makes the header with the time
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exit.wait(), _DATE_EVERY_S)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(router: Router, keys: ApiKeys, tracing: Tracing | None) -> _Server:
+    settings = router.settings
+    config = uvicorn.Config(
+        create_app(router, keys, tracing),
+        http=Connection,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=FLUSH_S,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    config.load()
+    return _Server(config)
+
+
+async def _serve(
+    server: _Server,
+    router: Router,
+    keys: ApiKeys,
+    listener: socket.socket,
+    link: SupervisorLink | None,
+) -> None:
+    loop = asyncio.get_running_loop()
+    terminal = Terminal()
+    end = RouterEnd(server, router, is_supervised=link is not None)
+
+    def hang_up() -> None:
+        if link is None and terminal.is_closed():
+            end.drain()
+        else:
+            keys.reload_soon()
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    if link is not None:
+        _follow(link, loop, router, end.at_once)
+    addresses = router.settings.engine_socket
+    if router.settings.curve_dir is None and any(one.startswith("tcp:") for one in addresses):
+        logger.warning(
+            "every process of this machine can join --engine-socket as an engine, and then reads"
+            " prompts: only ipc://, and tcp:// with --curve-dir, are private"
+        )
+    background = [asyncio.create_task(_beat(router, link)), asyncio.create_task(keys.follow())]
+    await router.start()
+    try:
+        logger.info("listening on %s", base_url(listener, tls=server.config.is_ssl))
+        if not keys and not is_loopback(listener.getsockname()[0]):
+            logger.warning(
+                "no API key is set: everybody who can reach this machine can use the models"
+                " (--api-key-file sets keys, --host 127.0.0.1 keeps others out)"
+            )
+        if link is not None:
+            await _until_told(router)
+        await server.serve(sockets=[listener])
+    finally:
+        end.cancel()
+        for task in background:
+            task.cancel()
+        await router.stop()
+
+
+def _follow(
+    link: SupervisorLink,
+    loop: asyncio.AbstractEventLoop,
+    router: Router,
+    stop_now: Callable[[], None],
+) -> None:
+    """Take what the supervisor says, and stop once it is gone."""
+
+    def take(message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(router.on_supervisor_message, message)
+
+    link.watch(lambda: _on_supervisor_gone(loop, stop_now), take)
+
+
+async def _until_told(router: Router) -> None:
+    """Wait for what the supervisor says of the models. Before that a request would be told that
+    there are none; connections wait in the socket."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(router.supervised.told.wait(), TOLD_WITHIN_S)
+
+
+def _on_supervisor_gone(loop: asyncio.AbstractEventLoop, stop_now: Callable[[], None]) -> None:
+    """Stop at once. The timer ends a process that hangs, as no supervisor is left to kill it.
+
+    Called on the thread of the link.
+    """
+    threading.Timer(FLUSH_S, os._exit, (1,)).start()
+    loop.call_soon_threadsafe(stop_now)
+
+
+async def _beat(router: Router, link: SupervisorLink | None) -> None:
+    """Tell the supervisor that the event loop runs; "ready" once requests are served."""
+    was_ready = False
+    while link is not None:
+        was_ready = was_ready or can_answer(router)
+        phase = "draining" if router.draining else "ready" if was_ready else "loading"
+        link.beat(phase, models=router.demand(), load=router.load())
+        await asyncio.sleep(BEAT_EVERY_S)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skip the shutdown of the interpreter, which waits for threads that still tokenize.
+    os._exit(code)

@@ -1,0 +1,106 @@
+"""The engines that run, and the memory that they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from services.supervision.fleet.memory import OVERLAP_SHARE
+from services.supervision.fleet.model import FleetModel, free_name
+from services.supervision.launcher import ChildSpec
+from services.supervision.managed_child import ManagedChild
+from shared.settings import ModelEntry
+
+SpecMaker = Callable[[ModelEntry, str, int], ChildSpec]
+"""Makes the spec of an engine of a model, with its name and its budget in bytes."""
+
+
+class ChildRunner(Protocol):
+    """The part of `services.supervision.supervisor.Supervisor` that is needed here."""
+
+    children: list[ManagedChild]
+
+    def add(self, spec: ChildSpec) -> ManagedChild:
+        """Run one more child."""
+
+    def retire(self, child: ManagedChild) -> None:
+        """Let a child end for good."""
+
+    def end(self, code: int) -> None:
+        """End the server."""
+
+
+class EnginePool:
+    """Starts and retires engines within ``total_bytes``. An engine counts until it has ended."""
+
+    def __init__(self, supervisor: ChildRunner, make_spec: SpecMaker) -> None:
+        self._supervisor = supervisor
+        self._make_spec = make_spec
+        self._owners: dict[ManagedChild, FleetModel] = {}
+        self._budgets: dict[ManagedChild, int] = {}
+        """What each engine was started with. It keeps that until it ends, whatever its model's
+        budget is by now."""
+        self.total_bytes = 0
+
+    def start(self, model: FleetModel) -> ManagedChild:
+        """Start one more engine of ``model``."""
+        name = free_name(model.prefix, self._supervisor.children)
+        spec = self._make_spec(model.entry, name, model.budget_bytes)
+        if model.engines:  # the others serve, whether this one can start or not
+            spec = replace(spec, essential=False)
+        child = self._supervisor.add(spec)
+        self._owners[child], self._budgets[child] = model, model.budget_bytes
+        model.awaits_memory = False
+        if not model.engines:
+            model.loading_since = time.monotonic()
+        model.engines.append(child)
+        return child
+
+    def retire(self, model: FleetModel, children: Iterable[ManagedChild]) -> None:
+        """Let ``children`` finish their requests and end."""
+        for child in list(children):
+            model.engines.remove(child)
+            self._supervisor.retire(child)
+
+    def forget_ended(self) -> None:
+        for child in list(self._owners):
+            if child.gave_up is not None:
+                self._supervisor.retire(child)
+            if self.has_ended(child):
+                del self._owners[child], self._budgets[child]
+
+    def has_ended(self, child: ManagedChild) -> bool:
+        return child not in self._supervisor.children
+
+    def fits(self, model: FleetModel) -> bool:
+        """Return whether one more engine of ``model`` has room now."""
+        return self.used_bytes + model.budget_bytes <= self.total_bytes
+
+    def fits_for_a_while(self, model: FleetModel) -> bool:
+        """Return whether one more engine of ``model`` has room until another has ended.
+
+        Budgets are mostly for caches, which grow as they are used. Weights are there at once.
+        """
+        sizes = [owner.weights_bytes for owner in (*self._owners.values(), model)]
+        known = [size for size in sizes if size is not None]
+        enough = sum(known) <= OVERLAP_SHARE * self.total_bytes
+        return self.fits(model) or (len(known) == len(sizes) and enough)
+
+    def bytes_of(self, model: FleetModel) -> int:
+        """Return what the engines take that serve ``model``."""
+        return sum(self._budgets[child] for child in model.engines)
+
+    def excess_bytes(self, model: FleetModel) -> int:
+        """Return what the engines of ``model`` take over the budget that new ones would get."""
+        return max(0, self.bytes_of(model) - len(model.engines) * model.budget_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._budgets.values())
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What engines take that are on their way out."""
+        return sum(size for child, size in self._budgets.items() if child.retired_until is not None)

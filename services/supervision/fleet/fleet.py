@@ -1,0 +1,344 @@
+"""Decides which engines run: loads models on demand, unloads them, and restarts them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from services.supervision.fleet.engine_pool import ChildRunner, EnginePool, SpecMaker
+from services.supervision.fleet.memory import budgets, entry_bytes, placed_bytes, total_bytes
+from services.supervision.fleet.model import FleetModel
+from services.supervision.fleet.model_jobs import Kind, ModelJobs
+from services.supervision.fleet.pulled import delete_refusal, pull_refusal, pulled_entry
+from services.supervision.fleet.rolling import RollingRestart
+from services.supervision.launcher import LaunchedProcess
+from services.supervision.managed_child import ManagedChild
+from shared.exits import EXIT_CONFIG
+from shared.settings import ModelEntry, Settings, model_changes
+
+logger = logging.getLogger(__name__)
+
+ROUTER = "router"
+PATIENCE_S = 10.0
+"""After this time a model that is waited for takes the memory of one that has requests."""
+SHORTEST_STAY_S = 10.0
+"""The time that a model with requests keeps its memory at least."""
+
+
+class EngineFleet:
+    """The engines of all models. `turn` is called several times a second."""
+
+    def __init__(
+        self,
+        supervisor: ChildRunner,
+        make_spec: SpecMaker,
+        settings: Settings,
+        entries: Sequence[ModelEntry],
+        jobs: ModelJobs | None = None,
+    ) -> None:
+        """Models are pulled and deleted at run time by ``jobs``."""
+        self._jobs = jobs
+        self._configured = tuple(entries)
+        self._pulled: list[ModelEntry] = []
+        self._supervisor = supervisor
+        self._settings = settings
+        self._device_bytes: int | None = None
+        self._pool = EnginePool(supervisor, make_spec)
+        self._rolling = RollingRestart(self._pool)
+        self._models = [FleetModel(entry, entry_bytes(entry)) for entry in entries]
+        self._router: LaunchedProcess | None = None
+        self._told: dict[str, Any] | None = None
+        self._size_budgets()
+        self._load_what_fits()
+
+    def turn(self) -> None:
+        now = time.monotonic()
+        self._listen(now)
+        self._learn_device()
+        for model in self._models:
+            if line := model.follow_engines():
+                logger.info(line)
+        self._finish_jobs()
+        self._pool.forget_ended()
+        self._rolling.turn()
+        self._unload_idle()
+        self._scale(now)
+        for model in sorted(self._models, key=lambda model: model.waiting_since or now):
+            self._load(model, now)
+        self._tell_router()
+        if all(model.state == "broken" for model in self._models):
+            self._supervisor.end(EXIT_CONFIG)
+
+    def on_exit(self, child: ManagedChild) -> None:
+        """Tell the router that a process has ended: it would have to wait for missing beats."""
+        if self._router is not None and child.name != ROUTER:
+            self._tell_of_end(child, planned=child.retired_until is not None)
+
+    def _tell_of_end(self, child: ManagedChild, *, planned: bool) -> None:
+        if self._router is not None:
+            self._router.tell({"ended": child.joins_as, "planned": planned})
+
+    def reconfigure(self, settings: Settings, entries: Sequence[ModelEntry]) -> None:
+        """Serve ``entries`` and what was pulled from now on: load new models, unload others,
+        restart changed ones."""
+        taken = {name for entry in entries for name in entry.names}
+        self._pulled = [entry for entry in self._pulled if taken.isdisjoint(entry.names)]
+        self._settings = settings
+        self._serve(entries)
+
+    def _serve(self, entries: Sequence[ModelEntry]) -> None:
+        """Serve ``entries`` of the configuration, and what was pulled."""
+        self._configured = tuple(entries)
+        if self._pulled:  # they share the memory
+            entries = [replace(entry, alone=False) for entry in entries]
+        known = {model.id: model for model in self._models}
+        self._models = []
+        for entry in [*entries, *self._pulled]:
+            model = known.pop(entry.id, None)
+            if model is None:
+                model = FleetModel(entry, entry_bytes(entry))
+                logger.info("model %s was added", model.id)
+            elif changes := model_changes(model.entry, entry):
+                logger.info("model %s has changed: %s", model.id, ", ".join(sorted(changes)))
+                model.entry = entry
+                model.mend()
+                model.weights_bytes = entry_bytes(entry)
+                self._rolling.add(model)
+            model.entry = entry
+            self._models.append(model)
+        for model in known.values():
+            logger.info("model %s was taken out", model.id)
+            self._rolling.forget(model)
+            self._pool.retire(model, model.engines)
+        self._size_budgets()
+        self._load_what_fits()
+
+    def close(self) -> None:
+        """End what downloads and deletes models."""
+        if self._jobs is not None:
+            self._jobs.close()
+
+    # -- the router ------------------------------------------------------------
+
+    def _listen(self, now: float) -> None:
+        """Take what the router says: demand in its beats, and commands."""
+        (router,) = (child for child in self._supervisor.children if child.name == ROUTER)
+        if router.process is not self._router:
+            self._router, self._told = router.process, None
+        if self._router is None:
+            return
+        demand = self._router.state.facts.get("models", {})
+        for model in self._models:
+            waiting, idle_s = demand.get(model.id, (0, 0.0))
+            model.note_demand(int(waiting), float(idle_s), now)
+            for child in model.engines:
+                for message in () if child.process is None else child.process.take_messages():
+                    if message.get("lost"):  # and started again, which is no exit
+                        self._tell_of_end(child, planned=False)
+            model.scaling.note_load(*self._router.state.facts.get("load", {}).get(model.id, ()))
+        for message in self._router.take_messages():
+            match message:
+                case {"do": "restart", "target": target}:
+                    self.restart(target)
+                case {"do": "keep", "target": str(target), "keep_s": keep_s}:
+                    for model in self._models:
+                        if model.id == target:
+                            model.keep(keep_s)
+                case {"do": "pull" | "delete" as kind, "target": str(target)}:
+                    self._begin_job(kind, target)
+                case {"do": "cancel pull", "target": str(target)}:
+                    if self._jobs is not None:
+                        self._jobs.cancel(target)
+                case _:
+                    logger.error("the router asks for something unknown: %s", message)
+
+    def _learn_device(self) -> None:
+        """Size the memory anew once an engine has said what its device has."""
+        for model in self._models:
+            for child in model.engines:
+                facts = {} if child.process is None else child.process.state.facts
+                if self._device_bytes is None and isinstance(facts.get("device_bytes"), int):
+                    self._device_bytes = facts["device_bytes"]
+                    self._size_budgets()
+
+    def _tell_router(self) -> None:
+        if self._router is None or self._router.state.last_beat_at is None:
+            return
+        models = {model.id: model.describe() for model in self._models}
+        message = {"models": models, "restarting": not self._rolling.is_idle}
+        if self._jobs is not None:
+            message["jobs"] = self._jobs.describe()
+        if message != self._told and self._router.tell(message):
+            self._told = message
+
+    def restart(self, target: str | None) -> None:
+        """Exchange the engines that ``target`` names: an engine, a model, or None for all."""
+        for model in self._models:
+            if target is None or target in model.entry.names:
+                model.mend()
+                if model.engines:
+                    self._rolling.add(model)
+                elif target is not None:
+                    model.waiting_since = model.waiting_since or time.monotonic()
+                    self._load(model, time.monotonic(), asked=True)
+            for child in model.engines:
+                if target in (child.name, child.joins_as):
+                    self._rolling.add_engine(model, child)
+
+    # -- models that come and go -----------------------------------------------
+
+    def _begin_job(self, kind: Kind, name: str) -> None:
+        if self._jobs is None:
+            logger.error("the router asks for a model, which is not possible here: %s", name)
+            return
+        refusal, path = "", name
+        served = [model.entry for model in self._models]
+        known = next((model for model in self._models if name in model.entry.names), None)
+        if kind == "delete":
+            refusal = delete_refusal(name, served, self._pulled)
+            if known is not None and any(not child.is_ready for child in known.engines):
+                refusal = refusal or f"an engine of {name} is just starting"
+        elif known is None:
+            refusal = pull_refusal(name, served, self._pulled)
+        else:
+            path = known.entry.settings.model
+        self._jobs.begin(kind, name, path, refusal)
+
+    def _finish_jobs(self) -> None:
+        """Serve what has been pulled, and take out what has been deleted."""
+        for job in () if self._jobs is None else self._jobs.turn():
+            found = [model for model in self._models if job.name in model.entry.names]
+            for model in found:
+                model.mend()
+            if job.kind == "pull" and not found:
+                self._pulled.append(pulled_entry(self._settings, job.name))
+                self._serve(self._configured)
+            elif job.kind == "delete":
+                self._pulled = [entry for entry in self._pulled if entry.id != job.name]
+                self._serve(self._configured)
+
+    # -- memory ----------------------------------------------------------------
+
+    def _size_budgets(self) -> None:
+        if self._settings.cluster != "none":  # Ray knows the memory of its machines
+            self._pool.total_bytes = sys.maxsize
+            for model in self._models:
+                model.budget_bytes = placed_bytes(model.entry, model.weights_bytes)
+            return
+        self._pool.total_bytes = total_bytes(self._settings, self._device_bytes)
+        entries = [model.entry for model in self._models]
+        sizes = [model.weights_bytes for model in self._models]
+        for model, size in zip(
+            self._models, budgets(entries, sizes, self._pool.total_bytes), strict=True
+        ):
+            model.budget_bytes = size
+
+    def _load_what_fits(self) -> None:
+        """Start engines in the order of the configuration, pinned models first.
+
+        A model that fits once others have only their present budgets is loaded when they do. One
+        that was pulled is not: nobody has asked for it yet, and engines would restart for it.
+        """
+        planned = sum(len(model.engines) * model.budget_bytes for model in self._models)
+        for model in sorted(self._models, key=lambda model: not model.entry.pinned):
+            while self._lacks_engines(model) and self._pool.fits(model):
+                self._pool.start(model)
+                planned += model.budget_bytes
+            if not model.engines:
+                planned += model.budget_bytes
+                will_fit = planned <= self._pool.total_bytes and model.entry not in self._pulled
+                model.awaits_memory = will_fit and self._lacks_engines(model)
+            if not model.engines and not model.awaits_memory:
+                logger.info("model %s will be loaded when it is asked for", model.id)
+
+    def _lacks_engines(self, model: FleetModel) -> bool:
+        return (
+            model.trouble is None
+            and len(model.engines) + model.given_up < model.scaling.wanted
+            and not self._rolling.concerns(model)
+            and not (self._jobs is not None and self._jobs.is_running(model.id, "delete"))
+        )
+
+    def _load(self, model: FleetModel, now: float, *, asked: bool = False) -> None:
+        """Start the engines that ``model`` lacks, if it is waited for or loaded in part."""
+        wanted = model.engines or model.waiting or model.awaits_memory or asked
+        if not self._lacks_engines(model) or not wanted:
+            return
+        if self._pool.fits(model):
+            if not model.engines:
+                self._measure(model)
+            self._pool.start(model)
+        elif not model.engines:
+            self._make_room(model, now)
+
+    def _scale(self, now: float) -> None:
+        """Follow the queues: `_load` starts what is wanted, this ends what is not."""
+        for model in self._models:
+            ready = sum(child.is_ready for child in model.engines)
+            if line := model.scaling.follow(model.entry.settings, ready, now):
+                logger.info("model %s: %s", model.id, line)
+            if len(model.engines) > model.scaling.wanted and not self._rolling.concerns(model):
+                self._pool.retire(model, model.engines[model.scaling.wanted :])
+
+    def _measure(self, model: FleetModel) -> None:
+        """Size an unknown model again: its first load has brought it to this machine."""
+        if model.weights_bytes is None:
+            model.weights_bytes = entry_bytes(model.entry)
+
+    def _make_room(self, model: FleetModel, now: float) -> None:
+        """Unload the models that were not used for longest, so that ``model`` will fit."""
+        pool = self._pool
+        pinned = [each for each in self._models if each.entry.pinned and each is not model]
+        kept = sum(each.budget_bytes * len(each.engines) for each in pinned)
+        if kept + model.budget_bytes > pool.total_bytes:
+            model.trouble = (
+                f"it needs {model.budget_bytes / 1e9:.2f} GB of memory, and of "
+                f"{pool.total_bytes / 1e9:.2f} GB pinned models have {kept / 1e9:.2f}"
+            )
+            logger.error("model %s cannot be loaded: %s", model.id, model.trouble)
+            return
+        lacking = pool.used_bytes - pool.leaving_bytes + model.budget_bytes - pool.total_bytes
+        if lacking <= 0 or self._shrink(lacking) or not model.waiting_since:
+            return
+        waited_s = now - (model.waiting_since or now)
+        for victim in sorted(self._models, key=lambda each: -each.idle_s):
+            if lacking <= 0:
+                return
+            if victim.engines and victim not in (*pinned, model) and _may_go(victim, waited_s, now):
+                logger.info("model %s makes room for %s", victim.id, model.id)
+                lacking -= pool.bytes_of(victim)
+                pool.retire(victim, victim.engines)
+
+    def _shrink(self, lacking_bytes: int) -> bool:
+        """Exchange engines that were started with larger budgets than they would get now, if that
+        frees so much. Return whether that is under way."""
+        excess = self._pool.excess_bytes
+        large = [model for model in self._models if excess(model) and not model.given_up]
+        if any(map(self._rolling.concerns, large)):
+            return True
+        if sum(map(excess, large)) < lacking_bytes:
+            return False
+        for model in large:
+            logger.info("model %s is restarted with less memory, for others", model.id)
+            self._rolling.add(model)
+        return True
+
+    def _unload_idle(self) -> None:
+        for model in self._models:
+            in_use = model.entry.pinned or model.state != "ready" or self._rolling.concerns(model)
+            if model.is_due and not in_use:
+                logger.info("model %s is unloaded: idle for %.0f s", model.id, model.idle_s)
+                model.kept_s = None
+                self._pool.retire(model, model.engines)
+
+
+def _may_go(model: FleetModel, waited_s: float, now: float) -> bool:
+    """Return whether ``model`` is unloaded for another, which has been waited for that long."""
+    if model.idle_s > 0:
+        return True
+    stay_s = 0.0 if model.ready_since is None else now - model.ready_since
+    return waited_s > PATIENCE_S and stay_s > SHORTEST_STAY_S

@@ -1,0 +1,112 @@
+"""The bytes that models need, known before they are loaded, and the budgets of their engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.model.load import DEMOS
+from services.processes.model_files import weights_in
+from shared.paths import user_cache, user_path
+from shared.settings import ModelEntry, Settings
+
+logger = logging.getLogger(__name__)
+
+DARWIN_SHARE = 0.75
+"""About Metal's recommended working set, until an engine has told it."""
+OVERLAP_SHARE = 0.7
+"""While engines are exchanged, the weights of all together may take this part of the memory."""
+_WEIGHTS_FACTOR = 1.5
+_LEAST_BESIDE_WEIGHTS = 2 << 30
+
+
+def weights_bytes(model: str) -> int | None:
+    """Return the size of the weights of ``model``, by the headers of its files.
+
+    None if it is not on this machine, or is no model.
+    """
+    try:
+        directory = model_directory(model)
+        return (weights_in(directory) or None) if directory is not None else None
+    except Exception as error:  # a file that others have made may hold anything
+        logger.debug("the weights of %s cannot be measured: %s", model, error)
+        return None
+
+
+def entry_bytes(entry: ModelEntry) -> int | None:
+    """Return the size of the weights that an engine of ``entry`` loads: of its model, and of its
+    draft model if it has one. None if one of them is not known."""
+    settings = entry.settings
+    found = [weights_bytes(settings.model)]
+    if settings.draft_model_path is not None and settings.spec_decode in ("draft", "auto"):
+        found.append(weights_bytes(settings.draft_model_path))
+    known = [size for size in found if size is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def model_directory(model: str) -> Path | None:
+    """Return where ``model`` lies on this machine, whole or not; None if it does not."""
+    if model in DEMOS:  # made when it is first loaded
+        return max((user_cache() / "models").glob("SmolLM2*"), default=None)
+    path = user_path(model)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def machine_bytes() -> int:
+    """Return the memory that engines may take on this machine, as far as is known without MLX."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(total * DARWIN_SHARE) if sys.platform == "darwin" else total
+
+
+def total_bytes(settings: Settings, device_bytes: int | None) -> int:
+    """Return the memory of all engines together; ``device_bytes`` is what an engine has found."""
+    if settings.fleet_memory_gb is not None:
+        return int(settings.fleet_memory_gb * 1e9)
+    return device_bytes or machine_bytes()
+
+
+def budgets(entries: Sequence[ModelEntry], weights: Sequence[int | None], total: int) -> list[int]:
+    """Return the bytes that one engine of each of ``entries`` may take, weights included.
+
+    What ``--memory-gb`` or ``memory_gb`` says goes first. Where all models fit at once, each gets
+    its weights and an equal part of what they leave. Otherwise each gets its weights and half as
+    much again, 2 GiB at least, so that others fit beside it. A model whose size is not known gets
+    an equal part of the memory.
+    """
+    engines = sum(entry.settings.engines for entry in entries)
+    known = [size or 0 for size in weights]
+    needed = sum(e.settings.engines * size for e, size in zip(entries, known, strict=True))
+    all_fit = None not in weights and needed * _WEIGHTS_FACTOR <= total
+    found = []
+    for entry, size in zip(entries, weights, strict=True):
+        if entry.settings.memory_gb is not None:
+            found.append(int(entry.settings.memory_gb * 1e9))
+        elif size is None:
+            found.append(total // engines)
+        elif all_fit:
+            found.append(size + (total - needed) // engines)
+        else:
+            least = size + _LEAST_BESIDE_WEIGHTS
+            found.append(min(total, max(int(size * _WEIGHTS_FACTOR), least)))
+    return found
+
+
+def placed_bytes(entry: ModelEntry, weights: int | None) -> int:
+    """Return the bytes that a machine has to have for an engine of ``entry``: 0 if its model is not
+    on this machine, and ``--memory-gb`` does not say it."""
+    if entry.settings.memory_gb is not None:
+        return int(entry.settings.memory_gb * 1e9)
+    if weights is None:
+        return 0
+    return max(int(weights * _WEIGHTS_FACTOR), weights + _LEAST_BESIDE_WEIGHTS)

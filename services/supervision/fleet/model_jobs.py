@@ -1,0 +1,151 @@
+"""Models that are downloaded or deleted while the server runs, each by a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from services.supervision.launcher import LaunchedProcess
+from services.supervision.managed_child import describe_exit
+from shared.exits import EXIT_OK
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["pull", "delete"]
+StartJob = Callable[[Kind, str], LaunchedProcess]
+"""Starts the process of a job about the model of this path or id. Raises: OSError."""
+
+MOST_AT_ONCE = 4
+KEPT_S = 30.0
+"""How long the result of a job is told."""
+MOST_KEPT = 64
+_REASON_CHARS = 500
+
+
+@dataclass
+class ModelJob:
+    kind: Kind
+    name: str
+    path: str
+    number: int
+    process: LaunchedProcess | None = None
+    state: Literal["running", "done", "failed", "cancelled"] = "running"
+    reason: str = ""
+    completed: int = 0
+    total: int = 0
+    ended_at: float = 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the router is told."""
+        names = ("kind", "number", "state", "reason", "completed", "total")
+        return {name: getattr(self, name) for name in names}
+
+
+class ModelJobs:
+    """The jobs by the names of their models; of each model the last."""
+
+    def __init__(self, start: StartJob) -> None:
+        self._start = start
+        self._jobs: dict[str, ModelJob] = {}
+        self._ending: list[tuple[str, LaunchedProcess]] = []
+        """Processes of cancelled jobs, by the names of their models. They have files open, so the
+        next job of the model starts when they have ended."""
+        self._number = 0
+
+    def begin(self, kind: Kind, name: str, path: str, refusal: str = "") -> None:
+        """Begin a job about the model called ``name``, unless there is one, or a ``refusal``."""
+        if self.is_running(name):
+            return
+        running = [job for job in self._jobs.values() if job.state == "running"]
+        ended = [job for job in self._jobs.values() if job.state != "running"]
+        for old in ended[: max(0, len(ended) - MOST_KEPT)]:
+            del self._jobs[old.name]
+        self._number += 1
+        self._jobs.pop(name, None)  # the newest is the last
+        job = self._jobs[name] = ModelJob(kind, name, path, self._number)
+        if not refusal and len(running) >= MOST_AT_ONCE:
+            refusal = f"{len(running)} models are pulled or deleted already"
+        if refusal:
+            self._end(job, refusal)
+        else:
+            self._start_process(job)
+
+    def is_running(self, name: str, kind: Kind | None = None) -> bool:
+        """Return whether a job, of this ``kind`` if one is given, runs about the model."""
+        job = self._jobs.get(name)
+        return job is not None and job.state == "running" and kind in (None, job.kind)
+
+    def cancel(self, name: str) -> None:
+        """Stop a download. What has come is kept: the next one goes on from there."""
+        job = self._jobs.get(name)
+        if job is None or job.kind != "pull" or job.state != "running":
+            return
+        if job.process is not None:
+            job.process.stop(at_once=True)
+            self._ending.append((name, job.process))
+        job.process, job.state, job.ended_at = None, "cancelled", time.monotonic()
+        logger.info("pull %s: cancelled", name)
+
+    def turn(self) -> list[ModelJob]:
+        """Take what the processes say; return the jobs that have ended well since the last call."""
+        done: list[ModelJob] = []
+        now = time.monotonic()
+        for ending in list(self._ending):
+            ending[1].refresh(now)
+            if ending[1].state.exit_code is not None:
+                ending[1].close()
+                self._ending.remove(ending)
+        for job in list(self._jobs.values()):
+            if job.state != "running":
+                if now - job.ended_at > KEPT_S:
+                    del self._jobs[job.name]
+            elif job.process is None:
+                self._start_process(job)
+            elif self._has_ended_well(job, job.process, now):
+                done.append(job)
+        return done
+
+    def describe(self) -> dict[str, Any]:
+        return {name: job.describe() for name, job in self._jobs.items()}
+
+    def close(self) -> None:
+        """End all processes, and wait until they have ended."""
+        running = [job.process for job in self._jobs.values() if job.process is not None]
+        for process in [*running, *(process for _, process in self._ending)]:
+            process.stop(at_once=True)
+            process.wait()
+            process.close()
+
+    def _start_process(self, job: ModelJob) -> None:
+        """Start the process of ``job``, unless one of the same model still ends."""
+        if any(name == job.name for name, _ in self._ending):
+            return
+        try:
+            job.process = self._start(job.kind, job.path)
+        except OSError as error:
+            self._end(job, f"no process could be started ({error.strerror})")
+
+    def _has_ended_well(self, job: ModelJob, process: LaunchedProcess, now: float) -> bool:
+        process.refresh(now)
+        for message in process.take_messages():
+            job.completed = int(message.get("completed", job.completed))
+            job.total = int(message.get("total", job.total))
+            job.reason = str(message.get("reason", job.reason))
+        code = process.state.exit_code
+        if code is not None:
+            process.close()
+            reason = job.reason or f"its process {describe_exit(code)}"
+            self._end(job, "" if code == EXIT_OK else reason)
+        return code == EXIT_OK
+
+    def _end(self, job: ModelJob, failure: str) -> None:
+        job.process, job.ended_at = None, time.monotonic()
+        failure = failure[:_REASON_CHARS]
+        job.state, job.reason = "failed" if failure else "done", failure
+        what = f"failed: {failure}" if failure else "done"
+        logger.log(
+            logging.ERROR if failure else logging.INFO, "%s %s: %s", job.kind, job.name, what
+        )

@@ -1,0 +1,88 @@
+"""Rolling restarts: engines are exchanged for new ones, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from services.supervision.fleet.engine_pool import EnginePool
+from services.supervision.fleet.model import FleetModel
+from services.supervision.managed_child import ManagedChild
+
+logger = logging.getLogger(__name__)
+
+
+class RollingRestart:
+    """Exchanges engines for new ones with the present settings of their model.
+
+    The new one is started first and the old one drains once it is ready, where both fit into
+    memory. Otherwise the old one drains first; requests then go to other engines, or wait.
+    """
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self._queue: deque[tuple[FleetModel, ManagedChild]] = deque()
+        self._old: ManagedChild | None = None
+        self._new: ManagedChild | None = None
+        self._model: FleetModel | None = None
+
+    def add(self, model: FleetModel) -> None:
+        """Exchange all engines of ``model``."""
+        for child in model.engines:
+            self.add_engine(model, child)
+
+    def add_engine(self, model: FleetModel, child: ManagedChild) -> None:
+        """Exchange ``child``, also if it only starts: its settings may be old ones."""
+        if (model, child) not in self._queue:
+            self._queue.append((model, child))
+
+    def forget(self, model: FleetModel) -> None:
+        """Exchange no further engines of ``model``."""
+        self._queue = deque(each for each in self._queue if each[0] is not model)
+        if self._model is model:
+            self._model = self._old = self._new = None
+
+    def concerns(self, model: FleetModel) -> bool:
+        return model is self._model or any(each is model for each, _ in self._queue)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._model is None and not self._queue
+
+    def turn(self) -> None:
+        """Go on as far as is possible without waiting."""
+        if self._model is None:
+            self._begin_next()
+        elif self._new is not None and self._new not in self._model.engines:
+            self._stop("the new engine cannot start, so the others stay")
+        elif self._new is not None and self._new.is_ready:
+            self._finish(self._model)
+        elif self._new is None and self._old is not None and self._pool.has_ended(self._old):
+            self._new = self._pool.start(self._model)
+
+    def _begin_next(self) -> None:
+        while self._queue:
+            model, old = self._queue.popleft()
+            if old not in model.engines:
+                continue
+            self._model, self._old = model, old
+            if self._pool.fits_for_a_while(model):
+                self._new = self._pool.start(model)
+            else:
+                self._pool.retire(model, [old])
+            return
+
+    def _finish(self, model: FleetModel) -> None:
+        """Let the old engine drain once the new one is ready. The next is begun when it has
+        ended."""
+        assert self._old is not None and self._new is not None
+        if self._old in model.engines:
+            self._pool.retire(model, [self._old])
+        if self._pool.has_ended(self._old):
+            logger.info("%s was restarted: it is %s now", self._old.name, self._new.name)
+            self._model = self._old = self._new = None
+
+    def _stop(self, reason: str) -> None:
+        assert self._model is not None
+        logger.error("restart of model %s: %s", self._model.id, reason)
+        self.forget(self._model)

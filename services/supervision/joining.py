@@ -1,0 +1,114 @@
+"""`mlx-lm-server engine`: engines of this machine that join the routers of others.
+
+They are children of this process, which starts them again when they end: after a fault, or since a
+router has told them to restart. Blocks are kept on this machine, unless ``--kvstore-socket`` says
+where.
+
+All models are loaded at the start, none on demand: a router does not know of a model before an
+engine of it has joined.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from services.supervision.fleet.memory import budgets, entry_bytes, total_bytes
+from services.supervision.launcher import ChildSpec
+from services.supervision.local import GRACE_S, Children
+from services.supervision.local_launcher import LocalLauncher
+from services.supervision.managed_child import Limits
+from services.supervision.output import LogCollector
+from services.supervision.supervisor import Supervisor
+from shared import logs, settings
+from shared.curve import CurveError, engine_keys
+from shared.descriptors import raise_descriptor_limit
+from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
+from shared.rundir import RunDir, RunDirError
+from shared.settings import ModelEntry, Settings
+
+PROG = "mlx-lm-server engine"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run engines until told to stop; return the exit code."""
+    options, models = settings.parse_models(argv, os.environ, PROG)
+    raise_descriptor_limit()
+    if not options.engine_socket:
+        return fail(PROG, "--engine-socket: the address of the router to join", EXIT_USAGE)
+    try:
+        for address in (*options.engine_socket, *options.kvstore_socket):
+            engine_keys(options.curve_dir, address)
+        with RunDir.create() as run_dir:
+            return _supervise(options, joining_children(options, models, run_dir), run_dir)
+    except CurveError as error:
+        return fail(PROG, f"--curve-dir: {error}")
+    except TooManyModels as error:
+        return fail(PROG, error)
+    except RunDirError as error:
+        return fail(PROG, error, EXIT_FAILED)
+
+
+class TooManyModels(Exception):
+    """The models do not fit into memory together; the message is one line for the user."""
+
+
+def joining_children(
+    options: Settings, models: Sequence[ModelEntry], run_dir: RunDir
+) -> list[ChildSpec]:
+    """Return the specs of the engines of all ``models``, and of the kvstore that they share.
+
+    Raises: `TooManyModels`.
+    """
+    children = Children(options, run_dir, joins=options.engine_socket)
+    total = total_bytes(options, None)
+    sizes = budgets(models, [entry_bytes(entry) for entry in models], total)
+    needed = sum(size * each.settings.engines for each, size in zip(models, sizes, strict=True))
+    if not models[0].alone and needed > total:
+        raise TooManyModels(
+            f"--config: all models are loaded at once here, and need {needed / 1e9:.2f} GB of"
+            f" {total / 1e9:.2f} GB (memory-gb, fleet-memory-gb)"
+        )
+    host = socket.gethostname().partition(".")[0]
+    wanted = [
+        (entry, size)
+        for entry, size in zip(models, sizes, strict=True)
+        for _ in range(entry.settings.engines)
+    ]
+    engines = [
+        children.engine(entry, f"{host}-{number}", size)
+        for number, (entry, size) in enumerate(wanted)
+    ]
+    keeps_blocks = not options.no_ssd and not options.kvstore_socket
+    return [*([children.kvstore()] if keeps_blocks else []), *engines]
+
+
+def _supervise(options: Settings, specs: Sequence[ChildSpec], run_dir: RunDir) -> int:
+    output = LogCollector(options.log_format)
+    logs.setup("supervisor", options.log_level, options.log_format, output)
+
+    def announce() -> None:
+        sys.stdout.write(f"{PROG} ready, for {', '.join(options.engine_socket)}\n")
+        sys.stdout.flush()
+
+    launcher = LocalLauncher(output, options.spare_engine_after_s)
+
+    def turn() -> None:
+        run_dir.keep_fresh()
+        launcher.keep_spare(time.monotonic())
+
+    supervisor = Supervisor(
+        specs,
+        launcher,
+        limits=Limits(drain_timeout_s=options.drain_timeout_s + GRACE_S),
+        on_ready=announce,
+        on_turn=turn,
+    )
+    try:
+        return supervisor.run()
+    finally:
+        launcher.close()
+        output.close()

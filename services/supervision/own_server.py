@@ -1,0 +1,87 @@
+"""A whole server that another program starts for itself, and which ends with that program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from services.processes.listener import listen
+from shared.paths import python_path
+from shared.supervisor_link import HTTP_VARIABLE, LINK_VARIABLE
+
+_POLL_S = 0.1
+_STOP_WITHIN_S = 30.0
+"""Then a server that was told to stop is killed."""
+_KEPT_CHARACTERS = 4000
+
+
+class OwnServerFailed(Exception):
+    """The server ended; the message holds the last that it wrote."""
+
+
+def arguments(
+    flags: Sequence[str], http: socket.socket, link: socket.socket, **variables: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of a server, and how it is to be started (for subprocess and asyncio).
+
+    It listens on ``http``, and ends when the other end of ``link`` is closed, whatever closes it.
+    ``variables`` go into its environment."""
+    descriptors = {HTTP_VARIABLE: http.fileno(), LINK_VARIABLE: link.fileno()}
+    command = [sys.executable, "-P", "-m", "services.supervision.local", "--host=127.0.0.1", *flags]
+    numbers = {name: str(number) for name, number in descriptors.items()}
+    environment = {**os.environ, "PYTHONPATH": python_path(), **variables, **numbers}
+    started = {
+        "env": environment,
+        "stdin": subprocess.DEVNULL,
+        "pass_fds": tuple(descriptors.values()),
+        "process_group": 0,
+    }
+    return command, started
+
+
+@contextmanager
+def own_server(flags: Sequence[str], **variables: str) -> Iterator[str]:
+    """Run a server until the end of the block; yield its URL once it is ready.
+
+    Raises `OwnServerFailed` if it ends before."""
+    link, child_end = socket.socketpair()
+    with tempfile.TemporaryFile() as written, link:
+        with listen("127.0.0.1", 0) as http, child_end:
+            command, started = arguments(flags, http, child_end, **variables)
+            url = f"http://127.0.0.1:{http.getsockname()[1]}"
+            process = subprocess.Popen(command, **started, stdout=written, stderr=written)
+        try:
+            while not _is_ready(url):
+                if process.poll() is not None:
+                    written.seek(0)
+                    text = written.read().decode(errors="replace")[-_KEPT_CHARACTERS:].strip()
+                    raise OwnServerFailed(
+                        f"the server ended with code {process.returncode}: {text}"
+                    )
+                time.sleep(_POLL_S)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its children end with the link to it
+                process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False

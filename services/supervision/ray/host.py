@@ -1,0 +1,98 @@
+"""The actor beside an engine: it starts the process, and hands on what that says.
+
+The engine is at the other end of a pipe (`shared.supervisor_link`), whose end it takes as the end
+of its supervisor: so it dies with its actor, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.backend import allocation
+from shared.exits import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from shared.paths import python_path
+from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
+
+FOR_GOOD = (EXIT_OK, EXIT_CONFIG, EXIT_USAGE)
+"""After these exit codes another start would not help."""
+Said = list[tuple[Literal["beat", "log", "exit"], Any]]
+_READ_S = 1.0
+_MOST_BYTES = 256 * 1024
+
+
+class EngineHost:
+    """Runs one engine. Its methods are called through Ray, `read` by one caller at a time."""
+
+    def __init__(self, name: str, arguments: Sequence[str], keys: Mapping[str, str]) -> None:
+        """``arguments`` are those of an engine; ``keys`` are the files of --curve-dir."""
+        # A file of Ray's would be world-readable, and this directory ends with the actor.
+        self._directory = tempfile.TemporaryDirectory(prefix="mlxlm-ray-")
+        for file, text in keys.items():
+            (Path(self._directory.name) / file).write_text(text)
+            (Path(self._directory.name) / file).chmod(0o600)
+        self._link, child_end = socket.socketpair()
+        with child_end:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "services.processes.engine", *arguments),
+                    f"--curve-dir={self._directory.name}",
+                ],
+                env={
+                    **os.environ,
+                    **allocation.environment(os.environ),
+                    ENGINE_NAME_VARIABLE: name,
+                    LINK_VARIABLE: str(child_end.fileno()),
+                    "PYTHONPATH": python_path(),
+                    "PYTHONUNBUFFERED": "1",
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(child_end.fileno(),),
+                process_group=0,
+            )
+        assert self._process.stdout is not None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._link, selectors.EVENT_READ, "beat")
+        self._selector.register(self._process.stdout, selectors.EVENT_READ, "log")
+        self._was_ready = False
+        self._told_to_end = False
+
+    def read(self) -> Said:
+        """Wait a while for what the engine says, and return it; its exit code is the last.
+
+        An engine that fails once it has been ready ends this process too, which Ray then starts
+        again, here or elsewhere.
+        """
+        said: Said = []
+        for key, _ in self._selector.select(_READ_S):
+            data = os.read(key.fd, _MOST_BYTES)
+            if data:
+                said.append((key.data, data))
+            else:
+                self._selector.unregister(key.fileobj)
+            self._was_ready = self._was_ready or b'"ready"' in data
+        if not self._selector.get_map():
+            code = self._process.wait()
+            if self._was_ready and not self._told_to_end and code not in FOR_GOOD:
+                os._exit(1)
+            said.append(("exit", code))
+        return said
+
+    def write(self, data: bytes) -> None:
+        """Send ``data`` to the engine, as its supervisor."""
+        self._link.sendall(data)
+
+    def signal(self, number: int, ends: bool) -> None:
+        """Send a signal to the engine, perhaps one that asks it to end."""
+        self._told_to_end = self._told_to_end or ends
+        if self._process.poll() is None:
+            self._process.send_signal(number)

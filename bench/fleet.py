@@ -15,10 +15,10 @@ from pathlib import Path
 
 from bench.router import Load, cpu_s_of, measured, running_router
 from engine.model.load import resolve
-from router.fleet.engines import Engine
-from router.fleet.placement import choose_engine, prompt_blocks
-from router.fleet.remote_sequence import RemoteSequence
-from router.fleet.tenants import Tenant
+from router.fleet.engines.engine import Engine
+from router.fleet.queue.placement import choose_engine, prompt_blocks
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import Tenant
 from shared import wire
 from shared.descriptors import raise_descriptor_limit
 from shared.hashing import block_hashes

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from engine.backend.blas import load_fast_blas
-from shared.ports import free_ports
+from shared.network.ports import free_ports
 
 START_TIMEOUT_S = 180.0
 CONTEXT_TOKENS = 1024

@@ -14,7 +14,6 @@ from engine.backend.file_rows import FilesChanged
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
 from engine.grammar.queue import GrammarQueue, ReadyOrRefused, ReadyRequest
-from engine.io.group_store import EngineStore
 from engine.io.inbox import (
     BlocksFetched,
     GrammarCompiled,
@@ -25,6 +24,7 @@ from engine.io.inbox import (
     StoresAnswered,
 )
 from engine.io.status import EngineStatus
+from engine.io.store.group_store import EngineStore
 from engine.io.thread import IOThread
 from engine.plan import StepResult
 from engine.scheduler import Scheduler

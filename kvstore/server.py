@@ -22,9 +22,9 @@ from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import wire
 from shared.blockfile import MAX_FILE_BYTES
-from shared.curve import Gatekeeper, watch_peer
 from shared.hashing import HASH_BYTES
 from shared.logs import RateLimitedLogger
+from shared.network.curve import Gatekeeper, watch_peer
 
 MAX_REPLY_BYTES = 16 * 1024 * 1024
 """Limit of the blocks of one reply (but at least one block): the engine asks for the rest."""

@@ -18,11 +18,11 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
 from engine.model.multimodal import FAMILIES
-from router.fleet.engines import Engine, ModelReplicas
-from router.fleet.metrics import LoopHistogram
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.metrics.prometheus import LoopHistogram
 from router.fleet.router import Router
-from router.http.api_keys import ApiKeys
 from router.http.app import create_app
+from router.http.middleware.api_keys import ApiKeys
 from router.schemas.requests import SamplingRequest
 from shared.flags import Flag, flags_of
 from shared.settings import COMMON_FLAGS, Settings

@@ -12,8 +12,8 @@ import mlx.core as mx
 from engine.plan import Decode, Plan, StepResult
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
-from engine.scheduler.chunks import MAX_TOKENS
 from engine.scheduler.config import Ring
+from engine.scheduler.timing.chunks import MAX_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
 from engine.executor.base import ExecutorSpec
 from engine.executor.guessing import Guesser
-from engine.scheduler.chunks import MAX_TOKENS
+from engine.scheduler.timing.chunks import MAX_TOKENS
 
 GPU_CHUNK_TOKENS = 2048
 """What mlx-lm computes of a prompt at once. Fewer leave a GPU idle between chunks."""

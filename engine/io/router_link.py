@@ -10,7 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from shared import wire
-from shared.curve import HANDSHAKE_FAILED, EngineKeys, watch_peer
+from shared.network.curve import HANDSHAKE_FAILED, EngineKeys, watch_peer
 
 logger = logging.getLogger(__name__)
 

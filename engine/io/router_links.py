@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 import zmq
 
 from engine.io.router_link import RouterLink
-from shared.curve import EngineKeys
-from shared.named_address import NameWatch, is_named
+from shared.network.curve import EngineKeys
+from shared.network.named_address import NameWatch, is_named
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine.io.group_store import EngineStore
 from engine.io.inbox import Inbox, NewRouter, PicturedSubmit
 from engine.io.ownership import Ownership
 from engine.io.router_link import HIGH_WATER_MARK, RouterLink
 from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus, StallWatch
+from engine.io.store.group_store import EngineStore
 from engine.io.traces import SequenceTraces
 from shared import wire
 from shared.exits import EXIT_OK, EXIT_STUCK

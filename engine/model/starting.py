@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.transformers_index import remember_transformers
+from shared.imports.transformers_index import remember_transformers
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ class Leader:
     group: RankGroup
     plans: PlanSender
     stores: zmq.Socket[bytes]
-    """Where the other ranks answer what rank 0 asks of their blocks (`engine.io.group_store`)."""
+    """Where the other ranks answer what rank 0 asks of their blocks (`engine.io.store`)."""
     progress: StepProgress
     smallest_bytes: int = sys.maxsize
     """The smallest of the memories of the other ranks."""

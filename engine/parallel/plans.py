@@ -4,7 +4,7 @@ One ZeroMQ socket of rank 0, to which each rank connects: ``ipc`` in a private d
 a number and a content. Number 0 begins the start; plans count from 1.
 
 Blocks that come from the kvstore are named in plans. Each rank has fetched its own part of them
-before (`engine.io.group_store`).
+before (`engine.io.store.group_store`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zmq
 
 from engine.parallel.errors import RankFailed
 from engine.plan import BlockName, Decode, Insert, Payload, Plan
-from shared.curve import EngineKeys, KeyPair
+from shared.network.curve import EngineKeys, KeyPair
 from shared.wire import SamplingParams
 
 OF_SAMPLING = ("sampling", "forbidden", "logprobs", "history", "grammar")

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from engine.scheduler.chunks import MAX_TOKENS
-from engine.scheduler.time_share import DEFAULT_STREAMS_SHARE
+from engine.scheduler.timing.chunks import MAX_TOKENS
+from engine.scheduler.timing.time_share import DEFAULT_STREAMS_SHARE
 
 StorePolicy = Literal["evict_only", "write_through"]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from engine.plan import StepResult
-from engine.scheduler.block_pool import Block
 from engine.scheduler.memory import Memory
-from engine.scheduler.plan_builder import InFlightStep
-from engine.scheduler.prefilling import Prefilling
-from engine.scheduler.sequence import Sequence, Status
-from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.planning.plan_builder import InFlightStep
+from engine.scheduler.planning.prefilling import Prefilling
+from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.sequences.sequence import Sequence, Status
+from engine.scheduler.sequences.sequence_table import SequenceTable
 
 
 def without_pictures(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.pictures import LARGEST_SHARE
-from engine.scheduler.sequence import Sequence, SequencePicture
-from engine.scheduler.thinking import ThinkingProgress
+from engine.scheduler.planning.pictures import LARGEST_SHARE
+from engine.scheduler.sequences.sequence import Sequence, SequencePicture
+from engine.scheduler.sequences.thinking import ThinkingProgress
 from shared import wire
 from shared.hashing import salted_root
 

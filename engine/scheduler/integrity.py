@@ -8,9 +8,9 @@ from itertools import chain
 
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
-from engine.scheduler.plan_builder import InFlightStep
-from engine.scheduler.sequence import HOLDING_SLOT, Status
-from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.planning.plan_builder import InFlightStep
+from engine.scheduler.sequences.sequence import HOLDING_SLOT, Status
+from engine.scheduler.sequences.sequence_table import SequenceTable
 
 
 class IntegrityError(AssertionError):

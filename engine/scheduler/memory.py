@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import count, starmap
 
 from engine.plan import BlockName, Evict, ResizeSlab, SlabSpec, Slot
-from engine.scheduler.block_pool import Block, BlockPool
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.sequence import Sequence
-from engine.scheduler.slot_table import SlotTable
-from engine.scheduler.snapshot_pool import SnapshotPool
+from engine.scheduler.pools.block_pool import Block, BlockPool
+from engine.scheduler.pools.slot_table import SlotTable
+from engine.scheduler.pools.snapshot_pool import SnapshotPool
+from engine.scheduler.sequences.sequence import Sequence
 from engine.scheduler.store_backlog import StoreBacklog
 
 SLAB_TOKENS = 4096

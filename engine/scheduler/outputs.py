@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.plan import Payload, StateSearch
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 
 

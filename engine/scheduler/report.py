@@ -7,10 +7,10 @@ from dataclasses import asdict
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters
-from engine.scheduler.passes import OpenPasses
-from engine.scheduler.prefilling import Prefilling
-from engine.scheduler.sequence import HOLDING_SLOT, Sequence
-from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.planning.passes import OpenPasses
+from engine.scheduler.planning.prefilling import Prefilling
+from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence
+from engine.scheduler.sequences.sequence_table import SequenceTable
 from shared import wire
 
 

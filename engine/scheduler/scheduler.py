@@ -9,21 +9,21 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.plan import FoundState, Payload, Plan, StepResult, StoreRoom
 from engine.scheduler import integrity, report
-from engine.scheduler.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.drafting import Drafting
 from engine.scheduler.failures import discard_failed_saves, without_pictures
 from engine.scheduler.intake import Refusal, make_sequence
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
-from engine.scheduler.plan_builder import InFlightStep, PlanBuilder
-from engine.scheduler.planner import Clock, Planner
-from engine.scheduler.prefilling import Prefilling
-from engine.scheduler.prefix_cache import PrefixCache
-from engine.scheduler.sequence import HOLDING_SLOT, Sequence, Status
-from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.planning.drafting import Drafting
+from engine.scheduler.planning.plan_builder import InFlightStep, PlanBuilder
+from engine.scheduler.planning.planner import Clock, Planner
+from engine.scheduler.planning.prefilling import Prefilling
+from engine.scheduler.planning.prefix_cache import PrefixCache
+from engine.scheduler.sequences.sequence import HOLDING_SLOT, Sequence, Status
+from engine.scheduler.sequences.sequence_table import SequenceTable
 from engine.scheduler.step_meter import StepMeter
-from engine.scheduler.time_share import TimeShare
+from engine.scheduler.timing.chunks import GPU_SHARED_TOKENS, SHARED_TOKENS, ChunkPolicy
+from engine.scheduler.timing.time_share import TimeShare
 from engine.speculation.speculator import Speculator
 from shared import wire
 

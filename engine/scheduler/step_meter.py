@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from engine.plan import StepResult
-from engine.scheduler.chunks import ChunkPolicy
-from engine.scheduler.drafting import Drafting
 from engine.scheduler.outputs import Counters
-from engine.scheduler.plan_builder import InFlightStep, PlannedEncoding, PlannedStretch
-from engine.scheduler.prefilling import Prefilling
-from engine.scheduler.time_share import TimeShare
+from engine.scheduler.planning.drafting import Drafting
+from engine.scheduler.planning.plan_builder import InFlightStep, PlannedEncoding, PlannedStretch
+from engine.scheduler.planning.prefilling import Prefilling
+from engine.scheduler.timing.chunks import ChunkPolicy
+from engine.scheduler.timing.time_share import TimeShare
 
 
 class StepMeter:

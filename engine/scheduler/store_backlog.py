@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from engine.plan import Payload, StoreRoom
-from engine.scheduler.block_pool import Block
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.outputs import Store
+from engine.scheduler.pools.block_pool import Block
 
 
 class StoreBacklog:

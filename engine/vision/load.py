@@ -14,7 +14,7 @@ from engine.model.load import LOAD_ERRORS, LoadedModel
 from engine.model.multimodal import FAMILIES, Family, deep_layers, takes_pictures
 from engine.vision.encoder import VisionEncoder
 from engine.vision.pixels import PixelStore
-from shared.bare_package import leave_out_code_of
+from shared.imports.bare_package import leave_out_code_of
 from shared.wire import Vision
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.device import HOST_VARIABLE
 from engine.parallel.group import RankGroup
 from engine.zoo.examine import ArchitectureReport, examine
+from shared.network.ports import free_ports
 from shared.paths import python_path
-from shared.ports import free_ports
 
 TIME_LIMIT_S = 180.0
 GPU_PATH = "--gpu-path"

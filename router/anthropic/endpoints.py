@@ -18,9 +18,9 @@ from router.api.endpoints import ChatEndpoint, cancel_on_disconnect
 from router.api.images import with_images
 from router.api.operations import Operation, generation_operation
 from router.errors import BODY_ERRORS, MODEL_ERRORS
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 from router.generation.sampling import cache_salt
 from router.schemas.requests import ChatRequest
 

@@ -25,7 +25,7 @@ from router.anthropic.schemas import MessagesRequest
 from router.api.output import encode_events
 from router.api.sse import MEDIA_TYPE, encode_event
 from router.errors import ApiError
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 

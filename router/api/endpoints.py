@@ -23,10 +23,10 @@ from router.api.images import with_images
 from router.api.streaming import EventStream
 from router.api.writer import OutputWriter
 from router.errors import ApiError, ClientDisconnected, ContextLengthExceeded, ErrorResponse
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.fleet.tasks import check_task
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 from router.generation.cache_debug import explain
 from router.generation.choice import Echo, OutputDelta
 from router.generation.generation import Generation

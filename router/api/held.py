@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import State
 
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 from router.images.memory import HeldMemory
 
 

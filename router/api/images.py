@@ -9,9 +9,9 @@ from starlette.datastructures import State
 
 from router.api.held import held_memory
 from router.api.translation import content_note, unsupported_content
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 from router.schemas.conversation import ChatMessage, ContentPart
 from router.schemas.images import ImageContent, ModelImage, SentImage
 

@@ -16,9 +16,10 @@ from starlette.types import ASGIApp
 
 from router.api.body import json_response, read_body
 from router.api.operations import Operation
-from router.batches.context import BatchContext
-from router.batches.directory import BatchDirectory
 from router.batches.files import FileEndpoints
+from router.batches.jobs.context import BatchContext
+from router.batches.jobs.places import Places
+from router.batches.jobs.runner import BatchRunner
 from router.batches.objects import (
     BatchErrors,
     BatchList,
@@ -32,7 +33,6 @@ from router.batches.objects import (
     ReasoningTokens,
     RequestCounts,
 )
-from router.batches.places import Places
 from router.batches.queries import (
     BatchNotFound,
     FileNotFound,
@@ -41,13 +41,13 @@ from router.batches.queries import (
     required,
     run_store,
 )
-from router.batches.runner import BatchRunner
-from router.batches.states import CANCELLABLE, BatchState
-from router.batches.store import BatchStore, Row
-from router.batches.writer import ResultWriter
+from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.states import CANCELLABLE, BatchState
+from router.batches.storage.store import BatchStore, Row
+from router.batches.storage.writer import ResultWriter
 from router.errors import BODY_ERRORS, InvalidRequest, TooManyRequests
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """What batches may ask for."""

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from router.api.body import json_response
-from router.batches.context import BatchContext
+from router.batches.jobs.context import BatchContext
 from router.batches.objects import (
     MAX_EXPIRY_S,
     MIN_EXPIRY_S,
@@ -25,7 +25,7 @@ from router.batches.objects import (
     FileObject,
 )
 from router.batches.queries import page_query, required, run_store, storage_failed
-from router.batches.store import BatchStore, NewFile, Row
+from router.batches.storage.store import BatchStore, NewFile, Row
 from router.batches.uploads import Upload, boundary_of
 from router.errors import (
     BodyTimeout,
@@ -36,7 +36,7 @@ from router.errors import (
     InvalidValue,
     TooManyRequests,
 )
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 
 _MB = 1_000_000
 _SILENCE_S = 30.0

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from router.batches.context import BatchContext
-from router.batches.store import BatchStore, StoreFailed
+from router.batches.jobs.context import BatchContext
+from router.batches.storage.store import BatchStore, StoreFailed
 from router.errors import InvalidValue, NotFound, Unavailable
 
 _Result = TypeVar("_Result")

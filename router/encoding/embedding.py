@@ -8,9 +8,9 @@ import numpy as np
 
 from router.encoding.encoding import Caller, EncodedTexts, encode
 from router.errors import InvalidRequest, InvalidValue
-from router.fleet.engines import Model
-from router.fleet.remote_texts import Rows
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.sequences.remote_texts import Rows
 from router.fleet.tasks import check_task, models_for
 from router.tokens.text_tokens import TokenizedPair, text_tokens, too_long
 from shared.wire import Task, TextTask

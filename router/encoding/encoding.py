@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.fleet.engines import Model
-from router.fleet.remote_texts import RemoteTexts, Rows
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.sequences.remote_texts import RemoteTexts, Rows
+from router.fleet.tenants.tenant import Tenant
 from router.generation.signal import Signal
 from router.tokens.text_tokens import TokenizedPair
 from shared.wire import Encode

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.encoding.encoding import Caller, EncodedTexts, encode
 from router.errors import InvalidRequest
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.tokens.text_tokens import (
     TokenizedPair,

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from itertools import islice
 
 from router.errors import EngineNotFound, RequestNotFound, Unavailable
-from router.fleet.dispatch import Dispatcher
-from router.fleet.engines import Engine
-from router.fleet.registry import Registry
-from router.fleet.remote_request import InFlight
-from router.fleet.supervised import Supervised
+from router.fleet.engines.engine import Engine
+from router.fleet.engines.registry import Registry
+from router.fleet.models.supervised import Supervised
+from router.fleet.queue.dispatch import Dispatcher
+from router.fleet.sequences.remote_request import InFlight
 from shared.wire import ClearCache, Drain, Message
 
 logger = logging.getLogger(__name__)

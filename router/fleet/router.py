@@ -14,23 +14,23 @@ from typing import Any
 
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
 from router.fleet.administration import Administration
-from router.fleet.admission import Admission
-from router.fleet.batch_figures import BatchFigures
-from router.fleet.dispatch import Dispatcher
-from router.fleet.engine_sockets import EngineSockets
-from router.fleet.engines import Engine, Model, ModelReplicas
-from router.fleet.loop_lag import LoopLag
-from router.fleet.metrics import EngineCollector, Metrics
-from router.fleet.rate_limits import RateLimits
-from router.fleet.registry import Registry
-from router.fleet.supervised import ConfiguredModel, Supervised, SupervisorChannel
-from router.fleet.tenants import Tenant
-from router.fleet.timeouts import not_ready
-from router.fleet.tokenizer_files import TokenizerFileStore
+from router.fleet.engines.engine import Engine, Model, ModelReplicas
+from router.fleet.engines.registry import Registry
+from router.fleet.engines.sockets import EngineSockets
+from router.fleet.metrics.batch_figures import BatchFigures
+from router.fleet.metrics.loop_lag import LoopLag
+from router.fleet.metrics.prometheus import EngineCollector, Metrics
+from router.fleet.models.supervised import ConfiguredModel, Supervised, SupervisorChannel
+from router.fleet.models.tokenizer_files import TokenizerFileStore
+from router.fleet.queue.admission import Admission
+from router.fleet.queue.dispatch import Dispatcher
+from router.fleet.sequences.timeouts import not_ready
+from router.fleet.tenants.rate_limits import RateLimits
+from router.fleet.tenants.tenant import Tenant
 from router.images.preparing import ImagePreparer
 from router.tokens.rendering import warm_up
 from router.tokens.work_pool import WorkPool
-from shared.allow_list import AllowedKey
+from shared.network.allow_list import AllowedKey
 from shared.settings import Settings
 from shared.wire import (
     Accepted,

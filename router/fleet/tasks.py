@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from router.errors import NotSupported
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from shared.wire import Task
 

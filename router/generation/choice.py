@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.schemas.completions import FinishReason
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.logprobs import ScoredToken, TokenAligner

@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from router.errors import ApiError, ClientDisconnected, InvalidRequest
-from router.fleet.engines import Model
-from router.fleet.placement import PromptBlocks, prompt_blocks
-from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.engines.engine import Model
+from router.fleet.queue.placement import PromptBlocks, prompt_blocks
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import Tenant
 from router.generation.choice import Choice, OutputDelta
 from router.generation.sampling import (
     MAX_SEQUENCES,

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from router.errors import ContextLengthExceeded, InvalidRequest, InvalidValue
-from router.fleet.engines import Model
-from router.fleet.placement import PromptBlocks
-from router.fleet.tenants import Tenant
+from router.fleet.engines.engine import Model
+from router.fleet.queue.placement import PromptBlocks
+from router.fleet.tenants.tenant import Tenant
 from router.generation.choice import Echo
 from router.schemas.requests import GenerationRequest
 from router.tokens.image_prompts import Prompt

@@ -19,11 +19,21 @@ import router.openai.endpoints as openai
 import router.responses.endpoints as responses
 from router.api.operations import Access, Operation, routes
 from router.fleet.router import Router
-from router.http import admin, docs, health, models, openapi, page, rerank, speculation, tokenize
-from router.http.api_keys import ApiKeys
-from router.http.error_responses import http_exception_handler
-from router.http.middleware import RequestMiddleware
-from router.http.unsupported import unsupported_routes
+from router.http.endpoints import (
+    admin,
+    docs,
+    health,
+    models,
+    openapi,
+    rerank,
+    speculation,
+    tokenize,
+)
+from router.http.endpoints.unsupported import unsupported_routes
+from router.http.middleware.api_keys import ApiKeys
+from router.http.middleware.error_responses import http_exception_handler
+from router.http.middleware.request import RequestMiddleware
+from router.http.status import page
 from shared.tracing import Tracing
 
 

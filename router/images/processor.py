@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared.bare_package import leave_out_code_of
+from shared.imports.bare_package import leave_out_code_of
 from shared.wire import PROCESSOR_FILES, ArraySpec, Vision
 
 if TYPE_CHECKING:  # not at run time: see above

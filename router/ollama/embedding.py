@@ -16,9 +16,9 @@ from router.api.operations import Operation
 from router.encoding.embedding import embed_texts, text_model
 from router.encoding.encoding import Caller, EncodedTexts
 from router.errors import BODY_ERRORS, MODEL_ERRORS, EngineLost, GenerationTimeout
-from router.fleet.engines import Model
-from router.fleet.remote_texts import Rows
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.sequences.remote_texts import Rows
 from router.ollama.errors import OllamaError
 from router.ollama.keeping import keep
 from router.ollama.names import served_name

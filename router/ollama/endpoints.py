@@ -13,7 +13,7 @@ from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
 from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.ollama import embedding, management, models
 from router.ollama.errors import OllamaError

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from router.api.endpoints import loaded_model
 from router.errors import EndpointNotSupported, InvalidRequest, ManagementForbidden, ModelForbidden
 from router.fleet.router import Router
-from router.fleet.tenants import Tenant
+from router.fleet.tenants.tenant import Tenant
 from router.ollama.objects import DoneReason
 from router.ollama.schemas import OllamaModelUse, OllamaRequest
 

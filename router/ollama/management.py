@@ -25,9 +25,9 @@ from router.errors import (
     ModelNotFound,
     Unavailable,
 )
+from router.fleet.models.supervised import RemoteJob
 from router.fleet.router import Router
-from router.fleet.supervised import RemoteJob
-from router.fleet.tenants import ADMINISTRATOR
+from router.fleet.tenants.tenant import ADMINISTRATOR
 from router.ollama.errors import OllamaError, error_body
 from router.ollama.names import listed_names, served_name
 from router.ollama.objects import OllamaProgress

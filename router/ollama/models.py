@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from router.api.body import json_response, read_body
 from router.api.operations import Operation
 from router.errors import BODY_ERRORS, ModelForbidden, ModelNotFound
-from router.fleet.engines import ModelReplicas
+from router.fleet.engines.engine import ModelReplicas
 from router.fleet.router import Router
 from router.ollama.errors import OllamaError
 from router.ollama.keeping import seconds_left

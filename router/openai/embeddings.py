@@ -24,9 +24,9 @@ from router.errors import (
     InvalidRequest,
     InvalidValue,
 )
-from router.fleet.engines import Model
-from router.fleet.remote_texts import Rows
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.fleet.sequences.remote_texts import Rows
 from router.schemas.requests import RequestBody, TokenId
 
 EncodingFormat = Literal["float", "base64"]

@@ -11,7 +11,7 @@ from router.api.endpoints import ChatEndpoint, GenerationEndpoint
 from router.api.operations import Operation, generation_operation
 from router.api.translation import content_note, with_sent_images
 from router.errors import InvalidValue
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion

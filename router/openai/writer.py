@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 
 from router.api.sse import MEDIA_TYPE, encode_event
 from router.errors import ApiError
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.schemas.completions import (

@@ -14,7 +14,7 @@ from router.api.endpoints import ChatEndpoint
 from router.api.operations import Operation, generation_operation
 from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest, NotFound, NotSupported
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.responses.archive import ResponseArchive
 from router.responses.objects import DeletedResponse, ItemList, ResponseObject, ResponseStreamEvent

@@ -13,7 +13,7 @@ import msgspec
 from router.api.output import encode_events
 from router.api.sse import MEDIA_TYPE
 from router.errors import ApiError
-from router.fleet.engines import Model
+from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
 from router.responses.objects import (

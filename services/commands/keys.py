@@ -21,15 +21,15 @@ from services.commands.admin_client import (
     administrate,
 )
 from services.commands.parser import CommandParser
-from shared.allow_list import (
+from shared.exits import EXIT_FAILED, EXIT_OK, fail
+from shared.network.allow_list import (
     AllowedKey,
     AllowListError,
     parse_allowed_key,
     read_allow_list,
     write_allow_list,
 )
-from shared.curve import ALLOW_LIST, CurveError, Role, create_pair, is_key, load_public
-from shared.exits import EXIT_FAILED, EXIT_OK, fail
+from shared.network.curve import ALLOW_LIST, CurveError, Role, create_pair, is_key, load_public
 from shared.paths import user_path
 
 PROG = "mlx-lm-server keys"

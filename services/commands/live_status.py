@@ -1,6 +1,6 @@
 """`mlx-lm-server status` in a terminal: the state of a server, live, as its page shows it.
 
-The figures come from the feed of the page (`router.http.status_feed`), once a second.
+The figures come from the feed of the page (`router.http.status.feed`), once a second.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.http.health import BatchTotals
-from router.http.status import (
+from router.http.endpoints.health import BatchTotals
+from router.http.status.figures import (
     EngineFigures,
     ModelFigures,
     Point,

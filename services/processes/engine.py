@@ -30,9 +30,9 @@ from services.processes.stores import connect_store
 from services.processes.text_engine import serve_texts, task_of
 from services.ranks import group as ranks
 from shared import logs, settings, wire
-from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from shared.network.curve import CurveError, engine_keys
 from shared.paths import user_cache
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, SupervisorLink

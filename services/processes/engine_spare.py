@@ -22,7 +22,7 @@ from shared.supervisor_link import LINK_VARIABLE
 
 MODULES = (
     *("engine.core", "engine.model.load", "engine.replica.build", "engine.replica.grammars"),
-    *("engine.io.store_client", "onnx", "onnxruntime", "engine.batch.cpu.decoder"),
+    *("engine.io.store.client", "onnx", "onnxruntime", "engine.batch.cpu.decoder"),
 )
 
 

@@ -19,9 +19,9 @@ from kvstore.server import Server
 from kvstore.store import DiskStore
 from kvstore.writer import Writer
 from shared import logs
-from shared.curve import CurveError, Gatekeeper
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.network.curve import CurveError, Gatekeeper
 from shared.settings import Settings, parse
 from shared.supervisor_link import SupervisorLink
 

@@ -74,7 +74,7 @@ def serve(
     prepare_environment()
     load_fast_blas(options.ranks)  # before anything imports mlx, which the imports below do
     with lean_imports():
-        from engine.io.rank_store import connect_channel
+        from engine.io.store.rank_store import connect_channel
         from engine.parallel.follower import follow
         from engine.parallel.group import RankGroup
         from engine.parallel.plans import PlanReceiver

@@ -16,14 +16,14 @@ from typing import Any
 
 import uvicorn
 
-from router.batches.directory import BatchDirectoryError
-from router.fleet.engine_socket import EngineSocketError
-from router.fleet.rate_windows import LimitsStoreError
+from router.batches.storage.directory import BatchDirectoryError
+from router.fleet.engines.socket import EngineSocketError
 from router.fleet.router import Router
-from router.http.api_keys import ApiKeys
+from router.fleet.tenants.rate_windows import LimitsStoreError
 from router.http.app import create_app
 from router.http.connections import Connection
-from router.http.health import can_answer
+from router.http.endpoints.health import can_answer
+from router.http.middleware.api_keys import ApiKeys
 from router.responses.archive import ArchiveError
 from router.tokens.without_mlx import leave_out_mlx
 from services.processes.listener import BACKLOG, ListenError, base_url, inherited, listen
@@ -32,10 +32,10 @@ from services.processes.terminal import Terminal
 from shared import logs
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_OK, EXIT_USAGE, fail
+from shared.imports.transformers_index import remember_transformers
 from shared.settings import is_loopback, parse
 from shared.supervisor_link import SupervisorLink
 from shared.tracing import Tracing, TracingUnavailable, open_tracing
-from shared.transformers_index import remember_transformers
 from shared.version import installed_version
 
 PROG = "mlx-lm-server router"

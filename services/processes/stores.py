@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from engine.io.block_fetch import FileKind, Payload
 from engine.io.inbox import BlocksFetched, Inbox, StoresAnswered
+from engine.io.store.block_fetch import FileKind, Payload
 from engine.plan import FoundState
-from shared.curve import engine_keys
 from shared.hashing import rank_namespace, state_namespace
+from shared.network.curve import engine_keys
 from shared.settings import Settings
 
 if TYPE_CHECKING:  # these import mlx
     from engine.executor.base import ExecutorSpec
-    from engine.io.group_store import EngineStore
-    from engine.io.rank_store import RankStore
-    from engine.io.store_client import StoreClient
+    from engine.io.store.client import StoreClient
+    from engine.io.store.group_store import EngineStore
+    from engine.io.store.rank_store import RankStore
     from engine.io.thread import IOThread
     from engine.parallel.leader import Leader
     from engine.replica.build import Replica
@@ -38,7 +38,7 @@ def connect_store(
     """Return the client of the kvstore; None without a kvstore, or a use for it."""
     if not options.kvstore_socket or not replica.uses_store:
         return None
-    from engine.io.group_store import GroupStore
+    from engine.io.store.group_store import GroupStore
 
     client = _client(
         options,
@@ -72,7 +72,7 @@ def connect_rank_store(
     spec: ExecutorSpec,
 ) -> RankStore:
     """Connect a rank other than 0 to the kvstore. ``channel`` leads to rank 0's `GroupStore`."""
-    from engine.io.rank_store import RankStore
+    from engine.io.store.rank_store import RankStore
 
     def connect(store: RankStore) -> StoreClient:
         return _client(
@@ -97,7 +97,7 @@ def _client(
     wake: Callable[[], None],
 ) -> StoreClient:
     """Connect to the kvstore. ``kinds`` are those of blocks and of states."""
-    from engine.io.store_client import StoreClient
+    from engine.io.store.client import StoreClient
 
     address, (blocks, states) = options.kvstore_socket[0], kinds
     return StoreClient(

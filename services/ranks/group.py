@@ -44,9 +44,9 @@ from services.ranks.remote_rank import (
     versions,
 )
 from shared import settings
-from shared.curve import EngineKeys, KeyPair
-from shared.hostfile import RankHost, hostfile_text, read_whole
-from shared.ports import free_ports
+from shared.network.curve import EngineKeys, KeyPair
+from shared.network.hostfile import RankHost, hostfile_text, read_whole
+from shared.network.ports import free_ports
 from shared.rundir import RUN_DIR_VARIABLE
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE, LINK_VARIABLE
@@ -191,7 +191,7 @@ class LocalRanks:
         command: Sequence[str] = (),
     ) -> None:
         """Start them, with ``command`` if it is given. ``on_failed`` as in `GroupWatch`."""
-        from engine.io.group_store import open_channel
+        from engine.io.store.group_store import open_channel
         from engine.parallel.plans import PlanSender
 
         self.progress, self._backend = StepProgress(), backend(options)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from shared.hostfile import Device
+from shared.network.hostfile import Device
 
 LISTS_DEVICES = "ibv_devices"
 """The program of macOS 26.2 that lists them, ``rdma_en2`` and such, with a number each."""

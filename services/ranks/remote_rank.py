@@ -24,7 +24,14 @@ import msgspec
 
 from engine.model.errors import ModelUnavailable
 from engine.parallel.errors import RankFailed
-from shared.hostfile import Device, HostfileError, RankHost, rdma_matrix, read_hostfile, read_whole
+from shared.network.hostfile import (
+    Device,
+    HostfileError,
+    RankHost,
+    rdma_matrix,
+    read_hostfile,
+    read_whole,
+)
 from shared.settings import Settings
 from shared.version import installed_version
 

@@ -24,9 +24,9 @@ from services.supervision.managed_child import Limits
 from services.supervision.output import LogCollector
 from services.supervision.supervisor import Supervisor
 from shared import logs, settings
-from shared.curve import CurveError, engine_keys
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
+from shared.network.curve import CurveError, engine_keys
 from shared.rundir import RunDir, RunDirError
 from shared.settings import ModelEntry, Settings
 

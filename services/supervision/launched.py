@@ -22,7 +22,7 @@ from services.ranks.group import HOSTS_VARIABLE, SOCKETS_VARIABLE, rank_argument
 from services.ranks.remote_rank import HOSTFILE_VARIABLE, RANK_VARIABLE, RankJob
 from shared import logs
 from shared.exits import EXIT_FAILED, EXIT_OK
-from shared.hostfile import RankHost, read_hostfile
+from shared.network.hostfile import RankHost, read_hostfile
 from shared.settings import Settings
 from shared.supervisor_link import ENGINE_NAME_VARIABLE
 

@@ -29,10 +29,10 @@ from services.supervision.output import LogCollector
 from services.supervision.ray.cluster import ClusterUnavailable, RayCluster
 from services.supervision.supervisor import Supervisor
 from shared import logs, settings
-from shared.curve import CurveError
 from shared.descriptors import raise_descriptor_limit
 from shared.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_USAGE, fail
 from shared.flags import FlagError
+from shared.network.curve import CurveError
 from shared.paths import python_path
 from shared.rundir import RUN_DIR_VARIABLE, RunDir, RunDirError
 from shared.settings import ModelEntry, Settings

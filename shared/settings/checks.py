@@ -7,8 +7,8 @@ import re
 from urllib.parse import urlsplit
 
 from shared.flags import FlagError
-from shared.hostfile import HostfileError, rdma_matrix, read_hostfile
-from shared.named_address import is_named
+from shared.network.hostfile import HostfileError, rdma_matrix, read_hostfile
+from shared.network.named_address import is_named
 from shared.rundir import MAX_SOCKET_PATH_BYTES
 from shared.settings.groups import Settings
 

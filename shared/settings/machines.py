@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from shared.flags import flag
-from shared.hostfile import read_hostfile
+from shared.network.hostfile import read_hostfile
 
 
 @dataclass(frozen=True, kw_only=True)

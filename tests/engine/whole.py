@@ -18,7 +18,7 @@ from engine.grammar.cache import GrammarCache
 from engine.grammar.queue import GrammarQueue
 from engine.io.inbox import Inbox, PicturedSubmit
 from engine.io.status import EngineStatus
-from engine.io.store_client import StoreClient
+from engine.io.store.client import StoreClient
 from engine.io.thread import IOThread
 from engine.model.load import load
 from engine.parallel.leader import LeadingExecutor

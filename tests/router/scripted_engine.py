@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from shared.curve import EngineKeys
+from shared.network.curve import EngineKeys
 from shared.wire import (
     PROTOCOL_VERSION,
     Abort,

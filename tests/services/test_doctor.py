@@ -20,7 +20,7 @@ from services.commands import cli
 from services.commands.doctor import command, machine
 from services.processes import listener
 from services.processes.model_files import INDEX, problems
-from shared.curve import create_pair
+from shared.network.curve import create_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120

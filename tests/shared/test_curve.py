@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from shared.allow_list import (
+from shared.network.allow_list import (
     AllowedKey,
     AllowListError,
     parse_allowed_key,
     read_allow_list,
     write_allow_list,
 )
-from shared.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
+from shared.network.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
 
 PATIENCE_MS = 20_000
 Context = zmq.Context[zmq.Socket[bytes]]

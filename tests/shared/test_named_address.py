@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shared.named_address import NameWatch, look_up
+from shared.network.named_address import NameWatch, look_up
 from shared.settings import parse
 
 

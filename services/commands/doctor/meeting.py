@@ -15,13 +15,13 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from router.http.api_keys import ApiKeys
+from router.http.middleware.api_keys import ApiKeys
 from services.commands.doctor.report import Check, bad, good, warning
 from services.processes.listener import ListenError, listen
 from services.ranks.remote_rank import SSH
-from shared.allow_list import AllowListError, read_allow_list
-from shared.curve import ALLOW_LIST, CurveError, EngineKeys, load_pair
-from shared.hostfile import HostfileError, RankHost, read_hostfile
+from shared.network.allow_list import AllowListError, read_allow_list
+from shared.network.curve import ALLOW_LIST, CurveError, EngineKeys, load_pair
+from shared.network.hostfile import HostfileError, RankHost, read_hostfile
 from shared.settings import Settings
 from shared.version import installed_version
 

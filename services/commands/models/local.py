@@ -14,8 +14,8 @@ from engine.model.load import DEMOS, keeps_codes
 from engine.model.multimodal import FAMILIES, takes_pictures
 from services.processes.model_files import problems, weights_in
 from services.supervision.fleet.memory import model_directory
+from shared.imports.transformers_index import remember_transformers
 from shared.settings import Settings
-from shared.transformers_index import remember_transformers
 
 if TYPE_CHECKING:  # it imports MLX
     from engine.replica.forecast import MemoryForecast

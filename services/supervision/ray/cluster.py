@@ -11,9 +11,9 @@ from typing import Any
 from services.supervision.fleet.engine_pool import SpecMaker
 from services.supervision.launcher import ChildSpec, Launcher, MachineNeeds
 from services.supervision.output import LogCollector
-from shared.allow_list import parse_allowed_key, read_allow_list, write_allow_list
-from shared.curve import ALLOW_LIST, create_pair, load_public
-from shared.ports import free_ports
+from shared.network.allow_list import parse_allowed_key, read_allow_list, write_allow_list
+from shared.network.curve import ALLOW_LIST, create_pair, load_public
+from shared.network.ports import free_ports
 from shared.rundir import RunDir
 from shared.settings import ModelEntry, Settings
 

@@ -29,7 +29,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from engine.model.load import resolve
-from router.fleet.loop_lag import EVERY_S
+from router.fleet.metrics.loop_lag import EVERY_S
 from tests.e2e.abuse.attacks import GREEDY, abuses, run_abuse
 from tests.e2e.server import Server, serving
 from tests.tiny_models import make_tiny

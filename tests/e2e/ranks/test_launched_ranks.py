@@ -26,7 +26,7 @@ from services.ranks.rdma import missing_devices
 from services.ranks.remote_rank import RankJob, launched_links, remote_hosts, versions
 from services.supervision.launched import own_job
 from shared import settings
-from shared.hostfile import RankHost, read_hostfile
+from shared.network.hostfile import RankHost, read_hostfile
 from tests.conftest import unused_port
 from tests.e2e.operation.test_faults import PATIENCE_S
 from tests.e2e.ranks.test_ranks import LONG, at_length

@@ -30,7 +30,7 @@ from services.ranks.remote_rank import (
     model_digest,
     versions,
 )
-from shared.hostfile import HostfileError, RankHost, rdma_matrix, read_hostfile
+from shared.network.hostfile import HostfileError, RankHost, rdma_matrix, read_hostfile
 from shared.settings import Settings
 from tests.e2e.operation.test_faults import PATIENCE_S
 from tests.e2e.process import ROOT

@@ -15,7 +15,7 @@ from engine.backend.gpu_path import forced_gpu_path
 from engine.batch.layered import LayeredPass
 from engine.executor.batched import BatchedExecutor
 from engine.plan import Chunk, Decode, Plan, ResizeSlab, SlabSpec, Slot, StepResult, Stretch
-from engine.scheduler.chunks import ChunkPolicy
+from engine.scheduler.timing.chunks import ChunkPolicy
 from shared.wire import SamplingParams
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE, Kind

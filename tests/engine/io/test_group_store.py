@@ -14,10 +14,10 @@ from queue import SimpleQueue
 import pytest
 import zmq
 
-from engine.io.block_fetch import FileKind, Payload
-from engine.io.group_store import CONNECTING_S, GroupStore, open_channel
-from engine.io.rank_store import RankStore, connect_channel
-from engine.io.store_client import StoreClient
+from engine.io.store.block_fetch import FileKind, Payload
+from engine.io.store.client import StoreClient
+from engine.io.store.group_store import CONNECTING_S, GroupStore, open_channel
+from engine.io.store.rank_store import RankStore, connect_channel
 from engine.parallel.errors import RankFailed
 from engine.parallel.plans import StoredName
 from engine.plan import FoundState, StateSearch

@@ -12,8 +12,8 @@ import zmq
 
 from engine.io.router_link import RouterLink
 from shared import wire
-from shared.allow_list import AllowedKey, write_allow_list
-from shared.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
+from shared.network.allow_list import AllowedKey, write_allow_list
+from shared.network.curve import ALLOW_LIST, EngineKeys, Gatekeeper, create_pair
 
 PATIENCE_S = 20
 Context = zmq.Context[zmq.Socket[bytes]]

@@ -15,7 +15,7 @@ from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
 from shared import wire
-from shared.named_address import NameWatch
+from shared.network.named_address import NameWatch
 from tests.conftest import unused_port
 from tests.engine.io.thread_process import HELLO, delta, submit
 

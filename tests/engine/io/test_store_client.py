@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.io import block_fetch, block_puts
-from engine.io.block_fetch import FileKind, Payload
-from engine.io.store_client import StoreClient
+from engine.io.store import block_fetch, block_puts
+from engine.io.store.block_fetch import FileKind, Payload
+from engine.io.store.client import StoreClient
 from engine.plan import FoundState, StateSearch
 from shared import wire
 from shared.hashing import HASH_BYTES

@@ -28,7 +28,7 @@ print(type(loaded.tokenizer._tokenizer).__name__, loaded.tokenizer.encode("Hello
 NAMES = """
 import sys
 
-from shared.transformers_index import remember_transformers
+from shared.imports.transformers_index import remember_transformers
 
 if sys.argv[1] == "remembered":
     remember_transformers()

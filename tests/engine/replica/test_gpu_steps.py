@@ -23,7 +23,7 @@ from engine.executor.line import DeviceLine
 from engine.executor.prefill import Prefill
 from engine.executor.steps import BatchedStep
 from engine.plan import Plan
-from engine.scheduler.chunks import ChunkPolicy
+from engine.scheduler.timing.chunks import ChunkPolicy
 from shared import wire
 from tests.engine.waits import WaitCounter
 from tests.engine.whole import Whole

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine.plan import Decode
 from engine.proving.oracle import logits_distance
-from engine.scheduler.plan_builder import PlanBuilder
+from engine.scheduler.planning.plan_builder import PlanBuilder
 from tests.engine.whole import Whole
 from tests.tiny_models import VOCAB_SIZE
 

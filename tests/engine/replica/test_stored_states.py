@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from engine.io.block_fetch import Payload
 from engine.io.inbox import BlocksFetched, Inbox
-from engine.io.state_fetch import StatePrefixFetch
-from engine.io.store_client import StoreClient
+from engine.io.store.block_fetch import Payload
+from engine.io.store.client import StoreClient
+from engine.io.store.state_fetch import StatePrefixFetch
 from engine.plan import StateSearch, StoreRoom
 from tests.engine.replica.test_state_prefixes import KINDS, Observed, random_tokens
 

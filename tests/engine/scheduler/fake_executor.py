@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from engine.plan import Chunk, Decode, Exported, Plan, PromptLogprobs, Slot, StepResult
 from engine.scheduler import SchedulerConfig
-from engine.scheduler.chunks import MIN_TOKENS
-from engine.scheduler.thinking import ThinkingProgress
+from engine.scheduler.sequences.thinking import ThinkingProgress
+from engine.scheduler.timing.chunks import MIN_TOKENS
 from shared import wire
 from shared.hashing import block_hashes, salted_root
 from tests.packed_logprobs import packed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.chunks import (
+from engine.scheduler.timing.chunks import (
     ALONE_TARGET_S,
     LEAST_UNIT_S,
     MAX_TOKENS,

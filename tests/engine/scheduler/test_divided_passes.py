@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.chunks import LEAST_UNIT_S
-from engine.scheduler.time_share import MOST_OWED_S, TimeShare
+from engine.scheduler.timing.chunks import LEAST_UNIT_S
+from engine.scheduler.timing.time_share import MOST_OWED_S, TimeShare
 from tests.engine.scheduler.harness import Client, Engine, config, request
 
 LAYERS = 30

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.plan import Evict, ResizeSlab, SlabSpec, Slot
-from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.memory import Ledger, Memory
-from engine.scheduler.slot_table import SlotTable
+from engine.scheduler.pools.block_pool import BlockPool
+from engine.scheduler.pools.slot_table import SlotTable
 from tests.engine.scheduler.harness import BLOCK_BYTES, config
 
 

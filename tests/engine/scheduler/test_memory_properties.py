@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.plan import Slot
-from engine.scheduler.block_pool import Block, BlockPool
 from engine.scheduler.memory import Memory
-from engine.scheduler.slot_table import SlotTable
+from engine.scheduler.pools.block_pool import Block, BlockPool
+from engine.scheduler.pools.slot_table import SlotTable
 from tests.engine.scheduler.harness import BLOCK_BYTES, config
 
 SEEDS = given(seed=st.integers(0, 2**32))

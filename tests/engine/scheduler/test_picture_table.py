@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec import structs
 
-from engine.scheduler.axes import axes_of, position_shift
-from engine.scheduler.pictures import PictureTable, shown_parts
-from engine.scheduler.sequence import Sequence, SequencePicture
+from engine.scheduler.planning.axes import axes_of, position_shift
+from engine.scheduler.planning.pictures import PictureTable, shown_parts
+from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.vision.pixels import PixelStore
 from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused, SamplingParams, Submit
 from tests.engine.scheduler.harness import Engine, config, request

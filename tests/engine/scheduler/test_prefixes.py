@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.plan import Exported
-from engine.scheduler.chunks import ChunkPolicy
+from engine.scheduler.timing.chunks import ChunkPolicy
 from shared import wire
 from tests.engine.scheduler.harness import Client, Engine, config, request
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.scheduler.backoff import STEPS_TO_DOUBLE, ConcurrencyBackoff
-from engine.scheduler.sequence import HOLDING_SLOT
+from engine.scheduler.sequences.sequence import HOLDING_SLOT
+from engine.scheduler.timing.backoff import STEPS_TO_DOUBLE, ConcurrencyBackoff
 from tests.engine.scheduler.harness import BLOCK_BYTES, Engine, config, request
 
 SHARED = [position * position % 19 for position in range(100)]
@@ -234,7 +234,7 @@ def test_after_successful_steps_as_many_sequences_run_as_before() -> None:
 
 
 def test_a_low_priority_is_overtaken_by_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.sequence.ARRIVALS_PER_PRIORITY", 10)
+    monkeypatch.setattr("engine.scheduler.sequences.sequence.ARRIVALS_PER_PRIORITY", 10)
     engine = Engine(config(blocks=200, max_batch_size=1, completion_batch_size=4))
     low = engine.submit(request("low", SHARED[:5], max_tokens=3))
     ended_before = 0

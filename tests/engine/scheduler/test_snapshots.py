@@ -8,14 +8,14 @@ import pytest
 
 from engine.scheduler.failures import discard_failed_saves
 from engine.scheduler.memory import Memory
-from engine.scheduler.plan_builder import InFlightStep
-from engine.scheduler.sequence import Sequence
-from engine.scheduler.snapshot_policy import (
+from engine.scheduler.planning.plan_builder import InFlightStep
+from engine.scheduler.planning.snapshot_policy import (
     MAX_INNER_SNAPSHOTS,
     PROMPT_TAIL_TOKENS,
     WORTHWHILE_TOKENS,
 )
-from engine.scheduler.snapshot_pool import SnapshotPool
+from engine.scheduler.pools.snapshot_pool import SnapshotPool
+from engine.scheduler.sequences.sequence import Sequence
 from shared import wire
 from tests.engine.scheduler.harness import RECURRENT, Client, Engine, config, request
 

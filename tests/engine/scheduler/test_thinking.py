@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler.thinking import ThinkingProgress
+from engine.scheduler.sequences.thinking import ThinkingProgress
 from shared import wire
 from tests.engine.scheduler.fake_executor import expected
 from tests.engine.scheduler.harness import Engine, config, request

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.batches.lines import check_file, read_line, read_lines
+from router.batches.jobs.lines import check_file, read_line, read_lines
 from tests.router.batches.conftest import BatchClient, line
 from tests.router.scripted_engine import ScriptedEngine
 

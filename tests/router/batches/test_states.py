@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.batches.states import CANCELLABLE, FOLLOWERS, BatchState
-from router.batches.store import BatchStore, NewFile, Result, StoreFailed, read_results
+from router.batches.storage.states import CANCELLABLE, FOLLOWERS, BatchState
+from router.batches.storage.store import BatchStore, NewFile, Result, StoreFailed, read_results
 
 VALUES = {
     "key": "k",
@@ -119,7 +119,7 @@ def test_old_files_and_batches_are_forgotten_unless_they_are_needed(tmp_path: Pa
 def test_a_key_keeps_so_many_batches_and_all_that_have_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batches.store.MAX_BATCHES", 3)
+    monkeypatch.setattr("router.batches.storage.store.MAX_BATCHES", 3)
     store = BatchStore(tmp_path / "batches.db")
     other = int(store.add_batch({**VALUES, "key": "other", "id": "batch_other"})["number"])
     running = added(store, "batch_running")

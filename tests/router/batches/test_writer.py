@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from router.batches.directory import BatchDirectory
-from router.batches.states import BatchState
-from router.batches.store import BatchStore, Result
-from router.batches.writer import ResultWriter
+from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.states import BatchState
+from router.batches.storage.store import BatchStore, Result
+from router.batches.storage.writer import ResultWriter
 from tests.router.batches.test_states import added
 
 
@@ -18,7 +18,7 @@ from tests.router.batches.test_states import added
 def test_an_error_that_is_not_the_disks_holds_no_line_up_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr("router.batches.writer._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.batches.storage.writer._AGAIN_S", 0.01)
     add, failures = BatchStore.add_results, [error()]
 
     def add_results(store: BatchStore, results: list[Result]) -> None:

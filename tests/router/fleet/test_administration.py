@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from router.fleet import administration
-from router.fleet.engine_sockets import EngineSockets
+from router.fleet.engines.sockets import EngineSockets
 from router.fleet.router import Router
 from shared.settings import Settings
 from shared.wire import Beat, EngineStats

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.engines import Engine
-from router.fleet.fair_queue import AGE_TURN_EVERY, FairQueue
-from router.fleet.model_queue import DepartureRate
-from router.fleet.placement import choose_engine, prompt_blocks
-from router.fleet.prefix_index import PrefixIndex
-from router.fleet.remote_sequence import RemoteSequence
-from router.fleet.tenants import Tenant
+from router.fleet.engines.engine import Engine
+from router.fleet.engines.prefix_index import PrefixIndex
+from router.fleet.queue.fair_queue import AGE_TURN_EVERY, FairQueue
+from router.fleet.queue.model_queue import DepartureRate
+from router.fleet.queue.placement import choose_engine, prompt_blocks
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import Tenant
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, Refused, SamplingParams, Submit
 from tests.router.conftest import Server, eventually

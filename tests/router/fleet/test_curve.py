@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine_socket import EngineSocketError
-from router.fleet.engine_sockets import EngineSockets
+from router.fleet.engines.socket import EngineSocketError
+from router.fleet.engines.sockets import EngineSockets
 from services.commands import keys
-from shared.allow_list import read_allow_list
-from shared.curve import EngineKeys, KeyPair, create_pair, load_public
+from shared.network.allow_list import read_allow_list
+from shared.network.curve import EngineKeys, KeyPair, create_pair, load_public
 from tests.conftest import unused_port
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine

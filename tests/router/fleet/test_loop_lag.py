@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from router.fleet.loop_lag import WINDOW_S, LoopLag
+from router.fleet.metrics.loop_lag import WINDOW_S, LoopLag
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_work_at_the_very_begin_of_a_request_is_measured(histogram: Histogram) -
 
 
 def test_an_idle_server_is_not_woken(histogram: Histogram, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.fleet.loop_lag.LINGER_S", 0.1)
+    monkeypatch.setattr("router.fleet.metrics.loop_lag.LINGER_S", 0.1)
     lag = LoopLag(histogram)
 
     def count() -> float:
@@ -77,7 +77,7 @@ def test_the_worst_of_the_last_minute_is_forgotten_later(
     assert lag.worst_s() == 0
     now = begin = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("router.fleet.loop_lag.time", clock)
+    monkeypatch.setattr("router.fleet.metrics.loop_lag.time", clock)
     for now, late_s in ((begin, 0.5), (begin + 1, 0.1), (begin + 2, 0.3), (begin + 3, 0.2)):
         lag.observe(now, late_s)
     assert lag.worst_s() == 0.5

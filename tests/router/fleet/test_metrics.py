@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from router.fleet.metrics import LoopHistogram
+from router.fleet.metrics.prometheus import LoopHistogram
 from shared.wire import EngineStats
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine

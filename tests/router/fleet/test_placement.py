@@ -6,10 +6,10 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from router.fleet.engines import Engine
-from router.fleet.placement import choose_engine, prompt_blocks
-from router.fleet.remote_sequence import RemoteSequence
-from router.fleet.tenants import Tenant
+from router.fleet.engines.engine import Engine
+from router.fleet.queue.placement import choose_engine, prompt_blocks
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import Tenant
 from shared.hashing import block_hashes
 from shared.wire import CacheEvents, SamplingParams, Submit
 from tests.router.scripted_engine import make_hello

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from router.errors import InvalidRequest, TooManyRequests
-from router.fleet.metrics import Metrics
-from router.fleet.rate_limits import RateLimits
-from router.fleet.rate_windows import MemoryWindows, RateWindows
-from router.fleet.tenants import Tenant
+from router.fleet.metrics.prometheus import Metrics
+from router.fleet.tenants.rate_limits import RateLimits
+from router.fleet.tenants.rate_windows import MemoryWindows, RateWindows
+from router.fleet.tenants.tenant import Tenant
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
 

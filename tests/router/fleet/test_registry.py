@@ -7,9 +7,9 @@ import gc
 import hashlib
 from pathlib import Path
 
-from router.fleet.engines import Engine, ModelReplicas
-from router.fleet.registry import Registry
-from router.fleet.tokenizer_files import TokenizerFileStore
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.engines.registry import Registry
+from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
 from shared.wire import Files
 from tests.router.scripted_engine import make_hello

@@ -8,8 +8,8 @@ import hashlib
 import weakref
 from pathlib import Path
 
-from router.fleet.renderers import Renderers
-from router.fleet.tokenizer_files import TokenizerFileStore
+from router.fleet.models.renderers import Renderers
+from router.fleet.models.tokenizer_files import TokenizerFileStore
 from shared.settings import parse
 from tests.router.chat_tokenizer import write_chat_tokenizer
 

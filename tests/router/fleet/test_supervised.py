@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.supervised import RemoteJob, Supervised
+from router.fleet.models.supervised import RemoteJob, Supervised
 
 
 class Channel:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet.tokenizer_files import TokenizerFileStore
+from router.fleet.models.tokenizer_files import TokenizerFileStore
 
 CONTENT = b"{}" * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

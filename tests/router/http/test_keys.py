@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.fleet.tenants import Tenant
-from router.http.key_file import KeyFileError, digest, read_tenants
+from router.fleet.tenants.tenant import Tenant
+from router.http.middleware.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
 from shared.wire import Submit
 from tests.router.conftest import Server, eventually

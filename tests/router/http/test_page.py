@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message
 
 from router.errors import ClientDisconnected, Unavailable
 from router.fleet.router import Router
-from router.http.api_keys import ApiKeys
 from router.http.app import create_app
-from router.http.page import PATHS
-from router.http.status_feed import MAX_VIEWERS, StatusFeed
-from router.http.status_sampler import ENGINES_AT_ONCE, StatusSampler
+from router.http.middleware.api_keys import ApiKeys
+from router.http.status.feed import MAX_VIEWERS, StatusFeed
+from router.http.status.page import PATHS
+from router.http.status.sampler import ENGINES_AT_ONCE, StatusSampler
 from shared.settings import Settings
 from shared.wire import DraftCounts, DraftStats, EngineStats, StoreStats
 from tests.router.conftest import Server, eventually

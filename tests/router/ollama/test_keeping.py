@@ -8,9 +8,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from router.fleet.models.supervised import Supervised
 from router.fleet.router import Router
-from router.fleet.supervised import Supervised
-from router.fleet.tenants import EVERYBODY, Tenant
+from router.fleet.tenants.tenant import EVERYBODY, Tenant
 from router.ollama.keeping import keep, seconds_left
 from router.ollama.schemas import OllamaChatRequest
 from shared.settings import Settings

@@ -11,8 +11,8 @@ import mlx_lm.tool_parsers
 import pytest
 from mlx_lm import tokenizer_utils
 
-from router.fleet.remote_sequence import RemoteSequence
-from router.fleet.tenants import EVERYBODY
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import EVERYBODY
 from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
 from router.tokens.parsing import marked

@@ -1,0 +1,1 @@
+"""The client of the kvstore, also of several ranks."""

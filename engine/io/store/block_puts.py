@@ -1,0 +1,205 @@
+"""Blocks and states on their way to the kvstore.
+
+What it refuses is told, and can be offered again. After a refusal one goes at a time, at growing
+intervals, until one arrives; from then on twice as many with each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+from engine.io.store.block_fetch import FileKind
+from engine.io.store.stats import StoreCounters
+from engine.plan import StoreRoom
+from shared import wire
+from shared.blockfile import MAX_FILE_BYTES, MAX_HEADER_BYTES, encode
+from shared.logs import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+MAX_STORES = 256
+MAX_STORE_BYTES = 256 * 1024 * 1024
+"""Bounds of what is on its way to the kvstore at once. A block beyond them is refused."""
+STORE_TIMEOUT_S = 30.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
+"""Between two tries while the kvstore refuses everything."""
+MAX_ACKNOWLEDGED = 512
+"""As many as the kvstore's queue holds: it may acknowledge what waits there, and lose it."""
+MAX_PAYLOAD_BYTES = MAX_FILE_BYTES - MAX_HEADER_BYTES
+
+
+class BlockPuts:
+    """Bounds what is under way. Files are made on ``pool``; ``post`` has an action run on the IO
+    thread, where ``send`` sends a message or returns False."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        counters: StoreCounters,
+        post: Callable[[Callable[[], object]], None],
+        send: Callable[[wire.Message, bytes], bool],
+    ) -> None:
+        self._pool = pool
+        self._counters = counters
+        self._post = post
+        self._send = send
+        self._tickets = count(1)
+        self._pending: dict[int, _PendingPut] = {}
+        self._lock = threading.Lock()
+        self._warnings = RateLimitedLogger(logger)
+        self._num_stores = 0
+        self._store_bytes = 0
+        self._window = MAX_STORES
+        self._pause_s = MIN_PAUSE_S
+        self._paused_until = 0.0
+        self._acknowledged: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
+        self._not_stored: list[tuple[bytes, bool]] = []
+        self._has_news = False
+
+    @property
+    def num_under_way(self) -> int:
+        return self._num_stores
+
+    def room(self, now: float) -> StoreRoom:
+        """Return what `store` should be given at ``now`` (time.monotonic())."""
+        with self._lock:
+            if now < self._paused_until:
+                return StoreRoom(0, 0)
+            most = MAX_STORE_BYTES if self._num_stores else MAX_STORE_BYTES + MAX_PAYLOAD_BYTES
+            return StoreRoom(max(0, self._window - self._num_stores), most - self._store_bytes)
+
+    def take_news(self) -> list[tuple[bytes, bool]] | None:
+        """Return what did not arrive since the last call, by hash, and whether it is a state. None
+        if nothing was answered. Runs on the IO thread."""
+        if not self._has_news:
+            return None
+        news, self._not_stored, self._has_news = self._not_stored, [], False
+        return news
+
+    def store(
+        self,
+        hash: bytes,
+        kind: FileKind,
+        payload: Sequence[bytes | memoryview],
+        *,
+        is_state: bool = False,
+    ) -> bool:
+        """Send a file. Return False if the bounds leave no room for it."""
+        size = sum(memoryview(buffer).nbytes for buffer in payload)
+        if size > MAX_PAYLOAD_BYTES:  # the kvstore would cut the connection
+            self._warnings.warning(
+                "blocks or states of %d MB are too large to store", size // 10**6
+            )
+            self._counters.add(drops=1)
+            return True  # to offer it again would be in vain
+        with self._lock:
+            is_full = self._num_stores >= MAX_STORES or (
+                self._num_stores > 0 and self._store_bytes + size > MAX_STORE_BYTES
+            )
+            if not is_full:
+                self._num_stores += 1
+                self._store_bytes += size
+        if is_full:
+            self._counters.add(drops=1)
+            return False
+        try:
+            self._pool.submit(self._encode, hash, kind, payload, is_state)
+        except RuntimeError:  # the engine is about to end, and with it the pool
+            return False
+        return True
+
+    def finish(self, ticket: int, *, stored: bool) -> None:
+        """Take in the kvstore's answer. Runs on the IO thread, as do those below."""
+        put = self._pending.pop(ticket, None)
+        if put is None:
+            if not stored and (lost := self._acknowledged.pop(ticket, None)) is not None:
+                self._refused(*lost)  # it was acknowledged before it was written
+                self._counters.add(drops=1)
+            return
+        self._release(put)
+        if stored:
+            self._arrived(ticket, put)
+        else:
+            self._refused(put.hash, put.is_state)
+        written_bytes = put.file_bytes if stored else 0
+        self._counters.add(writes=stored, drops=not stored, written_bytes=written_bytes)
+
+    def expire(self, now: float) -> None:
+        for ticket, put in list(self._pending.items()):
+            if now >= put.deadline:
+                self.finish(ticket, stored=False)
+
+    def drop_all(self) -> None:
+        """Take it that nothing under way arrives, nor what is not known to be written."""
+        for ticket in list(self._pending):
+            self.finish(ticket, stored=False)
+        self._not_stored += self._acknowledged.values()
+        self._has_news = True
+        self._acknowledged.clear()
+        with self._lock:  # another kvstore may take everything
+            self._window, self._pause_s, self._paused_until = MAX_STORES, MIN_PAUSE_S, 0.0
+
+    def _release(self, put: _PendingPut) -> None:
+        with self._lock:
+            self._num_stores -= 1
+            self._store_bytes -= put.payload_bytes
+
+    def _arrived(self, ticket: int, put: _PendingPut) -> None:
+        self._has_news = True
+        self._acknowledged[ticket] = put.hash, put.is_state
+        if len(self._acknowledged) > MAX_ACKNOWLEDGED:
+            self._acknowledged.popitem(last=False)
+        with self._lock:
+            self._window = min(2 * self._window, MAX_STORES)
+            self._pause_s = MIN_PAUSE_S
+
+    def _refused(self, hash: bytes, is_state: bool) -> None:
+        self._has_news = True
+        self._not_stored.append((hash, is_state))
+        now = time.monotonic()
+        with self._lock:
+            self._window = 1
+            if now >= self._paused_until:  # not one of many that were refused together
+                self._paused_until = now + self._pause_s
+                self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+
+    def _encode(
+        self, hash: bytes, kind: FileKind, payload: Sequence[bytes | memoryview], is_state: bool
+    ) -> None:
+        """Make the file and post it. Runs on the pool."""
+        try:
+            data = encode(hash, kind.namespace, payload)
+        except Exception:
+            logger.exception("a block cannot be encoded")
+            data = b""
+        size = sum(memoryview(buffer).nbytes for buffer in payload)
+        deadline = time.monotonic() + STORE_TIMEOUT_S
+        put = _PendingPut(hash, is_state, size, len(data), deadline)
+        self._post(lambda: self._put(put, kind.namespace, data))
+
+    def _put(self, put: _PendingPut, namespace: str, data: bytes) -> None:
+        """Send a file; empty ``data`` is dropped."""
+        ticket = next(self._tickets)
+        self._pending[ticket] = put
+        message = wire.Put(ticket=ticket, namespace=namespace, hash=put.hash)
+        if not data:
+            self._release(self._pending.pop(ticket))
+            self._counters.add(drops=1)
+        elif not self._send(message, data):
+            self.finish(ticket, stored=False)
+
+
+@dataclass(frozen=True)
+class _PendingPut:
+    hash: bytes
+    is_state: bool
+    payload_bytes: int
+    file_bytes: int
+    deadline: float

@@ -1,0 +1,399 @@
+"""The engine's client of the kvstore: a block by its hash, or a miss within a bounded time.
+
+The IO thread owns the socket and calls `on_readable` and `tick`. Files are read and checksums
+computed on the pool. Every other method may be called from any thread: it posts an action for
+the IO thread and wakes it.
+
+A kvstore that is away costs nothing: a lost connection turns all open requests into misses. One
+that hangs costs one time-out; until it answers again, fetches are misses at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.io.store import block_fetch
+from engine.io.store.block_fetch import BlockFetch, FetchReply, FileKind, Payload, WrongLayout
+from engine.io.store.block_puts import BlockPuts
+from engine.io.store.questions import Question, Questions
+from engine.io.store.state_fetch import StatePrefixFetch
+from engine.io.store.stats import StoreClientStats, StoreCounters
+from engine.plan import FoundState, StateSearch, StoreRoom
+from shared import wire
+from shared.blockfile import MAX_FILE_BYTES, BlockFileError
+from shared.logs import RateLimitedLogger
+from shared.network.curve import EngineKeys
+
+logger = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 1.0
+
+
+class StoreClient:
+    """Fetches and stores ``blocks``, and for models with recurrent state ``states``.
+
+    On the IO thread ``on_fetched(ticket, payloads, state)`` is called once per `fetch`, and
+    ``on_stores_answered`` when there is room for more, with what `store` took in vain. ``wake``
+    makes the IO thread call `tick` soon; it calls it at least twice a second anyway.
+    ``timeout_s`` is how long the kvstore, or its disk, may be silent.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        blocks: FileKind,
+        pool: ThreadPoolExecutor,
+        on_fetched: Callable[[int, list[Payload], FoundState | None], None],
+        wake: Callable[[], None],
+        timeout_s: float = 2.0,
+        states: FileKind | None = None,
+        keys: EngineKeys | None = None,
+        on_stores_answered: Callable[[list[tuple[bytes, bool]]], None] = lambda _: None,
+    ) -> None:
+        self._blocks = blocks
+        self._states = blocks if states is None else states
+        self._pool = pool
+        self._on_fetched, self._on_stores_answered = on_fetched, on_stores_answered
+        self._wake = wake
+        self._timeout_s = timeout_s
+        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._tickets = count(1)
+        self._session: Literal["away", "connected", "locating", "ready"] = "away"
+        self._connected_at = 0.0
+        self._unresponsive = False
+        self._probed_at: float | None = None
+        self._next_probe_at = 0.0
+        self._finds_last = False  # the kvstore answers `wire.FindLast`
+        self._questions = Questions(lambda message: self._finds_last and self._send(message))
+        self._requested: dict[int, BlockFetch] = {}
+        self._reading: set[BlockFetch] = set()
+        self._waiting: list[BlockFetch] = []
+        self._counters = StoreCounters()
+        self._puts = BlockPuts(pool, self._counters, self._post, self._send_put)
+        self._warnings = RateLimitedLogger(logger)
+        self.socket = context.socket(zmq.DEALER)
+        self.sockets = (self.socket,)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a kvstore that is away
+        self.socket.set(zmq.IPV6, int("[" in endpoint))
+        self.socket.set(zmq.RECONNECT_IVL, 100)
+        self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.set(zmq.HEARTBEAT_IVL, 3000)  # a machine that vanished closes nothing
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_FILE_BYTES)
+        if keys is not None:
+            keys.protect(self.socket)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self.socket.get_monitor_socket(events)
+        self.socket.connect(endpoint)
+
+    @property
+    def stats(self) -> StoreClientStats:
+        return self._counters.stats
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the kvstore is there and answers. If not, no block is worth exporting."""
+        return self._session == "ready" and not self._unresponsive
+
+    def fetch(
+        self, ticket: int, hashes: Sequence[bytes], states: StateSearch | None = None
+    ) -> None:
+        """Fetch the longest run of verified blocks from the first hash on, and with ``states`` the
+        last state that they reach; then only the blocks up to a state.
+
+        ``on_fetched`` gets their payloads; there are none if the kvstore is of no help."""
+        if states is not None:
+            search = StatePrefixFetch(self, ticket, tuple(hashes), states, self._on_fetched)
+            self._post(search.start)
+            return
+
+        def done(payloads: list[Payload]) -> None:
+            self._on_fetched(ticket, payloads, None)
+
+        self._post(lambda: self.get_blocks(hashes, done))
+
+    def store(
+        self, hash: bytes, payload: Sequence[bytes | memoryview], is_state: bool = False
+    ) -> bool:
+        """Send a block or a state to the kvstore, if it is there and the bounds leave room.
+
+        Return False if it has to be offered again; True is no promise. The buffers are read on
+        the pool, so they must not change."""
+        if not self.is_ready:
+            self._counters.add(drops=1)
+            return False
+        kind = self._states if is_state else self._blocks
+        return self._puts.store(hash, kind, payload, is_state=is_state)
+
+    def room(self) -> StoreRoom:
+        """Return what `store` would take now."""
+        return self._puts.room(time.monotonic()) if self.is_ready else StoreRoom(0, 0)
+
+    @property
+    def num_stores_under_way(self) -> int:
+        return self._puts.num_under_way
+
+    def touch(self, blocks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
+        """Tell the kvstore that blocks, a chain from its first on, and states are in use."""
+        for kind, hashes in ((self._blocks, blocks), (self._states, states)):
+            if hashes:
+                self._post_if_ready(wire.Touch(namespace=kind.namespace, hashes=list(hashes)))
+
+    def clear(self) -> None:
+        """Have all blocks and states of this engine's kind removed."""
+        for namespace in {self._blocks.namespace, self._states.namespace}:
+            self._post_if_ready(wire.Clear(namespace=namespace))
+
+    def tick(self, now: float) -> None:
+        """Run posted actions, time-outs and probes. ``now`` is time.monotonic()."""
+        self._poll_connection()
+        with suppress(Empty):
+            while True:
+                self._actions.get_nowait()()
+        for fetch in [*self._waiting, *self._requested.values(), *self._reading]:
+            if now >= fetch.deadline:
+                self._unresponsive = self._unresponsive or fetch not in self._reading
+                self._give_up(fetch)
+        self._unresponsive = self._questions.expire(now) or self._unresponsive
+        self._puts.expire(now)
+        if (news := self._puts.take_news()) is not None:
+            self._on_stores_answered(news)
+        self._probe(now)
+
+    def on_readable(self) -> None:
+        """Handle every message that the kvstore sent."""
+        self._poll_connection()
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._unresponsive = False
+            try:
+                message, payload = wire.decode(frames, wire.FromStore)
+            except wire.WireError as error:
+                self._warnings.warning("dropped a message of the kvstore: %s", error)
+                continue
+            match message:
+                case wire.Nonce(path=path, finds_last=finds_last):
+                    self._finds_last = finds_last
+                    self._pool.submit(self._read_nonce, path)
+                case wire.GetReply():
+                    self._on_get_reply(message, payload)
+                case wire.HasReply(ticket=ticket, count=count):
+                    self._questions.answer(ticket, count)
+                case wire.FindLastReply(ticket=ticket, position=position):
+                    self._questions.answer(ticket, position)
+                case wire.PutReply(ticket=ticket, stored=stored):
+                    self._puts.finish(ticket, stored=stored)
+                case wire.StoreStatsReply(stats=stats):
+                    self._probed_at = None
+                    self._counters.set_store(stats)
+
+    def close(self) -> None:
+        """Answer every open fetch with the blocks it has so far. Called on the IO thread."""
+        self._on_disconnected()
+        self.tick(time.monotonic())
+        for fetch in list(self._reading):
+            self._give_up(fetch)
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
+
+    # -- the connection, on the IO thread --------------------------------------
+
+    def _poll_connection(self) -> None:
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                self._on_disconnected()
+            else:
+                self._session = "connected"
+                self._connected_at = time.monotonic()
+        if self._session == "connected" and self._send(wire.Locate()):
+            self._session = "locating"
+
+    def _on_disconnected(self) -> None:
+        if self._session == "ready":
+            logger.info("the kvstore is gone; its blocks are misses until it is back")
+        self._session = "away"
+        self._unresponsive = False
+        self._probed_at = None
+        self._counters.set_store(None)
+        for fetch in [*self._waiting, *self._requested.values()]:
+            self._give_up(fetch)
+        self._questions.drop_all()
+        self._puts.drop_all()
+
+    def _read_nonce(self, path: str) -> None:
+        """Read the kvstore's nonce, if ``path`` is a file of this machine. Runs on the pool."""
+        nonce = ""
+        with suppress(OSError, UnicodeDecodeError):
+            nonce = block_fetch.read_file(path, 1024).decode()
+        self._post(lambda: self._on_nonce_read(nonce))
+
+    def _on_nonce_read(self, nonce: str) -> None:
+        if self._session in ("locating", "ready") and self._send(wire.Located(nonce=nonce)):
+            if self._session != "ready":
+                how = "its files are read directly" if nonce else "its blocks come over the wire"
+                logger.info("the kvstore is there; %s", how)
+            self._session = "ready"
+            self._questions.send_waiting()
+            waiting, self._waiting = self._waiting, []
+            for fetch in waiting:
+                self._request(fetch)
+
+    def _probe(self, now: float) -> None:
+        if self._probed_at is not None and now - self._probed_at > self._timeout_s:
+            if not self._unresponsive:
+                self._warnings.warning(
+                    "the kvstore does not answer; its blocks are misses until it does"
+                )
+            self._unresponsive = True
+        if self._session != "away" and self._probed_at is None and now >= self._next_probe_at:
+            self._next_probe_at = now + PROBE_INTERVAL_S
+            if self._send(wire.StoreStatsWanted()):
+                self._probed_at = now
+
+    def _send(self, message: wire.Message, *payload: bytes) -> bool:
+        try:
+            self.socket.send_multipart(wire.encode(message, *payload), zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # EAGAIN: the kvstore is away, or takes nothing more
+            return False
+        return True
+
+    def _send_put(self, message: wire.Message, data: bytes) -> bool:
+        return self._session == "ready" and self._send(message, data)
+
+    def _post_if_ready(self, message: wire.Message) -> None:
+        self._post(lambda: self._send(message) if self.is_ready else None)
+
+    def _post(self, action: Callable[[], object]) -> None:
+        self._actions.put(action)
+        self._wake()
+
+    # -- fetches, on the IO thread ---------------------------------------------
+
+    def count_blocks(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+        """Ask how many of ``hashes`` are there without a gap. None: the kvstore is of no help."""
+        namespace = self._blocks.namespace
+        self._ask(
+            lambda ticket: wire.Has(ticket=ticket, namespace=namespace, hashes=list(hashes)),
+            on_done,
+        )
+
+    def find_state(self, hashes: Sequence[bytes], on_done: Callable[[int | None], None]) -> None:
+        """Ask for the position of the last of ``hashes`` whose state is there, None if none is."""
+        namespace = self._states.namespace
+        self._ask(
+            lambda ticket: wire.FindLast(ticket=ticket, namespace=namespace, hashes=list(hashes)),
+            on_done,
+        )
+
+    def get_blocks(self, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]) -> None:
+        self._get(self._blocks, hashes, on_done)
+
+    def get_state(self, hash: bytes, on_done: Callable[[list[Payload]], None]) -> None:
+        self._get(self._states, [hash], on_done)
+
+    def _get(
+        self, kind: FileKind, hashes: Sequence[bytes], on_done: Callable[[list[Payload]], None]
+    ) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        self._request(BlockFetch(kind, tuple(hashes), on_done, deadline))
+
+    def _ask(self, make: Callable[[int], Question], on_done: Callable[[int | None], None]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        connecting = self._session in ("connected", "locating")
+        if not connecting and not self.is_ready:
+            on_done(None)
+            return
+        self._questions.ask(make, on_done, deadline=deadline, now=not connecting)
+
+    def _request(self, fetch: BlockFetch) -> None:
+        """Ask for all blocks that ``fetch`` still lacks."""
+        rest = list(fetch.hashes[len(fetch.payloads) :])
+        if not rest or self._unresponsive or self._session == "away":
+            self._finish(fetch)
+        elif self._session != "ready":
+            if time.monotonic() - self._connected_at < self._timeout_s:
+                self._waiting.append(fetch)
+            else:
+                self._finish(fetch)  # the kvstore does not understand this engine
+        else:
+            ticket = next(self._tickets)
+            self._requested[ticket] = fetch
+            fetch.get_ticket = ticket
+            fetch.deadline = time.monotonic() + self._timeout_s
+            if not self._send(wire.Get(ticket=ticket, namespace=fetch.kind.namespace, hashes=rest)):
+                self._give_up(fetch)
+
+    def _on_get_reply(self, message: wire.GetReply, frames: Sequence[bytes]) -> None:
+        fetch = self._requested.pop(message.ticket, None)
+        if fetch is None:
+            return  # given up
+        sources: Sequence[str | bytes] = frames if message.paths is None else message.paths
+        sources = sources[: len(fetch.hashes) - len(fetch.payloads)]
+        if not sources:
+            self._finish(fetch)
+            return
+        self._reading.add(fetch)
+        fetch.deadline = time.monotonic() + self._timeout_s
+        reply = FetchReply(fetch, sources, may_be_cut=message.paths is None)
+        for index in range(len(sources)):
+            self._pool.submit(self._read_block, reply, index)
+
+    def _read_block(self, reply: FetchReply, index: int) -> None:
+        """Read and verify one block of ``reply``. Runs on the pool."""
+        payload: Payload | None = None
+        if reply.wants(index):
+            hash, kind = reply.hash_of(index), reply.fetch.kind
+            try:
+                payload = block_fetch.read_block(reply.sources[index], hash, kind)
+            except WrongLayout as error:
+                self._warnings.warning("a block of another engine is not used: %s", error)
+            except (OSError, BlockFileError) as error:
+                self._warnings.warning("a bad block: %s", error)
+                self._post_if_ready(wire.Corrupt(namespace=kind.namespace, hash=hash))
+                self._counters.add(corrupt=1)
+        reply.fetch.deadline = time.monotonic() + self._timeout_s
+        if reply.add(index, payload):
+            self._post(lambda: self._on_reply_read(reply))
+
+    def _on_reply_read(self, reply: FetchReply) -> None:
+        """Finish the fetch, or ask for the rest of its blocks."""
+        fetch = reply.fetch
+        self._reading.discard(fetch)
+        if fetch.is_done:
+            return
+        fetch.payloads += reply.good_payloads()
+        if reply.has_more():
+            self._request(fetch)
+        else:
+            self._finish(fetch)
+
+    def _give_up(self, fetch: BlockFetch) -> None:
+        self._requested.pop(fetch.get_ticket, None)
+        self._reading.discard(fetch)
+        if fetch in self._waiting:
+            self._waiting.remove(fetch)
+        self._finish(fetch)
+
+    def _finish(self, fetch: BlockFetch) -> None:
+        if fetch.is_done:
+            return
+        fetch.is_done = True
+        size = sum(buffer.nbytes for payload in fetch.payloads for buffer in payload)
+        self._counters.add(reads=len(fetch.payloads), read_bytes=size)
+        fetch.on_done(fetch.payloads)

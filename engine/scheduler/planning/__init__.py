@@ -1,0 +1,1 @@
+"""The decisions of a step: rows, chunks, prefixes, snapshots, pictures, drafts."""

@@ -1,0 +1,119 @@
+"""Drafts in plans: how many a sequence may have, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.sequences.sequence import Sequence
+from engine.speculation.source import Proposal
+from engine.speculation.speculator import DraftRow, SequenceDrafts, Speculator
+from shared import wire
+
+
+class Drafting:
+    """Cuts what a `Speculator` proposes to what a plan may verify. Without one it does nothing."""
+
+    def __init__(self, config: SchedulerConfig, speculator: Speculator | None) -> None:
+        self._config = config
+        self._speculator = speculator
+        self._waiting: list[SequenceDrafts] = []
+        """Of sequences that are left out of the next plan."""
+
+    def begin(self, request: wire.Submit, grammar: object) -> SequenceDrafts | None:
+        return None if self._speculator is None else self._speculator.begin(request, grammar)
+
+    def waits(self, seq: Sequence, num_rows: int) -> bool:
+        """Return whether ``seq`` is left out of this plan: its drafts are in flight, or its next
+        token, after which some are likely."""
+        if self._speculator is None or not seq.num_inflight or seq.drafts is None:
+            return False
+        waits = bool(seq.num_inflight_drafts or seq.awaits_guesses)
+        if not waits:
+            limit = self._limit(seq) + 1  # the first stands for the token in flight
+            row = DraftRow(seq.drafts, seq.token_ids, limit)
+            waits = self._speculator.waits(row, num_rows)
+        if waits:
+            self._waiting.append(seq.drafts)
+        return waits
+
+    def choose(self, rows: SequenceOf[Sequence]) -> dict[Sequence, Proposal]:
+        """Return the drafts of those of ``rows``, all that decode in this plan, that get some."""
+        if self._speculator is None:
+            return {}
+        if rows:
+            for drafts in self._waiting:
+                self._speculator.waited(drafts, len(rows))
+        self._waiting.clear()
+        asked = {
+            seq: DraftRow(seq.drafts, seq.token_ids, 0 if seq.num_inflight else self._limit(seq))
+            for seq in rows
+            if seq.drafts is not None
+        }
+        chosen = self._speculator.choose(len(rows), list(asked.values()))
+        found = zip(asked, chosen, strict=True)
+        cut = {seq: self._cut(seq, proposal) for seq, proposal in found if proposal is not None}
+        return {seq: proposal for seq, proposal in cut.items() if proposal.tokens}
+
+    def guesses_after(self, seq: Sequence, num_drafts: int, num_rows: int) -> int:
+        """Return how many tokens the executor should guess after the next decode of ``seq``, one
+        of ``num_rows`` in the plan, which has so many drafts."""
+        if self._speculator is None or seq.drafts is None:
+            return 0
+        end = seq.num_computed_tokens + 1 + num_drafts  # if all drafts are accepted
+        limit = min(seq.capacity, seq.max_positions) - end - 1
+        return self._speculator.guesses_after(DraftRow(seq.drafts, seq.token_ids, limit), num_rows)
+
+    def guessed(self, seq: Sequence, guesses: tuple[int, ...]) -> None:
+        """Note what the executor guesses to follow the tokens of ``seq``."""
+        if seq.drafts is not None and seq.drafts.guesses is not None:
+            seq.drafts.guesses.take(len(seq.token_ids), guesses)
+
+    def verified(self, seq: Sequence, proposal: Proposal, accepted: int) -> None:
+        """Note that so many of a ``proposal`` for ``seq`` were accepted."""
+        if self._speculator is not None and seq.drafts is not None:
+            row = DraftRow(seq.drafts, seq.token_ids, 0)
+            self._speculator.verified(row, proposal, accepted)
+
+    def observe_step(
+        self, decodes: SequenceOf[Sequence], drafted: int, elapsed_s: float | None
+    ) -> None:
+        if self._speculator is not None:
+            known = [(seq, seq.drafts) for seq in decodes if seq.drafts is not None]
+            self._speculator.observe_step(
+                len(decodes),
+                drafted,
+                elapsed_s,
+                [drafts for _, drafts in known],
+                [drafts for seq, drafts in known if seq.awaits_guesses],
+            )
+
+    def stats(self) -> wire.DraftStats | None:
+        return None if self._speculator is None else self._speculator.stats()
+
+    def _limit(self, seq: Sequence) -> int:
+        """Return how many drafts the next decode of ``seq`` may have."""
+        config, request, position = self._config, seq.request, seq.num_computed_tokens
+        index = position + 1 - seq.num_prompt_tokens
+        limits = [min(seq.capacity, seq.max_positions) - position - 1]
+        limits += (ring.tokens - ring.window_tokens - 1 for ring in config.rings)
+        if index < request.min_tokens:  # what is forbidden is so after every draft
+            limits.append(request.min_tokens - 1 - index)
+        if config.reuses_states:
+            # A snapshot is taken of the state at each block's end, by a decode without drafts.
+            limits.append(
+                position // config.block_size * config.block_size + config.block_size - 2 - position
+            )
+        return min(limits)
+
+    def _cut(self, seq: Sequence, proposal: Proposal) -> Proposal:
+        """Return ``proposal`` up to a token that ends ``seq``, and to the first that is forced."""
+        ends = {*seq.request.stop_token_ids}
+        if seq.request.grammar is not None:
+            ends.update(self._config.eos_token_ids)
+        tokens = proposal.tokens
+        bad = (t in ends or not 0 <= t < self._config.vocab_size for t in tokens)
+        tokens = tokens[: next((i for i, is_bad in enumerate(bad) if is_bad), len(tokens))]
+        if (thinking := seq.follow_thinking()) is not None:
+            tokens = tokens[: thinking.num_unforced(tokens)]
+        return proposal._replace(tokens=tokens)

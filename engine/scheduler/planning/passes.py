@@ -1,0 +1,110 @@
+"""Passes of chunks that are computed in several plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from engine.scheduler.memory import Memory
+from engine.scheduler.sequences.sequence import Sequence, Status
+
+
+class PlannedChunk(NamedTuple):
+    """Positions ``start`` to ``end`` (exclusive) of a sequence."""
+
+    seq: Sequence
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+class OpenPass:
+    """A pass of chunks that was begun and is not complete. Its sequences keep their slots, and
+    `Sequence.num_computed_tokens` stays where it was, until it is complete or dropped."""
+
+    def __init__(self, number: int, chunks: list[PlannedChunk], reserved_tokens: int) -> None:
+        self.number = number  # of the plan that began it
+        self.chunks = chunks
+        self.reserved_tokens = reserved_tokens  # whose activations are in the ledger
+        self.layers_done = 0  # once every plan made so far has run
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Start and tokens of each chunk."""
+        return [(chunk.start, chunk.tokens) for chunk in self.chunks]
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.tokens for chunk in self.chunks)
+
+
+class OpenPasses:
+    """The open passes, and those to be dropped by the next plan."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._by_sequence: dict[Sequence, OpenPass] = {}
+        self._passes: dict[int, OpenPass] = {}
+        self.dropped: list[int] = []
+
+    def __iter__(self) -> Iterator[OpenPass]:
+        return iter(self._passes.values())
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def of(self, seq: Sequence) -> OpenPass | None:
+        """Return the pass with a chunk of ``seq``, None if there is none."""
+        return self._by_sequence.get(seq)
+
+    def begin(self, one: OpenPass) -> None:
+        self._passes[one.number] = one
+        for chunk in one.chunks:
+            self._by_sequence[chunk.seq] = one
+            chunk.seq.pass_end = chunk.end
+
+    def drop(self, seq: Sequence) -> None:
+        """Have nothing more computed of the pass of ``seq``, if there is one. The other sequences
+        in it begin theirs again."""
+        if (one := self.of(seq)) is not None:
+            self.forget(one)
+            self.dropped.append(one.number)
+
+    def leave(self, seq: Sequence) -> None:
+        """Take ``seq``, whose chunk raised, out of its pass. The executor goes on with the rest."""
+        if (one := self.of(seq)) is None:
+            return
+        one.chunks = [chunk for chunk in one.chunks if chunk.seq is not seq]
+        self._release(seq)
+        if not one.chunks:
+            self.forget(one)
+
+    def drop_abandoned(self) -> None:
+        """Drop the passes of which every sequence has ended meanwhile."""
+        for one in list(self._passes.values()):
+            if all(chunk.seq.status is Status.FINISHED for chunk in one.chunks):
+                self.drop(one.chunks[0].seq)
+
+    def take_dropped(self) -> list[int]:
+        taken, self.dropped = self.dropped, []
+        return taken
+
+    def clear(self) -> None:
+        """Forget everything: the executor has lost it too."""
+        for one in list(self._passes.values()):
+            self.forget(one)
+        self.dropped.clear()
+
+    def forget(self, one: OpenPass) -> None:
+        """Forget ``one``: nothing is left of it, or nothing more is computed."""
+        del self._passes[one.number]
+        for chunk in one.chunks:
+            self._release(chunk.seq)
+        self._memory.release_pass(one.reserved_tokens)
+
+    def _release(self, seq: Sequence) -> None:
+        del self._by_sequence[seq]
+        seq.pass_end = 0

@@ -1,0 +1,153 @@
+"""Pictures of prompts: whose embeddings there are, which are computed next, and what is dropped.
+
+Embeddings have a part of the ledger for themselves, so that nothing else waits for their room. The
+plan that begins a chunk with a picture is the last that needs its embeddings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.plan import EncodePicture, ShownPart
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.sequences.sequence import Sequence, SequencePicture
+
+LARGEST_SHARE = 1 / 4
+"""The part of the room that the embeddings of one picture may take: a block of a prompt may have
+the end of one and the beginning of another."""
+
+
+class Missing(NamedTuple):
+    """A picture whose embeddings are to be computed, or None, and how far chunks may go until
+    then."""
+
+    picture: SequencePicture | None
+    limit: int
+
+
+@dataclass(eq=False, slots=True)
+class _KeptPicture:
+    size_bytes: int
+    layers_done: int = 0  # once every plan made so far has run
+
+
+class PictureTable:
+    """Embeddings by digest, the least recently used first."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._entries: OrderedDict[bytes, _KeptPicture] = OrderedDict()
+        self._seconds_per_byte = 0.0
+        """Of arrays that are encoded; 0: not known yet."""
+        self.dropped: list[bytes] = []
+        self.used_bytes = 0
+
+    def is_ready(self, digest: bytes) -> bool:
+        entry = self._entries.get(digest)
+        return entry is not None and entry.layers_done >= self._config.picture_layers
+
+    def missing(self, seq: Sequence, limit: int) -> Missing:
+        """Return what ``seq`` needs next of its pictures before ``limit``.
+
+        Those of a whole chunk are encoded before it, as far as they fit, so that it is not cut."""
+        size, start = self._config.block_size, seq.num_computed_tokens
+        window = min(limit, start + self._config.max_chunk_tokens)
+        ahead = [one for one in seq.pictures if start < one.end and one.start < limit]
+        needed = [one for one in ahead if one.start < start + size]  # by the next block
+        for number, one in enumerate(ahead):
+            if self.is_ready(one.digest):
+                self._entries.move_to_end(one.digest)
+                continue
+            before = max(start, one.start // size * size)
+            if one.start >= window and before > start:
+                return Missing(None, before)
+            kept = {each.digest for each in (ahead[: number + 1] if before > start else needed)}
+            if one.digest in self._entries or self._has_room(one, kept):
+                return Missing(one, before)
+            return Missing(None, before)
+        return Missing(None, limit)
+
+    def begin(self, picture: SequencePicture, kept: Collection[bytes]) -> bool:
+        """Make room for the embeddings of ``picture``, unless it has been begun. Return whether it
+        was not. What is ``kept``, or being computed, stays."""
+        if picture.digest in self._entries:
+            return False
+        size_bytes = self._size_bytes(picture)
+        for digest in list(self._entries):
+            if self.used_bytes + size_bytes <= self._config.picture_bytes:
+                break
+            if digest not in kept and self.is_ready(digest):
+                self.drop(digest)
+        self._entries[picture.digest] = _KeptPicture(size_bytes)
+        self.used_bytes += size_bytes
+        return True
+
+    def layer_s(self, picture: SequencePicture) -> float:
+        """Return the seconds that a layer of ``picture`` takes; 0 if that is not known."""
+        return self._seconds_per_byte * picture.size_bytes / self._config.picture_layers
+
+    def encode(self, picture: SequencePicture, layers: int) -> EncodePicture:
+        """Return the operation that computes up to ``layers`` more, and note that it is planned."""
+        entry = self._entries[picture.digest]
+        layers = min(layers, self._config.picture_layers - entry.layers_done)
+        entry.layers_done += layers
+        is_last = entry.layers_done == self._config.picture_layers
+        return EncodePicture(picture.digest, picture.token_ids, layers, is_last)
+
+    def observe(self, size_bytes: float, elapsed_s: float) -> None:
+        """Learn from the time of a part of an encoding that was so large."""
+        seen = elapsed_s / size_bytes
+        known = self._seconds_per_byte
+        self._seconds_per_byte = seen if not known else known + 0.3 * (seen - known)
+
+    def drop(self, digest: bytes) -> None:
+        entry = self._entries.pop(digest, None)
+        if entry is not None:
+            self.used_bytes -= entry.size_bytes
+            self.dropped.append(digest)
+
+    def drop_abandoned(self, prefilling: Iterable[Sequence]) -> None:
+        """Drop what was begun and none of ``prefilling`` needs any more: nothing else makes room
+        of it. A sequence that lost its slot begins it again."""
+        begun = {digest for digest in self._entries if not self.is_ready(digest)}
+        if begun:
+            begun -= {one.digest for seq in prefilling for one in seq.pictures_ahead}
+            for digest in begun:
+                self.drop(digest)
+
+    def take_dropped(self) -> list[bytes]:
+        taken, self.dropped = self.dropped, []
+        return taken
+
+    def clear(self) -> None:
+        """Forget everything: the executor has lost it too."""
+        self._entries.clear()
+        self.dropped.clear()
+        self.used_bytes = 0
+
+    def _has_room(self, picture: SequencePicture, kept: Collection[bytes]) -> bool:
+        """Return whether there is room beside all that is ``kept``, or being computed."""
+        held = sum(
+            entry.size_bytes
+            for digest, entry in self._entries.items()
+            if digest in kept or not self.is_ready(digest)
+        )
+        return held + self._size_bytes(picture) <= self._config.picture_bytes
+
+    def _size_bytes(self, picture: SequencePicture) -> int:
+        return len(picture.places) * self._config.picture_token_bytes
+
+
+def shown_parts(seq: Sequence, start: int, end: int) -> tuple[ShownPart, ...]:
+    """Return the embeddings of positions ``start`` to ``end`` (exclusive) of ``seq``."""
+    found = []
+    for one in seq.pictures:
+        first, last = bisect_left(one.places, start), bisect_left(one.places, end)
+        if first < last:
+            places = tuple(at - start for at in one.places[first:last])
+            found.append(ShownPart(one.digest, first, places))
+    return tuple(found)

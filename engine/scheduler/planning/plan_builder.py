@@ -1,0 +1,185 @@
+"""A plan in the making, and the record of it until its result is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine import plan
+from engine.scheduler.memory import Memory
+from engine.scheduler.planning.passes import OpenPass, PlannedChunk
+from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.sequences.sequence import Sequence
+from engine.speculation.source import Proposal
+
+_OPERATIONS = tuple(name for name in plan.Plan.__struct_fields__ if name != "step")
+_OF_MEMORY = ("evictions", "freed_slabs", "resized_slabs", "new_slabs")
+"""Operations that `Memory` collects; a `PlanBuilder` collects the others."""
+
+
+class PlannedStretch(NamedTuple):
+    """A part of a pass."""
+
+    sizes: list[tuple[int, int]]  # start and tokens of each chunk of the pass
+    share: float  # of its layers
+    scored: bool  # whether log-probabilities of a prompt are computed, which takes longer
+    owing_s: float | None  # predicted while streams wait; None: none do
+
+
+class PlannedEncoding(NamedTuple):
+    """A part of the encoding of a picture."""
+
+    size_bytes: float  # of what is encoded, times the part of the layers
+    is_last: bool
+    owing_s: float | None  # as in `PlannedStretch`
+
+
+@dataclass(eq=False, slots=True)
+class InFlightStep:
+    """The record of a plan in flight: its sequences, and what its result will settle."""
+
+    number: int
+    decodes: list[Sequence] = field(default_factory=list)
+    drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # of those that have some
+    stretch: PlannedStretch | None = None
+    encoding: PlannedEncoding | None = None
+    completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
+    by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
+    restored: dict[Sequence, list[Block]] = field(default_factory=dict)
+    saved: dict[Sequence, list[Block]] = field(default_factory=dict)
+    """Blocks and snapshots that stay pinned until the result is here."""
+    discarded: set[Sequence] = field(default_factory=set)
+    """Sequences whose part of the result is ignored."""
+    invalid_blocks: list[tuple[Sequence, Block]] = field(default_factory=list)
+    """Blocks to be removed, of sequences whose slots held wrong KV."""
+
+    def check(self, result: plan.StepResult) -> None:
+        """Raise ValueError if ``result`` cannot be that of this step."""
+        if len(self.decodes) != len(result.run_lengths):
+            raise ValueError(f"step {result.step} has another number of tokens than decodes")
+        if result.guesses and len(result.guesses) != len(self.decodes):
+            raise ValueError(f"step {result.step} has another number of guesses than decodes")
+        if any(slot not in self.by_slot for slot, _ in result.failed):
+            raise ValueError(f"step {result.step} failed for a slot that it did not use")
+        if any(scored.slot not in self.by_slot for scored in result.prompt_logprobs):
+            raise ValueError(f"step {result.step} scored a slot that it did not use")
+
+
+class PlanBuilder:
+    """Collects the operations of one plan."""
+
+    def __init__(self, number: int) -> None:
+        self.step = InFlightStep(number)
+        self.freed_slots: list[plan.Slot] = []
+        self.inserts: list[plan.Insert] = []
+        self.restores: list[plan.Restore] = []
+        self.state_restores: list[plan.RestoreState] = []
+        self.moves: list[plan.Move] = []
+        self.copies: list[plan.CopyPositions] = []
+        self.decodes: list[plan.Decode] = []
+        self.dropped_passes: list[int] = []
+        self.dropped_pictures: list[bytes] = []
+        self.encodes: list[plan.EncodePicture] = []
+        self.chunks: list[plan.Chunk] = []
+        self.stretches: list[plan.Stretch] = []
+        self.saves: list[plan.Save] = []
+        self.state_saves: list[plan.SaveState] = []
+        self.exports: list[int] = []
+        self.names: list[plan.BlockName] = []
+        self.preempted: list[Sequence] = []
+        self.changed = False
+        """Whether anything changed, even if nothing was planned: then another try may plan more."""
+
+    def restore(self, seq: Sequence, blocks: list[Block]) -> None:
+        """Copy ``blocks``, pinned for this, into the slot from ``seq.num_computed_tokens`` on."""
+        slot = seq.held_slot
+        ids = tuple(block.id for block in blocks)
+        self.restores.append(plan.Restore(slot, seq.num_computed_tokens, ids))
+        self.step.restored.setdefault(seq, []).extend(blocks)
+        self.step.by_slot[slot] = seq
+
+    def copy(self, seq: Sequence, source: Sequence, end: int) -> None:
+        """Copy the positions of ``source`` from ``seq.num_computed_tokens`` to ``end``."""
+        start, slot = seq.num_computed_tokens, seq.held_slot
+        self.copies.append(plan.CopyPositions(source.held_slot, slot, start, end))
+        self.step.by_slot[slot] = seq
+
+    def keep_pinned(self, seq: Sequence, blocks: list[Block]) -> None:
+        """Keep ``blocks`` pinned until the plan is built: it inserts some of them."""
+        if blocks:
+            self.step.restored.setdefault(seq, []).extend(blocks)
+
+    def restore_state(self, seq: Sequence, position: int, snapshot: Block) -> None:
+        """Copy ``snapshot``, pinned for this, into the slot's state."""
+        slot = seq.held_slot
+        self.state_restores.append(plan.RestoreState(slot, position, snapshot.id))
+        self.step.restored.setdefault(seq, []).append(snapshot)
+        self.step.by_slot[slot] = seq
+
+    def decode(self, seq: Sequence, decode: plan.Decode, proposal: Proposal | None) -> None:
+        """Decode a token of ``seq``; the drafts of ``decode`` are those of ``proposal``."""
+        self.decodes.append(decode)
+        self.step.decodes.append(seq)
+        if proposal is not None:
+            self.step.drafts[seq] = proposal
+        self.step.by_slot[decode.slot] = seq
+
+    def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
+        """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or in
+        an earlier one. ``owing_s`` as in `PlannedStretch`."""
+        one.layers_done += count
+        if count < layers:
+            self.stretches.append(plan.Stretch(one.number, one.layers_done))
+        scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
+        self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, owing_s)
+        for chunk in one.chunks:
+            self.step.by_slot[chunk.seq.held_slot] = chunk.seq
+        if one.layers_done == layers:
+            self.step.completed = list(one.chunks)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether something of a prompt is computed."""
+        return self.step.stretch is not None or self.step.encoding is not None
+
+    def encode(self, op: plan.EncodePicture, encoding: PlannedEncoding) -> None:
+        self.encodes.append(op)
+        self.step.encoding = encoding
+
+    def save(self, seq: Sequence, first: int, blocks: list[Block]) -> None:
+        """Copy the slot's blocks from number ``first`` on into ``blocks``."""
+        ids = tuple(block.id for block in blocks)
+        self.saves.append(plan.Save(seq.held_slot, first * seq.block_size, ids))
+        self.step.saved.setdefault(seq, []).extend(blocks)
+        self.step.by_slot[seq.held_slot] = seq
+
+    def export(self, blocks: list[Block]) -> None:
+        """Have the bytes of blocks or snapshots come back."""
+        self.exports.extend(block.id for block in blocks)
+        self.names.extend(block.name for block in blocks)
+
+    def insert(self, block: Block, payload: plan.Payload) -> None:
+        """Create ``block``, a block or a snapshot, from bytes."""
+        self.inserts.append(plan.Insert(block.id, payload, block.is_snapshot))
+        self.names.append(block.name)
+
+    def save_state(self, seq: Sequence, snapshot: Block) -> None:
+        """Copy the slot's state into ``snapshot``."""
+        state_save = plan.SaveState(seq.held_slot, seq.num_computed_tokens, snapshot.id)
+        self.state_saves.append(state_save)
+        self.step.saved.setdefault(seq, []).append(snapshot)
+        self.step.by_slot[seq.held_slot] = seq
+
+    def build(self, memory: Memory) -> tuple[plan.Plan, InFlightStep] | None:
+        """Return the plan, with what ``memory`` had to do for it, and its record; None if the plan
+        is empty. Blocks that were pinned to be restored are unpinned: plans run in order."""
+        for blocks in reversed(self.step.restored.values()):
+            for block in reversed(blocks):
+                memory.unpin(block)
+        makers = {name: memory if name in _OF_MEMORY else self for name in _OPERATIONS}
+        operations = {name: tuple(getattr(maker, name)) for name, maker in makers.items()}
+        operations["names"] += tuple(memory.exported_names)
+        memory.forget_changes()
+        if not any(operations.values()):
+            return None
+        return plan.Plan(step=self.step.number, **operations), self.step

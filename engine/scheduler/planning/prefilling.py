@@ -1,0 +1,273 @@
+"""Which prompts are computed in a plan: passes of chunks, a stretch of layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from engine.plan import Chunk
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.memory import Memory
+from engine.scheduler.planning.axes import axes_of, position_shift
+from engine.scheduler.planning.passes import OpenPass, OpenPasses, PlannedChunk
+from engine.scheduler.planning.pictures import PictureTable, shown_parts
+from engine.scheduler.planning.plan_builder import PlanBuilder, PlannedEncoding
+from engine.scheduler.planning.prefix_cache import PrefixCache
+from engine.scheduler.sequences.sequence import Sequence, SequencePicture, Status
+from engine.scheduler.sequences.sequence_table import SequenceTable
+from engine.scheduler.timing.chunks import MIN_TOKENS, ChunkPolicy
+from engine.scheduler.timing.time_share import TimeShare
+
+LOGPROBS_CHUNK_TOKENS = 64
+"""The longest chunk with log-probabilities: they need the logits of every position."""
+MUCH_SHORTER = 4
+"""A prompt overtakes one that has this many times as many tokens left."""
+MIN_SHARED = 16
+"""Prompts with fewer tokens left count as having so many, where chunks share a pass."""
+MOST_LEAD_S = 0.5
+"""How much more time than the overtaken those get that overtake. After it both take turns."""
+
+
+class Prefilling:
+    """Plans the passes of prompts. At most one stretch of one pass is in a plan.
+
+    The oldest prompt comes first, so that streams start one after the other. One that is much
+    shorter overtakes it, between two layers of its pass."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        sequences: SequenceTable,
+        memory: Memory,
+        prefix_cache: PrefixCache,
+        chunk_policy: ChunkPolicy,
+        time_share: TimeShare,
+    ) -> None:
+        self._config = config
+        self._sequences = sequences
+        self._memory = memory
+        self._prefix_cache = prefix_cache
+        self._chunk_policy = chunk_policy
+        self._time_share = time_share
+        self.passes = OpenPasses(memory)
+        self.pictures = PictureTable(config)
+        self._lead_s = 0.0
+        """Time of those that overtook, less the time of the overtaken since."""
+        self._layer_s = 0.0
+        """Predicted for a layer of the last stretch."""
+        self._stretch_s = 0.0
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is the turn of prompts, while streams run too."""
+        return self._time_share.is_turn_of_prompts(self._layer_s)
+
+    def clear(self) -> None:
+        """Forget what was begun: the executor has lost it."""
+        self.passes.clear()
+        self.pictures.clear()
+
+    def plan(self, builder: PlanBuilder, *, streaming: bool) -> None:
+        """Add a stretch of a pass to ``builder``, if there are prompts to compute."""
+        prefilling = self._sequences.ordered(Status.PREFILLING)
+        limits = self._prefix_cache.snapshot_policy.prefill_limits(prefilling)
+        candidates = [seq for seq in prefilling if seq in limits or self.passes.of(seq) is not None]
+        claimed = self._claimed()
+        while candidates:
+            seq = self._first(candidates)
+            one = self.passes.of(seq)
+            if one is None and self._has_to_compute(seq, claimed, builder):
+                picture, limits[seq] = self.pictures.missing(seq, limits[seq])
+                if picture is not None:
+                    self._encode(picture, seq, builder, streaming=streaming)
+                    self._count_lead(is_first=seq is candidates[0])
+                    return
+                if limits[seq] > seq.num_computed_tokens:  # else it waits for room for a picture
+                    one = self._begin(
+                        seq, candidates, limits, claimed, builder, streaming=streaming
+                    )
+            if one is not None:
+                self._advance(one, builder, streaming=streaming)
+                self._count_lead(is_first=any(c.seq is candidates[0] for c in one.chunks))
+                return
+            candidates.remove(seq)
+
+    def _first(self, candidates: SequenceOf[Sequence]) -> Sequence:
+        """Return which of ``candidates``, which are in order, is next: the first one, or one that
+        is much shorter and has no lower priority."""
+        first = candidates[0]
+        if self._lead_s >= MOST_LEAD_S:
+            return first
+        chosen = first
+        for seq in candidates[1:]:
+            is_shorter = MUCH_SHORTER * _tokens_left(seq) <= _tokens_left(chosen)
+            if is_shorter and seq.request.priority >= first.request.priority:
+                chosen = seq
+        return chosen
+
+    def _count_lead(self, *, is_first: bool) -> None:
+        """Account for the stretch that was just planned. ``is_first``: some of it is of the first
+        in order."""
+        if is_first:
+            self._lead_s = max(0.0, self._lead_s - self._stretch_s)
+        else:
+            self._lead_s += self._stretch_s
+
+    def _claimed(self) -> set[bytes]:
+        """Return the hashes of the blocks that open passes compute. They can be restored then."""
+        if self._config.reuses_states:
+            return set()
+        size = self._config.block_size
+        return {
+            block_hash
+            for one in self.passes
+            for chunk in one.chunks
+            for block_hash in chunk.seq.block_hashes[chunk.start // size : chunk.end // size]
+        }
+
+    def _is_claimed(self, seq: Sequence, claimed: set[bytes]) -> bool:
+        """Return whether another sequence computes the next block of ``seq``. One that needs
+        log-probabilities of its prompt has to compute the block itself."""
+        number = seq.num_computed_tokens // self._config.block_size
+        is_claimed = not claimed.isdisjoint(seq.block_hashes[number : number + 1])
+        return is_claimed and not seq.needs_prompt_logprobs
+
+    def _has_to_compute(self, seq: Sequence, claimed: set[bytes], builder: PlanBuilder) -> bool:
+        """Return whether ``seq`` has to compute what it needs next: nobody else is computing it,
+        nor has a running sequence all that is left."""
+        if self._is_claimed(seq, claimed):
+            return False
+        self._prefix_cache.copy_running(seq, builder, Status.READY, Status.DECODING)
+        if seq.num_computed_tokens == seq.prefill_end:
+            self._sequences.set_status(seq, Status.READY)
+        return seq.status is Status.PREFILLING
+
+    # -- beginning a pass ----------------------------------------------------------
+
+    def _begin(
+        self,
+        first: Sequence,
+        candidates: SequenceOf[Sequence],
+        limits: dict[Sequence, int],
+        claimed: set[bytes],
+        builder: PlanBuilder,
+        *,
+        streaming: bool,
+    ) -> OpenPass:
+        """Begin a pass with a chunk of ``first``, and of others that are about as short."""
+        budget = self._chunk_policy.budget(streaming=streaming)
+        size = self._config.block_size
+        chunks: list[PlannedChunk] = []
+        reserved = 0
+        others = [seq for seq in candidates if seq is not first]
+        for seq in (first, *others):
+            if len(chunks) == self._config.prefill_batch_size:
+                break
+            if self.passes.of(seq) is not None:
+                continue
+            if chunks and not self._may_share(chunks[0].seq, seq):
+                continue
+            if not self._has_to_compute(seq, claimed, builder):
+                continue
+            start = seq.num_computed_tokens
+            remaining = limits[seq] - start
+            if seq.needs_prompt_logprobs:
+                remaining = min(remaining, max(LOGPROBS_CHUNK_TOKENS // size, 1) * size)
+            tokens = budget.take(start, remaining)
+            if tokens and not chunks:
+                tokens, reserved = self._within_memory(tokens)
+            elif tokens and self._memory.reserve_pass(tokens):
+                reserved += tokens
+            else:
+                continue
+            chunks.append(PlannedChunk(seq, start, start + tokens))
+            builder.chunks.append(_chunk(seq, start + tokens))
+            claimed.update(seq.block_hashes[start // size : (start + tokens) // size])
+        begun = OpenPass(builder.step.number, chunks, reserved)
+        self.passes.begin(begun)
+        return begun
+
+    def _may_share(self, first: Sequence, seq: Sequence) -> bool:
+        """Return whether ``seq`` may have a chunk in the pass of ``first``, which waits for it."""
+        if seq.is_background and not first.is_background:
+            return False
+        scored = first.needs_prompt_logprobs or seq.needs_prompt_logprobs
+        if first.has_pictures_ahead or seq.has_pictures_ahead:
+            return False
+        is_longer = _tokens_left(seq) >= MUCH_SHORTER * max(_tokens_left(first), MIN_SHARED)
+        return self._config.batches_chunks and not scored and not is_longer
+
+    def _within_memory(self, tokens: int) -> tuple[int, int]:
+        """Return as many of ``tokens`` as there is memory for, and how many of them the ledger has
+        reserved memory for. The activations of a few are a part of what is left free for steps."""
+        size = self._config.block_size
+        while tokens > MIN_TOKENS and not self._memory.reserve_pass(tokens - MIN_TOKENS):
+            tokens = max(MIN_TOKENS, tokens // 2) // size * size or min(tokens, size)
+            if tokens <= max(MIN_TOKENS, size):
+                return tokens, 0
+        return tokens, max(0, tokens - MIN_TOKENS)
+
+    # -- going on ------------------------------------------------------------------
+
+    def _advance(self, one: OpenPass, builder: PlanBuilder, *, streaming: bool) -> None:
+        """Plan the next layers of ``one``, and what follows if they are the last."""
+        layers = self._config.layers
+        self._layer_s = self._chunk_policy.predict_layer_s(one.sizes)
+        seconds = self._seconds_now(streaming=streaming)
+        count = max(1, min(round(seconds / self._layer_s), layers - one.layers_done))
+        self._stretch_s = count * self._layer_s
+        builder.stretch(one, count, layers, self._stretch_s if streaming else None)
+        if streaming:
+            self._time_share.planned(self._stretch_s)
+        if one.layers_done == layers:
+            self._complete(one)
+
+    def _seconds_now(self, *, streaming: bool) -> float:
+        """Return how long what is planned now may take without a break."""
+        seconds = self._chunk_policy.unit_s(streaming=streaming)
+        if not streaming:
+            return seconds
+        owed_s = self._time_share.owed_s
+        return owed_s if self._config.look_ahead else min(seconds, owed_s)
+
+    def _encode(
+        self, picture: SequencePicture, seq: Sequence, builder: PlanBuilder, *, streaming: bool
+    ) -> None:
+        """Plan the next layers of the encoding of ``picture``, which ``seq`` needs next."""
+        start, end = seq.num_computed_tokens, picture.end
+        kept = {one.digest for one in seq.pictures if start < one.end and one.start < end}
+        seq.num_encoded += self.pictures.begin(picture, kept)
+        self._layer_s = self.pictures.layer_s(picture)
+        seconds = self._seconds_now(streaming=streaming)
+        count = max(1, round(seconds / self._layer_s)) if self._layer_s else 1
+        op = self.pictures.encode(picture, count)
+        self._stretch_s = op.layers * self._layer_s
+        size_bytes = picture.size_bytes * op.layers / self._config.picture_layers
+        owing_s = self._stretch_s if streaming else None
+        builder.encode(op, PlannedEncoding(size_bytes, op.is_last, owing_s))
+        if streaming:
+            self._time_share.planned(self._stretch_s)
+
+    def _complete(self, one: OpenPass) -> None:
+        self.passes.forget(one)
+        for seq, _, end in one.chunks:
+            if seq.status is not Status.PREFILLING:
+                continue
+            seq.advance(end)
+            if end == seq.prefill_end:
+                self._sequences.set_status(seq, Status.READY)
+
+
+def _tokens_left(seq: Sequence) -> int:
+    return seq.prefill_end - seq.num_computed_tokens
+
+
+def _chunk(seq: Sequence, end: int) -> Chunk:
+    start = seq.num_computed_tokens
+    token_ids = tuple(seq.token_ids[start:end])
+    pictures, axes = shown_parts(seq, start, end), axes_of(seq, start, end)
+    shift = position_shift(seq, start) if seq.pictures else 0
+    target_ids: tuple[int, ...] = ()
+    if seq.needs_prompt_logprobs:
+        target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
+    wanted = seq.request.prompt_logprobs or 0 if target_ids else 0
+    return Chunk(seq.held_slot, start, token_ids, target_ids, wanted, pictures, shift, axes)

@@ -1,0 +1,187 @@
+"""Reuse of prefixes: cached blocks go into slots, and full blocks of slots into the cache. What a
+running sequence has of a prefix beyond its last full block is copied from slot to slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.memory import Memory
+from engine.scheduler.outputs import Counters, Outputs
+from engine.scheduler.planning.plan_builder import PlanBuilder
+from engine.scheduler.planning.snapshot_policy import SnapshotPolicy
+from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.sequences.sequence import Sequence, Status
+from engine.scheduler.sequences.sequence_table import SequenceTable
+
+LEAST_COPIED = 4
+"""Fewer positions than this are computed rather than copied."""
+
+
+class PrefixCache:
+    """Restores and saves blocks, and the snapshots without which blocks may be of no use."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        sequences: SequenceTable,
+        memory: Memory,
+        outputs: Outputs,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._sequences = sequences
+        self._memory = memory
+        self._outputs = outputs
+        self._counters = counters
+        self.snapshot_policy = SnapshotPolicy(config, memory)
+
+    def restore(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Copy the cached blocks that follow what ``seq`` has into its slot, if there are any. If
+        the model has recurrent state, they end at the last snapshot among them."""
+        size = self._config.block_size
+        first = seq.num_computed_tokens // size
+        end = min(seq.num_restorable_tokens // size, len(seq.block_hashes))
+        fetched_end = self._insert_fetched_state(seq, first, end, builder)
+        end = self.snapshot_policy.restorable_end(seq, first, end)
+        known = len(builder.inserts)
+        blocks = self._pin_blocks(seq, first, end, builder) if self._config.keeps_kv else []
+        if self._config.keeps_kv:
+            end = self.snapshot_policy.restorable_end(seq, first, first + len(blocks))
+        builder.keep_pinned(seq, blocks[end - first :])
+        if end == first:
+            return
+        seq.num_computed_tokens = first * size  # of a part of a block, the block itself is better
+        new = {insert.block_id for insert in builder.inserts[known:]}
+        inserted = sum(block.id in new for block in blocks[: end - first])
+        if end == fetched_end and not self._config.keeps_kv:
+            inserted = end - first
+        if blocks:
+            builder.restore(seq, blocks[: end - first])
+        self.snapshot_policy.restore(seq, end, builder)
+        ram, ssd = seq.count_cached_tokens((end - first - inserted) * size, inserted * size)
+        self._counters.cached_ram_tokens += ram
+        self._counters.cached_ssd_tokens += ssd
+        if self._config.uses_store:
+            if self._config.keeps_kv:
+                self._outputs.touches.extend(seq.block_hashes[first:end])
+            if self._config.reuses_states:
+                self._outputs.state_touches.append(seq.block_hashes[end - 1])
+        seq.advance(end * size)
+        seq.snapshots.newest_position = end * size
+        seq.num_saved_blocks = end
+
+    def copy_running(self, seq: Sequence, builder: PlanBuilder, *statuses: Status) -> None:
+        """Copy the positions after the last block of ``seq`` from a sequence that has the same
+        tokens there, if there is one with one of ``statuses``: its prompt must be computed.
+        Sequences that begin with the same new prefix then compute only what they do not share."""
+        start = seq.num_computed_tokens
+        number, rest = divmod(start, self._config.block_size)
+        if not self._config.copies_positions or rest or not number:
+            return
+        if seq.needs_prompt_logprobs or seq.pictures:
+            return
+        before = slice(number - 1, number)
+        end, best = start + LEAST_COPIED - 1, None
+        for source in self._sequences.ordered(*statuses):
+            if source.pictures or source.block_hashes[before] != seq.block_hashes[before]:
+                continue
+            last = min(start + self._config.block_size, seq.prefill_end, source.prefill_end)
+            common = _count_common(seq.token_ids[start:last], source.token_ids[start:last])
+            if start + common > end:
+                end, best = start + common, source
+        if best is not None:
+            builder.copy(seq, best, end)
+            self._counters.cached_ram_tokens += sum(seq.count_cached_tokens(end - start, 0))
+            seq.advance(end)
+
+    def touch_computed(self, seq: Sequence) -> None:
+        """Mark the cached blocks of what ``seq`` computed as used last, its head last of all."""
+        if self._config.prefix_cache:
+            seq.update_block_hashes()
+        seq.num_saved_blocks = self._memory.blocks.touch(seq.block_hashes[: seq.num_savable_blocks])
+
+    def save_full_blocks(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Save the full blocks of ``seq`` that the pool lacks, as far as there is room, and as far
+        as its slot still has them: layers with a window keep only that."""
+        if not self._config.prefix_cache:
+            return
+        seq.update_block_hashes()
+        if not self._config.keeps_kv:
+            return
+        first_kept = seq.last_pass_start - (self._config.window_tokens or seq.last_pass_start)
+        run: list[Block] = []
+        while seq.num_saved_blocks < seq.num_savable_blocks:
+            if seq.block_hashes[seq.num_saved_blocks] not in self._memory.blocks:
+                if seq.num_saved_blocks * self._config.block_size < first_kept:
+                    break
+                block = self._memory.add_block(seq.block_hashes[seq.num_saved_blocks])
+                if block is None:
+                    break
+                run.append(block)
+            elif run:
+                self._save(seq, run, builder)
+                run = []
+            seq.num_saved_blocks += 1
+        if run:
+            self._save(seq, run, builder)
+
+    def _save(self, seq: Sequence, run: list[Block], builder: PlanBuilder) -> None:
+        """Save the blocks ``run`` of ``seq``, which end where its saved ones do."""
+        builder.save(seq, seq.num_saved_blocks - len(run), run)
+        if self._config.writes_through:
+            self._memory.backlog.add(run)
+
+    def _insert_fetched_state(
+        self, seq: Sequence, first: int, end: int, builder: PlanBuilder
+    ) -> int:
+        """Insert the state that came from the kvstore for ``seq``, if it makes more blocks of use
+        than the snapshots in RAM. Return the number of blocks that it follows, 0 if not."""
+        number, payload = seq.fetch.state_end, seq.fetch.state
+        reach = self._count_available(seq, first, end)
+        if payload is None or not first < number <= reach:
+            return 0
+        if self.snapshot_policy.restorable_end(seq, first, reach) >= number:
+            return 0
+        snapshot = self._memory.add_fetched_snapshot(seq.block_hashes[number - 1], seq)
+        seq.fetch.state = None
+        if snapshot is None:
+            return 0
+        builder.insert(snapshot, payload)
+        builder.keep_pinned(seq, [snapshot])
+        return number
+
+    def _count_available(self, seq: Sequence, first: int, end: int) -> int:
+        """Return up to which block number, from ``first`` on and without a gap, blocks are there or
+        came from the kvstore."""
+        if not self._config.keeps_kv:
+            return end
+        for number in range(first, end):
+            in_ram = seq.block_hashes[number] in self._memory.blocks
+            if not in_ram and number not in seq.fetch.payloads:
+                return number
+        return end
+
+    def _pin_blocks(self, seq: Sequence, first: int, end: int, builder: PlanBuilder) -> list[Block]:
+        """Return the blocks of ``seq`` from number ``first`` to ``end``, pinned, as far as there is
+        no gap. Blocks that came from the kvstore are inserted."""
+        blocks: list[Block] = []
+        for number in range(first, end):
+            block = self._memory.blocks.get(seq.block_hashes[number])
+            if block is not None:
+                self._memory.blocks.pin(block)
+            elif number in seq.fetch.payloads:
+                block = self._memory.add_fetched_block(seq.block_hashes[number], seq)
+                if block is None:
+                    break
+                builder.insert(block, seq.fetch.payloads[number])
+            else:
+                break
+            blocks.append(block)
+        return blocks
+
+
+def _count_common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
+    """Return how many tokens ``one`` and ``other`` have in common from the first on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,291 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.plan import Payload, Slot
+from engine.scheduler.pools.block_pool import Block
+from engine.scheduler.sequences.thinking import ThinkingProgress
+from engine.speculation.speculator import SequenceDrafts
+from shared import wire
+from shared.hashing import Picture, block_hash, pictures_in
+
+ARRIVALS_PER_PRIORITY = 256
+"""How many later arrivals a step of priority puts a sequence ahead of."""
+MAX_PRIORITY = 16
+"""Priorities beyond, up or down, count as this."""
+_BEHIND_ALL = 2**60
+"""Arrivals by which sequences of the background come after all others."""
+
+
+class Status(Enum):
+    WAITING = auto()
+    """New; holds nothing."""
+    LOADING = auto()
+    """Waits for the kvstore; holds nothing."""
+    PREFILLING = auto()
+    """Holds a slot; its prompt is being computed."""
+    READY = auto()
+    """Holds a slot; everything but its last token is computed; waits for a decode row."""
+    DECODING = auto()
+    ENDING = auto()
+    """Its last decode is in flight."""
+    PREEMPTED = auto()
+    """Gave up its slot to an older one; waits to be restored or recomputed."""
+    FINISHED = auto()
+    """Has ended. Its slot, if any, is freed by the next plan."""
+
+
+HOLDING_SLOT = (Status.PREFILLING, Status.READY, Status.DECODING, Status.ENDING)
+
+
+@dataclass(slots=True)
+class SequenceFetch:
+    """The blocks of one sequence that the kvstore was asked for, and the state behind them."""
+
+    requested: bool = False
+    first_block: int = 0  # number of the first block that was asked for
+    payloads: dict[int, Payload] = field(default_factory=dict)  # what came, by block number
+    first_state: int = 0  # number of the first block after which a state was searched
+    state_end: int = 0  # number of blocks that end with the state that came
+    state: Payload | None = None
+
+    def drop(self) -> None:
+        """Forget what came."""
+        self.payloads.clear()
+        self.state = None
+
+
+@dataclass(slots=True)
+class SequenceSnapshots:
+    """Where the recurrent state of one sequence is kept."""
+
+    newest_position: int = 0  # of its newest snapshot, or of the one that it began with
+    prompt_positions: tuple[int, ...] = ()  # where snapshots of its prompt are taken
+    trailing: Block | None = None  # the private one that follows it while it decodes
+    trailing_position: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequencePicture:
+    """A picture in the prompt of a sequence."""
+
+    digest: bytes
+    start: int
+    end: int  # exclusive
+    places: tuple[int, ...]  # the positions that have embeddings
+    token_ids: tuple[int, ...]
+    size_bytes: int  # of what the encoder takes
+    grid: tuple[int, int, int] | None = None
+    """How many embeddings there are in time, rows and columns, if positions have these axes. All of
+    the picture's positions are places then."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """A request and its progress."""
+
+    request: wire.Submit
+    arrival: int
+    parent_hash: bytes  # of the last of `block_hashes`, or the root
+    block_size: int
+    token_ids: list[int]  # the prompt and every output that is known
+    max_tokens: int
+    submitted_s: float
+    grammar: object = None  # only kept alive here, for the executor to find
+    thinking: ThinkingProgress | None = None  # None: it may reason as long as it wants
+    pictures: tuple[SequencePicture, ...] = ()  # in the order of the prompt
+    num_encoded: int = 0  # of these, those that were encoded for this sequence first
+
+    status: Status = Status.WAITING
+    slot: Slot | None = None
+    capacity: int = 0  # tokens of the slot
+    num_computed_tokens: int = 0
+    """Positions whose KV is in the slot once every plan made so far has run, without those of
+    drafts that are in flight. It may be ahead of ``token_ids`` by the one output that is."""
+    last_pass_start: int = 0  # the first position of the last pass or restore
+    pass_end: int = 0  # the end of its chunk in a pass that was begun; 0 if there is none
+    max_computed_tokens: int = 0  # the most that `num_computed_tokens` has been
+    prefill_end: int = 0  # position of the last token, where prefill ends and decoding begins
+    num_inflight: int = 0  # decodes that are in flight
+    num_inflight_drafts: int = 0  # of these decodes; they count as computed once they are accepted
+    awaits_guesses: bool = False  # the executor guesses what follows a decode in flight
+    drafts: SequenceDrafts | None = None  # None: nothing is drafted
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_saved_blocks: int = 0  # leading blocks that need no `Save` any more
+    num_prompt_logprobs: int = 0
+    """Tokens of the prompt whose log-probabilities have been sent; the first token has none."""
+    history_sent: bool = False  # the executor has the tokens that penalties and grammars need
+    stalled: bool = False  # it found no room to grow in the plan before
+    failures: int = 0  # steps that raised while it ran alone
+    fetch: SequenceFetch = field(default_factory=SequenceFetch)
+    snapshots: SequenceSnapshots = field(default_factory=SequenceSnapshots)
+
+    cached_ram_tokens: int = 0
+    cached_ssd_tokens: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its unique sort key, smallest first: the arrival, where each step of priority counts as
+        `ARRIVALS_PER_PRIORITY` arrivals earlier. So for each step of priority at most that many
+        later arrivals overtake a sequence. Those of the background come last, whatever waits."""
+        priority = max(-MAX_PRIORITY, min(self.request.priority, MAX_PRIORITY))
+        place = self.arrival - ARRIVALS_PER_PRIORITY * priority
+        return (place + _BEHIND_ALL if self.is_background else place, self.arrival)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is of a batch: it gives its row, its slot and the time of its prompt to any
+        other that wants them."""
+        return self.request.priority <= wire.BACKGROUND_PRIORITY
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The number of outputs that are known, including those of earlier attempts."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """The most positions it may compute: its last output is never an input."""
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def all_outputs_planned(self) -> bool:
+        return self.num_computed_tokens >= self.max_positions
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether it still computes positions of its prompt for their log-probabilities."""
+        wanted = self.request.prompt_logprobs is not None
+        return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
+    def num_restorable_tokens(self) -> int:
+        """The number of leading positions that may come from blocks instead of being computed."""
+        return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.token_ids) - 1
+
+    @property
+    def num_savable_blocks(self) -> int:
+        """The number of full blocks whose KV is in the slot and whose tokens are known."""
+        return min(self.num_computed_tokens, len(self.token_ids)) // self.block_size
+
+    @property
+    def held_slot(self) -> Slot:
+        """The slot of a sequence that must have one. Raises: RuntimeError if it has none."""
+        if self.slot is None:
+            raise RuntimeError(f"{self.request.request_id} holds no slot ({self.status.name})")
+        return self.slot
+
+    def follow_thinking(self) -> ThinkingProgress | None:
+        """Return its progress in reasoning after every output that is known, if that is limited."""
+        if self.thinking is not None:
+            known = self.num_prompt_tokens + self.thinking.num_outputs
+            self.thinking.follow(self.token_ids[known:])
+        return self.thinking
+
+    def begin(self, slot: Slot, capacity: int, now_s: float) -> None:
+        """Start, or start again, from nothing in ``slot``."""
+        self.slot, self.capacity = slot, capacity
+        self.num_computed_tokens = self.num_saved_blocks = self.snapshots.newest_position = 0
+        self.last_pass_start = 0
+        self.prefill_end = len(self.token_ids) - 1
+        self.stalled = self.history_sent = False
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+
+    def advance(self, num_computed_tokens: int) -> None:
+        """Record that the plan in the making computes or restores up to this position."""
+        self.last_pass_start = self.num_computed_tokens
+        self.num_computed_tokens = num_computed_tokens
+        self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
+
+    def append(
+        self, run: SequenceOf[int], eos_token_ids: SequenceOf[int]
+    ) -> wire.FinishReason | None:
+        """Add the outputs of a decode: all but the last are drafts that were accepted. Return why
+        it ends with them, None if it does not."""
+        self.token_ids += run
+        # Otherwise it begins again. One that is ready had to give up its row.
+        if self.status in (Status.READY, Status.DECODING, Status.ENDING):
+            self.num_computed_tokens += len(run) - 1
+            self.max_computed_tokens = max(self.max_computed_tokens, self.num_computed_tokens)
+        return self.finish_reason(eos_token_ids)
+
+    def finish_reason(self, eos_token_ids: SequenceOf[int]) -> wire.FinishReason | None:
+        """Return why it ends with its last token, None if it does not."""
+        request, last = self.request, self.token_ids[-1]
+        may_stop = self.num_output_tokens > request.min_tokens
+        at_end = request.grammar is not None and last in eos_token_ids
+        if (at_end and self.num_output_tokens > 0) or (may_stop and last in request.stop_token_ids):
+            return "stop"
+        return "length" if self.num_output_tokens >= self.max_tokens else None
+
+    def reset(self) -> None:
+        """Forget the slot and its KV. Everything that was sampled stays."""
+        self.slot, self.capacity, self.num_computed_tokens, self.num_saved_blocks = None, 0, 0, 0
+        self.fetch, self.stalled = SequenceFetch(), False
+
+    def update_block_hashes(self) -> None:
+        """Extend ``block_hashes`` to all full blocks of the known tokens."""
+        if (len(self.block_hashes) + 1) * self.block_size > len(self.token_ids):
+            return
+        pictures = self.shown
+        while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
+            start = len(self.block_hashes) * self.block_size
+            end = start + self.block_size
+            shown = pictures_in(pictures, start, end) if pictures else b""
+            self.parent_hash = block_hash(self.parent_hash, self.token_ids[start:end], shown)
+            self.block_hashes.append(self.parent_hash)
+
+    @property
+    def shown(self) -> list[Picture]:
+        """Its pictures, as block hashes name them."""
+        return [Picture(one.start, one.end - one.start, one.digest) for one in self.pictures]
+
+    @property
+    def has_pictures_ahead(self) -> bool:
+        """Whether it has still to compute a position of a picture."""
+        return bool(self.pictures) and self.pictures[-1].end > self.num_computed_tokens
+
+    @property
+    def pictures_ahead(self) -> list[SequencePicture]:
+        """The pictures of which it has still to compute a position."""
+        return [one for one in self.pictures if one.end > self.num_computed_tokens]
+
+    def count_cached_tokens(self, ram_tokens: int, ssd_tokens: int) -> tuple[int, int]:
+        """Count tokens that were restored from ``num_computed_tokens`` on.
+
+        Only those of the prompt that this sequence never had before count. Returns the
+        numbers that were counted, of RAM and of SSD.
+        """
+        end = self.num_computed_tokens + ram_tokens + ssd_tokens
+        known = max(self.num_computed_tokens, self.max_computed_tokens)
+        fresh = max(0, min(end, self.num_prompt_tokens) - known)
+        ssd = min(ssd_tokens, fresh)
+        self.cached_ssd_tokens += ssd
+        self.cached_ram_tokens += fresh - ssd
+        return fresh - ssd, ssd
+
+    def usage(self, now_s: float) -> wire.Usage:
+        admitted = now_s if self.admitted_s is None else self.admitted_s
+        first = now_s if self.first_token_s is None else self.first_token_s
+        return wire.Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            cached_ram_tokens=self.cached_ram_tokens,
+            cached_ssd_tokens=self.cached_ssd_tokens,
+            accepted_prediction_tokens=self.drafts.accepted if self.drafts else 0,
+            rejected_prediction_tokens=self.drafts.rejected if self.drafts else 0,
+            queue_s=admitted - self.submitted_s,
+            prefill_s=first - admitted,
+            decode_s=now_s - first,
+        )

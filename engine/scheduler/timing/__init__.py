@@ -1,0 +1,1 @@
+"""Sizes of chunks and shares of time, by measured costs."""

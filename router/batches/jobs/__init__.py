@@ -1,0 +1,1 @@
+"""Batches while they run: their lines, the places that lines wait for, their results."""

@@ -1,0 +1,62 @@
+"""What the jobs of all batches share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp
+
+from router.batches.jobs.places import Places
+from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.writer import ResultWriter
+from router.fleet.metrics.batch_figures import BatchFigures
+from router.fleet.metrics.prometheus import Metrics
+from router.fleet.tenants.tenant import Tenant
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+_DAY_S = 86400
+_MB = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchContext:
+    directory: BatchDirectory
+    endpoints: Mapping[str, ASGIApp]
+    """By path: what answers requests there."""
+    tenant_named: Callable[[str], Tenant | None]
+    settings: Settings
+    metrics: Metrics
+    figures: BatchFigures
+    places: Places
+    writer: ResultWriter
+    stopping: asyncio.Event
+    """Set when the router ends."""
+    checking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """For what reads or writes whole files."""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def keep_s(self) -> int:
+        return self.settings.batch_keep_days * _DAY_S
+
+    @property
+    def max_bytes(self) -> int:
+        """The most that files and results of a key may have."""
+        return self.settings.batch_max_mb * _MB
+
+    @property
+    def is_young(self) -> bool:
+        """Whether engines may still be joining, so that a model which is missing may come."""
+        return time.monotonic() - self.began < self.settings.restart_wait_s
+
+    async def refresh(self) -> None:
+        """Bring the figures up to date."""
+        with contextlib.suppress(Exception):
+            found = await self.directory.run(lambda store: store.totals())
+            self.figures.unfinished, self.figures.lines, self.figures.lines_done = found

@@ -1,0 +1,269 @@
+"""One batch on its way: its file is checked, its lines run, and their ends become files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import methodcaller
+
+import msgspec
+
+from router.batches.jobs.context import BatchContext
+from router.batches.jobs.line_job import LineJob, LineSource
+from router.batches.jobs.lines import FoundLine, check_file, parse_line, read_line, read_lines
+from router.batches.jobs.records import not_run
+from router.batches.objects import BatchErrors
+from router.batches.storage.states import BatchState
+from router.batches.storage.store import NewFile, Result, Row, StoreFailed, read_results
+from router.tokens.work_pool import INLINE_SIZE
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 2.0
+_AGAIN_AFTER_BUG_S = 30.0
+_READ_LINES = 64
+_READ_BYTES = 1_000_000
+_WRITE_LINES = 500
+_ENDS = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "This request was not executed: the batch was cancelled before.",
+}
+Lines = list[tuple[int, int, bytes]]
+"""The number of each, where it begins in the file, and the line."""
+
+
+class BatchJob:
+    """Brings a batch to its end. Whatever state the store has, the job goes on from there."""
+
+    def __init__(self, context: BatchContext, row: Row) -> None:
+        self._context = context
+        self._number: int = row["number"]
+        self._id: str = row["id"]
+        self._key: str = row["key"]
+        self._endpoint: str = row["endpoint"]
+        self._path = context.directory.path(row["input_file_id"])
+        self._max_body_bytes = context.settings.max_request_bytes
+        self._ending = asyncio.Event()
+        self._stop_reading = threading.Event()
+
+    def end(self) -> None:
+        """Leave off what runs: the batch is cancelled, or the router ends."""
+        self._ending.set()
+        self._stop_reading.set()
+
+    async def run(self) -> None:
+        context = self._context
+        while not context.stopping.is_set():
+            try:
+                row = await context.directory.run(lambda store: store.batch(self._number))
+                if row is None or BatchState(row["state"]).has_ended:
+                    break
+                await self._step(row)
+            except (StoreFailed, OSError, sqlite3.Error) as error:
+                context.metrics.batch_store_errors.inc()
+                logger.warning("%s waits for its disk: %s", self._id, error)
+                await asyncio.sleep(_AGAIN_S)
+            except Exception:  # a bug: its batch can still be cancelled, and expires
+                logger.exception("%s failed, and goes on", self._id)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(context.stopping.wait(), _AGAIN_AFTER_BUG_S)
+            await context.refresh()
+
+    async def _step(self, row: Row) -> None:
+        match BatchState(row["state"]):
+            case BatchState.VALIDATING:
+                await self._check()
+            case BatchState.IN_PROGRESS:
+                await self._run_lines(row)
+            case BatchState.CANCELLING:
+                if row["total"]:  # otherwise its file was not checked to the end
+                    await self._end_lines("batch_cancelled")
+                await self._write_files(row, BatchState.CANCELLED)
+            case BatchState.FINALIZING:
+                if row["outcome"] == BatchState.EXPIRED.value:
+                    await self._end_lines("batch_expired")
+                await self._write_files(row, BatchState(row["outcome"]))
+
+    async def _advance(self, state: BatchState, **columns: object) -> None:
+        """Bring the batch into ``state``, unless it was cancelled meanwhile."""
+        await self._context.directory.run(
+            lambda store: store.advance(self._number, state, **columns)
+        )
+        logger.info("%s: %s", self._id, state.value)
+
+    async def _check(self) -> None:
+        work = partial(
+            check_file, self._path, self._endpoint, self._max_body_bytes, self._stop_reading
+        )
+        async with self._context.checking:
+            found = await self._context.directory.read(work)
+        if found is None:
+            return
+        if found.errors:
+            errors = msgspec.json.encode(BatchErrors(data=found.errors)).decode()
+            await self._advance(BatchState.FAILED, errors=errors, total=0)
+        else:
+            await self._advance(BatchState.IN_PROGRESS, total=found.total, model=found.model)
+
+    # -- lines -----------------------------------------------------------------
+
+    async def _run_lines(self, row: Row) -> None:
+        done = await self._context.directory.run(lambda store: store.lines_done(self._number))
+        if len(done) >= row["total"]:
+            await self._advance(BatchState.FINALIZING, outcome=BatchState.COMPLETED.value)
+            return
+        gone = asyncio.Event()
+        feeding = asyncio.create_task(self._feed(done, gone))
+        ending = asyncio.create_task(self._ending.wait())
+        left_s = max(0.0, row["expires_at"] - time.time())
+        first = asyncio.FIRST_COMPLETED
+        try:
+            await asyncio.wait({feeding, ending}, timeout=left_s, return_when=first)
+        finally:
+            ending.cancel()
+            has_fed = feeding.done()
+            gone.set()
+            await feeding  # or its error; the next step looks which lines have ended
+        if not has_fed and not self._ending.is_set():
+            await self._advance(BatchState.FINALIZING, outcome=BatchState.EXPIRED.value)
+
+    async def _feed(self, done: array[int], gone: asyncio.Event) -> None:
+        """Run each line that is not ``done``; return when all that began have ended, which is soon
+        once ``gone`` is set."""
+        context = self._context
+        lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
+        slots = asyncio.Semaphore(context.settings.max_batch_requests)
+        running: set[asyncio.Task[None]] = set()
+        failures: list[BaseException] = []
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            slots.release()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failures.append(error)
+
+        try:
+            while not gone.is_set() and not failures:
+                some = self._sources(await context.directory.read(partial(_take, lines)))
+                if not some:
+                    return
+                _, used = await context.directory.run(lambda store: store.use_of(self._key))
+                for number, source in some:
+                    await slots.acquire()
+                    if gone.is_set():
+                        return
+                    line = LineJob(context, self._number, number, source, self._endpoint, self._key)
+                    is_full = used > context.max_bytes
+                    task = asyncio.create_task(line.run(gone, is_full=is_full))
+                    running.add(task)
+                    task.add_done_callback(ended)
+        finally:
+            while running:
+                await asyncio.wait(running)
+            if failures:  # the next step would run these lines again at once
+                raise failures[0]
+
+    def _sources(self, lines: Lines) -> list[tuple[int, LineSource]]:
+        """Return how each of ``lines`` gets its content. A large one reads it again: many batches
+        may have lines that wait."""
+        return [
+            (
+                number,
+                raw
+                if len(raw) <= INLINE_SIZE
+                else partial(read_line, self._path, start, self._max_body_bytes),
+            )
+            for number, start, raw in lines
+        ]
+
+    async def _end_lines(self, code: str) -> None:
+        """Give an error to each line that has not ended."""
+        directory = self._context.directory
+        done = await directory.run(lambda store: store.lines_done(self._number))
+        lines = _unfinished(read_lines(self._path, self._max_body_bytes), done)
+        async with self._context.checking:
+            while some := await directory.read(partial(_take, lines, _WRITE_LINES)):
+                make = partial(_ended, self._number, some, code)
+                results = await directory.read(make)
+                await directory.run(methodcaller("add_results", results))
+
+    # -- files -----------------------------------------------------------------
+
+    async def _write_files(self, row: Row, state: BatchState) -> None:
+        context = self._context
+        files = [("output_file_id", True, "output"), ("error_file_id", False, "error")]
+        made: list[tuple[str, NewFile]] = []
+        try:
+            for column, ok, name in files:
+                file_id = context.directory.new_id()
+                expiry_s = min(row["file_expiry_s"] or context.keep_s, context.keep_s)
+                expires_at = int(time.time()) + expiry_s
+                filename = f"{self._id}_{name}.jsonl"
+                new = NewFile(file_id, self._key, filename, "batch_output", 0, expires_at)
+                made.append((column, new))
+                async with context.checking:
+                    size = await context.directory.read(partial(self._write_file, file_id, ok))
+                made.pop()
+                if size:
+                    made.append((column, new._replace(bytes=size)))
+            await context.directory.run(lambda store: store.finish(self._number, state, made))
+            logger.info("%s: %s", self._id, state.value)
+        except BaseException:
+            for _, new in made:
+                context.directory.remove(new.id)
+            raise
+
+    def _write_file(self, file_id: str, ok: bool) -> int:
+        """Write a file of results; return its size. An empty one is not kept."""
+        directory, size = self._context.directory, 0
+        with open(
+            os.open(directory.new_path(file_id), os.O_WRONLY | os.O_CREAT, 0o600), "wb"
+        ) as file:
+            for record in read_results(directory.database, self._number, ok):
+                size += file.write(record)
+            file.flush()
+            os.fsync(file.fileno())
+        if size:
+            directory.publish(file_id)
+        else:
+            directory.remove(file_id)
+        return size
+
+
+def _unfinished(
+    lines: Iterator[FoundLine], done: Sequence[int]
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the lines but for those with the numbers ``done``, which are in order."""
+    place = 0
+    for number, start, raw in lines:
+        if place < len(done) and done[place] == number:
+            place += 1
+        elif raw is not None:  # a file that was checked has no line that is too long
+            yield number, start, raw
+
+
+def _take(lines: Iterator[tuple[int, int, bytes]], most: int = _READ_LINES) -> Lines:
+    """Return the next lines, none at the end."""
+    found: Lines = []
+    size = 0
+    for line in lines:
+        found.append(line)
+        size += len(line[2])
+        if len(found) >= most or size >= _READ_BYTES:
+            break
+    return found
+
+
+def _ended(batch: int, lines: Lines, code: str) -> list[Result]:
+    return [
+        not_run(batch, number, parse_line(raw).custom_id, code, _ENDS[code])
+        for number, _, raw in lines
+    ]

@@ -1,0 +1,123 @@
+"""One line of a batch, answered by the very code that answers a request of its endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from starlette.types import ASGIApp, Message, Scope
+
+from router.errors import (
+    ApiError,
+    ClientDisconnected,
+    EngineLost,
+    InternalError,
+    InvalidValue,
+    ModelNotFound,
+    TooManyRequests,
+    Unavailable,
+)
+from router.fleet.tenants.tenant import Tenant
+
+logger = logging.getLogger(__name__)
+
+
+class LineAnswer(NamedTuple):
+    status: int
+    request_id: str
+    body: bytes
+    """JSON."""
+
+
+class TryAgain(Exception):
+    """There is no place or no engine for the line now."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.after_s = error.retry_after_s or 1.0
+
+
+class _Body(Struct, frozen=True):
+    stream: Any = None
+
+
+async def call(
+    endpoint: ASGIApp,
+    path: str,
+    body: bytes,
+    tenant: Tenant,
+    gone: asyncio.Event,
+    *,
+    models_may_come: bool,
+) -> LineAnswer:
+    """Return the answer to ``body``. ``gone`` ends it as a client that closes its connection does.
+    With ``models_may_come`` a model that is unknown is waited for.
+
+    Raises `TryAgain`, and `ClientDisconnected` once ``gone`` is set."""
+    request_id = f"req_{uuid.uuid4().hex}"
+    scope = _scope(path, tenant, request_id)
+    parts: list[bytes] = []
+    unread = [body]
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    try:
+        may_stream = b'"stream"' in body or b"\\u" in body  # a key may be written with escapes
+        if may_stream and await asyncio.to_thread(_streams, body):
+            raise InvalidValue("'stream' must be false in a batch.", param="stream")
+        await endpoint(scope, receive, send)
+    except EngineLost as error:  # perhaps the line itself has ended two engines
+        return LineAnswer(error.status, request_id, error.body())
+    except (TooManyRequests, Unavailable) as error:
+        raise TryAgain(error) from None
+    except ApiError as error:
+        if models_may_come and isinstance(error, ModelNotFound):
+            raise TryAgain(error) from None
+        return LineAnswer(error.status, request_id, error.body())
+    except ClientDisconnected:
+        raise
+    except Exception:
+        logger.exception("a line of a batch failed (%s)", request_id)
+        failure = InternalError()
+        return LineAnswer(failure.status, request_id, failure.body())
+    return LineAnswer(200, request_id, b"".join(parts))
+
+
+def _streams(body: bytes) -> bool:
+    try:
+        return bool(msgspec.json.decode(body, type=_Body).stream)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False  # the endpoint refuses it
+
+
+def _scope(path: str, tenant: Tenant, request_id: str) -> Scope:
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "state": {
+            "request_id": request_id,
+            "path": path,
+            "tenant": tenant,
+            "api_key": tenant.name,
+            "limits_left": {},
+        },
+    }

@@ -1,0 +1,1 @@
+"""The directory of ``--batch-dir``: database, files, and the thread that writes."""

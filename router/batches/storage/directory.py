@@ -1,0 +1,107 @@
+"""The directory of ``--batch-dir``: its lock, its database, its files, and the thread that writes.
+
+Names of files are ids that are made here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from router.batches.storage.store import BatchStore, StoreFailed
+from shared.locks import try_lock
+
+logger = logging.getLogger(__name__)
+
+_READERS = 4
+_Result = TypeVar("_Result")
+
+
+class BatchDirectoryError(Exception):
+    """The directory cannot be used; the message is one line for the user."""
+
+
+class BatchDirectory:
+    """One router uses it at a time; the system releases its lock when that router ends, however it
+    ends."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises `BatchDirectoryError`."""
+        try:
+            for path in (root, root / "files", root / "new"):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = try_lock(root / "lock")
+            if self._lock is None:
+                raise BatchDirectoryError(f"another router uses {root}")
+            self.database = root / "batches.db"
+            self._store = BatchStore(self.database)
+            self._root = root
+            self._sweep()
+        except (OSError, sqlite3.Error, StoreFailed) as error:
+            raise BatchDirectoryError(f"{root} cannot be used: {error}") from None
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._readers = ThreadPoolExecutor(_READERS, "batch-files")
+
+    async def run(self, work: Callable[[BatchStore], _Result]) -> _Result:
+        """Return what ``work`` does with the store, on the one thread that writes. It is done also
+        if nobody waits for it any more. Raises `StoreFailed`."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+        return await asyncio.shield(running)
+
+    async def read(self, work: Callable[[], _Result]) -> _Result:
+        """Return what ``work`` does with files, on another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def close(self) -> None:
+        self._readers.shutdown()
+        self._thread.shutdown()
+        self._store.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # -- files -----------------------------------------------------------------
+
+    @staticmethod
+    def new_id() -> str:
+        return f"file-{uuid.uuid4().hex}"
+
+    def path(self, file_id: str) -> Path:
+        """Return where a file is. ``file_id`` is one of the store's, never a client's."""
+        return self._root / "files" / file_id
+
+    def new_path(self, file_id: str) -> Path:
+        """Return where a file is while it is written."""
+        return self._root / "new" / file_id
+
+    def publish(self, file_id: str) -> None:
+        """Give a file that is written whole, and on the disk, its place. Raises OSError."""
+        self.new_path(file_id).rename(self.path(file_id))
+        folder = os.open(self._root / "files", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def remove(self, file_id: str) -> None:
+        """Remove a file, whether it is complete or not."""
+        for path in (self.path(file_id), self.new_path(file_id)):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s is not removed: %s", path, error)
+
+    def _sweep(self) -> None:
+        """Remove files that the store does not know: their writer was killed."""
+        known = self._store.file_ids()
+        for folder in ("files", "new"):
+            for path in (self._root / folder).iterdir():
+                if folder == "new" or path.name not in known:
+                    path.unlink(missing_ok=True)

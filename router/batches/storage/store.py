@@ -1,0 +1,314 @@
+"""What must survive the router: files, batches and the answers of lines, in one SQLite file.
+
+All methods are called on one thread, so there is one writer; each change is one transaction, which
+is on the disk when the method returns (a write-ahead log with ``synchronous = FULL``).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from router.batches.storage.states import FOLLOWERS, BatchState
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT NOT NULL,
+    filename TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS files_by_key ON files (key, number);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT NOT NULL,
+    endpoint TEXT NOT NULL, model TEXT, input_file_id TEXT NOT NULL,
+    completion_window TEXT NOT NULL, metadata TEXT, file_expiry_s INTEGER,
+    state TEXT NOT NULL, outcome TEXT, errors TEXT,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL,
+    in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER, failed_at INTEGER,
+    expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
+    total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0, result_bytes INTEGER NOT NULL DEFAULT 0,
+    input_tokens INTEGER NOT NULL DEFAULT 0, cached_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0, reasoning_tokens INTEGER NOT NULL DEFAULT 0,
+    output_file_id TEXT, error_file_id TEXT
+);
+CREATE INDEX IF NOT EXISTS batches_by_key ON batches (key, number);
+CREATE TABLE IF NOT EXISTS results (
+    batch INTEGER NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, record BLOB NOT NULL,
+    PRIMARY KEY (batch, line)
+);
+"""
+_VACUUM_PAGES = 20_000
+"""Given back to the file system at a time: some 80 MB."""
+MAX_BATCHES = 10_000
+"""Batches of a key that are kept; nothing else counts what they take on the disk."""
+_ENDED = ", ".join(f"'{state}'" for state in BatchState if state.has_ended)
+_UNFINISHED_INDEX = (
+    "CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (input_file_id)"
+    f" WHERE state NOT IN ({_ENDED})"
+)
+"""They are counted at the end of each line, and those that have ended may be many."""
+
+Row = dict[str, Any]
+"""A row of a table, by column."""
+
+
+class StoreFailed(Exception):
+    """The disk is full or fails; nothing was changed."""
+
+
+class NewFile(NamedTuple):
+    id: str
+    key: str
+    filename: str
+    purpose: str
+    bytes: int
+    expires_at: int
+
+
+class Result(NamedTuple):
+    """The end of one line."""
+
+    batch: int
+    line: int
+    ok: bool
+    record: bytes
+    """A line of the output file or of the error file."""
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class BatchStore:
+    def __init__(self, path: Path) -> None:
+        """Raises sqlite3.Error and OSError."""
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database.row_factory = sqlite3.Row
+        self._database.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before there is any table
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = FULL")
+        self._database.execute("PRAGMA secure_delete = ON")
+        self._database.executescript(_TABLES)
+        self._database.execute(_UNFINISHED_INDEX)
+
+    def close(self) -> None:
+        self._database.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """Make the changes of the block all or none. Raises `StoreFailed`."""
+        database = self._database
+        try:
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                yield database
+                database.execute("COMMIT")
+            except BaseException:
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
+                raise
+        except (sqlite3.Error, OSError) as error:
+            raise StoreFailed(str(error)) from None
+
+    def _rows(self, query: str, *values: object) -> list[Row]:
+        try:
+            return [dict(row) for row in self._database.execute(query, values)]
+        except sqlite3.Error as error:
+            raise StoreFailed(str(error)) from None
+
+    def _row(self, query: str, *values: object) -> Row | None:
+        found = self._rows(query, *values)
+        return found[0] if found else None
+
+    # -- files -----------------------------------------------------------------
+
+    def add_file(self, file: NewFile) -> Row:
+        with self._change() as database:
+            _insert_file(database, file)
+        found = self.find_file(file.key, file.id)
+        assert found is not None
+        return found
+
+    def find_file(self, key: str, file_id: str) -> Row | None:
+        return self._row("SELECT * FROM files WHERE key = ? AND id = ?", key, file_id)
+
+    def page(
+        self,
+        table: str,
+        key: str,
+        limit: int,
+        *,
+        after: str | None = None,
+        newest_first: bool = True,
+        purpose: str | None = None,
+    ) -> tuple[list[Row], bool] | None:
+        """Return up to ``limit`` rows of "files" or "batches" of ``key`` that follow the id
+        ``after``, and whether there are more. None: there is no such id."""
+        direction, follows = ("DESC", "<") if newest_first else ("ASC", ">")
+        where, values = "key = ?", [key]
+        if purpose is not None:
+            where, values = where + " AND purpose = ?", [*values, purpose]
+        if after is not None:
+            start = self._row(f"SELECT number FROM {table} WHERE key = ? AND id = ?", key, after)
+            if start is None:
+                return None
+            where, values = f"{where} AND number {follows} ?", [*values, start["number"]]
+        query = f"SELECT * FROM {table} WHERE {where} ORDER BY number {direction} LIMIT ?"
+        found = self._rows(query, *values, limit + 1)
+        return found[:limit], len(found) > limit
+
+    def use_of(self, key: str) -> tuple[int, int]:
+        """Return the number of files of ``key``, and the bytes of its files and results."""
+        files = self._rows("SELECT count(*) n, total(bytes) b FROM files WHERE key = ?", key)[0]
+        results = self._rows("SELECT total(result_bytes) b FROM batches WHERE key = ?", key)[0]
+        return files["n"], int(files["b"] + results["b"])
+
+    def user_of(self, file_id: str) -> str | None:
+        """Return the id of an unfinished batch that reads a file, if there is one."""
+        query = f"SELECT id FROM batches WHERE input_file_id = ? AND state NOT IN ({_ENDED})"
+        found = self._row(query, file_id)
+        return None if found is None else str(found["id"])
+
+    def delete_file(self, key: str, file_id: str) -> None:
+        with self._change() as database:
+            database.execute("DELETE FROM files WHERE key = ? AND id = ?", (key, file_id))
+
+    def file_ids(self) -> set[str]:
+        return {row["id"] for row in self._rows("SELECT id FROM files")}
+
+    def remove_old(self, now: int, keep_s: int) -> list[str]:
+        """Forget files that have expired, and batches that ended long ago. Return the files'
+        ids."""
+        used = f"SELECT input_file_id FROM batches WHERE state NOT IN ({_ENDED})"
+        query = f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})"
+        ids = [row["id"] for row in self._rows(query, now)]
+        self._rows(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
+        with self._change() as database:
+            database.executemany("DELETE FROM files WHERE id = ?", [(each,) for each in ids])
+            database.execute(
+                f"DELETE FROM batches WHERE state IN ({_ENDED}) AND created_at < ?", (now - keep_s,)
+            )
+        return ids
+
+    # -- batches ---------------------------------------------------------------
+
+    def add_batch(self, values: Row) -> Row:
+        """Add a batch, which is validating. ``values``: the columns that do not change. Of more
+        than `MAX_BATCHES` of its key, the oldest that have ended are forgotten."""
+        columns = {**values, "state": BatchState.VALIDATING.value}
+        names, places = ", ".join(columns), ", ".join("?" * len(columns))
+        with self._change() as database:
+            database.execute(
+                f"INSERT INTO batches ({names}) VALUES ({places})", tuple(columns.values())
+            )
+            database.execute(
+                f"DELETE FROM batches WHERE key = ? AND state IN ({_ENDED}) AND number <= (SELECT"
+                " number FROM batches WHERE key = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (values["key"], values["key"], MAX_BATCHES),
+            )
+        found = self.find_batch(values["key"], values["id"])
+        assert found is not None
+        return found
+
+    def find_batch(self, key: str, batch_id: str) -> Row | None:
+        return self._row("SELECT * FROM batches WHERE key = ? AND id = ?", key, batch_id)
+
+    def batch(self, number: int) -> Row | None:
+        return self._row("SELECT * FROM batches WHERE number = ?", number)
+
+    def unfinished(self, key: str | None = None) -> list[Row]:
+        where, values = (" AND key = ?", [key]) if key is not None else ("", [])
+        query = f"SELECT * FROM batches WHERE state NOT IN ({_ENDED}){where} ORDER BY number"
+        return self._rows(query, *values)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Return the number of unfinished batches, of their lines, and of those that have ended."""
+        query = (
+            "SELECT count(*) n, total(total) lines, total(completed + failed) done FROM batches"
+            f" WHERE state NOT IN ({_ENDED})"
+        )
+        (found,) = self._rows(query)
+        return int(found["n"]), int(found["lines"]), int(found["done"])
+
+    def advance(self, number: int, state: BatchState, **columns: object) -> bool:
+        """Bring a batch into ``state``; return whether it was in one that this may follow."""
+        with self._change() as database:
+            return _advance(database, number, state, columns)
+
+    # -- lines -----------------------------------------------------------------
+
+    def add_results(self, results: Sequence[Result]) -> None:
+        """Add the ends of lines, and count them. A line that has ended already stays as it is, and
+        so does a batch."""
+        with self._change() as database:
+            for one in results:
+                query = (
+                    "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM"
+                    f" batches WHERE number = ? AND state NOT IN ({_ENDED}))"
+                )
+                if database.execute(query, (*one[:4], one.batch)).rowcount != 1:
+                    continue
+                database.execute(
+                    "UPDATE batches SET completed = completed + ?, failed = failed + ?,"
+                    " result_bytes = result_bytes + ?, input_tokens = input_tokens + ?,"
+                    " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
+                    " reasoning_tokens = reasoning_tokens + ? WHERE number = ?",
+                    (one.ok, not one.ok, len(one.record), *one[4:], one.batch),
+                )
+
+    def lines_done(self, number: int) -> array[int]:
+        """Return the lines of a batch that have ended, in their order."""
+        query = "SELECT line FROM results WHERE batch = ? ORDER BY line"
+        return array("I", (row["line"] for row in self._rows(query, number)))
+
+    def finish(self, number: int, state: BatchState, files: Iterable[tuple[str, NewFile]]) -> None:
+        """End a batch with its files, by the columns that name them; its results are in these."""
+        with self._change() as database:
+            columns: dict[str, object] = {"result_bytes": 0}
+            for column, file in files:
+                _insert_file(database, file)
+                columns[column] = file.id
+            _advance(database, number, state, columns)
+            database.execute("DELETE FROM results WHERE batch = ?", (number,))
+
+
+def read_results(path: Path, number: int, ok: bool) -> Iterator[bytes]:
+    """Yield the records of a batch in the order of its lines. On any thread: it has a connection of
+    its own. Raises sqlite3.Error."""
+    database = sqlite3.connect(path)
+    try:
+        query = "SELECT record FROM results WHERE batch = ? AND ok = ? ORDER BY line"
+        for row in database.execute(query, (number, ok)):
+            yield row[0]
+    finally:
+        database.close()
+
+
+def _insert_file(database: sqlite3.Connection, file: NewFile) -> None:
+    query = (
+        "INSERT INTO files (id, key, filename, purpose, bytes, expires_at, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)"
+    )
+    database.execute(query, (*file, int(time.time())))
+
+
+def _advance(
+    database: sqlite3.Connection, number: int, state: BatchState, columns: dict[str, object]
+) -> bool:
+    before = [each.value for each, after in FOLLOWERS.items() if state in after]
+    if not before:
+        return False
+    columns = {"state": state.value, state.time_field: int(time.time()), **columns}
+    names = ", ".join(f"{name} = ?" for name in columns)
+    places = ", ".join("?" * len(before))
+    query = f"UPDATE batches SET {names} WHERE number = ? AND state IN ({places})"
+    values = (*columns.values(), number, *before)
+    return database.execute(query, values).rowcount == 1

@@ -1,0 +1,62 @@
+"""Writes the ends of lines, those of all batches together: as many as wait in one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.store import Result, StoreFailed
+from shared.logs import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+_AGAIN_S = 2.0
+
+
+class ResultWriter:
+    """While the disk takes nothing, lines keep their places until it does: no other line runs
+    whose answer would have nowhere to go."""
+
+    def __init__(
+        self, directory: BatchDirectory, stopping: asyncio.Event, on_error: Callable[[], None]
+    ) -> None:
+        self._directory, self._stopping, self._on_error = directory, stopping, on_error
+        self._waiting: list[tuple[Result, asyncio.Future[bool]]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._log = RateLimitedLogger(logger)
+
+    async def write(self, result: Result) -> bool:
+        """Return once ``result`` is on the disk; False if that could not be before the end."""
+        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((result, written))
+        if self._task is None:
+            self._task = asyncio.create_task(self._write_all())
+        return await written
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            some, self._waiting = self._waiting, []
+            is_written = await self._try([result for result, _ in some])
+            for _, written in some:
+                if not written.done():  # the line may have been given up
+                    written.set_result(is_written)
+        self._task = None
+
+    async def _try(self, results: list[Result]) -> bool:
+        while True:
+            try:
+                await self._directory.run(lambda store: store.add_results(results))
+                return True
+            except StoreFailed as error:
+                self._on_error()
+                self._log.warning("answers of batches cannot be written: %s", error)
+            except Exception:  # such as a lack of memory; all lines would wait for this task
+                self._on_error()
+                logger.exception("answers of batches cannot be written")
+            if self._stopping.is_set():
+                return False
+            try:
+                await asyncio.wait_for(self._stopping.wait(), _AGAIN_S)
+            except TimeoutError:
+                pass

@@ -1,0 +1,1 @@
+"""Engines that have joined, and their models: sockets, records, cached prefixes."""

@@ -1,0 +1,215 @@
+"""Engines, and the models that they serve."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from router.fleet.engines.prefix_index import PrefixIndex
+from router.fleet.models.tokenizer_files import acceptable_files
+from router.images.preparing import ImageProcessor
+from router.tokens.rendering import Renderer
+from shared.settings import Settings
+from shared.wire import Beat, EngineStats, Hello, Phase, StoreStats
+
+
+class Engine:
+    """One engine process, as it last described itself."""
+
+    def __init__(
+        self, peer: bytes, hello: Hello, name: str, stall_limit_s: float, key: str | None = None
+    ) -> None:
+        self.peer = peer
+        self.key = key
+        """The public key that it joined under; None: without CURVE."""
+        self.hello = hello
+        self.name = name
+        self.phase: Phase = "loading"
+        self.phase_s = 0.0
+        self.stalled_s = 0.0
+        self.stats = EngineStats()
+        self.store: StoreStats | None = None
+        self.last_beat = time.monotonic()
+        self.lost_reason: str | None = None
+        """Why the engine is gone; None while it is there."""
+        self.drained = False
+        """Whether an administrator lets it take no further requests."""
+        self.left = False
+        """Whether the engine has said that it ends."""
+        self.request_ids: dict[str, None] = {}
+        """The sequences in flight here, in the order in which they were placed."""
+        self.prefix_index = PrefixIndex()
+        self.backoff_until = 0.0
+        self._stall_limit_s = stall_limit_s
+
+    @property
+    def silence_s(self) -> float:
+        """The time since the last beat."""
+        return time.monotonic() - self.last_beat
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine cannot take requests now, in words; None if it can."""
+        if self.lost_reason is not None:
+            return self.lost_reason
+        if self.phase != "ready":
+            return f"{self.phase} for {self.phase_s:.0f} s"
+        if self.drained:
+            return "drained by an administrator"
+        if self.stalled_s > self._stall_limit_s:
+            return f"stalled: computed nothing for {self.stalled_s:.0f} s with requests in flight"
+        return None
+
+    @property
+    def free_capacity(self) -> int:
+        """The number of further sequences that the engine takes now."""
+        if self.trouble is not None or time.monotonic() < self.backoff_until:
+            return 0
+        return max(0, self.hello.max_sequences - len(self.request_ids))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it would take another sequence if it had one less."""
+        is_waited_for = time.monotonic() < self.backoff_until
+        full = len(self.request_ids) >= self.hello.max_sequences
+        return self.trouble is None and full and not is_waited_for
+
+    @property
+    def spare_rows(self) -> int:
+        """The rows that would decode nothing, if all that is here decoded: the places of
+        batches."""
+        rows = min(self.hello.max_batch_size, self.hello.max_sequences)
+        return max(0, min(rows - len(self.request_ids), self.free_capacity))
+
+    @property
+    def memory_pressure(self) -> float:
+        """The unevictable bytes as a fraction of the ledger's limit."""
+        limit = self.stats.limit_bytes
+        return self.stats.unevictable_bytes / limit if limit > 0 else 0.0
+
+    def on_beat(self, beat: Beat) -> None:
+        self.phase, self.phase_s, self.stalled_s = beat.phase, beat.phase_s, beat.stalled_s
+        self.stats, self.store = beat.stats, beat.store
+        self.last_beat = time.monotonic()
+        self.lost_reason = None
+
+
+class ModelReplicas:
+    """The engines that serve one model, and what they have in common."""
+
+    def __init__(self, hello: Hello, settings: Settings) -> None:
+        self.hello = hello
+        """That of the engine that joined last."""
+        self.settings = settings
+        """The router's, with what the engines of this model set for it."""
+        self.successor: ModelReplicas | None = None
+        """The version of the model that has replaced this one, if any."""
+        self.tokenizer_files = acceptable_files(hello.files)
+        self.engines: list[Engine] = []
+        self.renderer: Renderer | None = None
+        """None until the tokenizer is loaded."""
+        self.load_error: str | None = None
+        """Why there is no renderer, in words."""
+        self.model: Model | None = None
+        """What requests work with; None until an engine has been ready."""
+        self._last_ready = time.monotonic()
+        self.created = int(time.time())
+
+    @property
+    def id(self) -> str:
+        return self.hello.model
+
+    @property
+    def names(self) -> list[str]:
+        """What the API calls the model, its own name first."""
+        return [self.hello.model, *self.hello.aliases]
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What the tokenizer and its template make possible, if the model generates text."""
+        if self.renderer is None or self.hello.task != "generate":
+            return []
+        return self.renderer.capabilities
+
+    @property
+    def ready_engines(self) -> list[Engine]:
+        if self.renderer is None:
+            return []
+        return [engine for engine in self.engines if engine.trouble is None]
+
+    def update_readiness(self) -> bool:
+        """Return whether an engine is ready; keep `model` and `unready_for_s` up to date."""
+        if self.renderer is None or not self.ready_engines:
+            return False
+        self.model = self.model or Model(self, self.renderer)
+        self._last_ready = time.monotonic()
+        return True
+
+    def forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which readiness could not be seen."""
+        self._last_ready += asleep_s
+
+    def unready_for_s(self, now: float) -> float:
+        return now - self._last_ready
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why no engine is ready, or what is wrong with single engines."""
+        found = [f"engine {e.name}: {e.trouble}" for e in self.engines if e.trouble]
+        if self.load_error is not None:
+            found.append(self.load_error)
+        elif self.renderer is None:
+            found.append("its tokenizer is being loaded")
+        if not self.engines:
+            found.append("no engine is connected")
+        return found
+
+    def matches(self, hello: Hello, settings: Settings) -> bool:
+        """Return whether an engine with ``hello`` and ``settings`` is one of these."""
+        return (
+            self.hello.fingerprint == hello.fingerprint
+            and self.hello.aliases == hello.aliases
+            and self.tokenizer_files == acceptable_files(hello.files)
+            and self.hello.vision == hello.vision
+            and self.settings == settings
+        )
+
+    def version_for(self, *, has_output: bool, prefer_successor: bool = False) -> ModelReplicas:
+        """Return the version that a waiting sequence of this one goes on with: this one while it
+        has a ready engine, unless the successor is preferred.
+
+        The tokens of the prompt have to mean the same there, and output has to be of the same
+        weights.
+        """
+        other = self.successor
+        if other is None or (self.ready_engines and not prefer_successor):
+            return self
+        same_weights = other.hello.fingerprint == self.hello.fingerprint
+        same_tokens = other.tokenizer_files == self.tokenizer_files
+        return other if same_tokens and (same_weights or not has_output) else self
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that has been ready, with its renderer."""
+
+    replicas: ModelReplicas
+    renderer: Renderer
+
+    @property
+    def hello(self) -> Hello:
+        return self.replicas.hello
+
+    @property
+    def names(self) -> list[str]:
+        return self.replicas.names
+
+    @property
+    def settings(self) -> Settings:
+        return self.replicas.settings
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """How images are prepared for it; None: it takes none."""
+        vision = self.renderer.vision
+        return None if vision is None else ImageProcessor(self.renderer.directory, vision)

@@ -1,0 +1,1 @@
+"""Metrics for Prometheus, and the figures of recent requests."""

@@ -1,0 +1,1 @@
+"""Models that are loaded and unloaded, and the files of their tokenizers."""

@@ -1,0 +1,55 @@
+"""Tokenizers of models, each loaded once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+
+from router.fleet.models.tokenizer_files import TokenizerFileStore
+from router.tokens.rendering import Renderer
+from shared.settings import Settings, chat_template_text
+from shared.wire import Vision
+
+
+class Renderers:
+    """Models with the same files and settings share a renderer, as long as one of them has it.
+
+    The library that reads a tokenizer's file holds the interpreter meanwhile, a tenth of a second
+    or more: other streams should not wait for that when a model comes in another version.
+    """
+
+    def __init__(self, files: TokenizerFileStore) -> None:
+        self._files = files
+        self._loaded: weakref.WeakValueDictionary[str, Renderer] = weakref.WeakValueDictionary()
+
+    async def get(
+        self, files: Mapping[str, str], settings: Settings, vision: Vision | None = None
+    ) -> Renderer:
+        """Return the renderer of ``files`` (name to digest). Raises any exception of the loader."""
+        options = {
+            name: value
+            for name in ("eos_token", "pad_token", "bos_token")
+            if (value := getattr(settings, name)) is not None
+        }
+        template = chat_template_text(settings)
+        args = settings.chat_template_args
+        tools, reasoning = settings.tool_parser, settings.reasoning_parser
+        key = repr((sorted(files.items()), options, template, args, tools, reasoning, vision))
+        renderer = self._loaded.get(key)
+        if renderer is None:
+            renderer = await Renderer.load(
+                self._files.assemble(files),
+                tokenizer_options=options,
+                chat_template=template,
+                template_args=args,
+                tool_parser=tools,
+                reasoning_parser=reasoning,
+                vision=vision,
+            )
+            # The garbage collector looks at all objects from time to time, with everything else
+            # held up: the libraries that read tokenizers have so many that it takes a tenth of a
+            # second.
+            gc.freeze()
+            self._loaded[key] = renderer
+        return renderer

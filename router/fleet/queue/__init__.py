@@ -1,0 +1,1 @@
+"""The queue: admission, the order between tenants, and the placement on engines."""

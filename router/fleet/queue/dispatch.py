@@ -1,0 +1,393 @@
+"""Places waiting sequences on engines, and follows them until they end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from router.errors import (
+    ApiError,
+    GenerationTimeout,
+    InternalError,
+    InvalidRequest,
+    NotSupported,
+    Unavailable,
+)
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.metrics.prometheus import Metrics
+from router.fleet.queue.model_queue import DepartureRate, ModelQueue
+from router.fleet.queue.placement import choose_engine
+from router.fleet.sequences.remote_request import InFlight, RemoteRequest, RemoteRequestState
+from router.fleet.sequences.remote_sequence import MissingTokensError, RemoteSequence
+from router.fleet.sequences.remote_texts import RemoteTexts
+from router.fleet.sequences.timeouts import engine_lost, overdue
+from router.fleet.tenants.tenant import Tenant
+from shared.settings import Settings
+from shared.wire import Abort, Accepted, Delta, Encoded, LiveRequest, Refused
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 2
+"""A sequence fails once it has lost so many engines: it may be what killed them."""
+FORGIVEN_AFTER_TOKENS = 256
+"""So many tokens after a loss, the sequence was not its cause. The one that is can end an engine
+for each so many of its tokens at most."""
+
+_MISSED_BEATS = 2
+_SETTLE_S = 2.0
+_BUSY_S = 1.0
+_STOP_WAIT_S = 1.0
+_SEND_BACKOFF_S = 0.25
+
+
+class Dispatcher:
+    """The owner of every sequence from its admission to its end. Runs on the event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        send: Callable[..., bool],
+        metrics: Metrics,
+        on_generated: Callable[[Tenant, int], None],
+        is_loaded_on_demand: Callable[[ModelReplicas], bool] = lambda model: False,
+    ) -> None:
+        """``send`` takes an engine, a message and its raw frames. ``on_generated`` is told of
+        tokens as they come. ``is_loaded_on_demand`` says whether a model without engines will get
+        one."""
+        self._settings = settings
+        self._send = send
+        self._metrics = metrics
+        self._on_generated = on_generated
+        self._is_loaded_on_demand = is_loaded_on_demand
+        self._in_flight: dict[str, InFlight] = {}
+        self._queues: defaultdict[ModelReplicas, ModelQueue] = defaultdict(ModelQueue)
+        self.departure_rate = DepartureRate()
+
+    def num_waiting(self, model_id: str) -> int:
+        """Return how many sequences wait, without lines of batches."""
+        return sum(q.num_waiting for model, q in self._queues.items() if model.id == model_id)
+
+    def wants(self, model_id: str) -> int:
+        """Return how many sequences wait, with lines of batches."""
+        return sum(len(queue) for model, queue in self._queues.items() if model.id == model_id)
+
+    @property
+    def models_in_use(self) -> set[str]:
+        """The ids of the models that have sequences."""
+        return {entry.model.id for entry in self._in_flight.values()}
+
+    @property
+    def in_flight(self) -> Iterable[InFlight]:
+        """Everything that runs and waits, the oldest first. Not to be kept."""
+        return self._in_flight.values()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def queue_of(self, model: ModelReplicas) -> ModelQueue:
+        return self._queues[model]
+
+    # -- from the HTTP side ----------------------------------------------------
+
+    def admit(self, model: ModelReplicas, sequences: Sequence[RemoteRequest]) -> None:
+        queue = self._queues[model]
+        for sequence in sequences:
+            self._in_flight[sequence.request_id] = InFlight(sequence, model)
+            queue.push(sequence)
+        self.place(model)
+
+    def stop(self, sequence: RemoteSequence) -> None:
+        """End the text of a sequence at a stop string. The engine frees the sequence at once.
+
+        The sequence is done when the engine's usage has come, or is late.
+        """
+        entry = self._in_flight.get(sequence.request_id)
+        if entry is None or entry.engine is None:
+            self.release(sequence)
+            return
+        sequence.stop()
+        self._send(entry.engine, sequence.abort_message())
+        if sequence.usage is not None:
+            self._end(entry, sequence.end)
+
+    def release(self, sequence: RemoteRequest) -> None:
+        """Free the place of a sequence in the queue or in an engine: nothing waits for it."""
+        entry = self._in_flight.get(sequence.request_id)
+        if entry is None:
+            return
+        if entry.engine is not None:
+            self._send(entry.engine, sequence.abort_message())
+            self._metrics.aborts.inc()
+        self._end(entry, sequence.end)
+
+    def fail(self, entry: InFlight, error: ApiError) -> None:
+        """End a sequence with ``error``."""
+        if entry.engine is not None:
+            self._send(entry.engine, entry.sequence.abort_message())
+        self._end(entry, lambda: entry.sequence.fail(error))
+
+    def fail_all(self, error: Callable[[], Unavailable]) -> int:
+        """End everything in flight. Return the number of sequences."""
+        in_flight = list(self._in_flight.values())
+        for entry in in_flight:
+            self.fail(entry, error())
+        return len(in_flight)
+
+    # -- from engines ----------------------------------------------------------
+
+    def on_accepted(self, engine: Engine, message: Accepted) -> None:
+        entry = self._find(engine, message.request_id, message.attempt)
+        if entry is not None:
+            entry.sequence.accept()
+
+    def on_refused(self, engine: Engine, message: Refused) -> None:
+        entry = self._find(engine, message.request_id, message.attempt)
+        if entry is None:
+            return
+        if message.reason in ("full", "draining"):
+            engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
+            self._requeue(entry)
+            return
+        kind = NotSupported if message.reason == "unsupported" else InvalidRequest
+        code = "request_too_large" if message.reason == "too_large" else None
+        error = kind(message.message, param=message.param, code=code)
+        self._end(entry, lambda: entry.sequence.fail(error))
+
+    def on_tokens(self, engine: Engine, deltas: Sequence[Delta]) -> None:
+        """Handle the deltas of a step. Those of older attempts are dropped."""
+        now = time.monotonic()
+        tenants: dict[str, Tenant] = {}
+        generated: Counter[str] = Counter()
+        for delta in deltas:
+            entry = self._find(engine, delta.request_id, delta.attempt)
+            if entry is not None and (count := self._on_delta(engine, entry, delta, now)):
+                tenant = entry.sequence.tenant
+                tenants[tenant.name] = tenant
+                generated[tenant.name] += count
+        for name, tenant in tenants.items():
+            self._on_generated(tenant, generated[name])
+
+    def _on_delta(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
+        """Return the number of tokens that the sequence has gained."""
+        if entry.sequence.state is RemoteRequestState.STOPPING:
+            if delta.finish is not None or delta.usage is not None:
+                self._end(entry, lambda: entry.sequence.end(delta.usage))
+        elif delta.finish == "error":
+            logger.error("engine %s failed %s: %s", engine.name, delta.request_id, delta.error)
+            self._end(entry, lambda: entry.sequence.fail(InternalError()))
+        elif delta.finish == "abort":
+            planned = engine.phase == "draining"
+            self._retry_or_fail(entry, f"engine {engine.name} gave it up", planned=planned)
+        else:
+            return self._apply(engine, entry, delta, now)
+        return 0
+
+    def on_encoded(self, engine: Engine, message: Encoded) -> None:
+        entry = self._find(engine, message.request_id, message.attempt)
+        if entry is None or not isinstance(texts := entry.sequence, RemoteTexts):
+            return
+        error = message.error
+        if error is None and (rows := texts.rows_in(message)) is None:
+            error = f"{len(message.rows)} bytes of rows"
+        if error is not None:
+            logger.error("engine %s failed %s: %s", engine.name, message.request_id, error)
+            self._end(entry, lambda: texts.fail(InternalError()))
+            return
+        self._metrics.encode_time.labels(entry.model.id).observe(message.compute_s)
+        self._end(entry, lambda: texts.finish(rows))
+
+    def reconcile(self, engine: Engine, live: list[LiveRequest]) -> None:
+        """Compare what the engine says it has with what was placed there."""
+        mentioned = {(one.request_id, one.attempt): one for one in live}
+        settled = time.monotonic() - _SETTLE_S
+        for entry in self._placed_on(engine):
+            sequence = entry.sequence
+            found = mentioned.get((sequence.request_id, sequence.attempt))
+            if found is not None:
+                sequence.missed_beats = 0
+                sequence.take_progress(found)
+                if found.accepted:
+                    sequence.accept()
+            # The main thread of an engine does not see new messages while it computes.
+            elif sequence.placed_at < settled and engine.stalled_s < _BUSY_S:
+                sequence.missed_beats += 1
+                if sequence.missed_beats >= _MISSED_BEATS:
+                    self._retry_or_fail(entry, f"engine {engine.name} does not know it")
+        for request_id, attempt in mentioned:
+            if self._find(engine, request_id, attempt) is None:
+                self._send(engine, Abort(request_id=request_id, attempt=attempt))
+
+    def on_engine_lost(self, engine: Engine, reason: str, *, planned: bool) -> None:
+        """Submit again what ``engine`` had. That it was ``planned`` is not held against it."""
+        for entry in self._placed_on(engine):
+            self._retry_or_fail(entry, f"engine {engine.name} {reason}", planned=planned)
+
+    def on_model_replaced(self, model: ModelReplicas) -> None:
+        """Give the successor of ``model`` what waits, as far as that can go on there."""
+        queue = self._queues[model]
+        for entry in list(self._in_flight.values()):
+            if entry.model is model and entry.engine is None:
+                has_output = entry.sequence.has_output
+                entry.model = model.version_for(has_output=has_output, prefer_successor=True)
+                if entry.model is not model:
+                    queue.discard(entry.sequence)
+                    self._queues[entry.model].push(entry.sequence)
+        if model.successor is not None:
+            self.place(model.successor)
+
+    # -- time ------------------------------------------------------------------
+
+    def forgive(self, asleep_s: float) -> None:
+        for entry in self._in_flight.values():
+            entry.sequence.forgive(asleep_s)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for model in [model for model, queue in self._queues.items() if model.successor]:
+            if not model.engines and not len(self._queues[model]):
+                del self._queues[model]
+        for entry in list(self._in_flight.values()):
+            self._check_timeouts(entry, now)
+
+    def place(self, model: ModelReplicas) -> None:
+        """Send as many waiting sequences to engines as these take now."""
+        queue = self._queues.get(model)
+        while queue:
+            open_engines = [engine for engine in model.ready_engines if engine.free_capacity]
+            sequence = queue.pop(model) if open_engines else None
+            spare = [engine for engine in open_engines if engine.spare_rows]
+            if sequence is None and spare:
+                sequence, open_engines = queue.pop_background(), spare
+            if sequence is None:
+                if not open_engines and queue.runs_background and queue.has_next(model):
+                    self._take_back(model)
+                return
+            entry = self._in_flight[sequence.request_id]
+            engine = choose_engine(open_engines, sequence)
+            sequence.place()
+            message = sequence.message(queue.engine_priority(sequence))
+            if not self._send(engine, message, *sequence.payload):
+                engine.backoff_until = time.monotonic() + _SEND_BACKOFF_S
+                sequence.requeue()
+                queue.push(sequence)
+                continue
+            entry.engine = engine
+            engine.request_ids[sequence.request_id] = None
+            queue.on_placed(sequence)
+            if not sequence.tenant.background:
+                waited_s = sequence.placed_at - sequence.queued_at
+                self._metrics.queue_time.labels(model.id).observe(waited_s)
+
+    def _take_back(self, model: ModelReplicas) -> None:
+        """Take the place of the newest line of a batch for what waits. The line waits again, with
+        the tokens that it has; its prefix stays in the engine's cache."""
+        full = [engine for engine in model.ready_engines if engine.is_full]
+        ids = [request_id for engine in full for request_id in engine.request_ids]
+        entries = [self._in_flight[request_id] for request_id in ids]
+        taken = [one for one in entries if one.sequence.tenant.background]
+        if taken:
+            entry = max(taken, key=lambda one: one.sequence.placed_at)
+            assert entry.engine is not None
+            self._send(entry.engine, entry.sequence.abort_message())
+            self._metrics.batch_places_returned.inc()
+            self._requeue(entry)
+
+    # -- inside ----------------------------------------------------------------
+
+    def _find(self, engine: Engine, request_id: str, attempt: int) -> InFlight | None:
+        entry = self._in_flight.get(request_id)
+        if entry is None or entry.engine is not engine or entry.sequence.attempt != attempt:
+            return None
+        return entry
+
+    def _placed_on(self, engine: Engine) -> list[InFlight]:
+        return [self._in_flight[request_id] for request_id in engine.request_ids]
+
+    def _apply(self, engine: Engine, entry: InFlight, delta: Delta, now: float) -> int:
+        sequence = entry.sequence
+        if not isinstance(sequence, RemoteSequence):
+            return 0
+        previous, model_id = sequence.last_token_at, entry.model.id
+        try:
+            sequence.apply(delta, now)
+        except MissingTokensError as error:
+            logger.warning("%s on engine %s: %s", delta.request_id, engine.name, error)
+            self._send(engine, Abort(request_id=delta.request_id, attempt=delta.attempt))
+            self._retry_or_fail(entry, f"engine {engine.name} lost some of its tokens")
+            return 0
+        if delta.token_ids and not sequence.tenant.background:
+            if previous:
+                self._metrics.inter_token.labels(model_id).observe(now - previous)
+            else:
+                first_token_s = now - sequence.arrived_at
+                self._metrics.first_token.labels(model_id).observe(first_token_s)
+                self._metrics.recent.on_first_token(model_id, now, first_token_s)
+        if delta.finish is not None:
+            if sequence.usage is not None and not sequence.tenant.background:
+                self._metrics.prefill_time.labels(model_id).observe(sequence.usage.prefill_s)
+                self._metrics.decode_time.labels(model_id).observe(sequence.usage.decode_s)
+            self._end(entry, lambda: None)
+        return len(delta.token_ids)
+
+    def _check_timeouts(self, entry: InFlight, now: float) -> None:
+        sequence = entry.sequence
+        if sequence.state is RemoteRequestState.STOPPING:
+            if now - sequence.stopping_at > _STOP_WAIT_S:
+                self._end(entry, sequence.end)
+            return
+        error = overdue(entry, now, loaded_on_demand=self._is_loaded_on_demand(entry.model))
+        if error is not None:
+            self._metrics.timeouts.inc(isinstance(error, GenerationTimeout))
+            self.fail(entry, error)
+
+    def _retry_or_fail(self, entry: InFlight, reason: str, *, planned: bool = False) -> None:
+        """Start another attempt after one that the engine did not finish, or end with an error."""
+        sequence = entry.sequence
+        if sequence.state is RemoteRequestState.STOPPING:
+            self._end(entry, sequence.end)
+            return
+        if sequence.num_output_tokens - sequence.tokens_at_loss >= FORGIVEN_AFTER_TOKENS:
+            sequence.losses = 0
+        sequence.losses += not planned
+        sequence.tokens_at_loss = sequence.num_output_tokens
+        if sequence.losses >= MAX_LOSSES:
+            logger.warning("%s ended with an error: %s", sequence.request_id, reason)
+            wait_s = self._settings.restart_wait_s
+            self._end(entry, lambda: sequence.fail(engine_lost(wait_s)))
+            return
+        logger.info(
+            "%s is submitted once more, after %d tokens: %s",
+            sequence.request_id,
+            sequence.num_output_tokens,
+            reason,
+        )
+        self._metrics.resumed.inc()
+        self._requeue(entry)
+
+    def _requeue(self, entry: InFlight) -> None:
+        self._detach(entry)
+        entry.sequence.requeue()
+        entry.model = entry.model.version_for(has_output=entry.sequence.has_output)
+        self._queues[entry.model].push(entry.sequence)
+        self.place(entry.model)
+
+    def _end(self, entry: InFlight, mark: Callable[[], None]) -> None:
+        self._in_flight.pop(entry.sequence.request_id, None)
+        self._queues[entry.model].discard(entry.sequence)
+        placed = entry.engine is not None
+        self._detach(entry)
+        mark()
+        if placed:
+            if not entry.sequence.tenant.background:
+                self.departure_rate.record()
+                self._queues[entry.model].on_departure()
+            self.place(entry.model)
+
+    def _detach(self, entry: InFlight) -> None:
+        if entry.engine is not None:
+            entry.engine.request_ids.pop(entry.sequence.request_id, None)
+            entry.engine = None
+            self._queues[entry.model].on_removed(entry.sequence)

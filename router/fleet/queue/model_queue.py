@@ -1,0 +1,149 @@
+"""The sequences of one model: those that wait, and how many of each tenant engines have."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from router.fleet.engines.engine import ModelReplicas
+from router.fleet.queue.fair_queue import FairQueue
+from router.fleet.sequences.remote_request import RemoteRequest
+from router.fleet.tenants.tenant import Tenant
+
+_ROWS_PER_RESERVED_ROW = 8
+_ENOUGH_DEPARTURES = 8
+_RETRY_AFTER_S = 2.0
+_LONGEST_RETRY_AFTER_S = 120.0
+
+
+class DepartureRate:
+    """The rate at which sequences leave engines, estimated from the last departures."""
+
+    def __init__(self, window: int = 32, clock: Callable[[], float] = time.monotonic) -> None:
+        self._departures: deque[float] = deque(maxlen=window)
+        self._clock = clock
+
+    def record(self) -> None:
+        self._departures.append(self._clock())
+
+    def clear(self) -> None:
+        self._departures.clear()
+
+    def estimate_s(self, ahead: int, enough: int = 2) -> float | None:
+        """Estimate the time until ``ahead`` sequences have left and one more has a place.
+
+        None if fewer than ``enough`` departures are known.
+        """
+        if len(self._departures) < enough:
+            return None
+        # Counted up to now, or a queue that stands still would look fast.
+        elapsed_s = self._clock() - self._departures[0]
+        return (ahead + 1) * elapsed_s / (len(self._departures) - 1)
+
+    def wait_s(self, ahead: int) -> float:
+        """Return the estimate as a time after which a client may try again."""
+        estimate_s = self.estimate_s(ahead)
+        if estimate_s is None:
+            return _RETRY_AFTER_S
+        return min(max(estimate_s, 1.0), _LONGEST_RETRY_AFTER_S)
+
+
+class ModelQueue:
+    """The queue of one model, with what decides whose turn it is."""
+
+    def __init__(self) -> None:
+        self._waiting = FairQueue()
+        self._running: Counter[str] = Counter()
+        self._background = FairQueue()
+        """Lines of batches. They go when nobody else waits, and so need no turns of age there."""
+        self._running_background: Counter[str] = Counter()
+        self._departures_while_waiting = DepartureRate()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._background)
+
+    @property
+    def num_waiting(self) -> int:
+        """Without lines of batches."""
+        return len(self._waiting)
+
+    def num_waiting_of(self, tenant: Tenant) -> int:
+        return self._waiting.num_waiting_of(tenant.name)
+
+    def push(self, sequence: RemoteRequest) -> None:
+        self._queue_of(sequence).push(sequence)
+
+    def discard(self, sequence: RemoteRequest) -> None:
+        self._queue_of(sequence).discard(sequence)
+
+    def pop(self, model: ModelReplicas) -> RemoteRequest | None:
+        """Return the next sequence that may be placed on the engines of ``model``, if any.
+
+        Where there are several tenants, none gets the last eighth of the rows that decode. A
+        tenant that comes anew finds one of them free, and does not wait for the end of a long
+        answer of another.
+        """
+        return self._waiting.pop(self._running, self._holds_back(model))
+
+    def has_next(self, model: ModelReplicas) -> bool:
+        """Return whether `pop` would return one."""
+        return self._waiting.has_next(self._holds_back(model))
+
+    def _holds_back(self, model: ModelReplicas) -> Callable[[RemoteRequest], bool]:
+        engines = model.ready_engines
+        rows = sum(min(each.hello.max_batch_size, each.hello.max_sequences) for each in engines)
+        most = max(1, rows - max(1, rows // _ROWS_PER_RESERVED_ROW))
+        return lambda one: not one.tenant.alone and self._running[one.key] >= most
+
+    def pop_background(self) -> RemoteRequest | None:
+        """Return the next line of a batch, if any."""
+        return self._background.pop(self._running_background)
+
+    @property
+    def runs_background(self) -> bool:
+        """Whether engines have lines of batches."""
+        return bool(self._running_background)
+
+    def _queue_of(self, sequence: RemoteRequest) -> FairQueue:
+        return self._background if sequence.tenant.background else self._waiting
+
+    def _running_of(self, sequence: RemoteRequest) -> Counter[str]:
+        return self._running_background if sequence.tenant.background else self._running
+
+    def engine_priority(self, sequence: RemoteRequest) -> int:
+        """Return the priority of ``sequence`` in an engine, before it is placed.
+
+        Where there are several tenants, the first sequence of each goes before the further ones of
+        others, a step of priority lower: engines compute prompts one after the other, and the long
+        ones of one tenant would hold up the first token of the next.
+        """
+        further = not sequence.tenant.alone and self._running[sequence.key] > 0
+        return sequence.priority - further
+
+    def on_placed(self, sequence: RemoteRequest) -> None:
+        self._running_of(sequence)[sequence.key] += 1
+
+    def on_removed(self, sequence: RemoteRequest) -> None:
+        """Count ``sequence`` out: an engine no longer has it."""
+        running = self._running_of(sequence)
+        running[sequence.key] -= 1
+        if running[sequence.key] <= 0:
+            del running[sequence.key]
+
+    def on_departure(self) -> None:
+        """Record that a sequence has ended. Only a queue that waits shows how fast it moves."""
+        if self._waiting:
+            self._departures_while_waiting.record()
+        else:
+            self._departures_while_waiting.clear()
+
+    def predicted_wait_s(self, tenant: Tenant, priority: int) -> float:
+        """Estimate how long a new sequence will wait for an engine; 0 if there is no telling.
+
+        It errs on the short side: later sequences that go first are not counted.
+        """
+        if not self._waiting:
+            return 0.0
+        ahead = self._waiting.num_ahead(tenant.name, priority, self._running)
+        return self._departures_while_waiting.estimate_s(ahead, _ENOUGH_DEPARTURES) or 0.0

@@ -1,0 +1,142 @@
+"""A request's half in the router: from the queue to an engine, perhaps to another, to its end."""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from router.errors import ApiError
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.tenants.tenant import Tenant
+from shared.wire import Abort, Encode, LiveRequest, Submit, Usage
+
+
+class RemoteRequestState(enum.Enum):
+    WAITING = "waiting"
+    """In the queue."""
+    PLACED = "placed"
+    """Sent to an engine that has not answered."""
+    ACCEPTED = "accepted"
+    STOPPING = "stopping"
+    """Cut by a stop string; waits for the engine's final usage."""
+    DONE = "done"
+
+
+class RemoteRequest(ABC):
+    """The router's half of a sequence or of texts. Its dispatcher keeps its model and engine."""
+
+    prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({})
+    """As `router.fleet.queue.placement.prompt_blocks` returns them."""
+    payload: Sequence[bytes | memoryview] = ()
+    """The raw frames that go with each attempt's message."""
+    computed_prompt_tokens: int | None = None
+    """Tokens of a prompt that this attempt has computed or found, as far as it is known."""
+    usage: Usage | None = None
+    first_token_at: float | None = None
+    last_token_at = 0.0
+
+    def __init__(
+        self, request_id: str, priority: int, tenant: Tenant, on_change: Callable[[], None]
+    ) -> None:
+        """``on_change`` is called after every change that a reader may wait for."""
+        self.request_id, self.priority, self.tenant = request_id, priority, tenant
+        self._on_change = on_change
+        self.state = RemoteRequestState.WAITING
+        self.attempt = 0
+        self.losses = 0
+        """Engines that it lost, but for those that left as planned."""
+        self.tokens_at_loss = 0
+        """The tokens that it had then."""
+        self.error: ApiError | None = None
+        self.missed_beats = 0
+        self.arrived_at = self.queued_at = time.monotonic()
+        self.placed_at = self.stopping_at = 0.0
+
+    @property
+    def key(self) -> str:
+        """The name of the tenant, for fairness between keys."""
+        return self.tenant.name
+
+    @property
+    def done(self) -> bool:
+        return self.state is RemoteRequestState.DONE
+
+    @property
+    def started(self) -> bool:
+        """Whether an engine has accepted it, or it is done."""
+        return self.state not in (RemoteRequestState.WAITING, RemoteRequestState.PLACED)
+
+    @property
+    @abstractmethod
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the rest has to be of the same weights."""
+        return self.num_output_tokens > 0
+
+    @abstractmethod
+    def message(self, priority: int) -> Submit | Encode:
+        """Return the message of the current attempt."""
+
+    def abort_message(self) -> Abort:
+        return Abort(request_id=self.request_id, attempt=self.attempt)
+
+    def place(self) -> None:
+        self.state = RemoteRequestState.PLACED
+        self.placed_at = time.monotonic()
+        self.missed_beats = 0
+        self.computed_prompt_tokens = None
+
+    def requeue(self) -> None:
+        """Wait again, as a new attempt. Messages about the old one are void."""
+        self.state = RemoteRequestState.WAITING
+        self.computed_prompt_tokens = None
+        self.attempt += 1
+        self.queued_at = time.monotonic()
+
+    def forgive(self, asleep_s: float) -> None:
+        """Do not count a time in which nothing could come."""
+        self.arrived_at += asleep_s
+        self.queued_at += asleep_s
+        self.placed_at += asleep_s
+        self.stopping_at += asleep_s
+        self.last_token_at += asleep_s if self.last_token_at else 0.0
+
+    def accept(self) -> None:
+        if self.state is RemoteRequestState.PLACED:
+            self.state = RemoteRequestState.ACCEPTED
+            self._on_change()
+
+    def take_progress(self, live: LiveRequest) -> None:
+        """Take in what a beat says: of texts it says nothing."""
+        del live
+
+    def end(self, usage: Usage | None = None) -> None:
+        """End what was stopped or released."""
+        self.usage = usage or self.usage
+        self.state = RemoteRequestState.DONE
+        self._on_change()
+
+    def fail(self, error: ApiError) -> None:
+        self.error = error
+        self.state = RemoteRequestState.DONE
+        self._on_change()
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A sequence, or texts, between admission and end."""
+
+    sequence: RemoteRequest
+    model: ModelReplicas
+    engine: Engine | None = None
+    """The engine that it was sent to; None while it waits."""

@@ -1,0 +1,149 @@
+"""One sequence, from the queue to an engine, perhaps to another one, to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+
+from msgspec.structs import replace
+
+from router.errors import ApiError
+from router.fleet.sequences.remote_request import RemoteRequest, RemoteRequestState
+from router.fleet.tenants.tenant import Tenant
+from shared.wire import Delta, LiveRequest, PackedLogprobs, Submit, TokenLogprobs
+
+
+class MissingTokensError(Exception):
+    """Tokens are missing, so this attempt cannot be continued."""
+
+
+class RemoteSequence(RemoteRequest):
+    """The router's half of a sequence."""
+
+    def __init__(
+        self,
+        submit: Submit,
+        tenant: Tenant,
+        on_change: Callable[[], None],
+        prompt_blocks: Mapping[tuple[bytes, int], Sequence[bytes]] = MappingProxyType({}),
+        payload: Sequence[bytes | memoryview] = (),
+    ) -> None:
+        super().__init__(submit.request_id, submit.priority, tenant, on_change)
+        self.submit = submit
+        """The message of the first attempt."""
+        self.prompt_blocks = prompt_blocks
+        self.payload = payload
+        self._is_scored = submit.logprobs is not None or submit.prompt_logprobs is not None
+        """Whether log-probabilities come with the tokens."""
+        self.output_token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        """Those of `output_token_ids`, if they are asked for."""
+        self._prompt_logprobs: list[PackedLogprobs] = []
+        self._num_prompt_logprobs = 0
+        self.stop_token: int | None = None
+        self.finish_reason: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submit.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether all log-probabilities of the prompt that are asked for have come."""
+        count = self._num_prompt_logprobs
+        return self.submit.prompt_logprobs is None or count == len(self.submit.token_ids) - 1
+
+    @property
+    def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
+        """Those of the prompt's tokens but for the first, if they are asked for."""
+        return chain.from_iterable(self._prompt_logprobs)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.usage.cached_ram_tokens + self.usage.cached_ssd_tokens if self.usage else 0
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """The tokens of the request's `prediction` that were drafted, and accepted or rejected, as
+        far as the last engine has told."""
+        usage = self.usage
+        if usage is None:
+            return 0, 0
+        return usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+
+    def message(self, priority: int) -> Submit:
+        """Return the message of the current attempt."""
+        return replace(
+            self.submit,
+            attempt=self.attempt,
+            priority=priority,
+            generated=self.output_token_ids,
+            prompt_logprobs=None if self.has_prompt_logprobs else self.submit.prompt_logprobs,
+        )
+
+    def requeue(self) -> None:
+        super().requeue()
+        if not self.has_prompt_logprobs:
+            self._prompt_logprobs.clear()
+            self._num_prompt_logprobs = 0
+
+    def take_progress(self, live: LiveRequest) -> None:
+        """Take in what a beat says of the prompt, unless tokens have come since."""
+        told, length = live.computed_prompt_tokens, len(self.submit.token_ids)
+        if told is not None and live.generated >= len(self.output_token_ids):
+            # The last token of a prompt is computed with the first output.
+            most = length if self.computed_prompt_tokens == length else length - 1
+            self.computed_prompt_tokens = max(0, min(told, most))
+
+    def apply(self, delta: Delta, now: float) -> None:
+        """Add a delta. Raises `MissingTokensError` if it does not continue the last one.
+
+        ``now`` is the time of ``time.monotonic``.
+        """
+        if delta.index != len(self.output_token_ids):
+            raise MissingTokensError(
+                f"token {delta.index} came after {len(self.output_token_ids)} tokens"
+            )
+        if self._is_scored:
+            self._add_logprobs(delta)
+        if delta.token_ids:
+            if self.first_token_at is None:
+                self.first_token_at = now
+            self.last_token_at = now
+            self.computed_prompt_tokens = len(self.submit.token_ids)
+            self.output_token_ids += delta.token_ids
+        if self.state is RemoteRequestState.PLACED:
+            self.state = RemoteRequestState.ACCEPTED
+        if delta.usage is not None:
+            self.usage = delta.usage
+        if delta.finish is not None:
+            self.stop_token = delta.stop_token
+            self.finish_reason = delta.finish
+            self.state = RemoteRequestState.DONE
+        self._on_change()
+
+    def _add_logprobs(self, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs.append(delta.prompt_logprobs)
+            self._num_prompt_logprobs += len(delta.prompt_logprobs)
+        if delta.token_ids and not self.has_prompt_logprobs:
+            raise MissingTokensError("tokens came before the log-probabilities of the prompt")
+        if self.submit.logprobs is not None:
+            if len(delta.logprobs or ()) != len(delta.token_ids):
+                raise MissingTokensError("tokens came without their log-probabilities")
+            self.logprobs += delta.logprobs or ()
+
+    def stop(self) -> None:
+        self.state = RemoteRequestState.STOPPING
+        self.stopping_at = time.monotonic()
+        self.finish_reason = "stop"
+
+    def fail(self, error: ApiError) -> None:
+        self.finish_reason = None
+        super().fail(error)

@@ -1,0 +1,1 @@
+"""Endpoints that do not generate: models, tokens, rankings, health, administration, OpenAPI."""

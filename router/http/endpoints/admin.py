@@ -1,0 +1,265 @@
+"""`/admin`: what an administrator sees and does. Served with ``--admin-key`` only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.body import json_response
+from router.api.operations import Operation
+from router.errors import EngineNotFound, InvalidRequest, InvalidValue, RequestNotFound
+from router.fleet.administration import answer_id
+from router.fleet.engines.engine import Engine
+from router.fleet.router import Router
+from router.fleet.sequences.remote_request import InFlight
+from router.http.middleware.key_file import KeyFileError
+
+MAX_REQUESTS = 1000
+_LEVELS = ("debug", "info", "warning", "error")
+_TIERS = ("all", "ram")
+
+
+class EngineDetails(Struct, frozen=True, kw_only=True):
+    name: str
+    model: str
+    ready: bool
+    trouble: Annotated[str | None, Meta(description="Why it takes no requests.")]
+    phase: str
+    drained: Annotated[bool, Meta(description="Whether it is given no further requests.")]
+    key: Annotated[str | None, Meta(description="The public key that it joined under.")]
+    silence_s: Annotated[float, Meta(description="The time since its last beat.")]
+    sequences: int
+    max_sequences: int
+    used_blocks: int
+    total_blocks: int
+    active_memory_bytes: int
+    generated_tokens: int
+    version: str
+    incarnation: Annotated[str, Meta(description="Another one after each start.")]
+
+
+class EngineList(Struct, frozen=True, kw_only=True):
+    engines: list[EngineDetails]
+    restarting: Annotated[
+        list[str], Meta(description="Those that are being restarted, or wait for it.")
+    ]
+
+
+class RequestDetails(Struct, frozen=True, kw_only=True):
+    """One sequence: a choice of an answer."""
+
+    id: Annotated[str, Meta(description="The id of the answer; it ends the request.")]
+    choice: int
+    key: Annotated[str, Meta(description="The name of the API key.")]
+    model: str
+    engine: str | None
+    state: str
+    age_s: float
+    prompt_tokens: int
+    computed_prompt_tokens: Annotated[
+        int | None,
+        Meta(description="Those computed or found in a cache so far; null: not known, or queued."),
+    ]
+    output_tokens: int
+    attempt: int
+
+
+class RequestList(Struct, frozen=True, kw_only=True):
+    total: int
+    requests: Annotated[list[RequestDetails], Meta(description="The oldest first.")]
+
+
+class Done(Struct, frozen=True, kw_only=True):
+    """What was done, and to how many or which."""
+
+    done: str
+    count: int
+    names: list[str] = []
+
+
+async def list_engines(http: Request) -> Response:
+    router = _router(http)
+    engines = [_details(engine) for engine in router.registry.engines]
+    return json_response(EngineList(engines=engines, restarting=router.administration.restarting))
+
+
+async def drain_engine(http: Request) -> Response:
+    undo = _flag(http, "undo")
+    engine = _router(http).administration.drain(http.path_params["name"], undo=undo)
+    return _done(http, "drain undone" if undo else "drained", [engine.name])
+
+
+async def restart_engine(http: Request) -> Response:
+    name = http.path_params["name"]
+    _router(http).administration.restart(name)
+    return _done(http, "restarting", [name])
+
+
+async def restart_all(http: Request) -> Response:
+    return _done(http, "restarting", _router(http).administration.restart())
+
+
+async def drain_server(http: Request) -> Response:
+    router = _router(http)
+    router.draining = True
+    return _done(http, "draining", count=router.admission.num_requests)
+
+
+async def clear_cache(http: Request) -> Response:
+    tier = _choice(http, "tier", _TIERS)
+    names = _router(http).administration.clear_caches(ssd=tier == "all")
+    return _done(http, f"cleared ({tier})", names)
+
+
+async def reload_keys(http: Request) -> Response:
+    try:
+        count = await http.app.state.keys.reload()
+    except KeyFileError as error:
+        raise InvalidRequest(f"The keys stay as they were: {error}", code="bad_keys") from None
+    return _done(http, "keys read", count=count)
+
+
+async def set_log_level(http: Request) -> Response:
+    level = _choice(http, "level", _LEVELS)
+    logging.getLogger().setLevel(level.upper())
+    return _done(http, f"level {level}", count=1)
+
+
+async def list_requests(http: Request) -> Response:
+    router = _router(http)
+    text = http.query_params.get("limit", "100")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_REQUESTS:
+        raise InvalidValue(f"'limit' is a number from 1 to {MAX_REQUESTS}.", param="limit")
+    found = router.administration.requests(int(text))
+    return json_response(
+        RequestList(
+            total=router.dispatcher.num_in_flight, requests=[_request(entry) for entry in found]
+        )
+    )
+
+
+async def cancel_request(http: Request) -> Response:
+    name = http.path_params["id"]
+    return _done(http, "cancelled", count=_router(http).administration.cancel(name))
+
+
+def _router(http: Request) -> Router:
+    router: Router = http.app.state.router
+    return router
+
+
+def _done(http: Request, what: str, names: list[str] | None = None, count: int = 0) -> Response:
+    """Return an answer, and put it into the access log: the audit of what was done."""
+    names = names or []
+    http.scope["state"]["audit"] = {"done": what.replace(" ", "_"), "count": count or len(names)}
+    return json_response(Done(done=what, count=count or len(names), names=names))
+
+
+def _flag(http: Request, name: str) -> bool:
+    return _choice(http, name, ("false", "true")) == "true"
+
+
+def _choice(http: Request, name: str, choices: tuple[str, ...]) -> str:
+    """Return a parameter of the query; the first of ``choices`` where there is none."""
+    value = http.query_params.get(name, choices[0])
+    if value not in choices:
+        raise InvalidValue(f"'{name}' is one of {', '.join(choices)}.", param=name)
+    return value
+
+
+def _details(engine: Engine) -> EngineDetails:
+    stats = engine.stats
+    return EngineDetails(
+        name=engine.name,
+        model=engine.hello.model,
+        ready=engine.trouble is None,
+        trouble=engine.trouble,
+        phase=engine.phase,
+        drained=engine.drained,
+        key=engine.key,
+        silence_s=round(engine.silence_s, 2),
+        sequences=len(engine.request_ids),
+        max_sequences=engine.hello.max_sequences,
+        used_blocks=stats.used_blocks,
+        total_blocks=stats.total_blocks,
+        active_memory_bytes=stats.active_memory_bytes,
+        generated_tokens=stats.generated_tokens_total,
+        version=engine.hello.version,
+        incarnation=engine.hello.incarnation,
+    )
+
+
+def _request(entry: InFlight) -> RequestDetails:
+    sequence = entry.sequence
+    return RequestDetails(
+        id=answer_id(entry),
+        choice=int(sequence.request_id.rpartition(":")[2] or 0),
+        key=sequence.tenant.name,
+        model=entry.model.id,
+        engine=None if entry.engine is None else entry.engine.name,
+        state=sequence.state.value,
+        age_s=round(time.monotonic() - sequence.arrived_at, 3),
+        prompt_tokens=sequence.num_prompt_tokens,
+        computed_prompt_tokens=sequence.computed_prompt_tokens,
+        output_tokens=sequence.num_output_tokens,
+        attempt=sequence.attempt,
+    )
+
+
+def _one_of(choices: tuple[str, ...]) -> dict[str, Any]:
+    return {"type": "string", "enum": list(choices), "default": choices[0]}
+
+
+_get = partial(Operation, tag="Administration", access="admin key")
+_post = partial(_get, method="POST", response_type=Done)
+_UNDO = {"undo": _one_of(("false", "true"))}
+OPERATIONS = (
+    _get("/admin/engines", list_engines, "The engines", response_type=EngineList),
+    _post(
+        "/admin/engines/{name}/drain",
+        drain_engine,
+        "Give an engine no further requests",
+        query=_UNDO,
+        errors=(InvalidRequest, EngineNotFound),
+    ),
+    _post(
+        "/admin/engines/{name}/restart",
+        restart_engine,
+        "Restart an engine once its requests have ended",
+        errors=(EngineNotFound,),
+    ),
+    _post("/admin/restart", restart_all, "Restart all engines, one at a time"),
+    _post("/admin/drain", drain_server, "Take no further requests, for good"),
+    _post(
+        "/admin/cache/clear",
+        clear_cache,
+        "Drop cached prefixes",
+        query={"tier": _one_of(_TIERS)},
+        errors=(InvalidRequest,),
+    ),
+    _post("/admin/keys/reload", reload_keys, "Read the API keys again", errors=(InvalidRequest,)),
+    _post(
+        "/admin/log-level",
+        set_log_level,
+        "Set the lowest level that the router logs",
+        query={"level": _one_of(_LEVELS)},
+        errors=(InvalidRequest,),
+    ),
+    _get(
+        "/admin/requests",
+        list_requests,
+        "The requests that run and wait",
+        query={"limit": {"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS, "default": 100}},
+        response_type=RequestList,
+        errors=(InvalidRequest,),
+    ),
+    _post(
+        "/admin/requests/{id}/cancel", cancel_request, "End a request", errors=(RequestNotFound,)
+    ),
+)

@@ -1,0 +1,136 @@
+"""`/v1/models`: a list that clients of OpenAI and of Anthropic can read."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.body import json_response
+from router.api.operations import Operation
+from router.errors import ModelForbidden, ModelNotFound
+from router.fleet.engines.engine import ModelReplicas
+from router.fleet.models.supervised import ConfiguredState
+from router.fleet.router import Router
+from router.fleet.tenants.tenant import Tenant
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """One name of a model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["mlx-lm-server"] = "mlx-lm-server"
+    root: Annotated[str, Meta(description="The name that the model was loaded by.")]
+    parent: None = None
+    max_model_len: Annotated[
+        int | None,
+        Meta(description="The context, in tokens; null until the model is loaded first."),
+    ]
+    context_length: Annotated[int | None, Meta(description="The same as `max_model_len`.")]
+    max_prompt_tokens: Annotated[int, Meta(description="The longest prompt that is taken.")]
+    capabilities: list[str]
+    kv_bits: Annotated[int | None, Meta(description="16 for a KV cache in the model's own type.")]
+    draft_saved_s: Annotated[
+        float | None,
+        Meta(
+            description="Seconds of decode steps that drafts saved since the engines started; null "
+            "without speculation."
+        ),
+    ]
+    replicas: Annotated[int, Meta(description="Engines that serve the model.")]
+    ready_replicas: Annotated[int, Meta(description="Engines that take requests now.")]
+    state: Annotated[
+        ConfiguredState,
+        Meta(description="An unloaded model is loaded when it is asked for; a broken one cannot."),
+    ]
+    # Anthropic's clients read these.
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    """All models; there are no further pages."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+async def list_models(http: Request) -> Response:
+    router: Router = http.app.state.router
+    tenant: Tenant = http.state.tenant
+    data = [
+        _card(router, model_id, name, names)
+        for model_id, names in router.model_names.items()
+        if tenant.may_use(names)
+        for name in names
+    ]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(ModelList(data=data, first_id=first_id, last_id=last_id))
+
+
+async def show_model(http: Request) -> Response:
+    router: Router = http.app.state.router
+    name = http.path_params["model"]
+    for model_id, names in router.model_names.items():
+        if name in names:
+            if not http.state.tenant.may_use(names):
+                raise ModelForbidden(f"The API key may not use {name}.", param="model")
+            return json_response(_card(router, model_id, name, names))
+    raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
+
+
+def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCard:
+    model = router.registry.models.get(model_id)
+    configured = router.supervised.models.get(model_id)
+    hello = None if model is None else model.hello
+    ready = 0 if model is None else len(model.ready_engines)
+    created = router.started if model is None else model.created
+    capabilities = [] if model is None else model.capabilities
+    context = None if hello is None else hello.context_length
+    return ModelCard(
+        id=name,
+        created=created,
+        root=model_id,
+        max_model_len=context,
+        context_length=context,
+        max_prompt_tokens=min(router.settings.max_prompt_tokens, context or sys.maxsize),
+        capabilities=[*capabilities, *(hello.capabilities if hello else ())],
+        kv_bits=None if hello is None else hello.kv_bits,
+        draft_saved_s=None if model is None else _saved_s(model),
+        replicas=0 if model is None else len(model.engines),
+        ready_replicas=ready,
+        state="ready" if ready else configured.state if configured else "loading",
+        display_name=name,
+        created_at=datetime.fromtimestamp(created, UTC).isoformat(),
+    )
+
+
+def _saved_s(model: ModelReplicas) -> float | None:
+    """Return what drafts saved; None if no engine of ``model`` speculates."""
+    drafts = [each.stats.drafts for each in model.engines if each.stats.drafts is not None]
+    if not drafts:
+        return None
+    return round(sum(c.saved_s for stats in drafts for c in stats.sources.values()), 1)
+
+
+OPERATIONS = (
+    Operation("/v1/models", list_models, "List the models", "OpenAI", response_type=ModelList),
+    Operation(
+        "/v1/models/{model:path}",
+        show_model,
+        "Show one model",
+        "OpenAI",
+        response_type=ModelCard,
+        errors=(ModelForbidden, ModelNotFound),
+    ),
+)

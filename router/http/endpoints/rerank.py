@@ -1,0 +1,294 @@
+"""`/v1/rerank` as Jina and Cohere have it, and `/v1/score` as vLLM has it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.body import json_response, read_body
+from router.api.endpoints import cancel_on_disconnect
+from router.api.operations import Operation
+from router.encoding.embedding import MAX_TEXTS, embed_texts, text_model
+from router.encoding.encoding import Caller, EncodedTexts
+from router.encoding.ranking import score_pairs
+from router.errors import (
+    BODY_ERRORS,
+    MODEL_ERRORS,
+    EngineLost,
+    GenerationTimeout,
+    InvalidRequest,
+    InvalidValue,
+)
+from router.fleet.engines.engine import Model
+from router.fleet.router import Router
+from router.fleet.tasks import models_for
+from router.openai.embeddings import audit
+from router.schemas.requests import Count, RequestBody
+
+_Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
+class Document(Struct, frozen=True):
+    text: str
+
+
+class RerankRequest(RequestBody, frozen=True, kw_only=True):
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
+    top_n: Annotated[
+        Count | None, Meta(description="How many of the best are returned. By default all.")
+    ] = None
+    return_documents: bool | None = None
+    instruction: Annotated[
+        str | None,
+        Meta(description="What is looked for, for models that are told: Qwen3-Reranker."),
+    ] = None
+    max_tokens_per_doc: Annotated[
+        Count | None,
+        Meta(description="The most tokens of query and document together; the model's, if less."),
+    ] = None
+    truncate: Annotated[
+        bool | None,
+        Meta(description="Whether documents that are too long are cut. By default they are."),
+    ] = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    # Of Cohere's first version: which fields of a document count, and in which order.
+    rank_fields: Any = None
+    max_chunks_per_doc: Any = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class RerankUsage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RankedDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    index: int
+    relevance_score: Annotated[float, Meta(description="From 0 to 1.")]
+    document: Document | None = None
+
+
+class ApiVersion(Struct, frozen=True):
+    version: str = "2"
+
+
+class BilledUnits(Struct, frozen=True):
+    search_units: int = 1
+
+
+class RerankMeta(Struct, frozen=True):
+    """What Cohere's clients read beside the results."""
+
+    api_version: ApiVersion = ApiVersion()
+    billed_units: BilledUnits = BilledUnits()
+
+
+class RerankResponse(Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    results: Annotated[list[RankedDocument], Meta(description="The best first.")]
+    usage: RerankUsage
+    meta: RerankMeta = RerankMeta()
+
+
+class ScoreRequest(RequestBody, frozen=True, kw_only=True):
+    """One text and some others, or as many of both."""
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    text_1: _Texts
+    text_2: _Texts
+    truncate: Annotated[
+        bool | None, Meta(description="Whether texts that are too long are cut, and not refused.")
+    ] = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    def check(self) -> None:
+        _ = self.pairs
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Raises `InvalidRequest` if the numbers of texts do not go together."""
+        firsts = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        seconds = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(firsts) == 1:
+            firsts = firsts * len(seconds)
+        if len(firsts) != len(seconds):
+            raise InvalidValue(
+                f"'text_1' has {len(firsts)} texts and 'text_2' {len(seconds)}: 'text_1' must have"
+                " one, or as many.",
+                param="text_2",
+            )
+        return list(zip(firsts, seconds, strict=True))
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: Annotated[
+        float,
+        Meta(description="From 0 to 1; the cosine of the vectors from a model that embeds."),
+    ]
+
+
+class ScoreResponse(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: RerankUsage
+
+
+async def rerank(http: Request) -> Response:
+    router: Router = http.app.state.router
+    body, size = await read_body(http, router, RerankRequest)
+    caller = _caller(http, body.priority)
+    async with cancel_on_disconnect(http.receive):
+        model = await text_model(router, body.model, caller, "rerank")
+        async with router.admit(caller.tenant, model, caller.limits_left):
+            texts = body.texts
+            found = await score_pairs(
+                router,
+                model,
+                caller,
+                [(body.query, text) for text in texts],
+                field="documents",
+                instruction=body.instruction,
+                max_tokens=body.max_tokens_per_doc,
+                truncate=body.truncate is not False,
+                size=size + (len(body.query) + len(body.instruction or "")) * len(texts),
+            )
+    http.state.audit = audit(model, found)
+    scores = found.rows[:, 0]
+    best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+    results = [
+        RankedDocument(
+            index=index,
+            relevance_score=float(scores[index]),
+            document=Document(texts[index]) if body.return_documents else None,
+        )
+        for index in best
+    ]
+    answer = RerankResponse(
+        id=f"rerank-{uuid.uuid4().hex}",
+        model=body.model or model.names[0],
+        results=results,
+        usage=RerankUsage(found.num_tokens, found.num_tokens),
+    )
+    # With the documents it is as large as the body.
+    return await router.work.run_large(caller.tenant.name, lambda: json_response(answer), size)
+
+
+async def score(http: Request) -> Response:
+    router: Router = http.app.state.router
+    body, size = await read_body(http, router, ScoreRequest)
+    caller = _caller(http, body.priority)
+    async with cancel_on_disconnect(http.receive):
+        model = await _scoring_model(router, body.model, caller)
+        async with router.admit(caller.tenant, model, caller.limits_left):
+            if model.hello.task == "embed":
+                scores, tokens = await _cosines(router, model, caller, body, size)
+            else:
+                found = await score_pairs(
+                    router,
+                    model,
+                    caller,
+                    body.pairs,
+                    field="text_2",
+                    truncate=bool(body.truncate),
+                    size=size + sum(len(first) for first, _ in body.pairs),
+                )
+                scores, tokens = found.rows[:, 0].tolist(), found.num_tokens
+    return json_response(
+        ScoreResponse(
+            id=f"score-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=body.model or model.names[0],
+            data=[Score(index=i, score=value) for i, value in enumerate(scores)],
+            usage=RerankUsage(tokens, tokens),
+        )
+    )
+
+
+async def _scoring_model(router: Router, name: str | None, caller: Caller) -> Model:
+    """Return a model that ranks, or the one that embeds if it is named or there is no other."""
+    if name is None and not models_for("rerank", router):
+        return await text_model(router, name, caller, "embed")
+    if name is not None:
+        model = await router.loaded_model(name, caller.tenant)
+        if model.hello.task == "embed":
+            return model
+    return await text_model(router, name, caller, "rerank")
+
+
+async def _cosines(
+    router: Router, model: Model, caller: Caller, body: ScoreRequest, size: int
+) -> tuple[list[float], int]:
+    pairs = body.pairs
+    texts: list[str | list[int]] = [text for pair in pairs for text in pair]
+    if len(texts) > 2 * MAX_TEXTS:
+        raise InvalidRequest(f"{len(pairs)} pairs are more than {MAX_TEXTS}.", param="text_2")
+    found: EncodedTexts = await embed_texts(
+        router, model, caller, texts, field="text_2", truncate=bool(body.truncate), size=2 * size
+    )
+    firsts, seconds = found.rows[0::2], found.rows[1::2]
+    lengths = np.linalg.norm(firsts, axis=1) * np.linalg.norm(seconds, axis=1)
+    products = (firsts * seconds).sum(1)
+    cosines: list[float] = (products / np.where(lengths > 0, lengths, 1)).tolist()
+    return cosines, found.num_tokens
+
+
+def _caller(http: Request, priority: int | None) -> Caller:
+    return Caller(
+        tenant=http.state.tenant,
+        priority=priority,
+        traceparent=http.scope["state"].get("traceparent", ""),
+        limits_left=http.state.limits_left,
+    )
+
+
+_operation = partial(
+    Operation,
+    method="POST",
+    tag="Rankings",
+    errors=(*BODY_ERRORS, *MODEL_ERRORS, EngineLost, GenerationTimeout),
+)
+_RERANK = {"query": "What is it?", "documents": ["It is this.", "It was that."]}
+_SCORE = {"text_1": "What is it?", "text_2": ["It is this.", "It was that."]}
+OPERATIONS = (
+    *(
+        _operation(
+            path=path,
+            endpoint=rerank,
+            summary="Documents in the order in which they answer a query",
+            body_type=RerankRequest,
+            example=_RERANK,
+            response_type=RerankResponse,
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        _operation(
+            path=path,
+            endpoint=score,
+            summary="How well texts go together",
+            body_type=ScoreRequest,
+            example=_SCORE,
+            response_type=ScoreResponse,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+)

@@ -1,0 +1,1 @@
+"""Checks and records of every request: keys, hosts, errors, access log, traces."""

@@ -1,0 +1,153 @@
+"""The API keys that requests may use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from starlette.datastructures import Headers
+
+from router.errors import AdminForbidden, Unauthorized
+from router.fleet.tenants.tenant import ADMINISTRATOR, EVERYBODY, Tenant
+from router.http.middleware.key_file import KeyFileError, digest, read_tenants
+from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+
+
+class ApiKeys:
+    """The keys that are accepted. Only digests are kept."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Read ``--api-key`` and ``--api-key-file``. Raises `KeyFileError`."""
+        self._settings = settings
+        self._path = settings.api_key_file
+        self._stamp = _stamp(self._path)
+        self._tenants = read_tenants(settings)
+        self._everybody = replace(
+            EVERYBODY,
+            requests_per_minute=settings.rate_limit_requests,
+            tokens_per_minute=settings.rate_limit_tokens,
+        )
+        self._reload_asked = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def identify(self, headers: Headers) -> Tenant:
+        """Return the tenant of the key in ``headers``. Raises `Unauthorized`."""
+        if not self._tenants:
+            return self._everybody
+        # The lookup takes a digest: its time tells nothing about keys that are nearly right.
+        tenant = self._tenants.get(digest(given_key(headers)))
+        if tenant is None:
+            raise Unauthorized("The API key is not valid.")
+        return tenant
+
+    def named(self, name: str) -> Tenant | None:
+        """Return the tenant called ``name``, if one of the keys is still its own."""
+        if not self._tenants:
+            return self._everybody if name == self._everybody.name else None
+        return next((each for each in self._tenants.values() if each.name == name), None)
+
+    def reload_soon(self) -> None:
+        """Make `follow` read the keys again, whether or not the file seems to have changed."""
+        self._reload_asked.set()
+
+    async def follow(self) -> NoReturn:
+        """Read the keys again whenever the file has changed and then kept still for a moment.
+
+        A file that is being written would be read in part otherwise.
+        """
+        seen = self._stamp
+        while True:
+            with contextlib.suppress(TimeoutError):
+                poll_s = None if self._path is None else _POLL_S
+                await asyncio.wait_for(self._reload_asked.wait(), poll_s)
+            stamp = await asyncio.to_thread(_stamp, self._path)
+            settled, seen = stamp == seen, stamp
+            if self._reload_asked.is_set() or (settled and stamp != self._stamp):
+                self._reload_asked.clear()
+                self._stamp = stamp
+                await self._try_reload()
+
+    async def reload(self) -> int:
+        """Read the keys again, and return their number. Running requests go on.
+
+        Raises `KeyFileError`; then the old ones stay.
+        """
+        self._tenants = await asyncio.to_thread(read_tenants, self._settings)
+        logger.info("API keys read again: %d", len(self._tenants))
+        return len(self._tenants)
+
+    async def _try_reload(self) -> None:
+        try:
+            await self.reload()
+        except KeyFileError as error:
+            logger.error("the API keys stay as they were: %s", error)
+
+
+class SingleKey:
+    """The one key of a path, such as ``--metrics-key``; None lets everybody in."""
+
+    def __init__(self, key: str | None) -> None:
+        self._digest = None if key is None else digest(key)
+
+    def __bool__(self) -> bool:
+        return self._digest is not None
+
+    def check(self, headers: Headers) -> None:
+        """Raise `Unauthorized` unless ``headers`` have the key."""
+        if self._digest is None or hmac.compare_digest(self._digest, digest(given_key(headers))):
+            return
+        raise Unauthorized("The key is not valid.")
+
+
+class AdminKey:
+    """The key of ``/admin`` and of ``paths``, where there is one. Keys of ``keys`` are known, and
+    do not suffice."""
+
+    def __init__(self, key: str | None, keys: ApiKeys, paths: frozenset[str]) -> None:
+        self._paths = paths
+        self._digest = None if key is None else digest(key)
+        self._keys = keys
+
+    def guards(self, path: str) -> bool:
+        is_guarded = path.startswith("/admin/") or path in self._paths
+        return self._digest is not None and is_guarded
+
+    def check(self, headers: Headers) -> Tenant:
+        """Return who administrates. Raises `AdminForbidden` and `Unauthorized`."""
+        given = digest(given_key(headers))
+        if self._digest is not None and hmac.compare_digest(self._digest, given):
+            return ADMINISTRATOR
+        if self._keys:
+            self._keys.identify(headers)
+            raise AdminForbidden("This is not the admin key.")
+        raise Unauthorized("The admin key is not valid.")
+
+
+def given_key(headers: Headers) -> str:
+    """Return the key that a client sends. Raises `Unauthorized` if there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else ""
+    given = given or headers.get("x-api-key", "")
+    if not given:
+        raise Unauthorized("An API key is needed: Authorization: Bearer KEY.")
+    return given
+
+
+def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+    """Return what changes with the contents of the file; None if there is none."""
+    try:
+        status = None if path is None else path.stat()
+    except OSError:
+        return None
+    return status and (status.st_mtime_ns, status.st_size, status.st_ino)

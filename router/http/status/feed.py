@@ -1,0 +1,157 @@
+"""`/page/feed`: the state of the server once a second, as server-sent events, for the page.
+
+One sampler serves all viewers, and only while there are any; each event is encoded once. A viewer
+that reads slowly gets the newest state when it has read: nothing is queued for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+from msgspec import structs
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from router.api.endpoints import cancel_on_disconnect
+from router.api.operations import Operation
+from router.api.sse import encode_event
+from router.errors import ClientDisconnected, SiteForbidden, TooManyRequests, Unavailable
+from router.fleet.router import Router
+from router.http.status.figures import Point, ServerStatus
+from router.http.status.sampler import StatusSampler
+
+MAX_VIEWERS = 32
+HISTORY_SAMPLES = 300
+EVERY_S = 1.0
+WRITE_TIMEOUT_S = 30.0
+"""A viewer that takes no byte for so long is given up."""
+
+logger = logging.getLogger(__name__)
+
+
+class StatusFeed:
+    """An ASGI application. Each viewer gets the ``history``, then ``status`` events: the first with
+    all engines, the others with those whose turn it is."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._history: deque[Point] = deque(maxlen=HISTORY_SAMPLES)
+        self._sampler = StatusSampler(router)
+        self._viewers: set[asyncio.Event] = set()
+        """Each is set when there is a new event, or none any more."""
+        self._task: asyncio.Task[None] | None = None
+        self._sampled_at = 0.0
+        self._status: ServerStatus | None = None
+        self._event = b""
+        self._first_event = b""
+        """For a new viewer. Empty until there is one since the last sample."""
+
+    @property
+    def operation(self) -> Operation:
+        has_key = self._router.settings.metrics_key is not None
+        return Operation(
+            "/page/feed",
+            self,
+            "The state of the server once a second",
+            "Server",
+            access="metrics key" if has_key else "key",
+            media_type="text/event-stream",
+            errors=(TooManyRequests, Unavailable),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Browsers ask nobody before a GET. Such a page could read nothing, and take all places.
+        is_other_site = Headers(scope=scope).get("sec-fetch-site") == "cross-site"
+        if is_other_site and not self._router.settings.cors_origin:
+            raise SiteForbidden("Pages of other sites get no feed: see --cors-origin.")
+        with self._viewer() as changed:
+            async with cancel_on_disconnect(receive):
+                await self._show(changed, send)
+
+    @contextmanager
+    def _viewer(self) -> Iterator[asyncio.Event]:
+        """Count a viewer; the first one starts the sampler, and the last one ends it."""
+        if self._router.ending.is_set():
+            raise Unavailable("The server is shutting down.", code="shutting_down")
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise TooManyRequests(
+                f"There are {MAX_VIEWERS} viewers, which is the limit.",
+                code="too_many_viewers",
+                retry_after_s=10,
+            )
+        changed = asyncio.Event()
+        self._viewers.add(changed)
+        if self._task is None:
+            self._task = asyncio.create_task(self._sample())
+        try:
+            yield changed
+        finally:
+            self._viewers.discard(changed)
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def _show(self, changed: asyncio.Event, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if time.monotonic() - self._sampled_at > EVERY_S:
+            await changed.wait()  # the first sample
+        changed.clear()
+        await _write(send, self._first())
+        while not self._router.ending.is_set():
+            await changed.wait()
+            changed.clear()
+            await _write(send, self._event)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _first(self) -> bytes:
+        """Return the history, and the last sample with all engines."""
+        if not self._first_event and self._status is not None:
+            whole = structs.replace(self._status, engines=self._sampler.engines)
+            history = encode_event(msgspec.json.encode([*self._history]), "history")
+            self._first_event = history + _encoded(whole)
+        return self._first_event
+
+    async def _sample(self) -> None:
+        """Sample until the last viewer leaves or the server ends."""
+        ending = self._router.ending
+        while not ending.is_set():
+            wait_s = self._sampled_at + EVERY_S - time.monotonic()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), max(0.0, wait_s))
+            try:
+                self._take(self._sampler.sample(len(self._viewers)))
+            except Exception:
+                logger.exception("the status page's sample")
+            self._sampled_at = time.monotonic()
+            for changed in self._viewers:
+                changed.set()
+
+    def _take(self, status: ServerStatus) -> None:
+        self._history.append(status.now)
+        self._status = status
+        self._event = _encoded(status)
+        self._first_event = b""
+
+
+def _encoded(status: ServerStatus) -> bytes:
+    return encode_event(msgspec.json.encode(status), "status")
+
+
+async def _write(send: Send, body: bytes) -> None:
+    """Send ``body``. Raises `ClientDisconnected` if nothing of what was sent before is read."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    except TimeoutError:
+        raise ClientDisconnected from None

@@ -1,0 +1,273 @@
+"""Makes the samples that the status page shows (`router.http.status.figures`)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from router.fleet.engines.engine import Engine
+from router.fleet.metrics.recent import Percentiles
+from router.fleet.router import Router
+from router.fleet.sequences.remote_request import InFlight
+from router.http.endpoints.health import (
+    BatchTotals,
+    BlockCounts,
+    ModelState,
+    model_states,
+    server_state,
+)
+from router.http.status.figures import (
+    DraftTotals,
+    EngineFigures,
+    ModelFigures,
+    Point,
+    PromptProgress,
+    PromptTokens,
+    Rates,
+    ServerStatus,
+)
+from shared.wire import DraftStats, EngineStats
+
+ENGINES_AT_ONCE = 16
+"""Those of a larger fleet take turns, so that a sample of it costs no more, and its event is no
+longer."""
+_SHARES_S = 60.0
+_NO_PROMPTS = PromptProgress(prompts=0, computed=0, tokens=0)
+_LONG_S = 1.0
+"""A prompt is shown as being computed after so long: two beats have told of it then. Short ones
+would come and go between two samples."""
+_STALE_S = 3.0
+"""Rates are over no longer times: an earlier sample is of when somebody watched before."""
+
+
+@dataclass
+class _Beats:
+    """The figures of one engine, by the times of the beats that brought them: of each sample one,
+    those of the last minute."""
+
+    sampled: deque[tuple[float, EngineStats]] = field(default_factory=deque)
+
+    def add(self, engine: Engine) -> None:
+        if not self.sampled or self.sampled[-1][0] < engine.last_beat:
+            self.sampled.append((engine.last_beat, engine.stats))
+        while self.sampled[0][0] < engine.last_beat - _SHARES_S:
+            self.sampled.popleft()
+
+    def rates(self) -> Rates | None:
+        if len(self.sampled) < 2:
+            return None
+        (before, earlier), (at, latest) = self.sampled[-2], self.sampled[-1]
+        seconds = at - before
+        if seconds > _STALE_S or time.monotonic() - at > _STALE_S:
+            return None
+        generated = latest.generated_tokens_total - earlier.generated_tokens_total
+        prompt = latest.prompt_tokens_total - earlier.prompt_tokens_total
+        steps = latest.steps_total - earlier.steps_total
+        rows = latest.batch_rows_total - earlier.batch_rows_total
+        step_s = latest.step_seconds_total - earlier.step_seconds_total
+        return Rates(
+            generated=round(generated / seconds, 1),
+            prompt=round(prompt / seconds, 1),
+            steps=round(steps / seconds, 1),
+            batch=round(rows / steps, 2) if steps > 0 else None,
+            step_s=round(step_s / steps, 5) if steps > 0 else None,
+        )
+
+    def prompts(self) -> PromptTokens:
+        """Return where the tokens of the last minute's prompts came from."""
+        return _prompts(self.sampled[-1][1], self.sampled[0][1])
+
+
+class StatusSampler:
+    """Makes samples. Rates are between a sample and the one before."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._beats: dict[Engine, _Beats] = {}
+        self._computing: dict[Engine, PromptProgress] = {}
+        self._figures: dict[Engine, EngineFigures] = {}
+        """As they were last made; the oldest first."""
+        self._gaps: dict[str, tuple[float, int]] = {}
+        """By model: the sum and the number of times between tokens, at the last sample."""
+        self._sampled_at = 0.0
+
+    @property
+    def engines(self) -> dict[str, EngineFigures]:
+        """The figures of all engines, by name."""
+        return {figures.name: figures for figures in self._figures.values()}
+
+    def sample(self, viewers: int) -> ServerStatus:
+        """Return the state, with the figures of `ENGINES_AT_ONCE` engines, and of new ones."""
+        router = self._router
+        engines = router.registry.engines
+        self._beats = {engine: self._beats.get(engine, _Beats()) for engine in engines}
+        for engine, beats in self._beats.items():
+            beats.add(engine)
+        self._computing = _long_prompts(router.dispatcher.in_flight)
+        rates = {engine: beats.rates() for engine, beats in self._beats.items()}
+        some = self._some_figures(rates)
+        state, reasons = server_state(router)
+        first_token, of_models = router.metrics.recent.first_tokens()
+        models = [self._model(each, rates, of_models) for each in model_states(router)]
+        known = [each for each in rates.values() if each is not None]
+        return ServerStatus(
+            started=router.started,
+            version=router.version,
+            status=state,
+            reasons=reasons,
+            now=Point(
+                at=round(time.time(), 3),
+                generated=round(sum(each.generated for each in known), 1),
+                prompt=round(sum(each.prompt for each in known), 1),
+                running=sum(len(engine.request_ids) for engine in engines),
+                queued=sum(model.queued for model in models),
+                batch=_mean_batch(known),
+                first_token=None if first_token is None else first_token.p50,
+                hit_rate=_hit_rate(beats.prompts() for beats in self._beats.values()),
+                memory_pressure=round(max((e.memory_pressure for e in engines), default=0.0), 4),
+            ),
+            first_token=first_token,
+            loop_lag_s=round(router.loop_lag.worst_s(), 4),
+            viewers=viewers,
+            batches=BatchTotals.of(router),
+            models=models,
+            engines=some,
+            incidents=router.metrics.recent.incidents,
+        )
+
+    def _some_figures(self, rates: dict[Engine, Rates | None]) -> dict[str, EngineFigures]:
+        """Make the figures of engines that have none, and those that are the oldest."""
+        now = time.monotonic()
+        if now - self._sampled_at > _STALE_S:
+            self._figures.clear()
+        self._sampled_at = now
+        known = {engine: figures for engine, figures in self._figures.items() if engine in rates}
+        new = [engine for engine in rates if engine not in known]
+        due = [*islice(known, max(0, ENGINES_AT_ONCE - len(new))), *new]
+        for engine in due:
+            known.pop(engine, None)
+            known[engine] = self._engine(engine, rates[engine])
+        self._figures = known
+        return {known[engine].name: known[engine] for engine in due}
+
+    def _model(
+        self,
+        model: ModelState,
+        rates: dict[Engine, Rates | None],
+        first_tokens: dict[str, Percentiles],
+    ) -> ModelFigures:
+        router = self._router
+        replicas = router.registry.models.get(model.id)
+        configured = router.supervised.models.get(model.id)
+        hello = None if replicas is None else replicas.hello
+        names = replicas.names if replicas else configured.names if configured else [model.id]
+        engines = router.registry.engines_of(model.id)
+        known = [found for engine in engines if (found := rates[engine])]
+        return ModelFigures(
+            id=model.id,
+            aliases=names[1:],
+            status=model.status,
+            state=model.state,
+            reason=model.reason,
+            context_length=None if hello is None else hello.context_length,
+            kv_bits=None if hello is None else hello.kv_bits,
+            capabilities=[] if replicas is None else replicas.capabilities,
+            queued=model.queued,
+            generated=round(sum(each.generated for each in known), 1),
+            first_token=first_tokens.get(model.id),
+            between_tokens_s=self._between_tokens_s(model.id),
+            engines=[engine.name for engine in engines],
+        )
+
+    def _between_tokens_s(self, model: str) -> float | None:
+        """Return the mean time between two deltas since the last sample."""
+        series = self._router.metrics.inter_token.labels(model)
+        total_s, count = series.sum, sum(series.counts)
+        total_before_s, count_before = self._gaps.get(model, (total_s, count))
+        self._gaps[model] = (total_s, count)
+        if count <= count_before:
+            return None
+        return round((total_s - total_before_s) / (count - count_before), 5)
+
+    def _engine(self, engine: Engine, rates: Rates | None) -> EngineFigures:
+        stats, beats = engine.stats, self._beats[engine]
+        return EngineFigures(
+            name=engine.name,
+            phase=engine.phase,
+            ready=engine.trouble is None,
+            trouble=engine.trouble,
+            is_lost=engine.lost_reason is not None,
+            silence_s=round(engine.silence_s, 1),
+            sequences=len(engine.request_ids),
+            max_sequences=engine.hello.max_sequences,
+            running=stats.running,
+            waiting=stats.waiting,
+            rates=rates,
+            memory_pressure=round(engine.memory_pressure, 4),
+            memory_limit_bytes=stats.limit_bytes,
+            active_memory_bytes=stats.active_memory_bytes,
+            blocks=BlockCounts.of(stats),
+            recent_prompts=beats.prompts(),
+            prompts=_prompts(stats, EngineStats()),
+            ssd=engine.store,
+            drafts=None if stats.drafts is None else _drafts(stats.drafts),
+            preemptions=stats.preemptions_total,
+            losses=self._router.metrics.recent.losses[engine.name],
+            version=engine.hello.version,
+            computing=self._computing.get(engine),
+        )
+
+
+def _long_prompts(in_flight: Iterable[InFlight]) -> dict[Engine, PromptProgress]:
+    """Return how far the prompts are that engines have had for `_LONG_S`, by engine."""
+    found: dict[Engine, PromptProgress] = {}
+    placed_before = time.monotonic() - _LONG_S
+    for entry in in_flight:
+        sequence, engine = entry.sequence, entry.engine
+        computed, tokens = sequence.computed_prompt_tokens, sequence.num_prompt_tokens
+        if engine is None or computed is None or computed == tokens:
+            continue
+        if sequence.placed_at < placed_before:
+            others = found.get(engine, _NO_PROMPTS)
+            found[engine] = PromptProgress(
+                prompts=others.prompts + 1,
+                computed=others.computed + computed,
+                tokens=others.tokens + tokens,
+            )
+    return found
+
+
+def _prompts(latest: EngineStats, earlier: EngineStats) -> PromptTokens:
+    return PromptTokens(
+        ram=latest.cached_ram_tokens_total - earlier.cached_ram_tokens_total,
+        ssd=latest.cached_ssd_tokens_total - earlier.cached_ssd_tokens_total,
+        computed=latest.prefill_tokens_total - earlier.prefill_tokens_total,
+    )
+
+
+def _drafts(stats: DraftStats) -> DraftTotals:
+    sources = stats.sources.values()
+    return DraftTotals(
+        drafted=sum(each.drafted for each in sources),
+        accepted=sum(each.accepted for each in sources),
+        saved_s=round(sum(each.saved_s for each in sources), 1),
+    )
+
+
+def _mean_batch(rates: list[Rates]) -> float | None:
+    """Return the mean number of rows of a step, over the steps of all engines."""
+    steps = sum(each.steps for each in rates)
+    rows = sum(each.steps * (each.batch or 0.0) for each in rates)
+    return round(rows / steps, 2) if steps else None
+
+
+def _hit_rate(prompts: Iterable[PromptTokens]) -> float | None:
+    """Return which part of the tokens of prompts was found in a cache; None without any."""
+    found = computed = 0
+    for each in prompts:
+        found += each.ram + each.ssd
+        computed += each.computed
+    return round(found / (found + computed), 4) if found + computed else None

@@ -1,0 +1,1 @@
+"""Large libraries imported in part, so that processes start faster."""

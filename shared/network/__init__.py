@@ -1,0 +1,1 @@
+"""Addresses, ports and hosts; CURVE, and the list of keys that may join."""

@@ -25,7 +25,7 @@ from router.http.app import create_app
 from router.http.middleware.api_keys import ApiKeys
 from router.schemas.requests import SamplingRequest
 from shared.flags import Flag, flags_of
-from shared.settings import COMMON_FLAGS, Settings
+from shared.settings import Settings
 from shared.wire import (
     PROTOCOL_VERSION,
     DraftCounts,
@@ -74,10 +74,10 @@ def parts() -> dict[str, Callable[[], str]]:
     }
     return {
         "flags": _flags,
-        "main flags": _main_flags,
         "metrics": _metrics,
         "endpoints": lambda: _endpoints(document()),
         "templates": lambda: _table(*template_table.table()),
+        "largest models": _largest_models,
         "model choices": _model_choices,
         "vision models": _vision_models,
         "fields sampling": lambda: _sampling_fields(document()),
@@ -109,11 +109,6 @@ def _flags() -> str:
         + _table(("flag", "default", ""), [_flag(flag) for flag in flags])
         for group, flags in groups.items()
     )
-
-
-def _main_flags() -> str:
-    flags = {flag.name: flag for flag in flags_of(Settings)}
-    return _table(("flag", "default", ""), [_flag(flags[name]) for name in COMMON_FLAGS])
 
 
 def _flag(flag: Flag) -> tuple[str, str, str]:
@@ -163,11 +158,17 @@ def _metric(family: Metric) -> tuple[str, str, str, str]:
 # -- models --------------------------------------------------------------------
 
 
+def _largest_models() -> str:
+    from tests import model_choices  # which imports MLX
+
+    return _table(("memory", "largest model", "weights", "context"), model_choices.largest())
+
+
 def _model_choices() -> str:
     from tests import model_choices  # which imports MLX
 
     bits = [f"`--kv-bits {bits}`" for bits in model_choices.KV_BITS]
-    return _table(("Mac", "model", "weights", *bits), model_choices.rows())
+    return _table(("Mac", "model", "weights", *bits), model_choices.agent_rows())
 
 
 def _vision_models() -> str:

@@ -1,4 +1,5 @@
-"""Which models suit a Mac: the table of docs/agents.md, by the engine's own account of memory.
+"""Which models suit a Mac: tables of README.md and docs/agents.md, by the engine's own account of
+memory.
 
 `model_choices.json` has the public architecture parameters of each model. mlx-lm makes the model
 of them, without weights: nothing is evaluated.
@@ -22,12 +23,15 @@ from engine.model.context import context_length
 from engine.replica.memory import BUFFER_CACHE_BYTES, HEADROOM_BYTES, METAL_SHARE, table_bytes
 from shared.settings import Settings
 
-MEMORY_GB = (16, 32, 64, 128)
+MEMORY_GB = (8, 16, 32, 64, 128, 256, 512)
+AGENT_MEMORY_GB = (16, 32, 64, 128)
 KV_BITS = (16, 8, 4)
 SHOWN = 3
 """The models for each size: the largest."""
-LEAST_TOKENS = 16_384
+AGENT_TOKENS = 16_384
 """An agent's own prompt and some work, at the least."""
+CHAT_TOKENS = 8_192
+CHAT_KV_BITS = 8  # the default
 _SMALL_MAC_GB = 36
 """Below this, Metal recommends two thirds of a Mac's memory as working set, from it on three
 quarters."""
@@ -57,6 +61,14 @@ class Model(NamedTuple):
         token_bytes = layout.slot_token_bytes + layout.array_bytes + layout.block_token_bytes
         return min(self.context, room // token_bytes)
 
+    def shown(self, memory_gb: int, kv_bits: int) -> str:
+        tokens = self.tokens(memory_gb, kv_bits)
+        return f"{tokens:,}" if tokens < self.context else f"{tokens:,} (all)"
+
+    @property
+    def size(self) -> str:
+        return f"{self.weights}, {self.weights_bytes / 1e9:.1f} GB"
+
 
 def working_set_bytes(memory_gb: int) -> int:
     """Return what Metal recommends by default on a Mac with so much memory."""
@@ -76,16 +88,24 @@ def models() -> Iterator[Model]:
     return (_model(name, config) for name, config in choices.items())
 
 
-def rows() -> Iterator[tuple[str, ...]]:
-    """Yield memory, model, its size, and the tokens that fit at each of `KV_BITS`."""
+def largest() -> Iterator[tuple[str, ...]]:
+    """Yield memory, the largest model with room for a conversation of `CHAT_TOKENS`, its size and
+    how much fits."""
     known = list(models())
     for memory_gb in MEMORY_GB:
-        fitting = [m for m in known if m.tokens(memory_gb, min(KV_BITS)) >= LEAST_TOKENS]
+        fitting = (m for m in known if m.tokens(memory_gb, CHAT_KV_BITS) >= CHAT_TOKENS)
+        model = max(fitting, key=lambda m: m.weights_bytes)
+        yield f"{memory_gb} GB", model.name, model.size, model.shown(memory_gb, CHAT_KV_BITS)
+
+
+def agent_rows() -> Iterator[tuple[str, ...]]:
+    """Yield memory, model, its size, and the tokens that fit at each of `KV_BITS`."""
+    known = list(models())
+    for memory_gb in AGENT_MEMORY_GB:
+        fitting = [m for m in known if m.tokens(memory_gb, min(KV_BITS)) >= AGENT_TOKENS]
         for model in sorted(fitting, key=lambda m: m.weights_bytes)[-SHOWN:]:
-            tokens = (model.tokens(memory_gb, bits) for bits in KV_BITS)
-            size = f"{model.weights}, {model.weights_bytes / 1e9:.1f} GB"
-            shown = (f"{each:,}" if each < model.context else f"{each:,} (all)" for each in tokens)
-            yield f"{memory_gb} GB", model.name, size, *shown
+            tokens = (model.shown(memory_gb, bits) for bits in KV_BITS)
+            yield f"{memory_gb} GB", model.name, model.size, *tokens
 
 
 def _model(name: str, config: dict[str, Any]) -> Model:

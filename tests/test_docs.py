@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.peers import front
 from router.anthropic.schemas import MessagesRequest
 from router.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from router.responses.schemas import ResponsesRequest
@@ -19,8 +20,8 @@ from tests import generated_docs
 from tests.generated_docs import ROOT
 
 DOCUMENTS = generated_docs.documents()
-MEASURED = ("benchmarks.md", "clients.md", "metal.md", "models.md")
-"""Pages about runs of commands, which have flags of their own."""
+MEASURED = ("benchmarks.md", "clients.md", "comparison.md", "metal.md", "models.md")
+"""Pages about other programs and runs of commands, which have flags of their own."""
 FOR_CONTRIBUTORS = [
     ROOT / "ARCHITECTURE.md",
     ROOT / "CONTRIBUTING.md",
@@ -101,6 +102,12 @@ def test_every_field_of_a_request_is_explained(kind: type[RequestBody]) -> None:
 @pytest.mark.parametrize("kind", [OllamaChatRequest, OllamaGenerateRequest, OllamaOptions])
 def test_every_field_of_ollamas_api_is_explained(kind: type[msgspec.Struct]) -> None:
     assert not fields_of(kind) - explained("ollama.md")
+
+
+def test_the_picture_of_the_readme_shows_the_tables_figures() -> None:
+    tables = front.TABLES.read_text(encoding="utf-8")
+    drawn = front.draw(tables)
+    assert drawn == front.PICTURE.read_text(encoding="utf-8"), "python -m bench.peers.front"
 
 
 def fields_of(kind: type[msgspec.Struct]) -> set[str]:

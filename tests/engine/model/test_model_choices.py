@@ -1,4 +1,4 @@
-"""The models that docs/agents.md names for Macs of some sizes."""
+"""The models that README.md and docs/agents.md name for Macs of some sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from engine.replica.memory import EngineMemory
 from tests.model_choices import KV_BITS, MEMORY_GB, models, room_bytes
 
-PUBLISHED_BILLIONS = [4.0, 8.2, 20.9, 23.6, 30.5, 79.7, 107, 117]
+PUBLISHED_BILLIONS = [1.72, 4.0, 8.2, 20.9, 23.6, 30.5, 79.7, 107, 117, 235, 671]
 
 
 def test_the_shapes_give_the_published_parameters_and_more_memory_a_longer_context() -> None:

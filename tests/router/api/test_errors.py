@@ -299,6 +299,9 @@ def test_a_clients_request_id_is_kept_if_it_is_valid(server: Server) -> None:
     assert answered("abc-123") == "abc-123"
     assert answered("a b<script>") != "a b<script>"
     assert answered("x" * 200) != "x" * 200
+    refused = server.client.post("/v1/completions", json={}, headers={"x-request-id": "mine-1"})
+    assert_error(refused, 400, "prompt")
+    assert refused.headers["x-request-id"] == "mine-1"
 
 
 def test_broken_http_closes_only_its_own_connection(server: Server) -> None:

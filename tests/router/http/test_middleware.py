@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from router.api.body import receive_body
 from router.errors import BodyTimeout
+from router.http.error_responses import error_response
 from shared.wire import EngineStats, StoreStats
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine
@@ -338,5 +339,8 @@ def test_a_slow_body_is_a_408() -> None:
         raise AssertionError
 
     scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
-    with pytest.raises(BodyTimeout):
+    with pytest.raises(BodyTimeout) as late:
         asyncio.run(receive_body(Request(scope, receive), 100, timeout_s=0.05))
+    answer = error_response(late.value, {**scope, "state": {"path": "/", "request_id": "x"}})
+    assert answer.status_code == 408
+    assert json.loads(bytes(answer.body))["error"]["code"] == "request_timeout"

@@ -96,9 +96,11 @@ BY_FILE = --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(BY_FILE) $(ARGS)
 
-# Each of these tests keeps all cores busy, but not while its servers start and stop.
+# Each of these tests keeps all cores busy, but not while its servers start and stop. Other files
+# are not even read, unless ARGS names some.
+SLOW_FILES = $(sort $(shell grep -rl --include='test_*.py' 'mark.slow' tests))
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) $(BY_FILE) --timeout 600 $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(SLOW_WORKERS) $(BY_FILE) --timeout 600 $(if $(filter tests%,$(ARGS)),,$(SLOW_FILES)) $(ARGS)
 
 # Without those that are about the router alone, about Ray, or about faults and load for minutes.
 NOT_OF_RANKS = $(addprefix %/test_,abuse.py chaos.py fuzz.py localai.py page.py ray.py soak.py two_machines.py)

@@ -77,31 +77,23 @@ def test_the_capital_of_france_is_paris(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_sequential_requests_get_the_texts_of_mlx_lm(
+def test_texts_are_mlx_lms_one_by_one_and_together_whatever_is_cached(
     server: Server, truth: Oracle, prompts: list[list[int]]
 ) -> None:
-    for prompt in prompts:
-        text = server.complete(prompt, MAX_TOKENS)["choices"][0]["text"]
-        truth.check(prompt, MAX_TOKENS, text)
-
-
-@pytest.mark.slow
-def test_concurrent_requests_in_any_order_get_the_texts_of_mlx_lm(
-    truth: Oracle, prompts: list[list[int]]
-) -> None:
-    with serving("demo-fp32", "--kv-bits", "16", _MLX_LM_SERVER_CHECK_INTEGRITY="1") as fresh:
-        for order in (prompts, prompts[::-1]):
-            with ThreadPoolExecutor(len(order)) as pool:
-                answers = list(pool.map(lambda p: fresh.complete(p, MAX_TOKENS), order))
-            for prompt, answer in zip(order, answers, strict=True):
-                truth.check(prompt, MAX_TOKENS, answer["choices"][0]["text"])
+    one_by_one = prompts[8::2]
+    for prompt in one_by_one:
+        truth.check(prompt, MAX_TOKENS, server.complete(prompt, MAX_TOKENS)["choices"][0]["text"])
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, MAX_TOKENS), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        truth.check(prompt, MAX_TOKENS, answer["choices"][0]["text"])
 
 
 @pytest.mark.slow
 def test_a_conversation_computes_only_its_new_tokens(server: Server, truth: Oracle) -> None:
     texts: list[str] = []
     computed: list[int] = []
-    for turn in range(10):
+    for turn in range(6):
         texts.append(f"Turn {turn}: tell me one more thing about the number {turn + 3}.")
         prompt = truth.chat(*texts)
         messages = [
@@ -136,23 +128,6 @@ def test_a_sampled_text_does_not_depend_on_the_load(server: Server) -> None:
             future.result()
     other = server.complete("Once upon a time", 16, **{**ask, "seed": 12})["choices"][0]["text"]
     assert alone == again != other
-
-
-@pytest.mark.slow
-def test_a_prefix_survives_a_restart_of_the_server(tmp_path: Path, truth: Oracle) -> None:
-    flags = ("--ssd-cache-dir", str(tmp_path), "--ssd-policy", "write_through")
-    prompt = truth.tokenizer.encode(HEAD * 4)
-    with serving("demo-fp32", *flags) as first:
-        cold = first.complete(prompt, MAX_TOKENS)
-        blocks = len(prompt) // 16
-        first.wait_until(
-            lambda: len(list(tmp_path.rglob("*.safetensors"))) >= blocks, 30, "blocks on the SSD"
-        )
-    with serving("demo-fp32", *flags) as second:
-        warm = second.complete(prompt, MAX_TOKENS)
-    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 16
-    truth.check(prompt, MAX_TOKENS, warm["choices"][0]["text"])
 
 
 @pytest.mark.parametrize("example", sorted(p.name for p in EXAMPLES.iterdir() if p.suffix != ".md"))

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router.http.error_responses import error_response
 from starlette.requests import Request
 
 from router.api.body import receive_body
 from router.errors import BodyTimeout
+from router.http.middleware.error_responses import error_response
 from shared.wire import EngineStats, StoreStats
 from tests.router.conftest import Server, eventually
 from tests.router.scripted_engine import ScriptedEngine

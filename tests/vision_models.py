@@ -80,6 +80,8 @@ class VisionFamily:
     preprocessor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json
     tokenizer: dict[str, Any] = field(default_factory=dict)  # more of tokenizer_config.json
     flat: bool = False  # whether the text config is the outer one
+    scale: int = 1  # how many times larger than `picture` makes them pictures have to be
+    tied: bool = False  # whether logits come from the embeddings, and no checkpoint has others
     around: tuple[str, str] = ("", "")  # what chat templates put around the placeholder
 
 
@@ -121,6 +123,82 @@ def _qwen3(text: dict[str, Any]) -> VisionFamily:
     of_text = {"num_hidden_layers": 4, "head_dim": 16, "rope_scaling": rope, **text}
     return replace(made, text=made.text | of_text, flat=False)
 
+
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def _qwen3_5(kind: str, more: dict[str, Any]) -> VisionFamily:
+    """Return a family of recurrent layers and others, whose positions have three axes."""
+    made = _qwen3(_HYBRID | more)
+    text = {name: made.text[name] for name in made.text if name != "rope_scaling"}
+    tower = {**made.tower, "deepstack_visual_indexes": [], "model_type": kind}
+    return replace(made, text=text, tower=tower)
+
+
+def _glm(kind: str, text: dict[str, Any]) -> VisionFamily:
+    names = ("<|video|>", "<|begin_of_image|>", "<|end_of_image|>")
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    made = _qwen({})
+    rope = {"type": "default", "mrope_section": [1, 1, 2], "rope_type": "default"}
+    return replace(
+        made,
+        text=_TEXT
+        | {"rope_scaling": rope, "partial_rotary_factor": 0.5, "attention_bias": True}
+        | text,
+        tower={
+            **{"model_type": kind, "depth": 3, "hidden_size": 32, "intermediate_size": 48},
+            **{"num_heads": 2, "patch_size": 4, "image_size": 32, "out_hidden_size": 64},
+        },
+        placeholder="<|image|>",
+        tokens=(*names, "<|begin_of_box|>", "<|end_of_box|>"),
+        config={name: VOCAB_SIZE + number for number, name in enumerate(ids)},
+        preprocessor={
+            "image_processor_type": "Glm4vImageProcessor",
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 128, "longest_edge": 8192},
+        },
+        flat=False,
+        around=("<|begin_of_image|>", "<|end_of_image|>"),
+    )
+
+
+_GLM_EXPERTS = {
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "routed_scaling_factor": 1.5,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": False,
+    "tie_word_embeddings": False,
+}
 
 FAMILIES: dict[str, VisionFamily] = {
     "idefics3": VisionFamily(
@@ -212,6 +290,50 @@ FAMILIES: dict[str, VisionFamily] = {
             "norm_topk_prob": True,
         }
     ),
+    "qwen3_5": _qwen3_5("qwen3_5", {}),
+    "qwen3_5_moe": _qwen3_5("qwen3_5_moe", _EXPERTS),
+    "glm4v": _glm("glm4v", {"head_dim": 16}),
+    "glm4v_moe": _glm("glm4v_moe", _GLM_EXPERTS),
+    "gemma3": VisionFamily(
+        text=_TEXT
+        | {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 4}
+        | {"rope_theta": 1e6, "rope_global_base_freq": 1e6}
+        | {"sliding_window": 32, "sliding_window_pattern": 2, "mm_tokens_per_image": 16},
+        tower=_TOWER | {"model_type": "siglip_vision_model", "patch_size": 4, "image_size": 32},
+        placeholder="<start_of_image>",
+        tokens=("<image_soft_token>", "<end_of_image>"),
+        config={"image_token_index": VOCAB_SIZE + 1, "hidden_size": 64},
+        tied=True,
+        processor={"image_seq_length": 16},
+        preprocessor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 32, "width": 32},
+        },
+        tokenizer={
+            "extra_special_tokens": {
+                "boi_token": "<start_of_image>",
+                "image_token": "<image_soft_token>",
+                "eoi_token": "<end_of_image>",
+            }
+        },
+    ),
+    "kimi_vl": VisionFamily(
+        text=_TEXT
+        | {"model_type": "deepseek_v3", "num_hidden_layers": 3}
+        | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | {"qk_nope_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32}
+        | {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        tower={
+            **{"model_type": "moonvit", "depth": 3, "embed_dim": 32, "hidden_size": 32},
+            **{"intermediate_size": 48, "num_heads": 2, "patch_size": 14, "init_pos_emb_height": 8, "init_pos_emb_width": 8},
+        },
+        scale=3,
+        placeholder="<|media_pad|>",
+        tokens=("<|media_start|>", "<|media_content|>", "<|media_end|>"),
+        config={"media_placeholder_token_id": VOCAB_SIZE},
+        around=("<|media_start|>image<|media_content|>", "<|media_end|>"),
+    ),
 }
 
 
@@ -241,6 +363,8 @@ def make_vision_model(family: str, path: Path, seed: int = 0, **changes: Any) ->
     }
     (path / "config.json").write_text(json.dumps(config, indent=2))
     weights = dict(tree_flatten(random_model(config, seed).parameters()))
+    if made.tied:
+        del weights["language_model.lm_head.weight"]
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
@@ -276,14 +400,15 @@ def random_model(config: dict[str, Any], seed: int) -> Any:
     made = package.ModelConfig.from_dict(dict(config))
     made.text_config = package.TextConfig.from_dict(config.get("text_config", config))
     tower = package.VisionConfig.from_dict(config["vision_config"])
-    if tower.model_type.startswith("qwen3_vl"):
+    if tower.model_type.startswith(("qwen3_vl", "qwen3_5")):
         tower.model_type = config["model_type"]
     made.vision_config = tower
     mx.random.seed(seed)
     model = package.Model(made)
 
     def shaken(weight: mx.array) -> mx.array:
-        """Add noise to norms and biases: they start as ones and zeros, which hides bugs."""
-        return weight + 0.1 * mx.random.normal(weight.shape) if weight.ndim == 1 else weight
+        """Add noise to norms, biases and all that starts as zeros, which hides bugs."""
+        is_plain = weight.ndim == 1 or not mx.any(weight).item()
+        return weight + 0.1 * mx.random.normal(weight.shape) if is_plain else weight
 
     return model.update(tree_map(shaken, model.parameters()))

@@ -45,7 +45,8 @@ class AxesRope(nn.Module):  # type: ignore[misc]
     """A model's rotation, which takes `Axes` too."""
 
     def __init__(self, rope: Any) -> None:
-        """``rope`` turns the first half of a head's elements with the second one."""
+        """``rope`` turns the first ``rope.dims`` elements of a head: those of the first half with
+        those of the second one, or each with its neighbour if it is traditional."""
         super().__init__()
         self.rope = rope
 
@@ -59,17 +60,28 @@ class AxesRope(nn.Module):  # type: ignore[misc]
         cosines, sines = (
             mx.array(turn(angles).astype(np.float32)).astype(x.dtype) for turn in (np.cos, np.sin)
         )
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        rest = x[..., 2 * half :]
+        if self.rope.traditional:
+            first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        else:
+            first, second = x[..., :half], x[..., half : 2 * half]
         turned = [first * cosines - second * sines, second * cosines + first * sines]
+        if self.rope.traditional:
+            turned = [mx.stack(turned, axis=-1).flatten(-2)]
         return mx.concatenate([*turned, rest], axis=-1)
 
 
-def take_axes(model: Any) -> None:
-    """Have the layers of a language model take `Axes` as offsets. Raises: ValueError if they turn
-    otherwise than `AxesRope` does."""
+def take_axes(model: Any, pairs: int) -> None:
+    """Have the layers of a language model take `Axes` of so many ``pairs`` as offsets. Raises:
+    ValueError if they turn otherwise than `AxesRope` does."""
     inner = getattr(model, "language_model", model)
     for layer in inner.model.layers:
-        rope = layer.self_attn.rope
-        if not isinstance(rope, nn.RoPE) or rope.traditional:
+        attention = getattr(layer, "self_attn", None)
+        if attention is None:  # it is recurrent
+            continue
+        rope = attention.rope
+        if not isinstance(rope, nn.RoPE):
             raise ValueError(f"a {type(rope).__name__} has no positions in three axes")
-        layer.self_attn.rope = AxesRope(rope)
+        if rope.dims != 2 * pairs:
+            raise ValueError(f"a head turns {rope.dims} elements, and its sections say {2 * pairs}")
+        attention.rope = AxesRope(rope)

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from engine.backend.patching import patch
 from engine.batch.axes import Axes
+from engine.batch.embeddings import GivenEmbedding
 from engine.batch.layered import LayeredPass
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.slabs import Slab, Slabs
@@ -159,9 +160,14 @@ class RaggedBatch(ABC):
         if given is None:
             found = model(inputs, cache=self.views)
         else:
-            embedded = embedding_of(model)(inputs)
-            embedded[0, mx.array(given.places)] = given.embeddings.astype(embedded.dtype)
             self.turned_by, self.given = given.axes or self.turned_by, given
+            places, embedding = mx.array(given.places), embedding_of(model)
+            if isinstance(embedding, GivenEmbedding):
+                embedding.give(places, given.embeddings)
+                found = model(inputs, cache=self.views)
+                return found
+            embedded = embedding(inputs)
+            embedded[0, places] = given.embeddings.astype(embedded.dtype)
             found = model(inputs, cache=self.views, input_embeddings=embedded)
         return found
 

@@ -6,7 +6,8 @@ too. The parts that encode pictures are mlx-vlm's (`engine.vision.load`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -16,28 +17,50 @@ class Family(NamedTuple):
     placeholder: str
     """The token that stands for a picture in a prompt before its expansion."""
     text: str = ""
-    """mlx-lm's module of the language model, where mlx-lm does not know the whole."""
+    """mlx-lm's module of the language model, where mlx-lm does not know the whole. A checkpoint
+    whose configuration names another of `TEXT_KINDS` has that."""
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    """Fields of the language model that its configuration may lack, where mlx-lm asks for them or
+    takes others."""
     has_axes: bool = False
     """Whether positions within a picture have three axes."""
     interleaved: bool = False
     """Whether the pairs of a head turn by the axes in turn."""
+    around: str = ""
+    """The text that the processor puts before and after each picture."""
 
+
+_LLAMA = {"rope_theta": 1e6, "num_hidden_layers": 32, "tie_word_embeddings": False}
+_GLM = {
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+    "tie_word_embeddings": False,
+}
 
 FAMILIES = {
-    "idefics3": Family("<image>", text="llama"),
-    "smolvlm": Family("<image>", text="llama"),
+    "idefics3": Family("<image>", text="llama", defaults=_LLAMA),
+    "smolvlm": Family("<image>", text="llama", defaults=_LLAMA),
     "llava": Family("<image>"),
     "pixtral": Family("[IMG]"),
     "mistral3": Family("[IMG]"),
     "internvl": Family("<IMG_CONTEXT>", text="qwen3"),
+    "gemma3": Family("<start_of_image>", around="\n\n"),
+    # mlx-lm's own class for it does not take weights of attention as checkpoints have them.
+    "kimi_vl": Family("<|media_pad|>", text="deepseek_v3"),
     "qwen2_vl": Family("<|image_pad|>", has_axes=True),
     "qwen2_5_vl": Family("<|image_pad|>", has_axes=True),
     "qwen3_vl": Family("<|image_pad|>", has_axes=True, interleaved=True),
     "qwen3_vl_moe": Family("<|image_pad|>", has_axes=True, interleaved=True),
+    "qwen3_5": Family("<|image_pad|>", has_axes=True, interleaved=True),
+    "qwen3_5_moe": Family("<|image_pad|>", has_axes=True, interleaved=True),
+    "glm4v": Family("<|image|>", text="glm4", defaults=_GLM, has_axes=True),
+    "glm4v_moe": Family("<|image|>", text="glm4_moe", defaults=_GLM, has_axes=True),
 }
 
-_DEFAULTS = {"rope_theta": 1e6, "num_hidden_layers": 32, "tie_word_embeddings": False}
-"""Of the text part of an Idefics 3, where they are not mlx-lm's."""
+TEXT_KINDS = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Language models that a checkpoint of a family with a `Family.text` may have in place of it."""
 
 
 def takes_pictures(config: dict[str, Any]) -> bool:
@@ -63,8 +86,12 @@ def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | Non
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
         import importlib
 
-        module = importlib.import_module(f"mlx_lm.models.{family.text}")
-        return lambda args: _with_names(module.Model(args)), _TextArgs(module.ModelArgs)
+        named = str(config.get("text_config", {}).get("model_type"))
+        # mlx-lm computes Mistral's models as Llama's.
+        kind = named.replace("mistral", "llama") if named in TEXT_KINDS else family.text
+        module = importlib.import_module(f"mlx_lm.models.{kind}")
+        args_class = _TextArgs(module.ModelArgs, family.defaults)
+        return lambda args: _with_names(module.Model(args)), args_class
 
     return classes
 
@@ -72,12 +99,16 @@ def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | Non
 class _TextArgs:
     """Makes the arguments of the language model from the whole checkpoint's configuration."""
 
-    def __init__(self, args_class: Any) -> None:
-        self._args_class = args_class
+    def __init__(self, args_class: Any, defaults: Mapping[str, Any]) -> None:
+        self._args_class, self._defaults = args_class, defaults
 
     def from_dict(self, config: dict[str, Any]) -> Any:
-        text = _DEFAULTS | config["text_config"]
-        text.setdefault("num_key_value_heads", text.get("num_attention_heads"))
+        given = config["text_config"]
+        # Newer configurations have all of rotations in one place.
+        text = {**self._defaults, **(given.get("rope_parameters") or {}), **given}
+        if heads := text.get("num_attention_heads"):
+            text.setdefault("num_key_value_heads", heads)
+            text.setdefault("head_dim", text.get("hidden_size", 0) // heads)
         for name in ("quantization", "quantization_config"):
             if isinstance(found := config.get(name), dict):  # of some layers it says its own
                 config[name] = {_text_name(key) or key: value for key, value in found.items()}
@@ -86,7 +117,7 @@ class _TextArgs:
 
 def _with_names(model: Any) -> Any:
     """Return ``model``, which picks its own weights out of the whole checkpoint's."""
-    of_text = model.sanitize
+    of_text = getattr(model, "sanitize", lambda weights: weights)
 
     def sanitize(weights: dict[str, Any]) -> Any:
         named = ((_text_name(name), weight) for name, weight in weights.items())

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from engine.batch import device
 from engine.batch.axes import take_axes
+from engine.batch.embeddings import take_embeddings
 from engine.batch.features import take_features
 from engine.batch.ragged import embedding_of
 from engine.executor.base import Executor
@@ -72,10 +73,11 @@ def served_vision(
         return None
     if served.has_axes:
         try:
-            take_axes(loaded.model)
+            take_axes(loaded.model, len(served.encoder.axes_of_pairs))
         except ValueError as error:
             logger.warning("the model is served without pictures: %s", error)
             return None
+    take_embeddings(loaded.model)
     take_features(loaded.model, served.encoder.deep_layers)
     executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
     return served

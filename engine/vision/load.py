@@ -90,7 +90,7 @@ def _opened(
         model = load_model(loaded.path, lazy=True)
     except LOAD_ERRORS as error:
         raise VisionUnusable(" ".join(f"{type(error).__name__}: {error}".split())) from error
-    vision = _vision(model, model_type, family, loaded.tokenizer)
+    vision = _vision(model, loaded, family)
     encoder = VisionEncoder(model, vision.image_token_id, embedded.shape[-1], embedded.dtype)
     merge = 0
     if family.has_axes:
@@ -116,16 +116,20 @@ def _sections(config: dict[str, Any]) -> list[int]:
     raise VisionUnusable("its configuration has no sections of positions")
 
 
-def _vision(model: Any, model_type: str, family: Family, tokenizer: Any) -> Vision:
+def _vision(model: Any, loaded: LoadedModel, family: Family) -> Vision:
     names = ("image_token_index", "image_token_id")
-    found = [getattr(model.config, name, None) for name in names]
+    # mlx-vlm's configurations have both, and the one that the checkpoint lacks is a default.
+    found = [loaded.config.get(name) for name in names]
+    found += [getattr(model.config, name, None) for name in names]
     image_token_id = next((token for token in found if isinstance(token, int)), None)
-    placeholder_id = tokenizer.convert_tokens_to_ids(family.placeholder)
+    placeholder_id = loaded.tokenizer.convert_tokens_to_ids(family.placeholder)
     if image_token_id is None or not isinstance(placeholder_id, int):
         raise VisionUnusable(f"its tokenizer has no {family.placeholder}")
     return Vision(
-        model_type=model_type,
+        model_type=str(loaded.config.get("model_type")),
         placeholder=family.placeholder,
         placeholder_id=placeholder_id,
         image_token_id=image_token_id,
+        before=family.around,
+        after=family.around,
     )

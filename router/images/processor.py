@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from router.images.kimi import KimiProcessor
 from shared.imports.bare_package import leave_out_code_of
 from shared.wire import PROCESSOR_FILES, ArraySpec, Vision
 
@@ -68,10 +69,13 @@ class Processor:
         from transformers import AutoProcessor
 
         self._call: Any = AutoProcessor.from_pretrained(str(folder))
-        plain = self._ids(self._call.tokenizer(vision.placeholder)["input_ids"])
+        if vision.model_type == "kimi_vl":
+            self._call = KimiProcessor(self._call)
+        text = vision.before + vision.placeholder + vision.after
+        plain = self._ids(self._call.tokenizer(text)["input_ids"])
         if plain.count(vision.placeholder_id) != 1:
             raise ProcessorUnusable(f"{vision.placeholder} is not one token of its tokenizer")
-        # Tokens that the tokenizer puts around each text.
+        # Tokens that the processor and the tokenizer put around each picture.
         self._before = plain.index(vision.placeholder_id)
         self._after = len(plain) - self._before - 1
 

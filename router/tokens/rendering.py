@@ -182,6 +182,9 @@ class Renderer:
         tokens that were generated (`router.tokens.tokenization_cache`). Raises `InvalidRequest`,
         and what ``check_length`` raises."""
         text, images = self._template.rendered(messages, tools, template_args, ending=ending)
+        if images and self.vision is not None:
+            shown = self.vision.before + self.vision.placeholder + self.vision.after
+            text = text.replace(self.vision.placeholder, shown)
         if add_special_tokens:
             tokens = self.encode(text.replace(TOKEN_BREAK, ""), check_length=check_length)
         elif cache_scope is None:

@@ -39,6 +39,9 @@ class Vision(msgspec.Struct, frozen=True, kw_only=True):
     )
     placeholder_id: int  # that token's id
     image_token_id: int  # the tokens of an expansion that are replaced by embeddings
+    # Text that the processor puts around each placeholder. It is tokenized with the text there.
+    before: str = ""
+    after: str = ""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,13 +46,14 @@ class VisionOracle:
     def request(self, text: str, *pictures: Image.Image) -> Request:
         """Return the request for ``text``, in which each ``<>`` stands for the next of
         ``pictures``."""
-        text = text.replace("<>", self._vision.placeholder.join(self._around))
-        tokenizer = self._processor._call.tokenizer
+        vision, tokenizer = self._vision, self._processor._call.tokenizer
+        text = text.replace("<>", vision.placeholder.join(self._around))
+        shown = vision.before + vision.placeholder + vision.after
         token_ids: list[int] = []
         images: list[ImagePart] = []
         frames: list[bytes] = []
         left = list(pictures)
-        for token in tokenizer(text)["input_ids"]:
+        for token in tokenizer(text.replace(vision.placeholder, shown))["input_ids"]:
             if token != self._vision.placeholder_id:
                 token_ids.append(token)
                 continue

@@ -41,11 +41,15 @@ class Seeing:
         assert self.whole.replica.vision is not None
         self.vision = self.whole.replica.vision.vision
         self.oracle = VisionOracle(path, self.vision)
+        scale = FAMILIES[self.vision.model_type].scale
+        one, wide, other = (
+            picture(seed, scale * width, scale * 20) for seed, width in ((1, 30), (2, 50), (3, 30))
+        )
         self.requests = {
             "text": self.oracle.request("hello there"),
-            "one": self.oracle.request("what is <> this?", picture(1)),
-            "two": self.oracle.request("first <> and <> then", picture(2, 50, 20), picture(3)),
-            "twice": self.oracle.request("is <> the same as <>?", picture(1), picture(1)),
+            "one": self.oracle.request("what is <> this?", one),
+            "two": self.oracle.request("first <> and <> then", wide, other),
+            "twice": self.oracle.request("is <> the same as <>?", one, one),
         }
         self.alone = {name: self.bits(name) for name in self.requests}
 
@@ -473,7 +477,7 @@ def test_a_model_that_turns_otherwise_is_served_without_pictures(
 ) -> None:
     path = seeing("qwen2_vl").whole.loaded.path
 
-    def refuse(model: Any) -> None:
+    def refuse(model: Any, pairs: int) -> None:
         raise ValueError("a YarnRoPE has no positions in three axes")
 
     monkeypatch.setattr("engine.replica.vision.take_axes", refuse)

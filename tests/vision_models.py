@@ -167,8 +167,14 @@ def _glm(kind: str, text: dict[str, Any]) -> VisionFamily:
         | {"rope_scaling": rope, "partial_rotary_factor": 0.5, "attention_bias": True}
         | text,
         tower={
-            **{"model_type": kind, "depth": 3, "hidden_size": 32, "intermediate_size": 48},
-            **{"num_heads": 2, "patch_size": 4, "image_size": 32, "out_hidden_size": 64},
+            "model_type": kind,
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "image_size": 32,
+            "out_hidden_size": 64,
         },
         placeholder="<|image|>",
         tokens=(*names, "<|begin_of_box|>", "<|end_of_box|>"),
@@ -317,6 +323,40 @@ FAMILIES: dict[str, VisionFamily] = {
             }
         },
     ),
+    "gemma4": VisionFamily(
+        text=_TEXT
+        | {"model_type": "gemma4_text", "head_dim": 16, "num_hidden_layers": 6}
+        | {"num_kv_shared_layers": 2, "global_head_dim": 32, "sliding_window": 32}
+        | {"hidden_size_per_layer_input": 16, "use_bidirectional_attention": "vision"}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3}
+        | {
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+            }
+        },
+        tower=_TOWER
+        | {"model_type": "gemma4_vision", "patch_size": 4, "head_dim": 16, "global_head_dim": 16}
+        | {"num_key_value_heads": 2, "position_embedding_size": 64, "pooling_kernel_size": 2}
+        | {"default_output_length": 40},
+        placeholder="<|image|>",
+        tokens=("<|image>", "<image|>", "<|video|>"),
+        config={"image_token_id": VOCAB_SIZE, "audio_token_id": -1, "video_token_id": -1},
+        processor={
+            "image_processor": {"patch_size": 4, "max_soft_tokens": 40, "pooling_kernel_size": 2}
+        },
+        tokenizer={
+            "extra_special_tokens": {
+                "boi_token": "<|image>",
+                "image_token": "<|image|>",
+                "eoi_token": "<image|>",
+            }
+        },
+    ),
     "kimi_vl": VisionFamily(
         text=_TEXT
         | {"model_type": "deepseek_v3", "num_hidden_layers": 3}
@@ -325,8 +365,15 @@ FAMILIES: dict[str, VisionFamily] = {
         | {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
         | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
         tower={
-            **{"model_type": "moonvit", "depth": 3, "embed_dim": 32, "hidden_size": 32},
-            **{"intermediate_size": 48, "num_heads": 2, "patch_size": 14, "init_pos_emb_height": 8, "init_pos_emb_width": 8},
+            "model_type": "moonvit",
+            "depth": 3,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 14,
+            "init_pos_emb_height": 8,
+            "init_pos_emb_width": 8,
         },
         scale=3,
         placeholder="<|media_pad|>",
@@ -407,8 +454,8 @@ def random_model(config: dict[str, Any], seed: int) -> Any:
     model = package.Model(made)
 
     def shaken(weight: mx.array) -> mx.array:
-        """Add noise to norms, biases and all that starts as zeros, which hides bugs."""
-        is_plain = weight.ndim == 1 or not mx.any(weight).item()
+        """Add noise to norms, biases and all that starts as ones or zeros, which hides bugs."""
+        is_plain = weight.ndim == 1 or bool(mx.all(weight == weight.flatten()[0]).item())
         return weight + 0.1 * mx.random.normal(weight.shape) if is_plain else weight
 
     return model.update(tree_map(shaken, model.parameters()))

@@ -148,6 +148,8 @@ class GraphBatch(RaggedBatch):
         reaches, first = [], 0
         for group in self._groups:
             reach = group.reach(window, layer.ring_tokens)
+            if self.given is not None and self.given.spans:
+                reach = group.whole_reach(reach, self.given.spans, layer.ring_tokens)
             reaches.append((group, slice(first, first + group.size), reach))
             first += group.size
         self._reaches[window, layer.ring_tokens] = reaches

@@ -104,6 +104,25 @@ class RowGroup:
         held = lasts - (lasts - mx.arange(first, end)) % ring
         return Reach(self, first, end, self._mask(held, window, lasts) & (held >= 0))
 
+    def whole_reach(
+        self, reach: Reach, spans: Sequence[tuple[int, int]], ring: int | None
+    ) -> Reach:
+        """Return ``reach``, that of one row, with the tokens of each of ``spans`` attending to all
+        of it. Spans are within the pass."""
+        (start,) = self._starts.values()
+        places = mx.arange(reach.first, reach.end)
+        if ring is not None and ring < self.slab.capacity:
+            last = self._last(start)
+            places = last - (last - places) % ring
+        queries = mx.arange(start, start + self._width)[:, None]
+        mask = reach.mask
+        if not isinstance(mask, mx.array):  # it is as for text, without a window
+            mask = (places <= queries)[None, None]
+        for first, end in spans:
+            inside = (queries >= first) & (queries < end) & (places >= first) & (places < end)
+            mask = mask | inside
+        return Reach(self, reach.first, reach.end, mask)
+
     @cached_property
     def _is_even(self) -> bool:
         return len(self._starts) == self.size and len(set(self._starts.values())) == 1

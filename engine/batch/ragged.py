@@ -53,6 +53,8 @@ class Given(NamedTuple):
     deep: tuple[
         mx.array, ...
     ] = ()  # (places, hidden) to be added to the output of each first layer
+    spans: tuple[tuple[int, int], ...] = ()
+    """Positions (first, end) of tokens of the row that attend to all others of their span."""
 
 
 class RaggedBatch(ABC):
@@ -162,6 +164,8 @@ class RaggedBatch(ABC):
         else:
             self.turned_by, self.given = given.axes or self.turned_by, given
             places, embedding = mx.array(given.places), embedding_of(model)
+            # What a model looks up beside the embedding by token is that of padding.
+            inputs[0, places] = 0
             if isinstance(embedding, GivenEmbedding):
                 embedding.give(places, given.embeddings)
                 found = model(inputs, cache=self.views)

@@ -70,16 +70,19 @@ class PictureEmbeddings:
         Raises: `PictureUnusable` if one is missing."""
         places: list[int] = []
         parts: list[mx.array] = []
+        spans: list[tuple[int, int]] = []
         for part in chunk.pictures:
             whole = self._done.get(part.digest)
             if whole is None:
                 raise PictureUnusable("a picture of the prompt could not be encoded")
             places += part.places
             parts.append(whole[part.first : part.first + len(part.places)])
+            spans.append((chunk.start + part.places[0], chunk.start + part.places[-1] + 1))
         axes = Axes(np.array(chunk.axes), self._encoder.axes_of_pairs) if chunk.axes else None
         whole = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         embeddings, *deep = mx.split(whole, self._encoder.deep_layers + 1, axis=-1)
-        return Given(places, embeddings, axes, tuple(deep))
+        of_spans = tuple(spans) if self._encoder.attends_both_ways else ()
+        return Given(places, embeddings, axes, tuple(deep), of_spans)
 
 
 def _arrays(pixels: Pixels) -> dict[str, mx.array]:

@@ -13,7 +13,6 @@ import queue
 import random
 import resource
 import select
-import struct
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from engine.grammar.compiled import (
     raise_if_error,
 )
 from engine.grammar.locate import locate
+from shared.pipe_frames import LENGTH, read_frame, write_frames
 from shared.wire import Grammar
 
 TIME_LIMIT_S = 10.0
@@ -44,8 +44,6 @@ to be killed for it takes longer than most grammars to start."""
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Added to what the process has mapped when it is ready."""
 TRIED_TOKENS = 16
-
-_LENGTH = struct.Struct("<I")
 
 
 class CheckerUnavailable(Exception):
@@ -72,7 +70,8 @@ class GrammarChecker:
         wanted any more; `CheckerUnavailable`."""
         process = self._running_process()
         try:
-            _write(process.stdin, msgspec.msgpack.encode(grammar))
+            assert process.stdin is not None
+            write_frames(process.stdin, msgspec.msgpack.encode(grammar))
             answer = self._answer(process, self._time_limit_s, is_wanted)
         except BrokenPipeError:
             answer = None
@@ -113,7 +112,8 @@ class GrammarChecker:
                 start_new_session=True,  # a ^C is meant for the supervisor
                 bufsize=0,
             )
-            _write(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
+            assert process.stdin is not None
+            write_frames(process.stdin, msgspec.msgpack.encode(self._tokenizer_spec))
             if self._answer(process, START_LIMIT_S) is None:
                 raise OSError("it ended")
         except (OSError, TimeoutError) as error:
@@ -131,7 +131,7 @@ class GrammarChecker:
         assert process.stdout is not None
         deadline = time.monotonic() + limit_s
         data = b""
-        while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+        while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no answer within {limit_s:g} s")
@@ -143,7 +143,7 @@ class GrammarChecker:
             if not more:
                 return None
             data += more
-        return data[_LENGTH.size :]
+        return data[LENGTH.size :]
 
 
 def main() -> None:
@@ -151,16 +151,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     grammars: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=TokenizerSpec).load()
+    tokenizer = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=TokenizerSpec).load()
     if sys.platform == "linux":
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = mapped + MEMORY_LIMIT_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _write(answers, b"")
+    write_frames(answers, b"")
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=_serve, args=(tokenizer, grammars, answers), daemon=True).start()
     while True:  # this thread notices the end of the input also while the other one compiles
-        grammars.put(_read(sys.stdin.buffer))
+        grammars.put(read_frame(sys.stdin.buffer))
 
 
 def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: IO[bytes]) -> None:
@@ -171,7 +171,7 @@ def _serve(tokenizer: LLTokenizer, grammars: queue.SimpleQueue[bytes], answers: 
             if message := _fault(tokenizer, grammar):
                 param = grammar.param
                 break
-        _write(answers, msgspec.msgpack.encode((message, param)))
+        write_frames(answers, msgspec.msgpack.encode((message, param)))
 
 
 def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
@@ -201,21 +201,6 @@ def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
             raise GrammarError("no text is of this grammar")
         matcher.consume_token(int(rng.choice(allowed)))
         raise_if_error(matcher)
-
-
-def _write(pipe: IO[bytes] | None, data: bytes) -> None:
-    assert pipe is not None
-    rest = memoryview(_LENGTH.pack(len(data)) + data)
-    while rest:
-        rest = rest[pipe.write(rest) :]
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    """Return the next frame. At the end of the input, end the process, whatever it does."""
-    header = pipe.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        os._exit(0)
-    return pipe.read(_LENGTH.unpack(header)[0])
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ class Family(NamedTuple):
     """Whether positions within a picture have three axes."""
     interleaved: bool = False
     """Whether the pairs of a head turn by the axes in turn."""
+    unscaled: bool = False
+    """Whether the language model scales embeddings of pictures, and mlx-vlm's does not."""
     around: str = ""
     """The text that the processor puts before and after each picture."""
 
@@ -46,9 +48,6 @@ FAMILIES = {
     "pixtral": Family("[IMG]"),
     "mistral3": Family("[IMG]"),
     "internvl": Family("<IMG_CONTEXT>", text="qwen3"),
-    "gemma3": Family("<start_of_image>", around="\n\n"),
-    # mlx-lm's own class for it does not take weights of attention as checkpoints have them.
-    "kimi_vl": Family("<|media_pad|>", text="deepseek_v3"),
     "qwen2_vl": Family("<|image_pad|>", has_axes=True),
     "qwen2_5_vl": Family("<|image_pad|>", has_axes=True),
     "qwen3_vl": Family("<|image_pad|>", has_axes=True, interleaved=True),
@@ -57,6 +56,10 @@ FAMILIES = {
     "qwen3_5_moe": Family("<|image_pad|>", has_axes=True, interleaved=True),
     "glm4v": Family("<|image|>", text="glm4", defaults=_GLM, has_axes=True),
     "glm4v_moe": Family("<|image|>", text="glm4_moe", defaults=_GLM, has_axes=True),
+    "gemma3": Family("<start_of_image>", around="\n\n"),
+    "gemma4": Family("<|image|>", unscaled=True),
+    # mlx-lm's own class for it does not take weights of attention as checkpoints have them.
+    "kimi_vl": Family("<|media_pad|>", text="deepseek_v3"),
 }
 
 TEXT_KINDS = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
@@ -68,12 +71,23 @@ def takes_pictures(config: dict[str, Any]) -> bool:
     return bool(config.get("vision_config"))
 
 
+def serves_pictures(config: dict[str, Any]) -> bool:
+    """Return whether these parts are served, as far as the kind of model decides."""
+    return takes_pictures(config) and config.get("model_type") in FAMILIES
+
+
 def deep_layers(config: dict[str, Any]) -> int:
     """Return how many of the language model's first layers have features of pictures added to their
     outputs."""
     tower = config.get("vision_config")
     found = tower.get("deepstack_visual_indexes") if isinstance(tower, dict) else None
     return len(found) if isinstance(found, list) else 0
+
+
+def attends_both_ways(config: dict[str, Any]) -> bool:
+    """Return whether the tokens of a picture attend to each other, and not only to those before."""
+    text = config.get("text_config")
+    return isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
 
 
 def text_classes(config: dict[str, Any]) -> Callable[..., tuple[Any, Any]] | None:

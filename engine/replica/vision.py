@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from engine.backend import graphs
 from engine.batch import device
 from engine.batch.axes import take_axes
 from engine.batch.embeddings import take_embeddings
 from engine.batch.features import take_features
-from engine.batch.ragged import embedding_of
+from engine.batch.ragged import RaggedBatch, embedding_of
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor
 from engine.executor.pictures import PictureEmbeddings
 from engine.model.load import LoadedModel
-from engine.model.multimodal import FAMILIES, takes_pictures
+from engine.model.multimodal import attends_both_ways, serves_pictures, takes_pictures
 from engine.replica.head import ServedHead
 from engine.scheduler import SchedulerConfig
 from engine.vision.load import ServedVision, open_vision
@@ -34,8 +35,14 @@ def with_pictures(config: SchedulerConfig, served: ServedVision | None) -> Sched
     """Return ``config`` with what the scheduler is told of pictures."""
     if served is None:
         return config
+    most_tokens = 0
+    if served.encoder.attends_both_ways:
+        chunk_tokens = config.prefill_chunk_tokens or config.max_chunk_tokens
+        # Rings have room for no longer chunks.
+        most_tokens = chunk_tokens if config.rings else max(chunk_tokens, config.max_chunk_tokens)
     return replace(
         config,
+        whole_picture_tokens=most_tokens,
         image_token_id=served.vision.image_token_id,
         picture_token_bytes=served.embedding_bytes,
         picture_layers=served.encoder.layers,
@@ -55,12 +62,14 @@ def served_vision(
     if not takes_pictures(loaded.config):
         return None
     reason, model_type = "", str(loaded.config.get("model_type"))
-    if model_type not in FAMILIES:  # its embeddings may be anywhere
+    if not serves_pictures(loaded.config):  # its embeddings may be anywhere
         reason = f"those of {model_type} are not supported yet"
     elif settings.ranks > 1:
         reason = "its layers are divided between ranks"
     elif not isinstance(executor, BatchedExecutor):
         reason = f"requests are computed {executor.spec.batching}"
+    elif attends_both_ways(loaded.config) and not _attends_both_ways(executor.batch_class):
+        reason = "its pictures are attended to both ways, which this way of computing cannot"
     elif head is not None:
         reason = "drafts come from its own head, which takes none (--spec-decode)"
     if reason or not isinstance(executor, BatchedExecutor):
@@ -81,3 +90,9 @@ def served_vision(
     take_features(loaded.model, served.encoder.deep_layers)
     executor.use_pictures(PictureEmbeddings(served.encoder, served.pixels))
     return served
+
+
+def _attends_both_ways(batch_class: type[RaggedBatch]) -> bool:
+    """Return whether tokens can attend to later ones: where attention is computed here, and on a
+    CPU by ONNX Runtime."""
+    return batch_class.attends and not (batch_class.writes_in_place and graphs.unusable())

@@ -64,6 +64,9 @@ class SchedulerConfig:
     picture_token_bytes: int = 1  # one embedding
     picture_bytes: int = 0  # all embeddings that are kept, beside `limit_bytes`
     picture_layers: int = 1  # parts of an encoding that may be computed in different plans
+    whole_picture_tokens: int = 0
+    """The most tokens of a chunk, where all embeddings of a picture have to be in one chunk, since
+    they attend to each other; 0 where they need not."""
 
     def __post_init__(self) -> None:
         if not self.slot_block_bytes:

@@ -90,6 +90,9 @@ def _pictures(request: wire.Submit, config: SchedulerConfig) -> tuple[SequencePi
             raise Refusal("invalid", f"nothing of the prompt is picture {number}", "images")
         if len(places) * config.picture_token_bytes > LARGEST_SHARE * config.picture_bytes:
             raise Refusal("too_large", f"picture {number} does not fit into the memory", "images")
+        if 0 < config.whole_picture_tokens < places[-1] + 1 - places[0]:
+            message = f"picture {number} has more embeddings than are computed at once"
+            raise Refusal("too_large", message, "images")
         if image.arrays:
             sizes[image.digest] = sum(spec.nbytes for spec in image.arrays)
         size, grid = sizes[image.digest], image.grid

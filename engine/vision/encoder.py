@@ -32,6 +32,10 @@ class VisionEncoder:
         self.deep_layers = 0
         """Layers of the language model to whose outputs features are added. They follow the
         embeddings, side by side."""
+        self.attends_both_ways = False
+        """Whether the tokens of a picture attend to each other, and not only to those before."""
+        self.unscaled = 1.0
+        """Embeddings are divided by what only mlx-lm's language model multiplies them by."""
         self._gate = _Gate()
         self.layers = _divide(model, self._gate)
         """Parts of a pass that may be computed one by one."""
@@ -47,7 +51,7 @@ class VisionEncoder:
                 ids, arrays["pixel_values"], mask=mx.ones_like(ids), **others
             )
             places = [i for i, token in enumerate(tokens) if token == self.image_token_id]
-            parts: list[mx.array] = [found.inputs_embeds[0][mx.array(places)]]
+            parts: list[mx.array] = [found.inputs_embeds[0][mx.array(places)] / self.unscaled]
             if self.deep_layers:
                 parts += list(found.deepstack_visual_embeds)
             whole = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
@@ -124,6 +128,9 @@ class _TowerLayer(nn.Module):  # type: ignore[misc]
 
 class _NoLanguageModel:
     """Stands for the language model where embeddings of pictures are put between those of text."""
+
+    embed_scale = 1.0
+    hidden_size_per_layer_input = 0
 
     def __init__(self, hidden: int, dtype: mx.Dtype) -> None:
         self._hidden, self._dtype = hidden, dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.vision.pixels import PixelStore
+from engine.vision.pixels import PixelStore, TooLarge
 from shared import wire
 
 
@@ -29,8 +29,11 @@ def take_pictures(
         wire.check_images(request.images, len(request.token_ids), frames)
     except wire.ImagesWrong as error:
         return refused("invalid", str(error))
-    if not pixels.hold(request, frames):
-        return refused("full", "the engine has as many pictures as fit into its memory")
+    try:
+        if not pixels.hold(request, frames):
+            return refused("full", "the engine has as many pictures as fit into its memory")
+    except TooLarge as error:
+        return refused("too_large", str(error))
     try:
         return pixels.with_grids(request)
     except ValueError as error:

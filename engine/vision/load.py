@@ -11,7 +11,13 @@ from mlx.utils import tree_flatten
 
 from engine.batch.axes import axes_of_pairs
 from engine.model.load import LOAD_ERRORS, LoadedModel
-from engine.model.multimodal import FAMILIES, Family, deep_layers, takes_pictures
+from engine.model.multimodal import (
+    FAMILIES,
+    Family,
+    attends_both_ways,
+    deep_layers,
+    takes_pictures,
+)
 from engine.vision.encoder import VisionEncoder
 from engine.vision.pixels import PixelStore
 from shared.imports.bare_package import leave_out_code_of
@@ -20,8 +26,9 @@ from shared.wire import Vision
 logger = logging.getLogger(__name__)
 
 
-PIXELS = 4
-"""The arrays of pictures of all requests may take so many times the room of embeddings."""
+PIXELS = 2
+"""The arrays of pictures of all requests may take so many times the room of embeddings: patches of
+pixels in fp32 are about as large as what is made of them."""
 
 
 class VisionUnusable(Exception):
@@ -41,7 +48,7 @@ class ServedVision:
     @property
     def bytes(self) -> int:
         """What pictures take beside keys and values."""
-        return self.weight_bytes + self.room_bytes
+        return self.weight_bytes + (1 + PIXELS) * self.room_bytes
 
     @property
     def has_axes(self) -> bool:
@@ -98,6 +105,12 @@ def _opened(
         encoder.axes_of_pairs = axes_of_pairs(sections, interleaved=family.interleaved)
         merge = int(model.config.vision_config.spatial_merge_size)
     encoder.deep_layers = deep_layers(loaded.config)
+    encoder.attends_both_ways = attends_both_ways(loaded.config)
+    if family.unscaled:
+        language = getattr(loaded.model, "language_model", loaded.model)
+        encoder.unscaled = float(language.model.embed_scale)
+    for name in ("audio_tower", "embed_audio"):  # which nothing here uses
+        setattr(model, name, None)
     if widen:
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())

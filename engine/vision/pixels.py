@@ -15,13 +15,16 @@ Pixels = tuple[tuple[ArraySpec, bytes], ...]
 """The arrays of one picture."""
 
 
+class TooLarge(Exception):
+    """One request has more than all may have. Its text says so."""
+
+
 class PixelStore:
     """Arrays by digest. A request that begins again needs them again, so they stay with it."""
 
     def __init__(self, most_bytes: int, merge: int = 0) -> None:
-        """``most_bytes`` are those of all requests together, in the host's memory; one request
-        alone may have more. ``merge``: patches of a side that one embedding stands for, where
-        positions have axes; otherwise 0."""
+        """``most_bytes`` are those of all requests together, in the host's memory. ``merge``:
+        patches of a side that one embedding stands for, where positions have axes; otherwise 0."""
         self._merge = merge
         self._most_bytes = most_bytes
         self._by_digest: dict[bytes, Pixels] = {}
@@ -29,16 +32,20 @@ class PixelStore:
         self.nbytes = 0
 
     def hold(self, request: Submit, frames: Sequence[bytes]) -> bool:
-        """Keep the arrays of ``request``. Return False if there is no room for them now."""
+        """Keep the arrays of ``request``. Return False if there is no room for them now.
+
+        Raises: TooLarge if there never is."""
         rest = iter(frames)
         own = {
             image.digest: tuple((spec, next(rest)) for spec in image.arrays)
             for image in request.images
             if image.arrays
         }
+        if sum(map(_nbytes, own.values())) > self._most_bytes:
+            raise TooLarge(f"the pictures take more than {self._most_bytes / 1e6:.0f} MB")
         new = own.keys() - self._by_digest.keys()
         size = sum(_nbytes(own[digest]) for digest in new)
-        if size and self.nbytes + size > self._most_bytes and self._holders:
+        if size and self.nbytes + size > self._most_bytes:
             return False
         self._by_digest.update((digest, own[digest]) for digest in new)
         self._holders[request.request_id, request.attempt] = frozenset(own)

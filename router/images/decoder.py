@@ -4,8 +4,8 @@ Decoders of images are code in C that reads what anybody sends: this process may
 router may not. `python -m router.images.decoder` reads from its standard input and answers on its
 standard output. It ends at the end of its input, whatever it does.
 
-A frame is a length (8 bytes) and bytes. A job is a `DecodeJob` and a frame of
-the encoded image, an answer is a `DecodedImage`, and a frame for each of its arrays.
+A job is a frame with a `DecodeJob` and one with the encoded image, an answer is one with a
+`DecodedImage` and one for each of its arrays (`shared.pipe_frames`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import binascii
 import os
 import queue
 import resource
-import struct
 import sys
 import threading
 import time
@@ -26,12 +25,12 @@ from typing import IO, Any
 import msgspec
 
 from router.images.opening import ImageRefused, Reason, open_image
+from shared.pipe_frames import read_frame, write_frames
 from shared.wire import ArraySpec, Vision
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
 """Added to what the process has mapped once the model's processor is loaded. macOS has no such
 limit; there the bounds on pixels hold alone."""
-LENGTH = struct.Struct("<Q")
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +63,8 @@ def main() -> None:
     jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_serve, args=(jobs, answers), daemon=True).start()
     while True:  # this thread notices the end of the input also while the other one decodes
-        job = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=DecodeJob)
-        jobs.put((job, _read(sys.stdin.buffer)))
+        job = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=DecodeJob)
+        jobs.put((job, read_frame(sys.stdin.buffer)))
 
 
 def _serve(jobs: queue.SimpleQueue[tuple[DecodeJob, bytes]], answers: IO[bytes]) -> None:
@@ -155,22 +154,6 @@ def decoded(content: bytes) -> bytes:
 
 
 _STANDARD = bytes.maketrans(b"-_", b"+/")
-
-
-def write_frames(pipe: IO[bytes], *frames: bytes | memoryview) -> None:
-    for frame in frames:
-        for part in (LENGTH.pack(len(frame)), frame):
-            rest = memoryview(part)
-            while rest:
-                rest = rest[pipe.write(rest) :]
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    """Return the next frame. At the end of the input, end the process, whatever it does."""
-    header = pipe.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        os._exit(0)
-    return pipe.read(LENGTH.unpack(header)[0])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.images.decoder import LENGTH, DecodedImage, DecodeJob
+from router.images.decoder import DecodedImage, DecodeJob
+from shared.pipe_frames import LENGTH
 from shared.wire import MAX_IMAGE_BYTES
 
 TIME_LIMIT_S = 10.0

@@ -1,4 +1,4 @@
-"""Pictures for Kimi-VL: what mlx-vlm's processor computes in MLX, pixel by pixel, is NumPy's here."""
+"""Pictures for Kimi-VL, in NumPy: mlx-vlm's own processor computes them in MLX, pixel by pixel."""
 
 from __future__ import annotations
 

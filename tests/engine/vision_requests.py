@@ -77,19 +77,29 @@ class VisionOracle:
             found = self._processor._call(text=[request.text], images=list(request.pictures))
             given = {k: v for k, v in found.items() if k not in ("input_ids", "attention_mask")}
             assert _ids(found["input_ids"]) == request.token_ids
-        given = {name: mx.array(np.asarray(value)) for name, value in given.items()}
+        given = {name: _arrays(value) for name, value in given.items()}
         ids = mx.array([[*request.token_ids, *answer[:-1]]])
         embedded = self._model.get_input_embeddings(
             ids, given.pop("pixel_values", None), mask=mx.ones_like(ids), **given
         )
-        names = ("position_ids", "visual_pos_masks", "deepstack_visual_embeds")
+        names = ("position_ids", "visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs")
         found = {name: getattr(embedded, name) for name in names}
         more = {name: value for name, value in found.items() if value is not None}
+        if self._vision.model_type == "gemma4":
+            more["mm_token_type_ids"] = (ids == self._vision.image_token_id).astype(mx.int32)
         logits = self._model.language_model(
             ids, inputs_embeds=embedded.inputs_embeds, **more
         ).logits[0]
         logits = logits[len(request.token_ids) - 1 :].astype(mx.float32)
         return np.asarray(logits - mx.logsumexp(logits, -1, keepdims=True))
+
+
+def _arrays(value: Any) -> Any:
+    """Return ``value`` as mlx-vlm's models take it: a list where pictures have several sizes."""
+    try:
+        return mx.array(np.asarray(value))
+    except ValueError:
+        return [mx.array(each) for each in value]
 
 
 def _ids(found: Any) -> list[int]:

@@ -258,6 +258,7 @@ class DecoderBatch(HostBatch):
     def logits(
         self, model: Any, inputs: mx.array, *, kv_only: bool = False, given: Given | None = None
     ) -> mx.array:
+        self.given = given
         tokens = self._packed(inputs)
         found = self.decoder(self, tokens, silent=kv_only, given=given)
         if found is None:

@@ -9,7 +9,7 @@ evaluated, and the slabs are read and written in place in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -256,6 +256,28 @@ class HostBatch(RaggedBatch):
 
         heads, group = asked[0].shape[:2]
         in_parallel([share(pieces) for pieces in self._shares(heads, group)])
+        for span in () if self.given is None else self.given.spans:
+            in_parallel(
+                [
+                    partial(self._attend_within, span, layer, head, asked, out, how)
+                    for head in range(heads)
+                ]
+            )
+
+    def _attend_within(
+        self, span: tuple[int, int], layer: int, head: int, asked: Arrays, out: Arrays, how: How
+    ) -> None:
+        """Write the attention of the tokens in a ``span`` of the one row, which attend to all of
+        it, over that of text. The bits are the same however a prompt is divided."""
+        ((slab, _, (row,)),) = self.by_slab()
+        its = slice(span[0] - row.start, span[1] - row.start)
+        keys, values = (each[row.slot.row, head] for each in self._both(layer, slab))
+        sinks = None if how.sinks is None else how.sinks[head]
+        if self.by_token and isinstance(asked, np.ndarray) and isinstance(out, np.ndarray):
+            queries, target = (each[its, head, :, 0].swapaxes(0, 1) for each in (asked, out))
+        else:
+            queries, target = (each[0][head, :, its] for each in (asked, out))
+        target[...] = tiles.attend(queries, (keys, values), span[0], row.end, how, sinks, span)
 
     @property
     def _worth_threads(self) -> int:

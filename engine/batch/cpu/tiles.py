@@ -117,9 +117,12 @@ def before_scores(sinks: Array, count: int) -> Array:
     return before
 
 
-def _mask(scores: Array, start: int, low: int, window: int | None) -> None:
+def _mask(
+    scores: Array, start: int, low: int, window: int | None, span: tuple[int, int] | None
+) -> None:
     """Set ``scores`` (groups, tokens, keys) of keys that a token does not attend to to minus
-    infinity. Tokens begin at position ``start``, keys at ``low``.
+    infinity. Tokens begin at position ``start``, keys at ``low``. All tokens attend to the
+    positions of a ``span`` too.
 
     NumPy writes to these alone. An addition in the graph would read and write all scores, which
     takes a tenth of the time of a long prompt's attention."""
@@ -129,6 +132,8 @@ def _mask(scores: Array, start: int, low: int, window: int | None) -> None:
     unseen = keys > queries
     if window is not None:
         unseen |= keys <= queries - window
+    if span is not None:
+        unseen &= (keys < span[0]) | (keys >= span[1])
     np.copyto(scores[:, :, first - low :], -np.inf, where=unseen)
 
 
@@ -151,12 +156,14 @@ def attend(
     stored: int,
     how: How,
     sinks: Array | None,
+    span: tuple[int, int] | None = None,
 ) -> Array:
     """Return the attention of scaled ``queries`` (groups, tokens, dim) at ``start`` and the
     positions after it, for one head of keys.
 
     Keys and values are (positions, dim), of which the first ``stored`` are the row's. Sinks are
-    (groups, 1, 1). Called on any thread."""
+    (groups, 1, 1). All queries are in a ``span``, if there is one, and attend to all of it. Called
+    on any thread."""
     groups, tokens, dim = queries.shape
     low, high = tiled(start, start + tokens, how.window, kept[1].shape[1])
     flat = queries.reshape(1, 1, groups * tokens, dim)
@@ -164,7 +171,7 @@ def attend(
         flat, tokens = np.repeat(flat, 2, axis=2), 2
     keys, values = (_part(each, low, high, stored) for each in kept)
     scores: Array = _scores_session(how.softcap)(np.ascontiguousarray(flat), keys)[0]
-    _mask(scores.reshape(groups, tokens, -1), start, low, how.window)
+    _mask(scores.reshape(groups, tokens, -1), start, low, how.window, span)
     inputs = [scores, values]
     if sinks is not None:
         inputs.append(before_scores(sinks, tokens).reshape(1, 1, -1, TILE))

@@ -142,6 +142,37 @@ class PictureTable:
         return len(picture.places) * self._config.picture_token_bytes
 
 
+class WholePictures:
+    """Where chunks and prefixes may end, so that no picture is divided."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._size = config.block_size
+        self._most_tokens = config.whole_picture_tokens
+
+    def restorable_blocks(self, seq: Sequence, blocks: int) -> int:
+        """Return how many of the first ``blocks`` of ``seq`` may be restored: the rest of a picture
+        cannot be computed without its beginning."""
+        while self._most_tokens and (cut := _cut_by(seq, blocks * self._size)) is not None:
+            blocks = cut.first // self._size
+        return blocks
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where the next chunk of ``seq``, which would end at ``end``, ends: after the
+        picture that is there, or before it if the chunk would be too long then. That may be within
+        a block: with many pictures none may end where another does not begin."""
+        if not self._most_tokens or (cut := _cut_by(seq, end)) is None:
+            return end
+        start = seq.num_computed_tokens
+        if cut.last - start <= self._most_tokens or cut.first <= start:
+            return cut.last
+        return cut.first
+
+
+def _cut_by(seq: Sequence, position: int) -> SequencePicture | None:
+    """Return the picture of ``seq`` that has embeddings before ``position`` and from there on."""
+    return next((one for one in seq.pictures if one.first < position < one.last), None)
+
+
 def shown_parts(seq: Sequence, start: int, end: int) -> tuple[ShownPart, ...]:
     """Return the embeddings of positions ``start`` to ``end`` (exclusive) of ``seq``."""
     found = []

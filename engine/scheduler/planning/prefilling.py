@@ -9,7 +9,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.planning.axes import axes_of, position_shift
 from engine.scheduler.planning.passes import OpenPass, OpenPasses, PlannedChunk
-from engine.scheduler.planning.pictures import PictureTable, shown_parts
+from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
 from engine.scheduler.planning.plan_builder import PlanBuilder, PlannedEncoding
 from engine.scheduler.planning.prefix_cache import PrefixCache
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture, Status
@@ -50,6 +50,7 @@ class Prefilling:
         self._time_share = time_share
         self.passes = OpenPasses(memory)
         self.pictures = PictureTable(config)
+        self._whole_pictures = WholePictures(config)
         self._lead_s = 0.0
         """Time of those that overtook, less the time of the overtaken since."""
         self._layer_s = 0.0
@@ -175,6 +176,7 @@ class Prefilling:
             tokens = budget.take(start, remaining)
             if tokens and not chunks:
                 tokens, reserved = self._within_memory(tokens)
+                tokens, reserved = self._with_whole_pictures(seq, tokens, reserved)
             elif tokens and self._memory.reserve_pass(tokens):
                 reserved += tokens
             else:
@@ -205,6 +207,18 @@ class Prefilling:
             if tokens <= max(MIN_TOKENS, size):
                 return tokens, 0
         return tokens, max(0, tokens - MIN_TOKENS)
+
+    def _with_whole_pictures(self, seq: Sequence, tokens: int, reserved: int) -> tuple[int, int]:
+        """Return the length of the next chunk of ``seq``, ``tokens`` or so many that no picture is
+        divided that must not be, and for how many of them memory is reserved.
+
+        Such a picture is computed at once, even where there is no room for more tokens."""
+        start = seq.num_computed_tokens
+        whole = self._whole_pictures.chunk_end(seq, start + tokens) - start
+        more = whole - tokens
+        if more > 0 and self._memory.reserve_pass(more):
+            reserved += more
+        return whole, reserved
 
     # -- going on ------------------------------------------------------------------
 

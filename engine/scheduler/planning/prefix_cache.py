@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.memory import Memory
 from engine.scheduler.outputs import Counters, Outputs
+from engine.scheduler.planning.pictures import WholePictures
 from engine.scheduler.planning.plan_builder import PlanBuilder
 from engine.scheduler.planning.snapshot_policy import SnapshotPolicy
 from engine.scheduler.pools.block_pool import Block
@@ -35,6 +36,7 @@ class PrefixCache:
         self._outputs = outputs
         self._counters = counters
         self.snapshot_policy = SnapshotPolicy(config, memory)
+        self._whole_pictures = WholePictures(config)
 
     def restore(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Copy the cached blocks that follow what ``seq`` has into its slot, if there are any. If
@@ -48,6 +50,7 @@ class PrefixCache:
         blocks = self._pin_blocks(seq, first, end, builder) if self._config.keeps_kv else []
         if self._config.keeps_kv:
             end = self.snapshot_policy.restorable_end(seq, first, first + len(blocks))
+            end = max(first, self._whole_pictures.restorable_blocks(seq, end))
         builder.keep_pinned(seq, blocks[end - first :])
         if end == first:
             return

@@ -83,6 +83,16 @@ class SequencePicture:
     """How many embeddings there are in time, rows and columns, if positions have these axes. All of
     the picture's positions are places then."""
 
+    @property
+    def first(self) -> int:
+        """The first position that has an embedding."""
+        return self.places[0]
+
+    @property
+    def last(self) -> int:
+        """The end (exclusive) of the positions that have some."""
+        return self.places[-1] + 1
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.model.demo import made_demo_model
 from engine.model.errors import ModelUnavailable
 from engine.model.load import DEMOS, keeps_codes
-from engine.model.multimodal import FAMILIES, takes_pictures
+from engine.model.multimodal import serves_pictures
 from services.processes.model_files import problems, weights_in
 from services.supervision.fleet.memory import model_directory
 from shared.imports.transformers_index import remember_transformers
@@ -88,12 +88,6 @@ def examined(name: str, path: Path, settings: Settings) -> LocalModel:
         name=name,
         path=path,
         weights_bytes=size,
-        takes_images=_takes_images(path),
+        takes_images=serves_pictures(json.loads((path / _CONFIG).read_bytes())),
         forecast=found,
     )
-
-
-def _takes_images(path: Path) -> bool:
-    """Return whether the whole model in ``path`` takes images."""
-    config = json.loads((path / _CONFIG).read_bytes())
-    return config.get("model_type") in FAMILIES and takes_pictures(config)

@@ -83,9 +83,14 @@ class Seeing:
         assert np.abs(chosen - self.scores(name)).max() < allowed
         assert (expected.max(-1) - chosen).max() < allowed
 
-    def assert_bits(self, *names: str) -> None:
+    def assert_same(self, *names: str) -> None:
+        """Show that answers have the bits that they have alone, where the engine promises that;
+        elsewhere that they are mlx-vlm's."""
         for name in names:
-            assert self.scores(name)[:TOKENS] == self.alone[name], name
+            if self.whole.executor.deterministic:
+                assert self.scores(name)[:TOKENS] == self.alone[name], name
+            else:
+                self.assert_oracles(name, self.requests[name])
 
     def cached(self, name: str) -> int:
         usage = self.whole.ends[name].usage
@@ -120,10 +125,10 @@ def test_answers_are_mlx_vlms(seeing: Callable[..., Seeing], family: str) -> Non
     one.whole.run()
     for name, request in one.requests.items():
         one.assert_oracles(name, request)
-    one.assert_bits(*one.requests)
+    one.assert_same(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma4", "qwen3_5", "kimi_vl"])
 def test_answers_on_the_path_of_a_gpu_are_mlx_vlms(tmp_path: Path, family: str) -> None:
     path = make_vision_model(family, tmp_path / "model")
     with forced_gpu_path():
@@ -144,10 +149,10 @@ def test_keys_in_8_bits_change_little(seeing: Callable[..., Seeing]) -> None:
         expected = one.oracle.logprobs(request, one.whole.texts[name])
         chosen = expected[np.arange(TOKENS), one.whole.texts[name]]
         assert np.abs(chosen - one.scores(name)).max() < 0.05
-    one.assert_bits(*one.requests)
+    one.assert_same(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma4", "qwen3_5", "glm4v"])
 @pytest.mark.parametrize("tokens", [SIZE, 3 * SIZE, 64])
 def test_bits_do_not_depend_on_where_chunks_end(
     seeing: Callable[..., Seeing], family: str, tokens: int
@@ -156,10 +161,10 @@ def test_bits_do_not_depend_on_where_chunks_end(
     one.renew(prefill_chunk_tokens=tokens)
     one.start(*one.requests)
     one.whole.run()
-    one.assert_bits(*one.requests)
+    one.assert_same(*one.requests)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma3", "gemma4"])
 def test_the_next_turn_encodes_nothing_and_computes_no_old_token(
     seeing: Callable[..., Seeing],
     family: str,
@@ -180,11 +185,15 @@ def test_the_next_turn_encodes_nothing_and_computes_no_old_token(
     one.renew()
     one.submit("turn", turn)
     one.whole.run()
-    assert one.scores("turn") == cached
+    allowed = 0 if one.whole.executor.deterministic else 2e-5
+    assert one.scores("turn") == pytest.approx(cached, abs=allowed, rel=0)
 
 
-def test_prefixes_with_pictures_come_back_from_the_store(seeing: Callable[..., Seeing]) -> None:
-    one = seeing()
+@pytest.mark.parametrize("family", ["idefics3", "gemma4"])
+def test_prefixes_with_pictures_come_back_from_the_store(
+    seeing: Callable[..., Seeing], family: str
+) -> None:
+    one = seeing(family)
     one.renew(store_enabled=True, store_policy="write_through")
     one.start("two")
     for _ in range(60):  # until all is stored
@@ -199,7 +208,7 @@ def test_prefixes_with_pictures_come_back_from_the_store(seeing: Callable[..., S
     length = len(one.requests["two"].token_ids)
     assert usage is not None and usage.cached_ssd_tokens == (length - 1) // SIZE * SIZE
     assert one.encoded == 1  # that of the other
-    one.assert_bits("two", "one")
+    one.assert_same("two", "one")
 
 
 def test_another_picture_of_the_same_size_is_never_a_hit(seeing: Callable[..., Seeing]) -> None:
@@ -228,17 +237,19 @@ def test_requests_at_once_with_a_new_picture_encode_it_once(seeing: Callable[...
         one.assert_oracles(str(number), requests[number % 4])
 
 
+@pytest.mark.parametrize("family", ["idefics3", "gemma4", "qwen3_5"])
 def test_sequences_that_lose_their_slots_go_on_with_the_same_bits(
     seeing: Callable[..., Seeing],
+    family: str,
 ) -> None:
-    one = seeing()
+    one = seeing(family)
     config = one.whole.replica.scheduler.config
     one.renew(limit_bytes=config.slab_bytes(3, 64))
     for name, request in one.requests.items():
         one.submit(name, request, 40)
     one.whole.run()
     assert one.whole.scheduler.stats().preemptions_total
-    one.assert_bits(*one.requests)
+    one.assert_same(*one.requests)
 
 
 def test_a_step_that_fails_loses_nothing(
@@ -258,7 +269,7 @@ def test_a_step_that_fails_loses_nothing(
 
     monkeypatch.setattr(one.whole.executor, "dispatch", fail_once)
     one.whole.run()
-    one.assert_bits(*one.requests)
+    one.assert_same(*one.requests)
 
 
 def test_a_reset_leaves_nothing_of_a_picture_that_was_begun(
@@ -276,7 +287,7 @@ def test_a_reset_leaves_nothing_of_a_picture_that_was_begun(
     assert left() is None
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "gemma4", "qwen3_5"])
 def test_drafts_change_nothing(seeing: Callable[..., Seeing], family: str) -> None:
     one = seeing(family)
     one.start(*one.requests)
@@ -291,14 +302,14 @@ def test_drafts_change_nothing(seeing: Callable[..., Seeing], family: str) -> No
     one.whole.run()
     drafts = one.whole.scheduler.stats().drafts
     assert drafts is not None and drafts.sources["guesses"].accepted
-    one.assert_bits(*one.requests)
+    one.assert_same(*one.requests)
 
 
 def test_prompts_are_scored_with_pictures(seeing: Callable[..., Seeing]) -> None:
     one = seeing()
     one.submit("one", one.requests["one"], prompt_logprobs=0)
     one.whole.run()
-    one.assert_bits("one")
+    one.assert_same("one")
 
 
 def test_a_request_that_goes_on_elsewhere_gives_the_same_text(
@@ -351,7 +362,7 @@ def test_streams_go_on_between_the_layers_of_an_encoder(
     places = [number for number, kind in enumerate(kinds) if kind == "encode"]
     assert len(places) > 1
     assert all("decode" in kinds[a:b] for a, b in pairwise(places))
-    one.assert_bits("one")
+    one.assert_same("one")
 
 
 def test_embeddings_make_room_for_others(seeing: Callable[..., Seeing]) -> None:
@@ -384,7 +395,7 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_requests(
     one.whole.run()
     assert one.whole.ends["bad"].finish == "error"
     assert "picture" in (one.whole.ends["bad"].error or "")
-    one.assert_bits("text", "one")
+    one.assert_same("text", "one")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +420,7 @@ def test_pictures_that_cannot_be_served_are_refused(
     one.whole.run()
     assert one.whole.refused["one"].reason == reason
     assert one.whole.refused["one"].param == "images"
-    one.assert_bits("text")
+    one.assert_same("text")
 
 
 def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
@@ -417,11 +428,17 @@ def test_pictures_that_do_not_fit_into_memory_wait_elsewhere(
 ) -> None:
     one = seeing()
     assert one.whole.replica.vision is not None
-    monkeypatch.setattr(one.whole.replica.vision.pixels, "_most_bytes", 1)
+    sizes = {name: sum(map(len, r.frames)) for name, r in one.requests.items()}
+    most = max(sizes["one"], sizes["two"])
+    monkeypatch.setattr(one.whole.replica.vision.pixels, "_most_bytes", most)
     one.start("one", "two")
     one.whole.run()
     assert one.whole.refused["two"].reason == "full"
-    one.assert_bits("one")
+    one.assert_same("one")
+    monkeypatch.setattr(one.whole.replica.vision.pixels, "_most_bytes", sizes["two"] - 1)
+    one.submit("more", one.requests["two"])
+    one.whole.run()
+    assert one.whole.refused["more"].reason == "too_large"
 
 
 def test_pictures_of_requests_that_ended_are_forgotten(seeing: Callable[..., Seeing]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
+import pytest
 from msgspec import structs
 
 from engine.scheduler.planning.axes import axes_of, position_shift
-from engine.scheduler.planning.pictures import PictureTable, shown_parts
+from engine.scheduler.planning.pictures import PictureTable, WholePictures, shown_parts
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
-from engine.vision.pixels import PixelStore
+from engine.vision.pixels import PixelStore, TooLarge
 from shared.wire import BACKGROUND_PRIORITY, ArraySpec, ImagePart, Refused, SamplingParams, Submit
 from tests.engine.scheduler.harness import Engine, config, request
 
@@ -112,10 +114,10 @@ def engine_with_pictures(room: int, **changes: Any) -> Engine:
     return Engine(config(picture_bytes=room, **fields, **changes))
 
 
-def image(number: int, start: int) -> ImagePart:
-    """Return a picture with two embeddings."""
+def image(number: int, start: int, length: int = 2) -> ImagePart:
+    """Return a picture with an embedding for each of its tokens."""
     spec = ArraySpec(name="pixel_values", dtype="uint8", shape=(1,))
-    return ImagePart(digest=bytes([number]) * 32, start=start, length=2, arrays=(spec,))
+    return ImagePart(digest=bytes([number]) * 32, start=start, length=length, arrays=(spec,))
 
 
 def fail_picture(engine: Engine) -> None:
@@ -192,6 +194,52 @@ def test_streams_of_the_background_wait_for_a_picture() -> None:
         engine.assert_right(client)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_chunk_divides_a_picture_that_has_to_be_whole(seed: int) -> None:
+    draw, longest = Random(seed), 48
+    engine = engine_with_pictures(
+        400,
+        prefill_chunk_tokens=draw.choice((4, 16, 48)),
+        whole_picture_tokens=longest,
+        context_length=600,
+        blocks=300,
+    )
+    spans: list[tuple[int, int]] = []
+    prompt: list[int] = []
+    for _ in range(draw.randint(1, 9)):
+        prompt += [1] * draw.randint(0, 9)
+        spans.append((len(prompt), len(prompt) + draw.randint(1, longest)))
+        prompt += [7] * (spans[-1][1] - spans[-1][0])
+    images = tuple(image(n, first, end - first) for n, (first, end) in enumerate(spans))
+    client = engine.submit(request("a", [*prompt, 1, 2], images=images))
+    engine.run()
+    engine.assert_right(client)
+    chunks = [chunk for plan in engine.plans for chunk in plan.chunks]
+    ends = {chunk.start + len(chunk.token_ids) for chunk in chunks}
+    assert not any(first < end < last for end in ends for first, last in spans)
+    assert max(len(chunk.token_ids) for chunk in chunks) <= longest
+
+
+def test_a_picture_that_is_too_long_for_a_chunk_is_refused() -> None:
+    engine = engine_with_pictures(400, whole_picture_tokens=8)
+    for name, length in (("right", 8), ("long", 9)):
+        engine.submit(request(name, [7] * 9 + [1, 2], images=(image(1, 0, length),)))
+    engine.run()
+    answers = {name: client.answer for (name, _), client in engine.clients.items()}
+    assert not isinstance(answers["right"], Refused)
+    assert isinstance(answers["long"], Refused) and answers["long"].reason == "too_large"
+
+
+def test_prefixes_end_before_a_picture_that_has_to_be_whole() -> None:
+    seq = sequence(picture(1, 20, 30), picture(2, 52, 30))
+    whole = WholePictures(replace(config(block_size=SIZE), whole_picture_tokens=64))
+    assert [whole.restorable_blocks(seq, n) for n in range(7)] == [0, 1, 1, 1, 1, 1, 6]
+    seq = sequence(picture(1, 0, 30), picture(2, 34, 30))
+    assert [whole.restorable_blocks(seq, n) for n in range(5)] == [0, 0, 2, 2, 4]
+    cut = WholePictures(config(block_size=SIZE))
+    assert cut.restorable_blocks(seq, 1) == 1
+
+
 def test_pictures_behind_need_nothing() -> None:
     pictures, seq = table(400), sequence(picture(1, 20, 30))
     seq.num_computed_tokens = 64
@@ -235,13 +283,15 @@ def test_a_grid_that_came_with_a_request_is_not_believed() -> None:
 
 
 def test_arrays_that_are_there_need_no_room() -> None:
-    store = PixelStore(0)  # one request alone may have more
+    store = PixelStore(1)
     first, again, other = (
         request(name, [7, 7, 1, 2], images=(image(number, 0),))
         for name, number in (("a", 1), ("b", 1), ("c", 2))
     )
     assert store.hold(first, [b"1"]) and store.hold(again, [b"1"])
     assert not store.hold(other, [b"1"])
+    with pytest.raises(TooLarge):
+        PixelStore(0).hold(other, [b"1"])
 
 
 def test_a_chunk_has_its_part_of_a_picture() -> None:

@@ -86,6 +86,6 @@ def _slots(config: SchedulerConfig, sequences: SequenceTable, memory: Memory) ->
         kept = seq.snapshots.trailing
         if kept is not None and memory.snapshots.holds(kept) and kept.hash in seq.block_hashes:
             yield f"{name} has a private snapshot that is published"
-        decoding = seq.status in (Status.DECODING, Status.ENDING)
-        if decoding and seq.num_computed_tokens != len(seq.token_ids) - 1 + seq.num_inflight:
+        is_computed = seq.status in (Status.READY, Status.DECODING, Status.ENDING)
+        if is_computed and seq.num_computed_tokens != len(seq.token_ids) - 1 + seq.num_inflight:
             yield f"{name} is at {seq.num_computed_tokens} with {len(seq.token_ids)} tokens"

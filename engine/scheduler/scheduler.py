@@ -362,7 +362,7 @@ class Scheduler:
             self.memory.settle(block, exists=seq not in reasons)
         failed = reasons.keys() - step.discarded
         for seq in failed:
-            self.planner.prefilling.passes.leave(seq)
+            self.planner.prefilling.passes.leave(seq, step.pass_number)
         later = self._in_flight[0] if self._in_flight else None
         innocent = discard_failed_saves(failed, step, later, self.memory)
         for seq in failed | innocent:

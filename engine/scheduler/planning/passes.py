@@ -65,6 +65,8 @@ class OpenPasses:
         for chunk in one.chunks:
             self._by_sequence[chunk.seq] = one
             chunk.seq.pass_end = chunk.end
+            # Also if it is never completed: its first layers have lost what a ring had before.
+            chunk.seq.last_pass_start = chunk.start
 
     def drop(self, seq: Sequence) -> None:
         """Have nothing more computed of the pass of ``seq``, if there is one. The other sequences
@@ -73,9 +75,13 @@ class OpenPasses:
             self.forget(one)
             self.dropped.append(one.number)
 
-    def leave(self, seq: Sequence) -> None:
-        """Take ``seq``, whose chunk raised, out of its pass. The executor goes on with the rest."""
+    def leave(self, seq: Sequence, number: int | None) -> None:
+        """Take ``seq``, whose chunk raised in pass ``number``, out of it. The executor goes on with
+        the rest. A pass that was begun since is dropped: there the executor has the chunk."""
         if (one := self.of(seq)) is None:
+            return
+        if one.number != number:
+            self.drop(seq)
             return
         one.chunks = [chunk for chunk in one.chunks if chunk.seq is not seq]
         self._release(seq)

@@ -42,6 +42,7 @@ class InFlightStep:
     decodes: list[Sequence] = field(default_factory=list)
     drafts: dict[Sequence, Proposal] = field(default_factory=dict)  # of those that have some
     stretch: PlannedStretch | None = None
+    pass_number: int | None = None  # of the pass that the stretch is of
     encoding: PlannedEncoding | None = None
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     by_slot: dict[plan.Slot, Sequence] = field(default_factory=dict)
@@ -131,6 +132,7 @@ class PlanBuilder:
         if count < layers:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
         scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
+        self.step.pass_number = one.number
         self.step.stretch = PlannedStretch(one.sizes, count / layers, scored, owing_s)
         for chunk in one.chunks:
             self.step.by_slot[chunk.seq.held_slot] = chunk.seq

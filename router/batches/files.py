@@ -40,6 +40,8 @@ from router.fleet.tenants.tenant import Tenant
 
 _MB = 1_000_000
 _SILENCE_S = 30.0
+_LEAST_BYTES_S = 8000
+"""What is slower, after as long a time, is given up: it has one of few places."""
 _DISCARD_S = 2.0
 _PIECE_BYTES = 256 * 1024
 _MAX_UPLOADS, _MAX_UPLOADS_OF_KEY = 16, 4
@@ -74,11 +76,12 @@ class FileEndpoints:
                     await self._directory.read(upload.close)
                 await self._directory.read(partial(self._directory.publish, file_id))
                 row = await self._run(lambda store: self._add(store, new))
-            except OSError as error:
-                self._directory.remove(file_id)
-                raise storage_failed(error) from None
-            except BaseException:
-                self._directory.remove(file_id)
+            except BaseException as error:
+                discarded = self._directory.discard(file_id)
+                if not isinstance(error, asyncio.CancelledError):
+                    await discarded
+                if isinstance(error, OSError):
+                    raise storage_failed(error) from None
                 raise
         return json_response(file_object(row))
 
@@ -145,11 +148,15 @@ class FileEndpoints:
         """Pass the body on, piece by piece. Raises what `Upload.feed` raises, and `BodyTimeout`."""
         parts: list[bytes] = []
         size = 0  # of these; to add it up for each of many small ones would hold the event loop
+        ahead_s = 0.0  # of a client that is as slow as may be
         chunks = aiter(request.stream())
         try:
             while True:
-                async with asyncio.timeout(_SILENCE_S):
+                began = time.monotonic()
+                async with asyncio.timeout(min(_SILENCE_S, _SILENCE_S + ahead_s)):
                     chunk = await anext(chunks, None)
+                took_s = time.monotonic() - began
+                ahead_s = min(_SILENCE_S, ahead_s + len(chunk or b"") / _LEAST_BYTES_S - took_s)
                 if chunk:
                     parts.append(chunk)
                     size += len(chunk)
@@ -160,7 +167,10 @@ class FileEndpoints:
                 if chunk is None:
                     return
         except TimeoutError:
-            raise BodyTimeout(f"Nothing of the file came for {_SILENCE_S:g} s.") from None
+            raise BodyTimeout(
+                f"Nothing of the file came for {_SILENCE_S:g} s, or fewer than {_LEAST_BYTES_S}"
+                " bytes a second."
+            ) from None
         except ClientDisconnect:
             raise ClientDisconnected from None
         except BodyTooLarge:
@@ -186,8 +196,9 @@ class FileEndpoints:
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
-        own = self._uploads[tenant.name]
-        if own >= _MAX_UPLOADS_OF_KEY or self._uploads.total() >= _MAX_UPLOADS:
+        own, free = self._uploads[tenant.name], _MAX_UPLOADS - self._uploads.total()
+        # As for requests (`router.fleet.admission`), some places stay free for other keys.
+        if own >= _MAX_UPLOADS_OF_KEY or free <= (0 if tenant.alone else own):
             raise TooManyRequests("Too many files are uploaded at once.", retry_after_s=5)
         self._uploads[tenant.name] += 1
         try:

@@ -20,7 +20,7 @@ from router.batches.jobs.context import BatchContext
 from router.batches.jobs.line_job import LineJob, LineSource
 from router.batches.jobs.lines import FoundLine, check_file, parse_line, read_line, read_lines
 from router.batches.jobs.records import not_run
-from router.batches.objects import BatchErrors
+from router.batches.objects import BatchError, BatchErrors
 from router.batches.storage.states import BatchState
 from router.batches.storage.store import NewFile, Result, Row, StoreFailed, read_results
 from router.tokens.work_pool import INLINE_SIZE
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
 _AGAIN_AFTER_BUG_S = 30.0
+_LOOK_S = 30.0
+"""How often a batch looks whether its time is over: that of the event loop may stand still while
+the machine sleeps."""
 _READ_LINES = 64
 _READ_BYTES = 1_000_000
 _WRITE_LINES = 500
@@ -36,6 +39,11 @@ _ENDS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled before.",
 }
+_LOST = msgspec.json.encode(
+    BatchErrors(
+        data=[BatchError(code="input_file_lost", message="The input file is not there any more.")]
+    )
+).decode()
 Lines = list[tuple[int, int, bytes]]
 """The number of each, where it begins in the file, and the line."""
 
@@ -78,19 +86,35 @@ class BatchJob:
             await context.refresh()
 
     async def _step(self, row: Row) -> None:
+        is_lost = await self._context.directory.read(self._is_input_lost)
+        knows_lines = row["total"] and not is_lost  # its file was checked to the end, and is there
         match BatchState(row["state"]):
+            case BatchState.VALIDATING if is_lost:
+                await self._advance(BatchState.FAILED, errors=_LOST)
+            case BatchState.VALIDATING if row["expires_at"] <= time.time():
+                await self._expire()
             case BatchState.VALIDATING:
                 await self._check()
+            case BatchState.IN_PROGRESS if is_lost:
+                outcome = BatchState.FAILED.value
+                await self._advance(BatchState.FINALIZING, outcome=outcome, errors=_LOST)
             case BatchState.IN_PROGRESS:
                 await self._run_lines(row)
             case BatchState.CANCELLING:
-                if row["total"]:  # otherwise its file was not checked to the end
+                if knows_lines:
                     await self._end_lines("batch_cancelled")
                 await self._write_files(row, BatchState.CANCELLED)
             case BatchState.FINALIZING:
-                if row["outcome"] == BatchState.EXPIRED.value:
+                if knows_lines and row["outcome"] == BatchState.EXPIRED.value:
                     await self._end_lines("batch_expired")
                 await self._write_files(row, BatchState(row["outcome"]))
+
+    def _is_input_lost(self) -> bool:
+        """Return whether somebody has removed the input. A disk that is away may come back."""
+        return self._path.parent.is_dir() and not self._path.exists()
+
+    async def _expire(self) -> None:
+        await self._advance(BatchState.FINALIZING, outcome=BatchState.EXPIRED.value)
 
     async def _advance(self, state: BatchState, **columns: object) -> None:
         """Bring the batch into ``state``, unless it was cancelled meanwhile."""
@@ -123,17 +147,19 @@ class BatchJob:
         gone = asyncio.Event()
         feeding = asyncio.create_task(self._feed(done, gone))
         ending = asyncio.create_task(self._ending.wait())
-        left_s = max(0.0, row["expires_at"] - time.time())
         first = asyncio.FIRST_COMPLETED
         try:
-            await asyncio.wait({feeding, ending}, timeout=left_s, return_when=first)
+            while (left_s := row["expires_at"] - time.time()) > 0:
+                wait_s = min(left_s, _LOOK_S)
+                if (await asyncio.wait({feeding, ending}, timeout=wait_s, return_when=first))[0]:
+                    break
         finally:
             ending.cancel()
             has_fed = feeding.done()
             gone.set()
             await feeding  # or its error; the next step looks which lines have ended
         if not has_fed and not self._ending.is_set():
-            await self._advance(BatchState.FINALIZING, outcome=BatchState.EXPIRED.value)
+            await self._expire()
 
     async def _feed(self, done: array[int], gone: asyncio.Event) -> None:
         """Run each line that is not ``done``; return when all that began have ended, which is soon
@@ -217,8 +243,7 @@ class BatchJob:
             await context.directory.run(lambda store: store.finish(self._number, state, made))
             logger.info("%s: %s", self._id, state.value)
         except BaseException:
-            for _, new in made:
-                context.directory.remove(new.id)
+            context.directory.discard(*(new.id for _, new in made))
             raise
 
     def _write_file(self, file_id: str, ok: bool) -> int:

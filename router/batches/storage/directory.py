@@ -10,7 +10,7 @@ import logging
 import os
 import sqlite3
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -97,6 +97,25 @@ class BatchDirectory:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("%s is not removed: %s", path, error)
+
+    def discard(self, *file_ids: str) -> asyncio.Future[None]:
+        """Remove files that the store does not have. A change that was given up is made all the
+        same, before this, and so may have added them. It is done also if nobody waits for it."""
+        loop = asyncio.get_running_loop()
+        try:
+            return loop.run_in_executor(self._thread, self._discard, file_ids)
+        except RuntimeError:  # closed: the next start removes them
+            ended = loop.create_future()
+            ended.set_result(None)
+            return ended
+
+    def _discard(self, file_ids: Sequence[str]) -> None:
+        try:
+            unknown = [each for each in file_ids if not self._store.has_file(each)]
+        except StoreFailed:  # the next start removes them
+            return
+        for file_id in unknown:
+            self.remove(file_id)
 
     def _sweep(self) -> None:
         """Remove files that the store does not know: their writer was killed."""

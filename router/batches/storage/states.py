@@ -29,13 +29,14 @@ _S = BatchState
 FOLLOWERS: dict[BatchState, frozenset[BatchState]] = {
     _S.VALIDATING: frozenset({_S.FAILED, _S.IN_PROGRESS, _S.CANCELLING, _S.FINALIZING}),
     _S.IN_PROGRESS: frozenset({_S.FINALIZING, _S.CANCELLING}),
-    _S.FINALIZING: frozenset({_S.COMPLETED, _S.EXPIRED}),
+    _S.FINALIZING: frozenset({_S.COMPLETED, _S.EXPIRED, _S.FAILED}),
     _S.CANCELLING: frozenset({_S.CANCELLED}),
     _S.FAILED: frozenset(),
     _S.COMPLETED: frozenset(),
     _S.EXPIRED: frozenset(),
     _S.CANCELLED: frozenset(),
 }
-"""A batch that expires is finalized too: what it has goes into its files."""
+"""A batch that expires, or whose input is lost, is finalized too: what it has goes into its
+files."""
 
 CANCELLABLE = (_S.VALIDATING, _S.IN_PROGRESS)

@@ -181,6 +181,9 @@ class BatchStore:
         with self._change() as database:
             database.execute("DELETE FROM files WHERE key = ? AND id = ?", (key, file_id))
 
+    def has_file(self, file_id: str) -> bool:
+        return self._row("SELECT 1 FROM files WHERE id = ?", file_id) is not None
+
     def file_ids(self) -> set[str]:
         return {row["id"] for row in self._rows("SELECT id FROM files")}
 
@@ -194,7 +197,9 @@ class BatchStore:
         with self._change() as database:
             database.executemany("DELETE FROM files WHERE id = ?", [(each,) for each in ids])
             database.execute(
-                f"DELETE FROM batches WHERE state IN ({_ENDED}) AND created_at < ?", (now - keep_s,)
+                f"DELETE FROM batches WHERE state IN ({_ENDED}) AND coalesce(completed_at,"
+                " failed_at, expired_at, cancelled_at, created_at) < ?",
+                (now - keep_s,),
             )
         return ids
 

@@ -347,7 +347,7 @@ class Dispatcher:
         """Start another attempt after one that the engine did not finish, or end with an error."""
         sequence = entry.sequence
         if sequence.state is RemoteRequestState.STOPPING:
-            self._end(entry, sequence.end)
+            self._requeue(entry)  # which ends it
             return
         if sequence.num_output_tokens - sequence.tokens_at_loss >= FORGIVEN_AFTER_TOKENS:
             sequence.losses = 0
@@ -368,6 +368,9 @@ class Dispatcher:
         self._requeue(entry)
 
     def _requeue(self, entry: InFlight) -> None:
+        if entry.sequence.state is RemoteRequestState.STOPPING:  # nobody reads on
+            self._end(entry, entry.sequence.end)
+            return
         self._detach(entry)
         entry.sequence.requeue()
         entry.model = entry.model.version_for(has_output=entry.sequence.has_output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,11 @@ def test_old_files_and_batches_are_forgotten_unless_they_are_needed(tmp_path: Pa
     store.add_file(file("file-2"))
     running, ended = added(store), added(store, "batch_1")
     store.advance(ended, BatchState.FAILED)
-    assert store.remove_old(now=1000, keep_s=100) == ["file-1"]  # file-0 is being read
+    now = int(time.time())
+    assert store.remove_old(now, keep_s=100) == ["file-1"]  # file-0 is being read
     assert store.file_ids() == {"file-0", "file-2"}
+    assert store.batch(running) and store.batch(ended), "it ended just now, whenever it began"
+    store.remove_old(now + 200, keep_s=100)
     assert store.batch(running) and not store.batch(ended)
     store.close()
 

@@ -1,0 +1,264 @@
+"""Batches whose files vanish, clocks that jump, and clients that are slow or cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from router.batches.directory import BatchDirectory
+from router.batches.files import FileEndpoints
+from router.batches.job import BatchJob
+from router.batches.places import Places
+from router.batches.states import BatchState
+from router.batches.store import BatchStore, NewFile, Result
+from router.batches.uploads import Upload
+from router.errors import BodyTimeout, TooManyRequests
+from router.fleet.tenants import EVERYBODY, Tenant
+from tests.router.batches.conftest import line
+from tests.router.batches.test_states import VALUES, file
+
+HOUR_S = 3600
+
+
+async def nothing() -> None:
+    pass
+
+
+def context_of(directory: BatchDirectory) -> Any:
+    """Return a context in which lines never get a place."""
+    settings = SimpleNamespace(
+        max_request_bytes=10**6, max_batch_requests=4, batch_max_files=9, batch_max_mb=9
+    )
+    return SimpleNamespace(
+        directory=directory,
+        settings=SimpleNamespace(**vars(settings), batch_file_mb=1),
+        metrics=SimpleNamespace(batch_store_errors=SimpleNamespace(inc=lambda: None)),
+        places=Places(0),
+        figures=SimpleNamespace(running=0),
+        stopping=asyncio.Event(),
+        checking=asyncio.Semaphore(2),
+        refresh=nothing,
+        keep_s=HOUR_S,
+        max_bytes=10**9,
+    )
+
+
+async def row_of(directory: BatchDirectory, number: int) -> Any:
+    return await directory.run(lambda store: store.batch(number))
+
+
+def begun(directory: BatchDirectory, **columns: Any) -> Any:
+    """Return a batch of two lines, whose file is there."""
+    content = "".join(json.dumps(line(name)) + "\n" for name in "ab")
+    directory.path("file-0").write_text(content)
+
+    def add(store: BatchStore) -> Any:
+        store.add_file(file("file-0"))
+        return store.add_batch({**VALUES, "id": "b", "expires_at": time.time() + HOUR_S, **columns})
+
+    return directory.run(add)
+
+
+@pytest.mark.parametrize(
+    ("states", "end"),
+    [
+        ([], BatchState.FAILED),
+        ([BatchState.IN_PROGRESS], BatchState.FAILED),
+        ([BatchState.IN_PROGRESS, BatchState.CANCELLING], BatchState.CANCELLED),
+        ([BatchState.IN_PROGRESS, BatchState.FINALIZING], BatchState.EXPIRED),
+    ],
+)
+def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
+    tmp_path: Path, states: list[BatchState], end: BatchState
+) -> None:
+    async def run() -> Any:
+        directory = BatchDirectory(tmp_path)
+        row = await begun(directory)
+        for state in states:
+            columns = {"outcome": "expired"} if state is BatchState.FINALIZING else {"total": 2}
+            await directory.run(lambda store: store.advance(row["number"], state, **columns))  # noqa: B023
+        if states:
+            result = Result(row["number"], 1, True, b"answer\n")
+            await directory.run(lambda store: store.add_results([result]))
+        directory.path("file-0").unlink()
+        async with asyncio.timeout(10):
+            await BatchJob(context_of(directory), row).run()
+        found = await row_of(directory, row["number"])
+        if states:
+            assert directory.path(found["output_file_id"]).read_bytes() == b"answer\n"
+        directory.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found["state"] == end.value
+    assert (found["errors"] is not None) == (end is BatchState.FAILED)
+    assert found["error_file_id"] is None
+
+
+def test_a_batch_waits_for_a_disk_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.job._AGAIN_S", 0.01)
+
+    async def run() -> None:
+        directory = BatchDirectory(tmp_path)
+        row = await begun(directory)
+        (tmp_path / "files").rename(tmp_path / "elsewhere")
+        job = BatchJob(context_of(directory), row)
+        running = asyncio.create_task(job.run())
+        await asyncio.sleep(0.1)
+        assert (await row_of(directory, row["number"]))["errors"] is None
+        (tmp_path / "elsewhere").rename(tmp_path / "files")
+        async with asyncio.timeout(10):
+            while (await row_of(directory, row["number"]))["total"] != 2:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        directory.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_batch_expires_while_the_machine_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validated: bool
+) -> None:
+    """The event loop's time stands still then, and that of the wall goes on."""
+    slept_s = 0.0
+    wall = SimpleNamespace(time=lambda: time.time() + slept_s)
+    monkeypatch.setattr("router.batches.job.time", wall)
+    monkeypatch.setattr("router.batches.job._LOOK_S", 0.02)
+
+    async def run() -> Any:
+        nonlocal slept_s
+        directory = BatchDirectory(tmp_path)
+        row = await begun(directory)
+        if validated:
+            in_progress = BatchState.IN_PROGRESS
+            await directory.run(lambda store: store.advance(row["number"], in_progress, total=2))
+        else:
+            slept_s = 2 * HOUR_S
+        running = asyncio.create_task(BatchJob(context_of(directory), row).run())
+        await asyncio.sleep(0.05)
+        slept_s = 2 * HOUR_S
+        async with asyncio.timeout(10):
+            await running
+        found = await row_of(directory, row["number"])
+        directory.close()
+        return found
+
+    found = asyncio.run(run())
+    assert (found["state"], found["failed"]) == ("expired", 2 * validated)
+
+
+# -- uploads -------------------------------------------------------------------
+
+FORM = (
+    b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+    b'content-disposition: form-data; name="file"; filename="f"\r\n\r\nhello\r\n--x--\r\n'
+)
+
+
+def upload_of(body: bytes, tenant: Tenant = EVERYBODY) -> Request:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/files",
+        "headers": [(b"content-type", b"multipart/form-data; boundary=x")],
+        "state": {"tenant": tenant},
+    }
+    return Request(scope, receive)
+
+
+def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding, may_go = threading.Event(), threading.Event()
+    add_file = BatchStore.add_file
+
+    def add_late(store: BatchStore, new: NewFile) -> Any:
+        adding.set()
+        may_go.wait(10)
+        return add_file(store, new)
+
+    monkeypatch.setattr(BatchStore, "add_file", add_late)
+
+    async def run() -> None:
+        directory = BatchDirectory(tmp_path)
+        endpoints = FileEndpoints(context_of(directory))
+        uploading = asyncio.create_task(endpoints.upload(upload_of(FORM)))
+        await asyncio.to_thread(adding.wait, 10)
+        uploading.cancel()
+        await asyncio.wait([uploading])
+        may_go.set()
+        (known,) = await directory.run(lambda store: store.file_ids())
+        await directory.discard("file-of-nobody")  # after what the upload has given up
+        assert directory.path(known).read_bytes() == b"hello"
+        directory.close()
+
+    asyncio.run(run())
+
+
+def test_an_upload_that_only_trickles_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.files._SILENCE_S", 0.2)
+    monkeypatch.setattr("router.batches.files._LEAST_BYTES_S", 10_000)
+
+    async def pieces(size: int, wait_s: float, count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            await asyncio.sleep(wait_s)
+            yield b"x" * size
+
+    async def receive(size: int, wait_s: float, count: int) -> None:
+        directory = BatchDirectory(tmp_path)
+        endpoints = FileEndpoints(context_of(directory))
+        upload = Upload(b"x", tmp_path / "new" / "file", 10**6)
+        upload.feed(FORM[: FORM.index(b"hello")])
+        request: Any = SimpleNamespace(stream=lambda: pieces(size, wait_s, count))
+        try:
+            await endpoints._receive(request, upload)
+        finally:
+            upload.close()
+            (tmp_path / "new" / "file").unlink()
+            directory.close()
+
+    with pytest.raises(BodyTimeout):
+        asyncio.run(receive(1, 0.03, 100))
+    asyncio.run(receive(1000, 0.03, 30))  # slow, but not that slow
+
+
+def test_some_places_of_uploads_stay_free_for_other_keys(tmp_path: Path) -> None:
+    held = list[Any]()
+
+    def places_of(endpoints: FileEndpoints, number: int) -> int:
+        tenant = Tenant(name=f"key{number}", alone=False)
+        for count in range(9):
+            places = endpoints._counted(tenant)
+            try:
+                places.__enter__()
+            except TooManyRequests:
+                return count
+            held.append(places)
+        return 9
+
+    async def run() -> list[int]:
+        directory = BatchDirectory(tmp_path)
+        endpoints = FileEndpoints(context_of(directory))
+        found = [places_of(endpoints, number) for number in range(6)]
+        directory.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found[:3] == [4, 4, 4] and all(found)

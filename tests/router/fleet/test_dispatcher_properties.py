@@ -1,0 +1,182 @@
+"""Random events in any order: the dispatcher keeps its books, and every sequence ends."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.fleet.dispatch import Dispatcher
+from router.fleet.engines import Engine, ModelReplicas
+from router.fleet.metrics import Metrics
+from router.fleet.remote_request import InFlight, RemoteRequestState
+from router.fleet.remote_sequence import RemoteSequence
+from router.fleet.tenants import Tenant
+from shared.settings import Settings
+from shared.wire import Accepted, Delta, LiveRequest, Refused, SamplingParams, Submit, Usage
+from tests.router.scripted_engine import make_hello
+
+ROWS = 3
+STATE = RemoteRequestState
+_USAGE = Usage(prompt_tokens=1, completion_tokens=1)
+
+
+class Fleet:
+    """A dispatcher with two engines, and one whose stop string was found in some sequences."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        settings = Settings()
+        self.model = ModelReplicas(make_hello("e"), settings)
+        self.model.renderer = SimpleNamespace()  # type: ignore[assignment]
+        for name in ("e0", "e1"):
+            engine = Engine(name.encode(), make_hello(name, max_sequences=ROWS), name, 5.0)
+            engine.phase = "ready"
+            self.model.engines.append(engine)
+        self.takes = True
+        self.dispatcher = Dispatcher(
+            settings, lambda *_: self.takes, Metrics("test"), lambda tenant, count: None
+        )
+        self.sequences: list[RemoteSequence] = []
+        self.stopped: dict[RemoteSequence, int] = {}
+        """The tokens that each had when it was stopped."""
+
+    def act(self) -> None:
+        actions = "submit submit submit accept refuse tokens tokens tokens stop release beat lose"
+        actions += " silence tick"
+        getattr(self, f"_{self.random.choice(actions.split())}")()
+        self.check()
+
+    def _submit(self) -> None:
+        tenant = Tenant(
+            name=self.random.choice("ab"), alone=False, background=self.random.random() < 0.4
+        )
+        submit = Submit(
+            request_id=f"r{len(self.sequences)}",
+            attempt=0,
+            token_ids=[1],
+            sampling=SamplingParams(seed=0),
+            max_tokens=8,
+            stop_token_ids=[],
+            priority=tenant.priority(0),
+        )
+        self.sequences.append(RemoteSequence(submit, tenant, lambda: None))
+        self.dispatcher.admit(self.model, self.sequences[-1:])
+
+    def _any(self, *, placed: bool) -> InFlight | None:
+        found = [one for one in self.dispatcher.in_flight if (one.engine is not None) == placed]
+        return self.random.choice(found) if found else None
+
+    def _named(self, entry: InFlight) -> dict[str, Any]:
+        """Return the id, and the attempt, now and then that before."""
+        attempt = entry.sequence.attempt - (self.random.random() < 0.1)
+        return {"request_id": entry.sequence.request_id, "attempt": attempt}
+
+    def _accept(self) -> None:
+        if (entry := self._any(placed=True)) is not None and entry.engine is not None:
+            self.dispatcher.on_accepted(entry.engine, Accepted(**self._named(entry)))
+
+    def _refuse(self) -> None:
+        if (entry := self._any(placed=True)) is not None and entry.engine is not None:
+            reason = self.random.choice(["full", "draining", "invalid"])
+            refused = Refused(**self._named(entry), reason=reason, message="no")  # type: ignore[arg-type]
+            self.dispatcher.on_refused(entry.engine, refused)
+
+    def _tokens(self, *, finish: str | None = None) -> None:
+        if (entry := self._any(placed=True)) is not None and entry.engine is not None:
+            finish = finish or self.random.choice([None] * 6 + ["length", "stop", "abort", "error"])
+            index = entry.sequence.num_output_tokens + (self.random.random() < 0.05)
+            delta = Delta(
+                **self._named(entry),
+                index=index,
+                token_ids=[] if finish in ("abort", "error") else [5],
+                finish=finish,  # type: ignore[arg-type]
+                usage=_USAGE if finish else None,
+            )
+            self.dispatcher.on_tokens(entry.engine, [delta])
+
+    def _stop(self) -> None:
+        able = [one for one in self.sequences if one.has_output and not one.done]
+        able = [one for one in able if one not in self.stopped]
+        if able:
+            sequence = self.random.choice(able)
+            self.stopped[sequence] = sequence.num_output_tokens
+            self.dispatcher.stop(sequence)
+
+    def _release(self) -> None:
+        if self.sequences:
+            self.dispatcher.release(self.random.choice(self.sequences))
+
+    def _beat(self) -> None:
+        engine = self.random.choice(self.model.engines)
+        live = [
+            LiveRequest(request_id=one, attempt=self.random.randrange(2), generated=0)
+            for one in [*engine.request_ids, "unknown"]
+            if self.random.random() < 0.7
+        ]
+        self.dispatcher.reconcile(engine, live)
+        engine.backoff_until = 0.0
+        self.dispatcher.place(self.model)
+
+    def _lose(self) -> None:
+        engine = self.random.choice(self.model.engines)
+        engine.lost_reason = "killed"
+        self.dispatcher.on_engine_lost(engine, "killed", planned=self.random.random() < 0.5)
+        self.check()
+        engine.lost_reason = None
+        self.dispatcher.place(self.model)
+
+    def _silence(self) -> None:
+        """Let time pass, or let the engines' sockets take nothing."""
+        self.takes = not self.takes
+        for engine in self.model.engines:
+            engine.backoff_until = 0.0
+        for sequence in self.sequences:
+            sequence.placed_at -= 3.0
+
+    def _tick(self) -> None:
+        self.dispatcher.tick()
+
+    def check(self) -> None:
+        entries = list(self.dispatcher.in_flight)
+        assert [one.sequence for one in entries] == [one for one in self.sequences if not one.done]
+        placed = [one for one in entries if one.engine is not None]
+        for one in entries:
+            waits = one.sequence.state is STATE.WAITING
+            assert waits == (one.engine is None), one.sequence.state
+        for engine in self.model.engines:
+            own = {one.sequence.request_id for one in placed if one.engine is engine}
+            assert own == set(engine.request_ids) and len(own) <= ROWS
+        queue = self.dispatcher.queue_of(self.model)
+        assert len(queue) == len(entries) - len(placed)
+        for background, counted in (
+            (False, queue._running),
+            (True, queue._running_background),
+        ):
+            keys = (
+                one.sequence.key for one in placed if one.sequence.tenant.background == background
+            )
+            assert counted == Counter(keys)
+        for sequence, tokens in self.stopped.items():
+            assert sequence.state in (STATE.STOPPING, STATE.DONE), "its text is complete"
+            assert sequence.num_output_tokens == tokens
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_events_keeps_the_books_and_ends(seed: int) -> None:
+    fleet = Fleet(seed)
+    for _ in range(150):
+        fleet.act()
+    fleet.takes = True
+    deadline = time.monotonic() + 10
+    while fleet.dispatcher.num_in_flight:
+        assert time.monotonic() < deadline, list(fleet.dispatcher.in_flight)
+        for engine in fleet.model.engines:
+            engine.backoff_until = 0.0
+        fleet.dispatcher.place(fleet.model)
+        fleet._tokens(finish="length")
+        fleet.check()

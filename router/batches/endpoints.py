@@ -18,7 +18,6 @@ from router.api.body import json_response, read_body
 from router.api.operations import Operation
 from router.batches.files import FileEndpoints
 from router.batches.jobs.context import BatchContext
-from router.batches.jobs.places import Places
 from router.batches.jobs.runner import BatchRunner
 from router.batches.objects import (
     BatchErrors,
@@ -48,6 +47,7 @@ from router.batches.storage.writer import ResultWriter
 from router.errors import BODY_ERRORS, InvalidRequest, TooManyRequests
 from router.fleet.router import Router
 from router.fleet.tenants.tenant import Tenant
+from router.places import Places
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """What batches may ask for."""

@@ -22,6 +22,8 @@ START_LIMIT_S = 60.0
 """More for the first image of a process: libraries are imported and a processor is loaded."""
 _MAX_ANSWER_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
+MAX_PROCESSORS = 4
+"""Those that a process loads. They are never dropped, and models come and go."""
 
 
 class DecoderLost(Exception):
@@ -60,6 +62,8 @@ class DecoderProcess:
     def prepare(self, job: DecodeJob, content: bytes) -> DecoderAnswer:
         """Return what ``content`` becomes. Raises `DecoderLost`, and OSError if no process can be
         started."""
+        if job.folder not in self._folders and len(self._folders) >= MAX_PROCESSORS:
+            self._end()
         limit_s = self._time_limit_s + (0 if job.folder in self._folders else START_LIMIT_S)
         process = self._running()
         deadline = time.monotonic() + limit_s

@@ -14,14 +14,21 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 import h11
 
+from router.errors import Unavailable
+from router.places import Places
+
 TIMEOUT_S = 10.0
 MAX_REDIRECTS = 3
 MAX_AT_ONCE = 8
+WAIT_S = 30.0
+"""How long an image may wait for others to be fetched."""
 _HTTPS = 443
 _READ_BYTES = 65536
 _MAX_URL_CHARS = 8192
@@ -64,15 +71,25 @@ class ImageFetcher:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._timeout_s = timeout_s
         self._port = port
-        self._resolve = resolve or _addresses
+        self._resolve = resolve or self._addresses
         self._is_public = is_public or is_public_address
         self._context = context or ssl.create_default_context()
-        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+        self._places = Places(MAX_AT_ONCE)
+        # A name whose servers do not answer keeps its thread: not one that others need.
+        self._resolvers = ThreadPoolExecutor(MAX_AT_ONCE, "resolve")
 
-    async def fetch(self, url: str, max_bytes: int) -> bytes:
-        """Return what is at ``url``, of at most ``max_bytes``. Raises `NotFetched`."""
+    async def fetch(self, url: str, max_bytes: int, key: str = "") -> bytes:
+        """Return what is at ``url``, of at most ``max_bytes``, for a request of ``key``. Raises
+        `NotFetched`, and `Unavailable` if too many are fetched."""
         try:
-            async with asyncio.timeout(self._timeout_s), self._places:
+            async with asyncio.timeout(WAIT_S):
+                await self._places.take(key)
+        except TimeoutError:
+            raise Unavailable(
+                "Too many images are fetched at once.", code="server_busy", retry_after_s=5
+            ) from None
+        try:
+            async with asyncio.timeout(self._timeout_s):
                 return await self._follow(url, max_bytes)
         except TimeoutError:
             raise NotFetched(f"did not come within {self._timeout_s:g} s.") from None
@@ -80,6 +97,8 @@ class ImageFetcher:
             raise NotFetched("is on a host whose certificate is not valid.") from None
         except (OSError, h11.RemoteProtocolError, EOFError):
             raise NotFetched("could not be fetched from its host.") from None
+        finally:
+            self._places.give_back(key)
 
     async def _follow(self, url: str, max_bytes: int) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -115,6 +134,11 @@ class ImageFetcher:
                 is_forbidden=True,
             )
         return _Target(host, path)
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._resolvers, ask)
+        return [str(address[0]) for *_, address in found]
 
     async def _get(self, target: _Target, max_bytes: int) -> bytes | str:
         """Return the content, or where a redirect leads."""
@@ -183,12 +207,6 @@ def _redirect(response: h11.Response, max_bytes: int) -> str | None:
 
 def _too_large(max_bytes: int) -> NotFetched:
     return NotFetched(f"has more than the {max_bytes} bytes that are left for images.")
-
-
-async def _addresses(host: str, port: int) -> list[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
 
 
 def is_public_address(text: str) -> bool:

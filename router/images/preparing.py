@@ -95,7 +95,7 @@ class ImagePreparer:
             try:
                 fetched = None
                 if _is_remote(image):
-                    fetched = await self._fetch(image, left)
+                    fetched = await self._fetch(image, left, key)
                     left -= len(fetched)
                     held.hold(len(fetched))
                 size = image.size if fetched is None else len(fetched)
@@ -128,7 +128,7 @@ class ImagePreparer:
                     code="image_too_large",
                 )
 
-    async def _fetch(self, image: SentImage, most_bytes: int) -> bytes:
+    async def _fetch(self, image: SentImage, most_bytes: int, key: str) -> bytes:
         scheme = image.source[:8].partition(":")[0].lower()
         if self._fetcher is None or scheme != "https":
             text = "is behind a URL; send it as a data: URL."
@@ -136,7 +136,7 @@ class ImagePreparer:
                 text = "is behind a URL, and this server fetches none (--image-hosts)."
             raise self._refused(image, "host", text, code="invalid_image_url")
         try:
-            return await self._fetcher.fetch(image.source, most_bytes)
+            return await self._fetcher.fetch(image.source, most_bytes, key)
         except NotFetched as error:
             reason = "host" if error.is_forbidden else "fetch"
             raise self._refused(image, reason, str(error), code="invalid_image_url") from None

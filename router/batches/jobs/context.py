@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from router.batches.jobs.places import Places
 from router.batches.storage.directory import BatchDirectory
 from router.batches.storage.writer import ResultWriter
 from router.fleet.metrics.batch_figures import BatchFigures
 from router.fleet.metrics.prometheus import Metrics
 from router.fleet.tenants.tenant import Tenant
+from router.places import Places
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from router.batches.directory import BatchDirectory
 from router.batches.files import FileEndpoints
-from router.batches.job import BatchJob
-from router.batches.places import Places
-from router.batches.states import BatchState
-from router.batches.store import BatchStore, NewFile, Result
+from router.batches.jobs.job import BatchJob
+from router.batches.storage.directory import BatchDirectory
+from router.batches.storage.states import BatchState
+from router.batches.storage.store import BatchStore, NewFile, Result
 from router.batches.uploads import Upload
 from router.errors import BodyTimeout, TooManyRequests
-from router.fleet.tenants import EVERYBODY, Tenant
+from router.fleet.tenants.tenant import EVERYBODY, Tenant
+from router.places import Places
 from tests.router.batches.conftest import line
 from tests.router.batches.test_states import VALUES, file
 
@@ -107,7 +107,7 @@ def test_a_batch_whose_input_is_lost_ends_with_what_it_has(
 def test_a_batch_waits_for_a_disk_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batches.job._AGAIN_S", 0.01)
+    monkeypatch.setattr("router.batches.jobs.job._AGAIN_S", 0.01)
 
     async def run() -> None:
         directory = BatchDirectory(tmp_path)
@@ -134,8 +134,8 @@ def test_a_batch_expires_while_the_machine_sleeps(
     """The event loop's time stands still then, and that of the wall goes on."""
     slept_s = 0.0
     wall = SimpleNamespace(time=lambda: time.time() + slept_s)
-    monkeypatch.setattr("router.batches.job.time", wall)
-    monkeypatch.setattr("router.batches.job._LOOK_S", 0.02)
+    monkeypatch.setattr("router.batches.jobs.job.time", wall)
+    monkeypatch.setattr("router.batches.jobs.job._LOOK_S", 0.02)
 
     async def run() -> Any:
         nonlocal slept_s

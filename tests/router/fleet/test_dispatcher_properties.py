@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from router.fleet.dispatch import Dispatcher
-from router.fleet.engines import Engine, ModelReplicas
-from router.fleet.metrics import Metrics
-from router.fleet.remote_request import InFlight, RemoteRequestState
-from router.fleet.remote_sequence import RemoteSequence
-from router.fleet.tenants import Tenant
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.metrics.prometheus import Metrics
+from router.fleet.queue.dispatch import Dispatcher
+from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
+from router.fleet.sequences.remote_sequence import RemoteSequence
+from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
 from shared.wire import Accepted, Delta, LiveRequest, Refused, SamplingParams, Submit, Usage
 from tests.router.scripted_engine import make_hello

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from router.images.decoder import DecodeJob
@@ -93,3 +95,18 @@ def test_a_model_without_a_processor_is_said_to_have_none(
     job = DecodeJob(folder=str(tmp_path), vision=VISION, max_pixels=MOST, is_base64=False)
     answer, _ = process.prepare(job, encoded(picture()))
     assert answer.is_fault_of_server and answer.text
+
+
+def test_a_process_does_not_keep_the_processors_of_all_models_that_ever_were(
+    job: DecodeJob, vision_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.images.decoder_process.MAX_PROCESSORS", 1)
+    other = msgspec.structs.replace(job, folder=str(shutil.copytree(vision_dir, tmp_path / "b")))
+    process = DecoderProcess()
+    try:
+        first = process.prepare(job, encoded(picture())).answer.digest
+        pid = process.pid
+        assert process.prepare(other, encoded(picture())).answer.digest == first
+        assert process.pid != pid
+    finally:
+        process.close()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import socket
 import ssl
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from cryptography import x509
@@ -14,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from router.images.fetching import ImageFetcher, NotFetched, is_public_address
+from router.images.fetching import MAX_AT_ONCE, ImageFetcher, NotFetched, is_public_address
 
 HOST = "pictures.example"
 MOST = 100_000
@@ -198,3 +202,46 @@ def test_a_certificate_of_another_is_not_believed(certificate: Path) -> None:
 )
 def test_addresses_that_are_public(address: str, public: bool) -> None:
     assert is_public_address(address) == public
+
+
+class SlowFetcher(ImageFetcher):
+    """Every image takes a while, and its host is as slow as may be."""
+
+    order: ClassVar[list[str]] = []
+
+    async def _follow(self, url: str, max_bytes: int) -> bytes:
+        await asyncio.sleep(0.05)
+        self.order.append(url)
+        return b""
+
+
+def test_no_key_waits_for_the_many_images_of_another_one() -> None:
+    async def run() -> None:
+        fetcher = SlowFetcher([HOST], timeout_s=0.08)
+        many = [fetcher.fetch(f"many {n}", MOST, "many") for n in range(5 * MAX_AT_ONCE)]
+        begun = [asyncio.ensure_future(each) for each in many]
+        await asyncio.sleep(0)
+        await fetcher.fetch("other", MOST, "other")
+        # And waiting for a place is not held against a host.
+        assert await asyncio.gather(*begun) == [b""] * len(many)
+
+    asyncio.run(run())
+    assert SlowFetcher.order.index("other") <= 2 * MAX_AT_ONCE
+
+
+def test_names_that_nobody_resolves_hold_up_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hangs.wait(10) and [])
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        fetcher = ImageFetcher([HOST], timeout_s=0.2)
+        begun = [asyncio.ensure_future(fetcher.fetch(f"https://{HOST}/a", MOST)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            assert await asyncio.to_thread(lambda: "read") == "read"  # such as the file of keys
+        found = await asyncio.gather(*begun, return_exceptions=True)
+        assert all(isinstance(each, NotFetched) for each in found)
+        hangs.set()
+
+    asyncio.run(run())

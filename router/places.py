@@ -1,4 +1,4 @@
-"""The places of lines: so many run at once, fairly between keys."""
+"""Places for what costs something: so many are taken at once, fairly between keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 
 class Places:
     """Of those that wait, the key goes first that has the fewest places; within a key, the one that
-    has waited longest. Batches of a key take turns, since each waits for one place at a time."""
+    has waited longest."""
 
     def __init__(self, count: int) -> None:
         self._free = count

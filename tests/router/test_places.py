@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.batches.jobs.places import Places
+from router.places import Places
 
 
 def test_keys_share_places_however_many_lines_each_has() -> None:

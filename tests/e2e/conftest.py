@@ -13,8 +13,7 @@ NOT_ON_RANKS = {
     "test_ray.py": "it has a test with ranks",
     "[drafting]": "ranks take no draft model",
     "[guessing]": "ranks have no head for later tokens",
-    "[mamba-1]": "mlx-lm does not divide it",
-    "[llama-2]": "it is the one before",
+    "[mamba]": "mlx-lm does not divide it",
     "test_a_spare_process_takes_the_place_of_a_killed_engine": "ranks have no spare process",
 }
 """Parts of tests' names, and why engines of these have one rank."""

@@ -34,6 +34,7 @@ CLOSE = 5e-3
 """Of log-probabilities. One rounding error in fp32 may change a code."""
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "logprobs": 1, "temperature": 0}
 SAMPLED = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.1}
+LONGEST = 400
 TOKENS = 300
 """So many that an engine is killed before its streams end."""
 PATTERN = "[a-z ]{400}"
@@ -87,9 +88,11 @@ def truth(tiny_model: Callable[..., Path]) -> Truth:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    flags = "--kv-bits 8 --num-blocks 600 --max-kv-size 400 --ssd-policy write_through".split()
+    flags = (
+        f"--kv-bits 8 --num-blocks 600 --max-kv-size {LONGEST} --ssd-policy write_through".split()
+    )
     environment = {gpu_path.VARIABLE: "1", "_MLX_LM_SERVER_CHECK_INTEGRITY": "1"}
-    with serving(tiny_model("llama"), *flags, **environment) as running:
+    with serving(tiny_model("llama"), *flags.split(), **environment) as running:
         assert any(gpu_path.VARIABLE in line for line in running.log)
         yield running
 
@@ -148,6 +151,8 @@ def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth
             answer = httpx.post(url, json=body, timeout=PATIENCE_S)
             if answer.status_code != 503 or time.monotonic() > until:
                 break
+            assert answer.json()["error"]["code"] == "memory_pressure"
+            assert int(answer.headers["retry-after"]) >= 1
             time.sleep(0.05)
         assert answer.status_code == 200, answer.text
         return Said.of(answer.json()["choices"])
@@ -155,6 +160,19 @@ def test_answers_are_mlx_lms_while_sequences_are_preempted(server: Server, truth
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(complete, prompts))
     server.wait_metric("mlx_lm_server_preemptions_total")
+    unevictable = "mlx_lm_server_kv_unevictable_bytes"
+    server.wait_until(lambda: server.metric(unevictable) == 0, PATIENCE_S, "all blocks free")
     for prompt, said in zip(prompts, answers, strict=True):
         assert len(said.names) == 200
         truth.check(prompt, said, greedy=True)
+
+
+def test_max_kv_size_is_reported_and_enforced(server: Server) -> None:
+    model = server.client.get("/v1/models").json()["data"][0]
+    assert LONGEST in model.values()
+    refused = server.post("/v1/completions", prompt=[5] * LONGEST, max_tokens=1)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    cut = server.complete([5] * (LONGEST - 3), 50, ignore_eos=True)
+    assert cut["usage"]["completion_tokens"] == 3
+    assert cut["choices"][0]["finish_reason"] == "length"

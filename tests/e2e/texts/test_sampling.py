@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from router.tokens.vocabulary import Vocabulary
-from tests.e2e.server import Server, on_ranks, serving
+from tests.e2e.server import Server, serving
 from tests.oracle import Oracle, oracle
 from tests.tiny_models import EOS, VOCAB_SIZE
 
@@ -32,12 +32,10 @@ class Running(NamedTuple):
     truth: Oracle
 
 
-@pytest.fixture(scope="module", params=["llama-1", "mamba-1", "llama-2"])
+@pytest.fixture(scope="module", params=["llama", "mamba"])
 def running(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Running]:
-    """A model, and the number of its ranks."""
-    model, _, ranks = request.param.partition("-")
-    path = tiny_model(model)
-    with serving(path, *on_ranks(int(ranks)), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
+    path = tiny_model(request.param)
+    with serving(path, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as server:
         yield Running(server, oracle(path))
 
 

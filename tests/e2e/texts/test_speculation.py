@@ -87,7 +87,7 @@ def test_texts_are_mlx_lms_and_usage_and_metrics_count_drafts(
     assert engine["step_s"] and engine["acceptance"]
 
 
-@pytest.mark.parametrize("source", ["server", "drafting", "guessing"])
+@pytest.mark.parametrize("source", ["drafting", "guessing"])
 def test_streams_resume_with_the_same_text_after_a_kill_in_mid_speculation(
     source: str, request: pytest.FixtureRequest
 ) -> None:

@@ -59,17 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_an_agent_computes_little_more_than_new_tokens(llama: Server) -> None:
-    check_turns(llama)
-
-
-@pytest.mark.slow
 def test_an_agent_computes_little_more_than_new_tokens_on_a_hybrid(tmp_path: Path) -> None:
-    with serving(make_agent(HYBRID, tmp_path / "hybrid"), *FLAGS) as server:
-        check_turns(server)
-
-
-def check_turns(server: Server) -> None:
     replies = transcript.replies()
 
     def ask(number: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +76,9 @@ def check_turns(server: Server) -> None:
         body_of_answer: dict[str, Any] = answer.json()
         return body_of_answer
 
-    transcript.assert_little_is_computed_again(transcript.play(ask, TURNS), 16)
+    with serving(make_agent(HYBRID, tmp_path / "hybrid"), *FLAGS) as server:
+        played = transcript.play(ask, TURNS)
+    transcript.assert_little_is_computed_again(played, 16)
 
 
 def test_a_forced_tool_call_has_valid_arguments(llama: Server) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import serving
 from tests.oracle import Oracle, oracle
 
 MAX_TOKENS = 12
@@ -27,11 +26,6 @@ def truth(demo_model: Path) -> Oracle:
     return oracle(demo_model, kv_bits=8)
 
 
-def flags(directory: Path, bits: int) -> tuple[str, ...]:
-    kv_bits = ("--kv-bits", str(bits))
-    return (*kv_bits, "--ssd-cache-dir", str(directory), "--ssd-policy", "write_through")
-
-
 def cached(answer: dict[str, Any]) -> int:
     tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return tokens
@@ -41,24 +35,21 @@ def files(directory: Path) -> list[Path]:
     return list(directory.rglob("*.safetensors"))
 
 
-def wait_stored(server: Server, directory: Path, count: int) -> None:
-    server.wait_until(lambda: len(files(directory)) >= count, 60, "blocks on the SSD")
-
-
 @pytest.mark.slow
 def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
     tmp_path: Path, truth: Oracle
 ) -> None:
+    flags = ("--kv-bits=8", "--ssd-cache-dir", str(tmp_path), "--ssd-policy=write_through")
     asked = [truth.chat(HEAD * 2 + question) for question in QUESTIONS]
     blocks = {tuple(prompt[:end]) for prompt in asked for end in range(16, len(prompt), 16)}
-    with serving("demo-fp32", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
+    with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as first:
         cold = [first.complete(prompt, MAX_TOKENS) for prompt in asked]
         with ThreadPoolExecutor(3) as pool:
             ram = list(pool.map(lambda prompt: first.complete(prompt, MAX_TOKENS), asked))
-        wait_stored(first, tmp_path, len(blocks))
+        first.wait_until(lambda: len(files(tmp_path)) >= len(blocks), 60, "blocks on the SSD")
     sizes = {file.stat().st_size for file in files(tmp_path)}
     assert max(sizes) <= 0.55 * 2 * BLOCK_ELEMENTS, "more than 55 % of the bytes of a 16-bit type"
-    with serving("demo-fp32", *flags(tmp_path, 8), _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
+    with serving("demo-fp32", *flags, _MLX_LM_SERVER_CHECK_INTEGRITY="1") as second:
         ssd = [second.complete(prompt, MAX_TOKENS) for prompt in asked]
         second.wait_metric("mlx_lm_server_cached_ssd_tokens_total")
     assert cached(cold[0]) == 0
@@ -66,15 +57,3 @@ def test_a_text_is_the_same_with_a_cold_prefix_and_one_from_ram_or_ssd(
         assert all(cached(answer) >= len(prompt) - 16 for answer in answers[1:])
         (text,) = {answer["choices"][0]["text"] for answer in answers}
         truth.check(prompt, MAX_TOKENS, text)
-
-
-@pytest.mark.slow
-def test_engines_with_different_kv_bits_do_not_share_blocks(
-    tmp_path: Path, tiny_model: Callable[..., Path]
-) -> None:
-    prompt = list(range(3, 3 + 40))
-    for number, bits in enumerate((8, 4, 16), 1):
-        with serving(tiny_model("llama"), *flags(tmp_path, bits)) as server:
-            assert cached(server.complete(prompt, 2)) == 0
-            wait_stored(server, tmp_path, 2 * number)
-            assert cached(server.complete(prompt, 2)) == 32

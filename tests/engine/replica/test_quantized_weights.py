@@ -77,3 +77,11 @@ def test_blocks_are_found_by_engines_that_multiply_the_same_way(
     assert len({root("exact"), root("compact"), root("fast")}) == 3
     dense = tiny_model("qwen3")
     assert root("exact", dense) == root("fast", dense)
+
+
+def test_engines_with_other_kv_bits_or_block_sizes_share_no_blocks(
+    tiny_model: Callable[..., Path],
+) -> None:
+    kinds: list[dict[str, int]] = [{}, {"kv_bits": 8}, {"kv_bits": 4}, {"block_size": 32}]
+    roots = {Whole(tiny_model("llama"), **kind).replica.namespace for kind in kinds}
+    assert len(roots) == len(kinds)

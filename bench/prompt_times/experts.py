@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.growth import counters_of
 from bench.prompt_times.measuring import FLAGS, Options, first_s, ms
 from bench.servers import ours
+from bench.serving.growth import counters_of
 from engine.model.load import resolve
 
 TOKENS, FIXED_CHUNK = 2048, 256

@@ -26,7 +26,7 @@ PARTS: dict[str, Callable[[Options], None]] = {
 }
 
 
-def prompt_times(model: str, runs: int) -> None:
+def prompts(model: str, runs: int) -> None:
     """Run all parts. Each has its own models, whatever ``model`` says."""
     run_parts(tuple(PARTS), Options(runs=runs))
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from bench.llama_cpp import VARIABLE
+from bench.peers.llama_cpp import VARIABLE
 from bench.prompt_times.measuring import FLAGS, Options, first_s, ms
 from bench.servers import llama_server, mlx_lm_server, ours
 from engine.backend.threads import num_threads

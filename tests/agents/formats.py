@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bench.models import template
+from bench.serving.models import template
 
 
 class Call(NamedTuple):

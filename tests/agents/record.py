@@ -1,4 +1,4 @@
-"""`python -m tests.agents.record`: record a session of each agent for `bench.sessions`.
+"""`python -m tests.agents.record`: record a session of each agent for `bench.serving.sessions`.
 
 Two questions are asked, and answered after twenty calls or more: files are read, edited, commands
 run, two calls made at once, some fail, and twice a sub-agent works in between.
@@ -17,7 +17,7 @@ from engine.backend.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports MLX
 
-from bench import sessions  # noqa: E402
+from bench.serving import sessions  # noqa: E402
 from engine.model.demo import demo_model_path  # noqa: E402
 from tests.agents.formats import FORMATS, Step  # noqa: E402
 from tests.agents.installing import binaries  # noqa: E402

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import sessions
-from bench.agents import FLAGS, prompt_tokens, replay
-from bench.models import CONTEXT, template
+from bench.serving import sessions
+from bench.serving.agents import FLAGS, prompt_tokens, replay
+from bench.serving.models import CONTEXT, template
 from engine.model.demo import demo_model_path
 from tests.agents.formats import FORMATS, Format
 from tests.agents.model import make_actor

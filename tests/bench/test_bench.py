@@ -9,8 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from bench import host_time, router
-from bench.primitives import count_primitives, fused_functions
+from bench.engine.primitives import count_primitives, fused_functions
+from bench.router import alone as router
+from bench.serving import host_time
 from bench.side import SIDES, side
 from tests.tiny_models import make_tiny
 
@@ -57,7 +58,7 @@ def test_one_primitive_stands_for_each_fused_function() -> None:
 _COUNTS = """
 import sys
 import mlx_lm
-from bench import kernels
+from bench.engine import kernels
 from engine.batch import ragged
 from engine.cache.layout import probe_layout
 
@@ -98,7 +99,7 @@ def test_the_router_is_measured_beside_a_bare_application(
 _MEASURES = """
 import sys, time
 from bench.servers import running
-command = [sys.executable, "-m", "bench.router_bare", sys.argv[1]]
+command = [sys.executable, "-m", "bench.router.bare", sys.argv[1]]
 with running(command, "/readyz") as (port, _):
     print(port, flush=True)
     time.sleep(600)
@@ -140,7 +141,7 @@ import sys
 from engine.backend.blas import load_fast_blas
 load_fast_blas()
 import mlx.core as mx
-from bench.metal import metal
+from bench.engine.metal import metal
 from engine.batch.gpu import GPUBatch
 from engine.proving import choose
 choose.prove = lambda *_: None  # which would keep such batches from being used

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.questions import KINDS, questions
-from bench.same_text import ComparedWay, compare
+from bench.serving.questions import KINDS, questions
+from bench.serving.same_text import ComparedWay, compare
 from services.measuring.answers import EventReader, StreamedAnswer
 from tests.tiny_models import make_tiny
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench.every_kind import measure, show
-from bench.kinds_of_text import KINDS
-from bench.lossless import check
-from bench.ngram_rules import (
+from bench.speculation.drafts import MISSES, compare
+from bench.speculation.every_kind import measure, show
+from bench.speculation.kinds_of_text import KINDS
+from bench.speculation.lossless import check
+from bench.speculation.ngram_rules import (
     LlamaLookupRule,
     LlamaModRule,
     LlamaSimpleRule,
@@ -22,8 +23,7 @@ from bench.ngram_rules import (
     VllmRule,
     replay,
 )
-from bench.shared_steps import replay_together
-from bench.speculation import MISSES, compare
+from bench.speculation.shared_steps import replay_together
 
 LIST = list(range(30, 60))
 

@@ -129,7 +129,7 @@ class Site:
             below = descendants(self.joined.popen.pid)
             return [pid for pid, command in below if "services.processes.engine" in command]
         name, _, model = role.partition(" ")
-        wanted = [f"services.{name}", *([str(self.models[model])] if model else [])]
+        wanted = [f"services.processes.{name}", *([str(self.models[model])] if model else [])]
         below = descendants(self.server.process.pid)
         return [pid for pid, command in below if all(word in command for word in wanted)]
 

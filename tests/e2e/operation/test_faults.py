@@ -30,7 +30,7 @@ def server(tiny_model: Callable[..., Path]) -> Iterator[Server]:
 
 
 def kill(server: Server, name: str, number: int = signal.SIGKILL) -> int:
-    (pid,) = server.pids(f"services.{name}")
+    (pid,) = server.pids(f"services.processes.{name}")
     os.kill(pid, number)
     return pid
 

@@ -138,7 +138,7 @@ def lose(server: Server, name: str, number: int) -> None:
     """Lose a process while it answers; the text goes on, and no process is left."""
     fields = {"temperature": 1.0, "seed": 5}
     expected = text_of(list(server.stream("abc", 150, **fields)))
-    (lost,) = server.pids(f"services.{name}" if "." not in name else name)
+    (lost,) = server.pids(f"services.processes.{name}" if "." not in name else name)
     others = server.pids("services.processes.rank")
     running = server.stream("abc", 150, **fields)
     begun = [next(running) for _ in range(3)]

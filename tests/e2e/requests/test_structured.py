@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import pytest
 
-from bench.schemas import Schema, Sizes, generate
+from bench.engine.schemas import Schema, Sizes, generate
 from tests.e2e.server import Server, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -82,7 +82,9 @@ class Watch:
     def __init__(self, server: Server, report: Report) -> None:
         self._server = server
         self._report = report
-        self.names = {pid: name for name in PARTS for pid in server.pids(f"services.{name}")}
+        self.names = {
+            pid: name for name in PARTS for pid in server.pids(f"services.processes.{name}")
+        }
         self.names[server.process.pid] = "supervisor"
 
     async def sample(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench import sessions
+from bench.serving import sessions
 from tests.router.conftest import Server
 from tests.router.scripted_engine import ScriptedEngine
 

@@ -1,6 +1,6 @@
-"""`python -m bench.shared_steps ANSWERS`: several requests that draft in the same steps, replayed.
+"""`python -m bench shared-steps ANSWERS`: several requests that draft in the same steps, replayed.
 
-``ANSWERS`` is a file of `bench.ngram_rules --answers`. Requests of one kind run at once, and a
+``ANSWERS`` is a file of `bench ngram-rules --answers`. Requests of one kind run at once, and a
 draft of any adds ``--draft`` of a step to it. Shown are tokens in the time of a step without
 drafts, of all requests and of the one that has the fewest; with ``--spec-decode auto``, and where
 the most tokens of all together count and no request is protected.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.ngram_rules import MOST, Transcript
+from bench.speculation.ngram_rules import MOST, Transcript
 from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.ngram import NgramSource
 from engine.speculation.speculator import DraftRow, SpeculationOptions, Speculator
@@ -74,7 +74,7 @@ def replay_together(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.shared_steps", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench shared-steps", description=__doc__)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--requests", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--draft", type=float, default=0.028, help="what one adds, in steps")

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.router_clients import Streams, events_of
+from bench.router.clients import Streams, events_of
 from bench.servers import START_TIMEOUT_S, ended_with_us, running
 from engine.model.load import resolve
 from shared.descriptors import raise_descriptor_limit
@@ -84,7 +84,7 @@ def measure(directory: Path, load: Load, runs: int) -> list[tuple[Measured, Meas
         port, pid = stack.enter_context(running_router(Path(private), directory, load))
         events = Path(private) / "events.json"
         events.write_text(json.dumps(_some_events(port, load)))
-        command = [sys.executable, "-m", "bench.router_bare", str(events), f"--rate={load.rate}"]
+        command = [sys.executable, "-m", "bench.router.bare", str(events), f"--rate={load.rate}"]
         bare_port, bare_pid = stack.enter_context(running(command, "/readyz"))
         for run in range(runs):
             pair = {}
@@ -114,7 +114,7 @@ def running_router(private: Path, directory: Path, load: Load) -> Iterator[tuple
     ]
     command += [f"--engine-socket={address}", "--max-concurrent-requests=0"]
     command += [f"--max-queue-size={load.streams}"]
-    engines = [sys.executable, "-m", "bench.router_engines", address, str(directory)]
+    engines = [sys.executable, "-m", "bench.router.engines", address, str(directory)]
     engines += [f"--engines={load.engines}", f"--models={load.models}", f"--rate={load.rate}"]
     with running(command, "/livez") as (port, pid):
         process = subprocess.Popen(engines, start_new_session=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bench.repetitive import CITIES, QUESTIONS, code_edit
+from bench.speculation.repetitive import CITIES, QUESTIONS, code_edit
 
 TOPICS = (
     "a lighthouse, a bakery, the sea, an old clock, a train at night, a garden, a lost letter, "

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import prompts
-from bench.models import make_short_demo
-from bench.router import cpu_s_of
+from bench.router.alone import cpu_s_of
 from bench.servers import running
+from bench.serving.models import make_short_demo
 from engine.model.demo import demo_model_path
 from services.measuring.client import ApiClient
 
@@ -147,7 +147,7 @@ def processes_of(pid: int) -> dict[str, list[int]]:
     for line in lines.splitlines():
         number, parent, *command = line.split()
         for part in PARTS:
-            if int(parent) == pid and f"services.{part}" in command:
+            if int(parent) == pid and f"services.processes.{part}" in command:
                 found[part].append(int(number))
     found["local"].append(pid)
     return found

@@ -1,4 +1,4 @@
-"""`python -m bench.every_kind`: sixty prompts of twenty kinds with drafts and without, in turn.
+"""`python -m bench every-kind`: sixty prompts of twenty kinds with drafts and without, in turn.
 
 Each prompt is answered by two engines of the same model, a step of each in turn, one of them with
 ``--spec-decode auto``. With several streams as many requests of the kind run at once, the same
@@ -27,9 +27,9 @@ from engine.backend.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports mlx
 
-from bench.kinds_of_text import KINDS, TOKENS  # noqa: E402
-from bench.repetitive import Workload  # noqa: E402
-from bench.speculation import Comparison  # noqa: E402
+from bench.speculation.drafts import Comparison  # noqa: E402
+from bench.speculation.kinds_of_text import KINDS, TOKENS  # noqa: E402
+from bench.speculation.repetitive import Workload  # noqa: E402
 
 PROMPTS = len(TOKENS)
 WORST_KIND, WORST_PROMPT = 0.98, 0.95
@@ -133,7 +133,7 @@ def show(pairs: Sequence[TimedPair]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.every_kind", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench every-kind", description=__doc__)
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 8])

@@ -1,4 +1,4 @@
-"""What the router is compared with: `python -m bench.router_bare EVENTS_FILE --port PORT`.
+"""What the router is compared with: `python -m bench.router.bare EVENTS_FILE --port PORT`.
 
 A Starlette application of one handler, on uvicorn as it comes. It streams events that are in its
 memory already, at the rate of the engines.
@@ -44,7 +44,7 @@ def create_app(events: list[bytes], rate: float) -> Starlette:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.router_bare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.router.bare", description=__doc__)
     parser.add_argument("events", type=Path, help="a JSON list of the texts of events")
     parser.add_argument("--rate", type=float, default=20.0)
     parser.add_argument("--port", type=int, required=True)

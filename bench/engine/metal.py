@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from bench import kernels
+from bench.engine import kernels
 from bench.in_process import InProcessEngine
 from engine.backend.gpu_path import forced_gpu_path
 from engine.cache.layout import probe_layout

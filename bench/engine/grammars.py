@@ -1,8 +1,8 @@
-"""`python -m bench.grammars`: answers of the model to JSON schemas, and the cost of masks.
+"""`python -m bench grammars`: answers of the model to JSON schemas, and the cost of masks.
 
-Sends random schemas and some like those of clients (`bench.schemas`) to a whole server, eight at
-a time, and counts the answers that ended by themselves and are valid. Then runs eight sequences
-with schemas, without a server, and measures the share of a step that their masks take.
+Sends random schemas and some like those of clients (`bench.engine.schemas`) to a whole server,
+eight at a time, and counts the answers that ended by themselves and are valid. Then runs eight
+sequences with schemas, without a server, and measures the share of a step that their masks take.
 Exits with 1 if fewer than 95 % ended, one that did is not valid, or masks take over 10 %.
 """
 
@@ -25,8 +25,8 @@ load_fast_blas()  # before anything imports mlx
 import jsonschema  # noqa: E402
 
 from bench.client import complete  # noqa: E402
+from bench.engine.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.in_process import InProcessEngine  # noqa: E402
-from bench.schemas import COMMON, Schema, generate  # noqa: E402
 from bench.servers import ours  # noqa: E402
 from engine.grammar.cache import GrammarCache  # noqa: E402
 from engine.replica.grammars import tokenizer_spec_of  # noqa: E402
@@ -39,7 +39,7 @@ PROMPT = "Here is an example of the JSON that the program wrote:\n\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.grammars", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench grammars", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--schemas", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=400)

@@ -1,4 +1,4 @@
-"""`python -m bench.ngram_rules`: rules by which other servers draft from earlier text, replayed on
+"""`python -m bench ngram-rules`: rules by which other servers draft from earlier text, replayed on
 the same tokens as ours: answers of the demo model, several sets of each kind of text. ``--answers
 FILE`` keeps them, or has them.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from bench.in_process import InProcessEngine
-from bench.repetitive import WORKLOADS
+from bench.speculation.repetitive import WORKLOADS
 from engine.speculation.batch_costs import PLAIN_FIRST
 from engine.speculation.ngram import MOST_AT_ONCE, NgramSource
 from engine.speculation.source import Proposal
@@ -362,7 +362,7 @@ def transcripts(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.ngram_rules", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench ngram-rules", description=__doc__)
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--sets", type=int, default=3)
     parser.add_argument("--texts", type=int, default=8)

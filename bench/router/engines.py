@@ -1,4 +1,4 @@
-"""Engines without a model: `python -m bench.router_engines ADDRESS MODEL_DIRECTORY`.
+"""Engines without a model: `python -m bench.router.engines ADDRESS MODEL_DIRECTORY`.
 
 They speak the real wire protocol over ZeroMQ sockets, one each. Every sequence gets a token a step,
 at a steady rate, out of a text that is repeated; each engine's step is one message, as in a real
@@ -184,7 +184,7 @@ def run(address: str, directory: Path, engines: int, models: int, rate: float) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.router_engines", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.router.engines", description=__doc__)
     parser.add_argument("address")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--engines", type=int, default=50)

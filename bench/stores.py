@@ -1,4 +1,4 @@
-"""`python -m bench.store_index`: the start of a kvstore whose directory has many blocks.
+"""`python -m bench store-index`: the start of a kvstore whose directory has many blocks.
 
 Prints the time from the start of the process to its first answer, how long answers take while it
 builds its index, how long that takes, and the memory that each block takes in it.
@@ -24,7 +24,7 @@ PATIENCE_S = 600.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.store_index", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench store-index", description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as private:

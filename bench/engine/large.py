@@ -48,7 +48,7 @@ def large(model: str, runs: int) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         size = _write(Path(scratch))
         print(f"checkpoint of {size / 1e9:.2f} GB", flush=True)
-        with side("ours", scratch, "fast", "bench.large") as one:
+        with side("ours", scratch, "fast", "bench.engine.large") as one:
             resident, allocated = (one.call(f"{kind}_bytes") / size for kind in KINDS)
             for rows in (1, 8):
                 times = [

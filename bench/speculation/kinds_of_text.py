@@ -1,10 +1,10 @@
-"""Sixty prompts of twenty kinds, three of each: for `bench.every_kind`."""
+"""Sixty prompts of twenty kinds, three of each: for `bench every-kind`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.repetitive import SCHEMA, Workload, code_edit, quote, records
+from bench.speculation.repetitive import SCHEMA, Workload, code_edit, quote, records
 from shared.wire import SamplingParams
 
 LIST = "apples, pears, plums, cherries, apricots, peaches, lemons, figs, grapes, melons"

@@ -2,7 +2,7 @@
 
 Greedy answers of a new server, one after the other, are compared with those that the same
 questions get in other ways, each from real processes over HTTP. The text may be the same while
-log-probabilities are not, so both are counted. ``python -m bench.same_text --help`` lists the
+log-probabilities are not, so both are counted. ``python -m bench same-text --help`` lists the
 ways and the choice of questions; what follows ``--`` are flags of all servers. ``--answers`` keeps
 the first answers in a file, so that many questions can be asked in several calls.
 """
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.client import Message, chat
-from bench.questions import KINDS, ChatQuestion, questions
 from bench.servers import kill_engine, running
+from bench.serving.questions import KINDS, ChatQuestion, questions
 from services.measuring.answers import StreamedAnswer
 
 TOKENS, QUESTIONS_OF_A_RUN = 96, 6
@@ -140,11 +140,6 @@ class ComparedWay:
         return f"{shares}  {', '.join([*other, *self.errors])}"
 
 
-def same_text(model: str, runs: int) -> None:
-    """Compare answers to questions of all kinds in all ways."""
-    compare(model, QUESTIONS_OF_A_RUN * runs)
-
-
 def compare(
     model: str,
     count: int,
@@ -254,7 +249,7 @@ def _user(content: str) -> Message:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.same_text", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench same-text", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--questions", type=int, default=4 * QUESTIONS_OF_A_RUN)
     parser.add_argument("--first", type=int, default=0, help="number of the first question")

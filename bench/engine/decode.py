@@ -10,7 +10,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.llama_cpp import VARIABLE
+from bench.peers.llama_cpp import VARIABLE
 from bench.side import side
 from engine.backend.threads import num_threads
 from engine.model.demo import demo_gguf

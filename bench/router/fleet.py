@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.router import Load, cpu_s_of, measured, running_router
+from bench.router.alone import Load, cpu_s_of, measured, running_router
 from engine.model.load import resolve
 from router.fleet.engines.engine import Engine
 from router.fleet.queue.placement import choose_engine, prompt_blocks

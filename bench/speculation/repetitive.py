@@ -1,4 +1,4 @@
-"""Texts whose answers repeat what was said, and some that do not: for `bench.speculation`."""
+"""Texts whose answers repeat what was said, and some that do not: for `bench speculation`."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.growth import COMMAND, counters_of, processes_of
-from bench.models import make_short_demo
-from bench.router import cpu_s_of
+from bench.router.alone import cpu_s_of
 from bench.servers import running
+from bench.serving.growth import COMMAND, counters_of, processes_of
+from bench.serving.models import make_short_demo
 from engine.model.demo import demo_model_path
 
 PARTS = ("router", "engine")
@@ -33,7 +33,7 @@ LOAD = (
     *("--requests=1000000", "--warm-up=0"),
 )
 SHOWN = 16
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _FRAME = re.compile(r"(.*) \((.*?)(?::\d+)?\)")
 _ENDING = re.compile(r" \(.*?([^/]*?)\)$")
 Stacks = Counter[tuple[str, ...]]

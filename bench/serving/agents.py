@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bench import sessions
-from bench.models import CONTEXT, make_short_demo
 from bench.servers import mlx_lm_server, ours
-from bench.sessions import Request
+from bench.serving import sessions
+from bench.serving.models import CONTEXT, make_short_demo
+from bench.serving.sessions import Request
 from engine.model.demo import demo_model_path
 from router.anthropic.schemas import MessagesRequest
 from router.anthropic.translation import chat_request as from_messages

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from bench.router import Load, running_router
-from bench.router_clients import HOST, Streams
+from bench.router.alone import Load, running_router
+from bench.router.clients import HOST, Streams
 from engine.model.load import resolve
 from shared.descriptors import raise_descriptor_limit
 

@@ -1,4 +1,4 @@
-"""`python -m bench.sampling`: the cost of each sampling parameter in a decode step.
+"""`python -m bench sampling`: the cost of each sampling parameter in a decode step.
 
 Prints median milliseconds of the sampler alone, for 16 rows of the demo model's logits and of flat
 noise. The parameters of a line are set for every row.
@@ -53,13 +53,13 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench sampling", description=__doc__)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--outputs", type=int, default=500, help="tokens generated before")
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
     if added := allocation.environment(os.environ):  # as engines do; it is read at the start
-        command = [sys.executable, "-m", "bench.sampling", *sys.argv[1:]]
+        command = [sys.executable, "-m", "bench.engine.sampling", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **added})
     real = _logits(options.rows)
     flat = mx.random.normal(real.shape, key=mx.random.key(1))

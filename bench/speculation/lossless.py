@@ -1,9 +1,9 @@
-"""`python -m bench.lossless`: the same text with drafts as without, on the demo model.
+"""`python -m bench lossless`: the same text with drafts as without, on the demo model.
 
 Answers to 200 prompts without drafts are compared, token by token, with those of every source of
 drafts in batches of 1 to 8, for each feature in turn and for all of them together. On a CPU a row
 has the same bits whatever is computed with it, so no tie is excused.
-Drafts of a model need ``--draft-model`` (`bench.distill` makes one), and ``auto`` has them then. It
+Drafts of a model need ``--draft-model`` (`bench distill` makes one), and ``auto`` has them then. It
 has those of the model's own head too, if there is one. Exits with 1 if an answer differs.
 
 ``--record FILE`` keeps what was compared, a piece of 36 prompts (batches of 1 to 8) at a time, and
@@ -33,7 +33,7 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports mlx
 
 from bench.in_process import InProcessEngine  # noqa: E402
-from bench.repetitive import SCHEMA, WORKLOADS, code_edit, quote, records  # noqa: E402
+from bench.speculation.repetitive import SCHEMA, WORKLOADS, code_edit, quote, records  # noqa: E402
 from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
 from shared.wire import SamplingParams  # noqa: E402
@@ -306,7 +306,7 @@ def _show(name: str, source: str, outcomes: Sequence[ComparedPiece]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.lossless", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench lossless", description=__doc__)
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--tokens", type=int, default=TOKENS)

@@ -1,9 +1,10 @@
-"""`python -m bench.distill FOLDER`: make a small draft model of the demo model, in FOLDER.
+"""`python -m bench distill FOLDER`: make a small draft model of the demo model, in FOLDER.
 
 The demo model answers questions, sampled, and for each token its most likely ones are kept. Its
 first and last layers, with its embedding and last layer as they are, are then trained to find these
-as likely (Hinton et al. 2015), and stored in 8 bits. `bench.repetitive.QUESTIONS` are not among the
-questions. One call works for ``--seconds`` and leaves all it did in FOLDER: repeat it until it says
+as likely (Hinton et al. 2015), and stored in 8 bits. Those of
+`bench.speculation.repetitive` are not among the questions.
+One call works for ``--seconds`` and leaves all it did in FOLDER: repeat it until it says
 that the model is there.
 """
 
@@ -227,7 +228,7 @@ def _loss(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.distill", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench distill", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()

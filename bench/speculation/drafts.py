@@ -6,8 +6,7 @@ to that in which the first ends.
 Drafts are those of ``--spec-decode auto``, what was learned in earlier runs included, as at a
 server; "misses" has a source that is always wrong. Ratios are of tokens a second, and a second one
 of tokens a second of the processor, which other programs on the machine change less.
-Then the rules of other servers are replayed on the texts (`bench.ngram_rules`).
-`python -m bench.speculation --help` has more to choose from.
+Then the rules of other servers are replayed on the texts (`bench ngram-rules`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from engine.backend.blas import load_fast_blas
 load_fast_blas()  # before anything imports mlx
 
 from bench.in_process import InProcessEngine  # noqa: E402
-from bench.ngram_rules import Transcript, compare_rules, index_cost  # noqa: E402
-from bench.repetitive import WORKLOADS, Workload  # noqa: E402
+from bench.speculation.ngram_rules import Transcript, compare_rules, index_cost  # noqa: E402
+from bench.speculation.repetitive import WORKLOADS, Workload  # noqa: E402
 from engine.replica.speculation import make_speculator  # noqa: E402
 from engine.speculation.source import DraftSource, Proposal  # noqa: E402
 from engine.speculation.speculator import Speculator  # noqa: E402
@@ -169,10 +168,6 @@ class Comparison:
         return self.engine.encode(workload.text(number), is_chat=workload.is_chat), answer
 
 
-def speculation(model: str, runs: int) -> None:
-    compare(model, runs, [*WORKLOADS, MISSES], BATCHES, TOKENS)
-
-
 def compare(
     model: str,
     runs: int,
@@ -230,13 +225,13 @@ def _accepted(before: DraftStats, after: DraftStats) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench speculation", description=__doc__)
     parser.add_argument("--model", default="demo-fp32")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS, MISSES])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--draft-model", help="a model's folder (`bench.distill` makes one)")
+    parser.add_argument("--draft-model", help="a model's folder (`bench distill` makes one)")
     parser.add_argument("--spec-decode", choices=("ngram", "draft", "auto"), default="auto")
     parser.add_argument("--always", action="store_true", help="draft whatever it costs")
     options = parser.parse_args()

@@ -1,0 +1,1 @@
+"""The engine without HTTP: steps, chunks, kernels, grammars, vectors."""

@@ -1,0 +1,1 @@
+"""Whole servers: agents' sessions, batches, restarts, where CPU time goes."""

@@ -197,7 +197,7 @@ class FileEndpoints:
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
         own, free = self._uploads[tenant.name], _MAX_UPLOADS - self._uploads.total()
-        # As for requests (`router.fleet.admission`), some places stay free for other keys.
+        # As for requests (`router.fleet.queue.admission`), some places stay free for other keys.
         if own >= _MAX_UPLOADS_OF_KEY or free <= (0 if tenant.alone else own):
             raise TooManyRequests("Too many files are uploaded at once.", retry_after_s=5)
         self._uploads[tenant.name] += 1

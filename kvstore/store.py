@@ -25,6 +25,8 @@ _AGE_PER_POSITION_S = 1e-6
 blocks the rest of a chain is useless, so the first are evicted last."""
 _OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY)
 """Errors that concern one file and not the whole disk."""
+_OF_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing about a file: this process lacks something."""
 _RETRIED_REMOVALS = 8
 logger = logging.getLogger(__name__)
 
@@ -163,7 +165,12 @@ class DiskStore:
 
         Raises: OSError if a bad file can be neither moved nor removed.
         """
-        data = self.read(key)
+        try:
+            data = self._directory.read(key)
+        except OSError as error:
+            if error.errno in _OF_NO_FILE:
+                return
+            data = None
         if data is not None:
             try:
                 decode(data, key.hash, key.namespace)

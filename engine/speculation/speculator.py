@@ -296,11 +296,12 @@ class Speculator:
         self, source: DraftSource, row: DraftRow, limit: int, num_rows: int
     ) -> Proposal | None:
         began = thread_time()
-        proposal = source.propose(row.tokens, limit)
-        if proposal is not None:
+        if (proposal := source.propose(row.tokens, limit)) is not None:
             elapsed_s = thread_time() - began
             self._accounts.spent(proposal.source, elapsed_s)
-            row.drafts.account_of(proposal.source).spend(num_rows * elapsed_s)
+            account = row.drafts.account_of(proposal.source)
+            if not account.is_silent(len(row.tokens)):  # otherwise it is asked what is possible
+                account.spend(num_rows * elapsed_s)
         return proposal
 
     def _ask_batch_source(

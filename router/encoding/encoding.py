@@ -91,6 +91,7 @@ async def _rows_of(
     pieces = _pieces([len(ids) for ids, _ in texts])
     waiting = deque(enumerate(pieces))
     running: dict[RemoteTexts, range] = {}
+    version = model.replicas
     try:
         while waiting or running:
             while waiting and len(running) < PIECES_AT_ONCE:
@@ -108,7 +109,8 @@ async def _rows_of(
                 is_part = len(pieces) > 1
                 piece = RemoteTexts(message, _width(model), tenant, changed.set, is_part=is_part)
                 running[piece] = members
-                version = model.replicas.version_for(has_output=number > 0)
+                # After the first piece the others follow it: all rows are of the same weights.
+                version = version.version_for(has_output=number > 0)
                 router.dispatcher.admit(version, [piece])
             await changed.wait()
             for piece in [each for each in running if each.done]:

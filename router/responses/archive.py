@@ -12,6 +12,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from shared.locks import try_lock
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 10_000
+_AGAIN_S = 5.0
+_Change = tuple[str, tuple[object, ...]]
 _TABLE = """
 CREATE TABLE IF NOT EXISTS turns (
     number INTEGER PRIMARY KEY, key TEXT NOT NULL, response_id TEXT, previous INTEGER,
@@ -64,7 +67,7 @@ class ResponseArchive:
             self._database.execute(_TABLE)
         except (OSError, sqlite3.Error) as error:
             raise ArchiveError(f"{directory} cannot be used: {error}") from None
-        self._changes: queue.Queue[tuple[str, tuple[object, ...]] | None] = queue.Queue(_MAX_QUEUED)
+        self._changes: queue.Queue[_Change | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._write_all, name="archive", daemon=True)
 
     def load(self) -> Iterator[ArchivedTurn]:
@@ -85,7 +88,8 @@ class ResponseArchive:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, as far as possible within ``timeout_s``."""
-        self._changes.put(None)
+        with suppress(queue.Full):  # the disk hangs
+            self._changes.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
         if self._lock is not None:
             os.close(self._lock)
@@ -98,10 +102,28 @@ class ResponseArchive:
             logger.error("a stored response is not written: the disk is too slow")
 
     def _write_all(self) -> None:
-        while (change := self._changes.get()) is not None:
+        failed: dict[object, _Change] = {}
+        """Removals by number. What a client has deleted must not be back after a restart."""
+        while True:
             try:
-                with self._database:
-                    self._database.execute(*change)
-            except sqlite3.Error as error:  # the disk is full, or fails
-                logger.error("a stored response is not written: %s", error)
+                change = self._changes.get(timeout=_AGAIN_S if failed else None)
+            except queue.Empty:
+                change = next(iter(failed.values()))
+            if change is None:
+                break
+            number = change[1][0]
+            failed.pop(number, None)  # one that is written again is no longer to be removed
+            if not self._write(change) and not change[0].startswith("INSERT"):
+                failed[number] = change
+        for change in failed.values():
+            self._write(change)
         self._database.close()
+
+    def _write(self, change: _Change) -> bool:
+        try:
+            with self._database:
+                self._database.execute(*change)
+        except Exception as error:  # the disk is full, or fails; the thread has to go on
+            logger.error("a stored response is not written: %s", error)
+            return False
+        return True

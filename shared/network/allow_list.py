@@ -24,6 +24,10 @@ class AllowListError(ValueError):
     """The list is not usable; the message is one line for the user."""
 
 
+class AllowListUnreadable(AllowListError):
+    """Reading the file failed, for example for want of descriptors."""
+
+
 @dataclass(frozen=True)
 class AllowedKey:
     """One line of the list."""
@@ -64,8 +68,14 @@ class AllowList:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return False
+        try:
+            self._keys = read_allow_list(self._path)
+        except AllowListUnreadable:
+            raise  # The next call tries again: the file may have lost a key.
+        except AllowListError:
+            self._stamp = stamp
+            raise
         self._stamp = stamp
-        self._keys = read_allow_list(self._path)
         return True
 
 
@@ -76,7 +86,9 @@ def read_allow_list(path: Path) -> dict[str, AllowedKey]:
             text = file.read(MAX_FILE_BYTES).decode()
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise AllowListUnreadable(f"cannot read {path}: {error}") from None
+    except UnicodeDecodeError as error:
         raise AllowListError(f"cannot read {path}: {error}") from None
     keys: dict[str, AllowedKey] = {}
     for number, line in enumerate(text.splitlines(), 1):

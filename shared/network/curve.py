@@ -26,7 +26,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from shared.logs import RateLimitedLogger
-from shared.network.allow_list import AllowedKey, AllowList, AllowListError
+from shared.network.allow_list import AllowedKey, AllowList, AllowListError, AllowListUnreadable
 from shared.network.named_address import is_named
 
 logger = logging.getLogger(__name__)
@@ -217,6 +217,8 @@ class Gatekeeper:
                 changed = self._list.refresh()
                 if changed:
                     self._logged.clear()
+        except AllowListUnreadable as error:
+            self._warnings.warning("cannot reload the allow list yet: %s", error)
         except AllowListError as error:
             logger.error("cannot reload the allow list, it stays as it was: %s", error)
         else:

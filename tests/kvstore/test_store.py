@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.clock import StoreClock
-from kvstore.directory import BlockDirectory
+from kvstore.directory import BlockDirectory, BlockKey
 from kvstore.store import BlockTooLarge, DiskStore
 from shared.blockfile import BlockFileError
 from tests.kvstore.blocks import file_of, key_of
@@ -336,3 +337,18 @@ def test_a_pipe_in_place_of_a_block_does_not_block_reads(directory: BlockDirecto
     store.verify(key_of(1))
     assert store.read(key_of(1)) is None
     assert store.get([key_of(1)]) == []
+
+
+def test_a_store_without_descriptors_removes_no_good_block(
+    directory: BlockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = loaded(directory)
+    put(store, 1)
+
+    def read(key: BlockKey) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "read", read)
+        store.verify(key_of(1))
+    assert there(store, 1) == {1} and store.stats().corrupt_total == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from shared.network.allow_list import (
     AllowedKey,
+    AllowList,
     AllowListError,
     parse_allowed_key,
     read_allow_list,
@@ -108,3 +111,26 @@ def test_a_list_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert not found.may_serve(["a", "c"])
     write_allow_list(path, [found])
     assert path.read_text() == f"{KEY} name=n models=a,b\n"
+
+
+def test_a_key_that_was_removed_is_out_though_the_list_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "allowed"
+    path.write_text(f"{KEY}\n")
+    keys = AllowList(path)
+    path.write_text("")
+
+    def no_descriptors(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", no_descriptors)
+        with pytest.raises(AllowListError, match="Too many open files"):
+            keys.refresh()
+    assert keys.find(KEY)
+    assert keys.refresh() and not keys.find(KEY)
+    path.write_text("no key\n")
+    with pytest.raises(AllowListError, match="line 1"):
+        keys.refresh()
+    assert not keys.refresh(), "it is said once"

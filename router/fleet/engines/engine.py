@@ -174,18 +174,21 @@ class ModelReplicas:
             and self.settings == settings
         )
 
-    def version_for(self, *, has_output: bool, prefer_successor: bool = False) -> ModelReplicas:
+    def version_for(
+        self, *, has_output: bool, has_images: bool = False, prefer_successor: bool = False
+    ) -> ModelReplicas:
         """Return the version that a waiting sequence of this one goes on with: this one while it
         has a ready engine, unless the successor is preferred.
 
-        The tokens of the prompt have to mean the same there, and output has to be of the same
-        weights.
+        The tokens and the images of the prompt have to mean the same there, and output has to be of
+        the same weights.
         """
         other = self.successor
         if other is None or (self.ready_engines and not prefer_successor):
             return self
         same_weights = other.hello.fingerprint == self.hello.fingerprint
         same_tokens = other.tokenizer_files == self.tokenizer_files
+        same_tokens &= not has_images or other.hello.vision == self.hello.vision
         return other if same_tokens and (same_weights or not has_output) else self
 
 

@@ -230,8 +230,7 @@ class Dispatcher:
         queue = self._queues[model]
         for entry in list(self._in_flight.values()):
             if entry.model is model and entry.engine is None:
-                has_output = entry.sequence.has_output
-                entry.model = model.version_for(has_output=has_output, prefer_successor=True)
+                entry.model = entry.next_version(prefer_successor=True)
                 if entry.model is not model:
                     queue.discard(entry.sequence)
                     self._queues[entry.model].push(entry.sequence)
@@ -373,7 +372,7 @@ class Dispatcher:
             return
         self._detach(entry)
         entry.sequence.requeue()
-        entry.model = entry.model.version_for(has_output=entry.sequence.has_output)
+        entry.model = entry.next_version()
         self._queues[entry.model].push(entry.sequence)
         self.place(entry.model)
 

@@ -140,3 +140,11 @@ class InFlight:
     model: ModelReplicas
     engine: Engine | None = None
     """The engine that it was sent to; None while it waits."""
+
+    def next_version(self, *, prefer_successor: bool = False) -> ModelReplicas:
+        """Return the version of the model that it goes on with (`ModelReplicas.version_for`)."""
+        return self.model.version_for(
+            has_output=self.sequence.has_output,
+            has_images=bool(self.sequence.payload),
+            prefer_successor=prefer_successor,
+        )

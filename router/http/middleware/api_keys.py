@@ -14,7 +14,13 @@ from starlette.datastructures import Headers
 
 from router.errors import AdminForbidden, Unauthorized
 from router.fleet.tenants.tenant import ADMINISTRATOR, EVERYBODY, Tenant
-from router.http.middleware.key_file import KeyFileError, digest, read_tenants
+from router.http.middleware.key_file import (
+    KeyFileError,
+    KeyFileUnreadable,
+    digest,
+    read_tenants,
+)
+from shared.logs import RateLimitedLogger
 from shared.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -37,6 +43,7 @@ class ApiKeys:
             tokens_per_minute=settings.rate_limit_tokens,
         )
         self._reload_asked = asyncio.Event()
+        self._warnings = RateLimitedLogger(logger)
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -75,8 +82,8 @@ class ApiKeys:
             settled, seen = stamp == seen, stamp
             if self._reload_asked.is_set() or (settled and stamp != self._stamp):
                 self._reload_asked.clear()
-                self._stamp = stamp
-                await self._try_reload()
+                if await self._try_reload():
+                    self._stamp = stamp
 
     async def reload(self) -> int:
         """Read the keys again, and return their number. Running requests go on.
@@ -87,11 +94,16 @@ class ApiKeys:
         logger.info("API keys read again: %d", len(self._tenants))
         return len(self._tenants)
 
-    async def _try_reload(self) -> None:
+    async def _try_reload(self) -> bool:
+        """Return False if the file could not be read: it may have lost a key."""
         try:
             await self.reload()
+        except KeyFileUnreadable as error:
+            self._warnings.warning("the API keys cannot be read again yet: %s", error)
+            return False
         except KeyFileError as error:
             logger.error("the API keys stay as they were: %s", error)
+        return True
 
 
 class SingleKey:

@@ -34,6 +34,10 @@ class KeyFileError(ValueError):
     """The keys cannot be used; the message is one line for the user."""
 
 
+class KeyFileUnreadable(KeyFileError):
+    """Reading the file failed, for example for want of descriptors."""
+
+
 class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One key of the file. What is not set is what the flags say."""
 
@@ -122,7 +126,7 @@ def _read_file(path: Path) -> list[tuple[str, _KeyEntry]]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise KeyFileError(f"--api-key-file: cannot read {path}: {error.strerror}") from None
+        raise KeyFileUnreadable(f"--api-key-file: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise KeyFileError(f"--api-key-file: {path} is not UTF-8") from None
     raw = _tables(text, path) if _TABLES.search(text) else _lines(text, path)

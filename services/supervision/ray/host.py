@@ -83,6 +83,7 @@ class EngineHost:
         if not self._selector.get_map():
             code = self._process.wait()
             if self._was_ready and not self._told_to_end and code not in FOR_GOOD:
+                self._directory.cleanup()  # it has keys, and nobody else removes it
                 os._exit(1)
             said.append(("exit", code))
         return said

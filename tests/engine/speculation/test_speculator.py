@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -257,3 +258,20 @@ def test_tokens_of_a_prediction_count_whoever_drafted_them() -> None:
     assert proposal is not None and proposal.source == "f"
     spec.verified(row, proposal, 2)
     assert (row.drafts.accepted, row.drafts.rejected) == (2, 1)
+
+
+def test_a_source_that_is_asked_while_it_is_silent_is_not_charged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of a grammar has no name: it has to say what is possible of the drafts of others."""
+    clock = itertools.count()
+    monkeypatch.setattr("engine.speculation.speculator.thread_time", lambda: float(next(clock)))
+    spec = speculator(Fixed("grammar", 3))
+    with_costs(spec, 1.0, 0.01)
+    row = begin(spec)
+    account = row.drafts.account_of("grammar")
+    account.begin_silence(len(row.tokens))
+    assert spec.propose(row) is None and account.balance_s == 0.0
+    account.silent_until = 0
+    spec.propose(row)
+    assert account.balance_s < 0.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from router.encoding.encoding import PIECE_TOKENS, Caller, _rows_of
 from router.fleet.engines.engine import Engine, ModelReplicas
 from router.fleet.metrics.prometheus import Metrics
 from router.fleet.queue.dispatch import Dispatcher
@@ -17,7 +21,7 @@ from router.fleet.sequences.remote_request import InFlight, RemoteRequestState
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import Tenant
 from shared.settings import Settings
-from shared.wire import Accepted, Delta, LiveRequest, Refused, SamplingParams, Submit, Usage
+from shared.wire import Accepted, Delta, LiveRequest, Refused, SamplingParams, Submit, Usage, Vision
 from tests.router.scripted_engine import make_hello
 
 ROWS = 3
@@ -180,3 +184,36 @@ def test_any_order_of_events_keeps_the_books_and_ends(seed: int) -> None:
         fleet.dispatcher.place(fleet.model)
         fleet._tokens(finish="length")
         fleet.check()
+
+
+def version(**changes: Any) -> ModelReplicas:
+    return ModelReplicas(msgspec.structs.replace(make_hello("e"), **changes), Settings())
+
+
+def test_images_are_not_given_to_a_version_that_takes_others() -> None:
+    vision = Vision(model_type="llava", placeholder="<image>", placeholder_id=5, image_token_id=5)
+    with_images, without = version(vision=vision), version()
+    with_images.successor = without
+    assert with_images.version_for(has_output=False) is without
+    assert with_images.version_for(has_output=False, has_images=True) is with_images
+
+
+def test_all_texts_of_a_request_are_of_the_same_weights() -> None:
+    before, after = version(fingerprint="a"), version(fingerprint="b")
+    before.successor = after
+    admitted: list[ModelReplicas] = []
+    dispatcher = SimpleNamespace(
+        admit=lambda model, pieces: admitted.append(model), release=lambda piece: None
+    )
+    model: Any = SimpleNamespace(replicas=before, hello=before.hello)
+    caller = Caller(tenant=Tenant(), limits_left={})
+    texts = [(tuple([number] * PIECE_TOKENS), 0) for number in range(3)]
+
+    async def run() -> None:
+        rows = _rows_of(SimpleNamespace(dispatcher=dispatcher), model, caller, 0, texts)  # type: ignore[arg-type]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(rows)
+
+    asyncio.run(run())
+    assert admitted == [after] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 import threading
@@ -16,6 +18,7 @@ import httpx
 import pytest
 
 from router.fleet.tenants.tenant import Tenant
+from router.http.middleware.api_keys import ApiKeys
 from router.http.middleware.key_file import KeyFileError, digest, read_tenants
 from shared.settings import Settings
 from shared.wire import Submit
@@ -318,3 +321,30 @@ def test_keys_are_read_again_when_the_file_changes_or_on_sighup(
 
 def log_of(server: Server) -> str:
     return server.log.read_text()
+
+
+def test_a_key_that_was_removed_is_out_though_the_file_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.middleware.api_keys._POLL_S", 0.01)
+    path = tmp_path / "keys"
+    path.write_text("sk-a name=a\nsk-b name=b\n")
+    keys = ApiKeys(Settings(api_key_file=path))
+    read_text, failures = Path.read_text, [errno.EMFILE] * 2
+
+    def fails(self: Path, *args: Any, **kwargs: Any) -> str:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        return read_text(self, *args, **kwargs)
+
+    async def run() -> None:
+        following = asyncio.create_task(keys.follow())
+        path.write_text("sk-b name=b\n")
+        async with asyncio.timeout(10):
+            while keys.named("a"):
+                await asyncio.sleep(0.01)
+        following.cancel()
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    asyncio.run(run())
+    assert not failures and keys.named("b")

@@ -8,9 +8,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from router.responses.archive import ResponseArchive
 from router.responses.store import ResponseStore
-from tests.router.conftest import Server
+from tests.router.conftest import Server, eventually
 from tests.router.responses.test_responses import turn
 from tests.router.scripted_engine import ScriptedEngine
 
@@ -89,3 +91,27 @@ def test_a_router_that_is_started_again_has_the_responses(
         assert "--response-store-dir: another router uses" in str(error)
     else:
         raise AssertionError("two routers share a directory")
+
+
+def test_what_was_deleted_stays_deleted_though_the_disk_failed_at_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.responses.archive._AGAIN_S", 0.01)
+    write, failures = ResponseArchive._write, ["full", "full"]
+
+    def fails(archive: ResponseArchive, change: Any) -> bool:
+        if change[0].startswith("DELETE") and failures:
+            failures.pop()
+            return False
+        return write(archive, change)
+
+    monkeypatch.setattr(ResponseArchive, "_write", fails)
+    store, archive = opened(tmp_path)
+    store.put("a", turn(1))
+    store.put("b", turn(2))
+    store.delete("k", "a")
+    eventually(lambda: not failures)
+    archive.close()
+    again, archive = opened(tmp_path)
+    assert len(again) == 1 and again.find("k", "b")
+    archive.close()

@@ -104,12 +104,22 @@ class InProcessEngine:
         tokens += sum(len(delta.token_ids) for delta in self._finish())
         return tokens / (time.perf_counter() - started)
 
-    def step_s(self, prompts: Sequence[list[int]], steps: int, warm_up_steps: int) -> float:
-        """Return the median seconds of ``steps`` in which all ``prompts`` decode.
+    def step_s(
+        self,
+        prompts: Sequence[list[int]],
+        steps: int,
+        warm_up_steps: int,
+        places: Sequence[int] = (),
+    ) -> float:
+        """Return the median seconds of ``steps`` in which all ``prompts`` decode, with the adapters
+        in ``places`` if there are any.
 
         Prefixes computed before come from the cache.
         """
-        requests = [self.submit(prompt, 100 * steps + 1000) for prompt in prompts]
+        requests = [
+            self.submit(prompt, 100 * steps + 1000, place=place)
+            for prompt, place in zip(prompts, places or [0] * len(prompts), strict=True)
+        ]
         scheduler = self.replica.scheduler
         seconds: list[float] = []
         while len(seconds) < steps + warm_up_steps:
@@ -187,9 +197,15 @@ class InProcessEngine:
         return deltas
 
     def submit(
-        self, token_ids: list[int], max_tokens: int, stop: Iterable[int] = (), **fields: Any
+        self,
+        token_ids: list[int],
+        max_tokens: int,
+        stop: Iterable[int] = (),
+        place: int = 0,
+        **fields: Any,
     ) -> str:
-        """Submit a request, greedy unless ``fields`` of `Submit` say otherwise; return its id."""
+        """Submit a request, greedy unless ``fields`` of `Submit` say otherwise, with the adapter in
+        ``place``; return its id."""
         self._number += 1
         submit = Submit(
             request_id=str(self._number),
@@ -202,7 +218,7 @@ class InProcessEngine:
         compiled = None
         if submit.grammar is not None and self._grammars is not None:
             compiled = self._grammars.get(submit.grammar)
-        self.replica.scheduler.submit(submit, compiled)
+        self.replica.scheduler.submit(submit, compiled, place)
         return submit.request_id
 
     def _step(self) -> tuple[int, list[Delta]]:

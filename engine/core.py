@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import msgspec
 
+from engine.adapters.queue import AdapterQueue, AdapterRead, PlacedOrRefused, PlacedRequest
 from engine.backend.file_rows import FilesChanged
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
@@ -60,6 +61,7 @@ class EngineCore:
         status: EngineStatus,
         store: EngineStore | None,
         grammar_queue: GrammarQueue,
+        adapter_queue: AdapterQueue,
         pixels: PixelStore | None = None,
         check_integrity: bool = False,
         on_idle: Callable[[], None] = lambda: None,
@@ -69,8 +71,9 @@ class EngineCore:
         self._scheduler, self._steps = scheduler, StepRunner(executor)
         self._inbox, self._io_thread, self._status = inbox, io_thread, status
         self._store = store
-        self._grammar_queue, self._pixels = grammar_queue, pixels
-        self._refused: list[wire.Refused] = []
+        self._grammar_queue, self._adapter_queue = grammar_queue, adapter_queue
+        self._pixels = pixels
+        self._refused: list[wire.Refused | wire.AdapterChecked] = []
         self._check_integrity = check_integrity
         self._on_idle = on_idle
         self._draining = False
@@ -100,6 +103,9 @@ class EngineCore:
         Return False if there was nothing to run.
         """
         self._handle_messages(self._inbox.take(wait_s))
+        if self._adapter_queue.is_waiting:
+            for placed in self._adapter_queue.take(self._scheduler.adapters):
+                self._submit_placed(placed)
         worked = self._step()
         self._send_outputs()
         self._report_stats(worked)
@@ -130,8 +136,14 @@ class EngineCore:
             elif isinstance(item, GrammarCompiled):
                 for answer in self._grammar_queue.on_compiled(item.grammar, item.outcome):
                     self._submit(answer)
+            elif isinstance(item, AdapterRead):
+                self._refused += self._adapter_queue.on_read(item)
+            elif isinstance(item, wire.CheckAdapter):
+                if (checked := self._adapter_queue.check(item)) is not None:
+                    self._refused.append(checked)
             elif isinstance(item, wire.Abort):
                 self._grammar_queue.abort(item.request_id, item.attempt)
+                self._adapter_queue.abort(item.request_id, item.attempt)
                 self._scheduler.abort(item.request_id, item.attempt)
             elif isinstance(item, BlocksFetched):
                 self._scheduler.on_fetched(item.ticket, item.payloads, item.state)
@@ -141,6 +153,7 @@ class EngineCore:
             elif isinstance(item, NewRouter):
                 for request_id, attempt in item.requests:
                     self._grammar_queue.abort(request_id, attempt)
+                    self._adapter_queue.abort(request_id, attempt)
                 self._scheduler.drop(item.requests)
                 self._send_all_hashes()
             elif isinstance(item, wire.ClearCache):
@@ -151,18 +164,26 @@ class EngineCore:
                 self._draining = True
                 self._status.enter_phase("draining")
                 self._refused += self._grammar_queue.refuse_all()
+                self._refused += self._adapter_queue.refuse_all()
                 self._scheduler.drain()
         if items:  # not only after a step: the router gives up a request that beats omit for long
             self._report_live()
 
     def _report_live(self) -> None:
-        live = self._status.live = [*self._scheduler.live(), *self._grammar_queue.live()]
+        waiting = *self._grammar_queue.live(), *self._adapter_queue.live()
+        live = self._status.live = [*self._scheduler.live(), *waiting]
         if self._pixels is not None and not self._pixels.is_empty:
             self._pixels.keep_only({(one.request_id, one.attempt) for one in live})
 
     def _submit(self, answer: ReadyOrRefused | None) -> None:
         if isinstance(answer, ReadyRequest):
-            self._scheduler.submit(answer.request, answer.grammar)
+            self._submit_placed(self._adapter_queue.add(answer.request, answer.grammar))
+        elif answer is not None:
+            self._refused.append(answer)
+
+    def _submit_placed(self, answer: PlacedOrRefused | None) -> None:
+        if isinstance(answer, PlacedRequest):
+            self._scheduler.submit(answer.request, answer.grammar, answer.place)
         elif answer is not None:
             self._refused.append(answer)
 
@@ -249,6 +270,8 @@ class EngineCore:
         self._status.stats = msgspec.structs.replace(
             self._scheduler.stats(),
             active_memory_bytes=mx.get_active_memory(),
+            adapters_loaded=self._adapter_queue.num_loaded,
+            adapter_swaps_total=self._adapter_queue.swaps,
             step_seconds_total=self._step_s,
             schedule_seconds_total=self._schedule_s,
             build_seconds_total=self._build_s,

@@ -175,6 +175,7 @@ class Decode(PlanOp, frozen=True):
     guesses: int = 0
     """How many tokens after the run the executor may guess itself, where it can
     (`ExecutorSpec.guesses`). It may give fewer. A later plan verifies them, as drafts."""
+    adapter: int = 0  # the place of the adapter that is added; 0: none
 
 
 class EncodePicture(PlanOp, frozen=True):
@@ -211,6 +212,7 @@ class Chunk(PlanOp, frozen=True):
     shift: int = 0  # as in `Decode`
     axes: tuple[tuple[int, ...], ...] = ()
     """The positions of the tokens in three axes, where pictures have them (`engine.batch.axes`)."""
+    adapter: int = 0  # as in `Decode`
 
 
 class Stretch(PlanOp, frozen=True):

@@ -85,6 +85,16 @@ def model_of(namespace: str) -> str:
     return namespace[:HASH_BYTES]
 
 
+def prompt_root(namespace: bytes, adapter: str, cache_salt: str) -> bytes:
+    """Return the root for requests with ``cache_salt``, and with the adapter whose digest is
+    ``adapter``: empty without one."""
+    if adapter:
+        digest = blake2b(namespace, digest_size=HASH_BYTES, person=b"adapter-v1")
+        digest.update(adapter.encode())
+        namespace = digest.digest()
+    return salted_root(namespace, cache_salt)
+
+
 def salted_root(root: bytes, cache_salt: str) -> bytes:
     """Return the root for requests with ``cache_salt``, which share blocks only with each other.
 

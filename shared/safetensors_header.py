@@ -9,14 +9,15 @@ from typing import Any
 _MAX_BYTES = 100 << 20
 
 
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+def read_header(path: Path, max_bytes: int = _MAX_BYTES) -> tuple[int, dict[str, Any]]:
     """Return the offset in bytes of the first tensor and, by name, the header's entry of each
-    tensor: ``dtype``, ``shape`` and ``data_offsets`` relative to that offset. Raises: OSError and
-    ValueError.
+    tensor: ``dtype``, ``shape`` and ``data_offsets`` relative to that offset.
+
+    Raises: OSError, and ValueError if there is no header of at most ``max_bytes``.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > _MAX_BYTES:
+        if length > max_bytes:
             raise ValueError(f"{path} is not a safetensors file")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):

@@ -7,9 +7,10 @@ takes little longer than reading the weights, while a BLAS packs them in every c
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,15 +45,20 @@ class Unsupported(Exception):
 class Session:
     """A graph that is ready to run. One with several threads is called while no other runs."""
 
-    def __init__(self, session: Any, inputs: Sequence[_Declared]) -> None:
+    def __init__(
+        self, session: Any, inputs: Sequence[_Declared], parts: Sequence[Any] = ()
+    ) -> None:
         self._session = session
+        self.parts = parts
+        """Those of the graph that have inputs by name."""
         self._inputs = tuple(inputs)
-        self._names = [one.name for one in inputs]
+        self._names = [one.name for one in inputs if not one.by_name]
         self._outputs = [output.name for output in session.get_outputs()]
 
-    def __call__(self, *inputs: Any) -> list[Any]:
-        """Return the outputs for ``inputs``, in the order of their declaration."""
-        feeds = dict(zip(self._names, inputs, strict=True))
+    def __call__(self, *inputs: Any, named: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
+        """Return the outputs for ``inputs``, in the order of their declaration, and for those that
+        are given by name."""
+        feeds = {**dict(zip(self._names, inputs, strict=True)), **named}
         found: list[Any] = self._session.run(self._outputs, feeds)
         return found
 
@@ -65,6 +71,7 @@ class Session:
         return [
             np.zeros([dim if isinstance(dim, int) else size for dim in one.dims], one.dtype)
             for one in self._inputs
+            if not one.by_name
         ]
 
 
@@ -97,6 +104,7 @@ class _Declared(NamedTuple):
     name: str
     dims: tuple[int | str, ...]
     dtype: Any
+    by_name: bool = False
 
 
 class Graph:
@@ -109,11 +117,30 @@ class Graph:
         self._constants: dict[str, NDArray[Any]] = {}
         self._packed: list[str] = []  # names of constants
         self._count = 0
+        self.parts: list[Any] = []
+        """What adds inputs by name, for whoever calls the session."""
 
-    def input(self, name: str, *dims: int | str, dtype: Any = np.float32) -> str:
+    def input(
+        self, name: str, *dims: int | str, dtype: Any = np.float32, by_name: bool = False
+    ) -> str:
         """Declare an input. A dimension that is a string may be of any size."""
-        self._inputs.append(_Declared(name, dims, dtype))
+        self._inputs.append(_Declared(name, dims, dtype, by_name))
         return name
+
+    def has_input(self, name: str) -> bool:
+        return any(one.name == name for one in self._inputs)
+
+    def choose(self, condition: str, then: Callable[[], str], otherwise: str) -> str:
+        """Return what ``then`` adds if ``condition``, an input, is true, else ``otherwise``."""
+        from onnx import TensorProto, helper
+
+        outer, branches = self._nodes, []
+        for add in (then, lambda: self.node("Identity", otherwise)):
+            self._nodes = []
+            found = helper.make_tensor_value_info(add(), TensorProto.FLOAT, None)
+            branches.append(helper.make_graph(self._nodes, "branch", [], [found]))
+        self._nodes = outer
+        return self.node("If", condition, then_branch=branches[0], else_branch=branches[1])
 
     def output(self, value: str, *dims: int | str, dtype: Any = np.float32) -> None:
         """Declare ``value`` as the next output."""
@@ -180,7 +207,7 @@ class Graph:
                 self._model(large), options, providers=["CPUExecutionProvider"]
             )
         self._constants.clear()
-        return Session(made, self._inputs)
+        return Session(made, self._inputs, self.parts)
 
     def _model(self, external: dict[str, NDArray[Any]]) -> bytes:
         """Return the graph in ONNX's format, without the content of ``external``."""

@@ -19,6 +19,8 @@ import mlx.core as mx
 from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import ArraysCache
 
+from engine.adapters.layers import applied
+from engine.adapters.places import AdapterStore
 from engine.backend.patching import patch
 from engine.batch.axes import Axes
 from engine.batch.embeddings import GivenEmbedding
@@ -37,6 +39,7 @@ class Row(NamedTuple):
     start: int
     end: int
     shift: int = 0  # what is added to positions where a model rotates by them
+    adapter: int = 0  # its place; 0: none
 
     @property
     def width(self) -> int:
@@ -147,6 +150,12 @@ class RaggedBatch(ABC):
         return False
 
     @classmethod
+    def adapter_store(cls, store: AdapterStore) -> AdapterStore:
+        """Return what keeps adapters as passes read them: ``store``, that of the model's layers,
+        where its own code runs."""
+        return store
+
+    @classmethod
     def release_weights(cls, files: Sequence[Path] = ()) -> None:
         """Give up those of the model's weights that passes do not use, or that can be looked up in
         ``files`` of its checkpoint. Called after the proof."""
@@ -158,6 +167,10 @@ class RaggedBatch(ABC):
         """Run ``model`` on ``inputs`` (batch, width) and return logits (batch, width, vocab).
 
         With ``kv_only`` the logits are not read, and only the stored KV and state count."""
+        with applied([row.adapter for row in self.rows]):
+            return self._computed(model, inputs, given)
+
+    def _computed(self, model: Any, inputs: mx.array, given: Given | None) -> mx.array:
         found: mx.array
         if given is None:
             found = model(inputs, cache=self.views)

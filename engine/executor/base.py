@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from engine.adapters.places import AdapterStore
 from engine.plan import Decode, Plan, StepResult
 from engine.sampling.masks import GrammarMasker
 from engine.sampling.sampler import Sampler
@@ -97,6 +98,11 @@ class Executor(ABC):
         """Give up those of the model's weights that are not used, or that can be looked up in
         ``files`` of its checkpoint. The model itself cannot be called any more."""
         return
+
+    def adapter_store(self, store: AdapterStore) -> AdapterStore:
+        """Return what keeps adapters as passes read them, which may be ``store``: that of the
+        model's own layers."""
+        return store
 
     @abstractmethod
     def dispatch(self, plan: Plan) -> PendingStep:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.adapters.places import AdapterStore
 from engine.batch.ragged import RaggedBatch, Row
 from engine.cache import host_blocks
 from engine.cache.blocks import BlockStore
@@ -97,6 +98,9 @@ class BatchedExecutor(Executor):
 
     def make_deterministic(self) -> bool:
         return self.batch_class.make_deterministic()
+
+    def adapter_store(self, store: AdapterStore) -> AdapterStore:
+        return self.batch_class.adapter_store(store)
 
     def release_weights(self, files: Sequence[Path] = ()) -> None:
         self.batch_class.release_weights(files)

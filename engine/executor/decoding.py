@@ -130,7 +130,13 @@ class DecodePasses:
         firsts = [rows.decodes[member.start] for member in members]
         batch = self.batch(
             [
-                Row(first.slot, first.position, first.position + len(member), first.shift)
+                Row(
+                    first.slot,
+                    first.position,
+                    first.position + len(member),
+                    first.shift,
+                    first.adapter,
+                )
                 for first, member in zip(firsts, members, strict=True)
             ]
         )

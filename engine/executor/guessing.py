@@ -169,7 +169,7 @@ class Guesser:
 
 
 def _row(decode: Decode) -> Row:
-    return Row(decode.slot, decode.position, decode.position + 1)
+    return Row(decode.slot, decode.position, decode.position + 1, adapter=decode.adapter)
 
 
 def _later(decode: Decode, number: int) -> Decode:

@@ -79,7 +79,9 @@ class Passes:
         ordered = sorted(chunks, key=lambda chunk: chunk.slot)
         width = max(len(chunk.token_ids) for chunk in ordered)
         tokens = [list(chunk.token_ids) + [0] * (width - len(chunk.token_ids)) for chunk in ordered]
-        rows = [Row(c.slot, c.start, c.start + len(c.token_ids), c.shift) for c in ordered]
+        rows = [
+            Row(c.slot, c.start, c.start + len(c.token_ids), c.shift, c.adapter) for c in ordered
+        ]
         batch = self.batch(rows)
         kv_only = not any(chunk.target_ids for chunk in ordered)
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from engine.adapters.layers import applied
 from engine.executor.base import Executor, ExecutorSpec, PendingStep
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
@@ -67,7 +68,7 @@ class SerialExecutor(Executor):
         decoded = [self._decode(decode, failed, prompt_logprobs) for decode in plan.decodes]
         for chunk in plan.chunks:
             try:
-                found = self._sequence(chunk.slot, chunk.start).prefill(chunk)
+                found = self._sequence(chunk.slot, chunk.start, chunk.adapter).prefill(chunk)
                 prompt_logprobs += [PromptLogprobs(chunk.slot, *each) for each in found]
             except Exception as error:
                 failed.append((chunk.slot, f"{type(error).__name__}: {error}"))
@@ -82,10 +83,10 @@ class SerialExecutor(Executor):
             )
         )
 
-    def _sequence(self, slot: Slot, start: int) -> _SerialSequence:
+    def _sequence(self, slot: Slot, start: int, adapter: int) -> _SerialSequence:
         """Return the sequence in ``slot``. Position 0 starts a new sequence there."""
         if start == 0:
-            self._running = {slot: _SerialSequence(self._model)}
+            self._running = {slot: _SerialSequence(self._model, adapter)}
         return self._running[slot]
 
     def _decode(
@@ -93,7 +94,7 @@ class SerialExecutor(Executor):
     ) -> tuple[int, TokenLogprobs | None]:
         """Return the next token, or a meaningless one if the end of the prompt ``failed``."""
         assert decode.token_id is not None
-        running = self._sequence(decode.slot, decode.position)
+        running = self._sequence(decode.slot, decode.position, decode.adapter)
         try:
             found = running.finish_prompt()
             prompt_logprobs += [PromptLogprobs(decode.slot, *each) for each in found]
@@ -118,8 +119,8 @@ _FoundLogprobs = tuple[int, PackedLogprobs]
 class _SerialSequence:
     """The one running sequence: its caches, and the tokens of its prompt that still wait."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, adapter: int) -> None:
+        self._model, self._adapter = model, adapter
         self._cache = make_prompt_cache(model)
         self._num_computed_tokens = 0
         self._pending_ids: list[int] = []
@@ -141,7 +142,8 @@ class _SerialSequence:
 
     def compute(self, token_ids: list[int]) -> mx.array:
         """Return the logits (1, tokens, vocab)."""
-        logits: mx.array = self._model(mx.array([token_ids]), cache=self._cache)
+        with applied([self._adapter]):
+            logits: mx.array = self._model(mx.array([token_ids]), cache=self._cache)
         return logits
 
     def _compute_prompt(self, count: int) -> list[_FoundLogprobs]:

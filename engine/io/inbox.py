@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.adapters.queue import AdapterRead
 from engine.plan import FoundState
-from shared.wire import Abort, ClearCache, Drain, Encode, Grammar, Submit
+from shared.wire import Abort, CheckAdapter, ClearCache, Drain, Encode, Grammar, Submit
 
 if TYPE_CHECKING:  # the process starts its IO thread before it imports llguidance
     from engine.grammar.compiler import CompileOutcome
@@ -67,6 +68,8 @@ InboxMessage = (
     | Abort
     | Drain
     | ClearCache
+    | CheckAdapter
+    | AdapterRead
     | NewRouter
     | BlocksFetched
     | StoresAnswered

@@ -28,6 +28,7 @@ from engine.io.status import EngineStatus, StallWatch
 from engine.io.store.group_store import EngineStore
 from engine.io.traces import SequenceTraces
 from shared import wire
+from shared.adapter_names import DecisionTable
 from shared.exits import EXIT_OK, EXIT_STUCK
 from shared.logs import RateLimitedLogger
 from shared.supervisor_link import SupervisorLink
@@ -84,6 +85,7 @@ class IOThread(threading.Thread):
         self._store: EngineStore | None = None
         self._hello: wire.Hello | None = None  # until the model is loaded
         self._tokenizer_files: dict[str, Path] = {}
+        self._decisions = DecisionTable()
         self._stall = StallWatch()
         self._looked_at = time.monotonic()
         self._beats = 0
@@ -211,6 +213,8 @@ class IOThread(threading.Thread):
             self._on_ping(link, message)
         elif isinstance(message, wire.FilesWanted):
             self._on_files_wanted(link, message)
+        elif isinstance(message, wire.AdapterDecisions):
+            self._on_decisions(link, message)
         elif isinstance(message, wire.Submit | wire.Encode) and self._hello is None:
             name, attempt, why = message.request_id, message.attempt, "the model is still loading"
             link.post(wire.Refused(request_id=name, attempt=attempt, reason="full", message=why))
@@ -239,6 +243,15 @@ class IOThread(threading.Thread):
         link.pinged = True
         if self._hello is not None:
             link.post(self._hello)
+            if decisions := self._decisions.all:
+                link.post(wire.AdapterDecisions(decisions=decisions))
+
+    def _on_decisions(self, link: RouterLink, message: wire.AdapterDecisions) -> None:
+        """Keep what an administrator decided at one router, and tell the others."""
+        if self._decisions.merge(message.decisions):
+            for other in self._links:
+                if other is not link and other.pinged:
+                    other.post(wire.AdapterDecisions(decisions=self._decisions.all))
 
     def _drop_requests(self, link: RouterLink) -> None:
         """Drop the requests of a router that does not want their tokens any more."""

@@ -25,6 +25,7 @@ class Reference:
     expected: tuple[mx.array, ...]
     """Logits (steps, vocab) after the prompt's last token and after each of the continuation,
     for each way in which mlx-lm computes them. In most models those differ by rounding only."""
+    adapter: int = 0  # the place of the adapter that it is computed with; 0: none
 
     @property
     def tokens(self) -> tuple[int, ...]:

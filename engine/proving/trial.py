@@ -145,9 +145,9 @@ class Trial:
         one, source = references[4], Slot(0, 2)
         end, step = 2 * BLOCK_SIZE, min(2 * BLOCK_SIZE, self._spec.max_chunk_tokens)
         for start in range(0, end - step, step):
-            self.run(chunks=(Chunk(source, start, one.prompt[start : start + step]),))
+            self.run(chunks=(_chunk(source, one, start, start + step),))
         saved = self.run(
-            chunks=(Chunk(source, end - step, one.prompt[end - step : end]),),
+            chunks=(_chunk(source, one, end - step, end),),
             saves=(plan.Save(source, 0, (1, 2)),) * self._spec.keeps_kv,
             state_saves=(SaveState(source, end, 3),) * bool(self._spec.state_bytes),
             exports=(1, 2, 3),
@@ -164,8 +164,8 @@ class Trial:
                 state_restores=(plan.RestoreState(target, end, 13),) * bool(self._spec.state_bytes),
             )
             for start in range(end, len(one.prompt) - 1, self._spec.max_chunk_tokens):
-                tokens = one.prompt[start:-1][: self._spec.max_chunk_tokens]
-                self.run(chunks=(Chunk(target, start, tokens),))
+                until = min(start + self._spec.max_chunk_tokens, len(one.prompt) - 1)
+                self.run(chunks=(_chunk(target, one, start, until),))
             for step in range(one.steps):
                 beside = () if number else ((source, references[0], step),)
                 self.decode((target, one, step), *beside)
@@ -259,10 +259,7 @@ class Trial:
 
     def _dispatch(self, decodes: tuple[_Input, ...], **parts: Any) -> _Decoded:
         plan = self._plan(
-            decodes=tuple(
-                Decode(slot, one.position(step), one.token(step), step, GREEDY)
-                for slot, one, step in decodes
-            ),
+            decodes=tuple(_decode(slot, one, step) for slot, one, step in decodes),
             **parts,
         )
         pending = self._executor.dispatch(plan)
@@ -300,8 +297,17 @@ def _checked(pending: PendingStep) -> StepResult:
 def _chunks(slot: Slot, one: Reference, longest: int) -> tuple[Chunk, ...]:
     """Return the prompt without its last token, in two chunks if it is long enough, or in more if
     those are longer than ``longest``."""
-    tokens = one.prompt[:-1]
-    middle = len(tokens) * 2 // 5
+    length = len(one.prompt) - 1
+    middle = length * 2 // 5
     cuts = [0, *range(longest, middle, longest), middle]
-    cuts += [*range(middle + longest, len(tokens), longest), len(tokens)]
-    return tuple(Chunk(slot, a, tokens[a:b]) for a, b in pairwise(cuts) if b > a)
+    cuts += [*range(middle + longest, length, longest), length]
+    return tuple(_chunk(slot, one, a, b) for a, b in pairwise(cuts) if b > a)
+
+
+def _chunk(slot: Slot, one: Reference, start: int, end: int) -> Chunk:
+    return Chunk(slot, start, one.prompt[start:end], adapter=one.adapter)
+
+
+def _decode(slot: Slot, one: Reference, step: int) -> Decode:
+    position, token = one.position(step), one.token(step)
+    return Decode(slot, position, token, step, GREEDY, adapter=one.adapter)

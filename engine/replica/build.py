@@ -24,6 +24,7 @@ from engine.parallel.leader import Leader
 from engine.proving.choose import choose_executor
 from engine.proving.remembered import AgreedRecord, ProofRecord, Record, code_digest
 from engine.replica import memory
+from engine.replica.adapters import NamedAdapters, adaptable
 from engine.replica.draft_model import open_draft_model
 from engine.replica.head import ServedHead, with_head
 from engine.replica.kept_costs import KeptCosts
@@ -55,6 +56,7 @@ class Replica:
     uses_store: bool  # whether blocks are stored in the kvstore and fetched from it
     capabilities: tuple[str, ...]  # for the hello
     draft_model: DraftModel | None = None
+    adapters: NamedAdapters | None = None  # None: requests may name none
     vision: ServedVision | None = None
     kept_costs: KeptCosts | None = None  # of drafts
 
@@ -78,6 +80,7 @@ def build_replica(
     layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
     own_record = None if proofs is None else _record(proofs, loaded, settings, layers)
     record: Record | None = own_record
+    adapted = adaptable(loaded.model, settings)
     group, sized = None, own
     if leader is not None:
         group, sized = leader.group, own.at_most(leader.smallest_bytes)
@@ -94,18 +97,16 @@ def build_replica(
         batch_class = getattr(executor, "batch_class", RaggedBatch)
         layers.keep_packed() if batch_class.runs_model else layers.drop()
     served = served_vision(executor, loaded, settings, own.size_bytes, head)
-    draft_model, draft_bytes = None, 0
-    if executor.spec.verifies_drafts:
-        draft_model, draft_bytes = open_draft_model(loaded, settings, proofs)
+    draft_model, draft_bytes = _draft_model(executor, loaded, settings, proofs)
+    other_bytes += 0 if adapted is None else adapted.reserved_bytes
     slots_bytes = 0 if draft_model is None else draft_model.slots_bytes
     other_bytes += draft_bytes + slots_bytes + (0 if served is None else served.bytes)
     sizes = memory.size_memory(executor.spec, loaded, settings, other_bytes, sized)
     memory.set_limits(own)
+    adapters = None if adapted is None else adapted.opened(executor)
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
-    if device.uses_host():
-        context_bytes = executor.spec.slot_token_bytes * loaded.context_length
-        allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES, context_bytes))
+    _touch_memory(executor.spec, loaded, sizes)
     _log_sizes(executor.spec, loaded, settings, sizes)
     if leader is not None:
         executor = leader.lead(executor)
@@ -116,6 +117,7 @@ def build_replica(
         executor=executor,
         scheduler=Scheduler(with_pictures(config, served), speculator=speculator),
         draft_model=draft_model,
+        adapters=adapters,
         kept_costs=_kept_costs(own_record, speculator, config, None if leader else executor),
         vision=served,
         namespace=config.namespace,
@@ -123,6 +125,15 @@ def build_replica(
         uses_store=config.uses_store,
         capabilities=("batching", "prefix-cache") if config.prefix_cache else (),
     )
+
+
+def _draft_model(
+    executor: Executor, loaded: LoadedModel, settings: Settings, proofs: Path | None
+) -> tuple[DraftModel | None, int]:
+    """Return the draft model, if there is one that ``executor`` can make use of, and its bytes."""
+    if not executor.spec.verifies_drafts:
+        return None, 0
+    return open_draft_model(loaded, settings, proofs)
 
 
 def _kept_costs(
@@ -153,6 +164,13 @@ def build_rank(
     return executor, _block_namespace(executor, loaded, settings, None, None)
 
 
+def _touch_memory(spec: ExecutorSpec, loaded: LoadedModel, sizes: MemorySizes) -> None:
+    """Touch memory that the first requests will use."""
+    if device.uses_host():
+        context_bytes = spec.slot_token_bytes * loaded.context_length
+        allocation.prefault(min(sizes.limit_bytes, PREFAULT_BYTES, context_bytes))
+
+
 def _drop_leftovers() -> None:
     """Give back what proofs left behind."""
     gc.collect()
@@ -169,8 +187,9 @@ def _record(
     own_code = code_digest(loaded.path.glob("*.py"))
     model = loaded.fingerprint, loaded.adapter, own_code, loaded.vocab_size
     kv = settings.block_size, settings.kv_bits, settings.kv_group_size, longest_pass(settings)
+    adapted = bool(settings.adapter or settings.max_adapters)  # with other graphs
     moved = None if layers is None else layers.names
-    record = ProofRecord(proofs, model, kv, moved, settings.ranks)
+    record = ProofRecord(proofs, model, kv, moved, settings.ranks, adapted)
     if settings.prove == "always":
         record.forget()
     return record

@@ -28,6 +28,7 @@ from engine.executor.spec import spec_of
 from engine.model.context import context_length, served_context
 from engine.model.errors import ModelUnavailable
 from engine.model.load import LOAD_ERRORS
+from engine.replica.adapters import places_in
 from engine.replica.build import longest_pass
 from engine.replica.memory import MIN_BLOCKS, EngineMemory, MemorySizes, sizes_beside
 from engine.scheduler import SchedulerConfig
@@ -94,6 +95,8 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
     except LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelUnavailable(f"the model in {path} cannot be loaded: {reason}") from error
+    places = places_in(model, settings)
+    packed += 0 if places is None else places.reserved_bytes
     batch_class = _fastest(probed)
     precision = Precision(settings.kv_bits, settings.kv_group_size)
     layout = probed.with_precision(precision, dequantized=device.slots_dequantized(probed))

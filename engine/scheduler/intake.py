@@ -9,7 +9,7 @@ from engine.scheduler.planning.pictures import LARGEST_SHARE
 from engine.scheduler.sequences.sequence import Sequence, SequencePicture
 from engine.scheduler.sequences.thinking import ThinkingProgress
 from shared import wire
-from shared.hashing import salted_root
+from shared.hashing import prompt_root
 
 
 class Refusal(Exception):
@@ -17,8 +17,17 @@ class Refusal(Exception):
 
     def __init__(self, reason: wire.RefusalReason, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason: wire.RefusalReason = reason
         self.param = param
+
+    def answer(self, request: wire.Submit) -> wire.Refused:
+        return wire.Refused(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            reason=self.reason,
+            message=str(self),
+            param=self.param,
+        )
 
 
 def make_sequence(
@@ -29,10 +38,12 @@ def make_sequence(
     arrival: int,
     now_s: float,
     grammar: object = None,
+    adapter: int = 0,
 ) -> Sequence:
     """Return the sequence for ``request``, its ``max_tokens`` cut to what the context leaves.
 
-    ``largest_capacity`` is the number of tokens of a slot that is alone in memory.
+    ``largest_capacity`` is the number of tokens of a slot that is alone in memory, and
+    ``adapter`` the place of the request's adapter.
     Raises: `Refusal`.
     """
     _check_tokens(request, config.vocab_size)
@@ -59,12 +70,13 @@ def make_sequence(
     seq = Sequence(
         request=request,
         arrival=arrival,
-        parent_hash=salted_root(config.namespace, request.cache_salt),
+        parent_hash=prompt_root(config.namespace, request.adapter_digest, request.cache_salt),
         block_size=config.block_size,
         token_ids=[*request.token_ids, *request.generated],
         max_tokens=max_tokens,
         submitted_s=now_s,
         grammar=grammar,
+        adapter=adapter,
         thinking=ThinkingProgress(request.thinking) if request.thinking else None,
         pictures=pictures,
     )

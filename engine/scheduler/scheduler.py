@@ -89,9 +89,10 @@ class Scheduler:
 
     # -- messages ------------------------------------------------------------------
 
-    def submit(self, message: wire.Submit, grammar: object = None) -> None:
+    def submit(self, message: wire.Submit, grammar: object = None, adapter: int = 0) -> None:
         """Accept or refuse a request: `take_outputs` returns `Accepted` and deltas from then on,
-        or `Refused`. ``grammar`` is its compiled grammar, kept as long as the request."""
+        or `Refused`. ``grammar`` is its compiled grammar, kept as long as the request, and
+        ``adapter`` the place of its adapter, which must stay there as long."""
         try:
             self._end_older_attempt(message)
             seq = make_sequence(
@@ -101,17 +102,10 @@ class Scheduler:
                 arrival=self._arrivals,
                 now_s=self._clock(),
                 grammar=grammar,
+                adapter=adapter,
             )
         except Refusal as refusal:
-            self._outputs.messages.append(
-                wire.Refused(
-                    request_id=message.request_id,
-                    attempt=message.attempt,
-                    reason=refusal.reason,
-                    message=str(refusal),
-                    param=refusal.param,
-                )
-            )
+            self._outputs.messages.append(refusal.answer(message))
             return
         accepted = wire.Accepted(request_id=message.request_id, attempt=message.attempt)
         self._outputs.messages.append(accepted)
@@ -267,6 +261,11 @@ class Scheduler:
     def live(self) -> list[wire.LiveRequest]:
         """Return every request, and how far it is."""
         return report.live_requests(self.sequences, self.planner.prefilling.passes, self.config)
+
+    @property
+    def adapters(self) -> set[int]:
+        """The places of the adapters of all requests."""
+        return {seq.adapter for seq in self.sequences.live.values()}
 
     def cached_hashes(self) -> list[bytes]:
         """Return every hash that sequences may start from. `Outputs` has the changes of it."""

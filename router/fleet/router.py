@@ -9,10 +9,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from router.errors import ModelForbidden, ModelNotFound, Unavailable
+from router.fleet.adapters import Adapters
 from router.fleet.administration import Administration
 from router.fleet.engines.engine import Engine, Model, ModelReplicas
 from router.fleet.engines.registry import Registry
@@ -34,6 +36,8 @@ from shared.network.allow_list import AllowedKey
 from shared.settings import Settings
 from shared.wire import (
     Accepted,
+    AdapterChecked,
+    AdapterDecisions,
     Beat,
     Bye,
     CacheEvents,
@@ -93,6 +97,7 @@ class Router:
         self.administration = Administration(
             self.registry, self.dispatcher, self.supervised, self._send_to
         )
+        self.adapters = Adapters(self.registry, self.supervised, self._send_to)
         self.admission = Admission(settings, self.dispatcher.departure_rate)
         self.work = WorkPool(on_refused=self.metrics.work_refused.inc)
         """Threads for what takes long."""
@@ -206,7 +211,7 @@ class Router:
 
     def unloaded_model(self, name: str | None, tenant: Tenant) -> ConfiguredModel | None:
         """Return the model called ``name`` if it has to be loaded for a request of ``tenant``."""
-        configured = self.supervised.find(name)
+        configured = self.adapters.find_configured(name)
         if configured is None or self.draining or not tenant.may_use(configured.names):
             return None
         model = self.registry.models.get(configured.names[0])
@@ -250,21 +255,24 @@ class Router:
                 code="shutting_down",
                 retry_after_s=settings.drain_timeout_s,
             )
-        configured = self.supervised.find(name)
+        configured, adapter = self.supervised.find(name), None
         replicas = self.registry.find_model(configured.names[0] if configured else name)
+        names = [] if replicas is None else replicas.names
+        if replicas is None and name is not None and (found := self.adapters.find(name)):
+            (replicas, adapter), names = found, found.listed.names
         if replicas is None:
             if name is not None and self.registry.models:
                 raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
             raise not_ready(
                 "; ".join(["no engine has joined yet", *self.registry.unregistered_engines])
             )
-        if not tenant.may_use(replicas.names):
+        if not tenant.may_use(names):
             raise ModelForbidden(f"The API key may not use {replicas.id}.", param="model")
         if replicas.model is None:
             raise not_ready("; ".join(replicas.troubles))
         if not tenant.background:
             self.admission.check_memory(replicas)
-        return replicas.model
+        return replicas.model if adapter is None else replace(replicas.model, adapter=adapter)
 
     # -- the supervisor --------------------------------------------------------
 
@@ -275,31 +283,12 @@ class Router:
             self.engine_sockets.receive_pending()  # its last words
             self.registry.on_ended(str(message["ended"]), planned=bool(message.get("planned")))
 
-    def demand(self) -> dict[str, tuple[int, float]]:
-        """Return what the supervisor is told of the use of models (`Supervised.demand`)."""
-        stranded = {
-            model.id: self.dispatcher.wants(model.id)
-            for model in self.registry.models.values()
-            if not model.engines
-        }
-        return self.supervised.demand(self.dispatcher.models_in_use, stranded)
-
-    def load(self) -> dict[str, tuple[int, float]]:
-        """Return, by model, the requests in its queue, and the part of its engines' places that is
-        taken: what the supervisor needs to know how many engines are enough."""
-        found = {}
-        for model in self.registry.models.values():
-            places = sum(engine.hello.max_sequences for engine in model.ready_engines)
-            taken = sum(len(engine.request_ids) for engine in model.ready_engines)
-            queued = self.dispatcher.num_waiting(model.id)
-            found[model.id] = (queued, round(taken / places, 3) if places else 0.0)
-        return found
-
     # -- RegistryListener ------------------------------------------------------
 
     def on_engine_joined(self, engine: Engine) -> None:
         self.metrics.engines_joined.labels(engine.hello.model).inc()
         self.metrics.recent.note(engine.name, "joined", is_error=False)
+        self.adapters.on_engine_joined(engine)
 
     def on_engine_refused(self, reason: str) -> None:
         self.metrics.engines_refused.labels(reason).inc()
@@ -312,6 +301,7 @@ class Router:
             self.metrics.restarts.labels(engine.name).inc()
             self.metrics.recent.losses[engine.name] += 1
         self.metrics.recent.note(engine.name, reason, is_error=not planned)
+        self.adapters.on_engine_lost(engine)
         self.dispatcher.on_engine_lost(engine, reason, planned=planned)
 
     def on_model_replaced(self, model: ModelReplicas) -> None:
@@ -350,6 +340,10 @@ class Router:
         match message:
             case Tokens():
                 self.dispatcher.on_tokens(engine, message.deltas)
+            case AdapterChecked():
+                self.adapters.on_checked(engine, message)
+            case AdapterDecisions():
+                self.adapters.on_decisions(engine, message)
             case Accepted():
                 self.dispatcher.on_accepted(engine, message)
             case Encoded():

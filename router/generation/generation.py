@@ -68,6 +68,8 @@ class Generation:
         self._traceparent = traceparent
         self.model = model
         self.cache_scope = f"{tenant.name}/{request.cache_salt or ''}"
+        if model.adapter is not None:  # its replies are in no other's prefixes
+            self.cache_scope += f"/{model.adapter_digest}"
         """Conversations of one scope may continue each other's tokens
         (`router.tokens.tokenization_cache`)."""
         self.has_cache_salt = bool(request.cache_salt)
@@ -155,8 +157,8 @@ class Generation:
 
     def prompt_blocks(self, prompt: Prompt) -> PromptBlocks:
         """Return what decides which engine gets ``prompt``. For the threads of a `WorkPool`."""
-        engines = list(self.model.replicas.engines)
-        return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.pictures)
+        engines, adapter = list(self.model.replicas.engines), self.model.adapter_digest
+        return prompt_blocks(engines, prompt.token_ids, self.cache_salt, prompt.pictures, adapter)
 
     async def admit_prompts(
         self, prompts: Sequence[list[int]], limits_left: dict[str, str]
@@ -205,6 +207,9 @@ class Generation:
                     echo=spec.echo,
                 )
             )
+        if (adapter := self.model.adapter) is not None:
+            labels = self.model.replicas.id, adapter.name
+            router.metrics.adapter_requests.labels(*labels).inc()
         router.dispatcher.admit(self.model.replicas, [choice.sequence for choice in self.choices])
 
     async def accepted(self) -> None:

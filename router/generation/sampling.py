@@ -170,6 +170,7 @@ def submit_message(
         thinking=spec.thinking,
         prediction=spec.prediction,
         traceparent=traceparent,
+        adapter=model.adapter,
     )
 
 

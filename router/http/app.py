@@ -20,6 +20,7 @@ import router.responses.endpoints as responses
 from router.api.operations import Access, Operation, routes
 from router.fleet.router import Router
 from router.http.endpoints import (
+    adapters,
     admin,
     docs,
     health,
@@ -39,6 +40,7 @@ from shared.tracing import Tracing
 
 def operations(router: Router, keys: ApiKeys) -> list[Operation]:
     """Return everything that is served. The routes and `/openapi.json` are made from it."""
+    administration = *admin.OPERATIONS, *adapters.OPERATIONS
     answering = [
         *openai.operations(router),
         *embeddings.operations(router),
@@ -54,7 +56,7 @@ def operations(router: Router, keys: ApiKeys) -> list[Operation]:
         *tokenize.OPERATIONS,
         *health.OPERATIONS,
         *speculation.OPERATIONS,
-        *(admin.OPERATIONS if router.settings.admin_key is not None else ()),
+        *(administration if router.settings.admin_key is not None else ()),
         *([] if router.settings.no_page else page.operations(router)),
         *docs.OPERATIONS,
     ]

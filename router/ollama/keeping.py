@@ -36,7 +36,7 @@ def keep(router: Router, body: OllamaModelUse, name: str, tenant: Tenant) -> Non
     """Let the model that is served as ``name`` stay as long as ``body``, which has been answered,
     says; or as is configured, if it says nothing. A ``tenant`` that may not use it decides
     nothing."""
-    model = router.supervised.find(name)
+    model = router.adapters.find_configured(name)
     if router.settings.ollama_manage and model is not None and tenant.may_use(model.names):
         router.supervised.keep(model, body.keep_s)
 
@@ -47,6 +47,8 @@ def _unload(router: Router, name: str, http: Request) -> None:
             "A model is unloaded by a 'keep_alive' of 0 only with --ollama-manage.",
             param="keep_alive",
         )
+    if router.adapters.find(name) is not None:
+        raise InvalidRequest(f"{name} is an adapter: unload its model.", param="model")
     model = router.supervised.find(name)
     if model is None:
         router.model_for(name, http.state.tenant)  # raises if there is none

@@ -31,6 +31,7 @@ from router.ollama.objects import (
 )
 from router.ollama.schemas import OllamaModelRequest
 from router.ollama.writer import timestamp
+from shared.wire import AdapterRef
 
 _CAPABILITIES = {"tools": "tools", "reasoning": "thinking", "vision": "vision"}
 _NEVER = "9999-12-31T23:59:59Z"
@@ -71,6 +72,11 @@ async def list_models(http: Request) -> Response:
         if http.state.tenant.may_use(names)
         for name in names
     ]
+    found += [
+        _listed(router, each.model_id, each.name, each.adapter)
+        for each in router.adapters.listed
+        if http.state.tenant.may_use(each.names)
+    ]
     return json_response(OllamaModelList(found))
 
 
@@ -93,6 +99,10 @@ async def show_model(http: Request) -> Response:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"The API key may not use {name}.", param="model")
             return json_response(_shown(router, model_id))
+    if (found := router.adapters.find(name)) is not None:
+        if not http.state.tenant.may_use(found.listed.names):
+            raise ModelForbidden(f"The API key may not use {name}.", param="model")
+        return json_response(_shown(router, found.model.id, found.adapter))
     raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
 
 
@@ -105,15 +115,17 @@ async def is_running(http: Request) -> Response:
     return PlainTextResponse("Ollama is running")
 
 
-def _listed(router: Router, model_id: str, name: str) -> OllamaModel:
+def _listed(
+    router: Router, model_id: str, name: str, adapter: AdapterRef | None = None
+) -> OllamaModel:
     model = router.registry.models.get(model_id)
     return OllamaModel(
         name=with_tag(name),
         model=with_tag(name),
         modified_at=timestamp(router.started if model is None else model.created),
         size=_weights_bytes(router, model_id),
-        digest=_digest(model_id, model),
-        details=_details(router, model_id),
+        digest=_digest(model_id, model, adapter),
+        details=_details(router, model_id, adapter),
         capabilities=_capabilities(model),
     )
 
@@ -134,7 +146,7 @@ def _running(router: Router, model: ModelReplicas) -> OllamaRunningModel:
     )
 
 
-def _shown(router: Router, model_id: str) -> OllamaShown:
+def _shown(router: Router, model_id: str, adapter: AdapterRef | None = None) -> OllamaShown:
     model = router.registry.models.get(model_id)
     renderer = None if model is None else model.renderer
     parameters = ""
@@ -142,10 +154,10 @@ def _shown(router: Router, model_id: str) -> OllamaShown:
         defaults = vars(renderer.sampling_defaults)
         parameters = "\n".join(f"{name} {value:g}" for name, value in defaults.items())
     return OllamaShown(
-        modelfile=f"FROM {model_id}\n",
+        modelfile=f"FROM {model_id}\n" + (f"ADAPTER {adapter.name}\n" if adapter else ""),
         parameters=parameters,
         template=renderer.chat_template if renderer else "",
-        details=_details(router, model_id),
+        details=_details(router, model_id, adapter),
         model_info=dict(_model_info(router, model_id)),
         capabilities=_capabilities(model),
         modified_at=timestamp(router.started if model is None else model.created),
@@ -159,9 +171,10 @@ def _capabilities(model: ModelReplicas | None) -> list[str]:
     return ["completion", *(_CAPABILITIES[name] for name in own if name in _CAPABILITIES)]
 
 
-def _digest(model_id: str, model: ModelReplicas | None) -> str:
+def _digest(model_id: str, model: ModelReplicas | None, adapter: AdapterRef | None = None) -> str:
     """Return 64 hex digits, as long as Ollama's, that change with the weights."""
     name = model_id if model is None else model.hello.fingerprint
+    name += "" if adapter is None else adapter.digest
     return hashlib.sha256(name.encode()).hexdigest()
 
 
@@ -181,12 +194,15 @@ def _config(router: Router, model_id: str) -> Mapping[str, Any]:
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
-def _details(router: Router, model_id: str) -> OllamaModelDetails:
+def _details(
+    router: Router, model_id: str, adapter: AdapterRef | None = None
+) -> OllamaModelDetails:
     config = _config(router, model_id)
     family = str(config.get("model_type", ""))
     parameters = _parameters(router, model_id)
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     return OllamaModelDetails(
+        parent_model="" if adapter is None else model_id,
         family=family,
         families=[family] if family else [],
         parameter_size=size if parameters else "",

@@ -10,7 +10,9 @@ _LATEST = ":latest"
 def served_name(router: Router, name: str) -> str:
     """Return the name under which the model called ``name`` is served; ``name`` if none is."""
     for each in (name, name.removesuffix(_LATEST), name + _LATEST):
-        if router.supervised.find(each) or router.registry.find_model(each):
+        if router.adapters.find_configured(each) or router.registry.find_model(each):
+            return each
+        if router.adapters.find(each):
             return each
     return name
 

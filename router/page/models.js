@@ -67,6 +67,7 @@ function describe(model) {
   if (model.context_length) words.push(`context of ${count(model.context_length)} tokens`);
   if (model.kv_bits) words.push(model.kv_bits === 16 ? "KV cache not quantized" : `${model.kv_bits}-bit KV cache`);
   if (model.aliases.length) words.push(`also named ${model.aliases.join(", ")}`);
+  if (model.adapters.length) words.push(`adapters: ${model.adapters.join(", ")}`);
   if (model.reason) words.push(model.reason);
   return words.join(" · ");
 }

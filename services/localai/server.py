@@ -59,16 +59,19 @@ class JoinedServer(ModelServer):
         return None
 
     async def find(self, model: str) -> None:
-        """Use ``model`` of the server, or its only one. Raises: `LoadFailed`."""
+        """Use ``model`` of the server, which may be an adapter, or its only model. Raises:
+        `LoadFailed`."""
         try:
             answer = await self.client.get("/v1/models")
             answer.raise_for_status()
-            names = [each["id"] for each in answer.json()["data"]]
+            cards = answer.json()["data"]
+            names = [each["id"] for each in cards]
+            models = [each["id"] for each in cards if not each.get("parent")]
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise LoadFailed(f"no server answers at {self.client.base_url}: {error}") from None
-        if model not in names and len(names) != 1:
+        if model not in names and len(models) != 1:
             raise LoadFailed(f"the server has no model {model!r}; it has {', '.join(names)}")
-        self.model = model if model in names else names[0]
+        self.model = model if model in names else models[0]
 
 
 class OwnServer(ModelServer):

@@ -18,7 +18,7 @@ import zmq
 
 from engine.backend.blas import load_fast_blas
 from engine.batch import device
-from engine.io.inbox import GrammarCompiled, Inbox
+from engine.io.inbox import Inbox
 from engine.io.router_links import RouterLinks
 from engine.io.status import EngineStatus
 from engine.io.thread import IOThread
@@ -162,8 +162,8 @@ def serve_sequences(
             options, others = _start_ranks(options, context, on_rank_failed)
         from engine.core import EngineCore
         from engine.replica.build import build_replica
-        from engine.replica.grammars import open_grammar_queue
         from engine.replica.memory import device_memory_bytes
+        from engine.replica.queues import open_queues
 
         times.ended("imports")
         device.prepare()
@@ -175,12 +175,11 @@ def serve_sequences(
     replica = build_replica(loaded, options, user_cache() / "proofs", leader)
     times.ended("layers and proof")
     store = connect_store(options, context, replica, io_thread, inbox, leader)
-    drafts = replica.draft_model
-    grammar_queue = open_grammar_queue(
-        loaded, replica.executor, drafts, lambda *done: inbox.put(GrammarCompiled(*done))
-    )
+    queues = open_queues(loaded, replica, inbox)
     times.ended("grammars")
-    hello = _hello(options, loaded, replica, grammar_queue, engine=engine, incarnation=incarnation)
+    hello = _hello(
+        options, loaded, replica, queues.grammars, engine=engine, incarnation=incarnation
+    )
     io_thread.introduce(hello, loaded.tokenizer_files)
     status.device_bytes = device_memory_bytes()
     status.enter_phase("ready")
@@ -193,13 +192,14 @@ def serve_sequences(
         io_thread=io_thread,
         status=status,
         store=store,
-        grammar_queue=grammar_queue,
+        grammar_queue=queues.grammars,
         pixels=None if replica.vision is None else replica.vision.pixels,
+        adapter_queue=queues.adapters,
         check_integrity=CHECK_VARIABLE in os.environ,
         on_idle=replica.keep_costs,
     ).run()
     replica.keep_costs(at_once=True)
-    grammar_queue.close()
+    queues.close()
     if others is not None:
         others.close()
 
@@ -284,6 +284,8 @@ def _hello(
         version=installed_version(),
         vision=None if replica.vision is None else replica.vision.vision,
         options=settings.serving_options(options),
+        adapters=[] if replica.adapters is None else replica.adapters.of_settings,
+        max_adapters=0 if replica.adapters is None else replica.adapters.places.count,
     )
 
 

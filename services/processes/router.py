@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from router.batches.storage.directory import BatchDirectoryError
+from router.fleet.demand import demand, load
 from router.fleet.engines.socket import EngineSocketError
 from router.fleet.router import Router
 from router.fleet.tenants.rate_windows import LimitsStoreError
@@ -228,7 +229,7 @@ async def _beat(router: Router, link: SupervisorLink | None) -> None:
     while link is not None:
         was_ready = was_ready or can_answer(router)
         phase = "draining" if router.draining else "ready" if was_ready else "loading"
-        link.beat(phase, models=router.demand(), load=router.load())
+        link.beat(phase, models=demand(router), load=load(router))
         await asyncio.sleep(BEAT_EVERY_S)
 
 

@@ -47,7 +47,12 @@ def serve_texts(
     incarnation: str,
 ) -> None:
     """Load the model and serve until drained. Raises: `ModelUnavailable`."""
-    for flag, given in (("--adapter-path", options.adapter_path), ("--ranks", options.ranks > 1)):
+    named = options.adapter or options.max_adapters
+    for flag, given in (
+        ("--adapter-path", options.adapter_path),
+        ("--adapter", named),
+        ("--ranks", options.ranks > 1),
+    ):
         if given:
             raise ModelUnavailable(f"{flag} does not go with a model that embeds or ranks")
     with lean_imports():

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from shared.exits import EXIT_USAGE, fail
 from shared.flags import FlagError, argument_parser, flags_of, resolve
+from shared.settings.adapters import adapters_of
 from shared.settings.checks import check, is_loopback
 from shared.settings.groups import ReasoningParserName, Settings, ToolParserName
 from shared.settings.models import (
@@ -42,6 +43,7 @@ __all__ = [
     "ModelEntry",
     "COMMON_FLAGS",
     "CONFIG_VARIABLE",
+    "adapters_of",
     "chat_template_text",
     "check",
     "command_line",

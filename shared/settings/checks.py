@@ -10,6 +10,7 @@ from shared.flags import FlagError
 from shared.network.hostfile import HostfileError, rdma_matrix, read_hostfile
 from shared.network.named_address import is_named
 from shared.rundir import MAX_SOCKET_PATH_BYTES
+from shared.settings.adapters import adapters_of
 from shared.settings.groups import Settings
 
 _LIMITS_URL = re.compile(r"(redis|valkey)(s?://[^/]|\+unix:///)")
@@ -31,6 +32,7 @@ def check(settings: Settings) -> None:
         raise FlagError("--spec-decode: draft requires --draft-model-path")
     if settings.draft_model_path is not None and settings.spec_decode not in ("draft", "auto"):
         raise FlagError("--draft-model-path: has no effect without --spec-decode draft or auto")
+    _check_adapters(settings)
     _check_ranks(settings)
     if settings.max_engines is not None and settings.max_engines < settings.engines:
         raise FlagError(f"--max-engines: less than --engines, which is {settings.engines}")
@@ -71,6 +73,15 @@ def check(settings: Settings) -> None:
         raise FlagError("--kvstore-socket: must differ from --engine-socket")
 
 
+def _check_adapters(settings: Settings) -> None:
+    adapters_of(settings)
+    if settings.adapter_path is not None and (settings.adapter or settings.max_adapters):
+        raise FlagError(
+            "--adapter: has no effect beside --adapter-path, which applies to every request: fuse "
+            "that one with mlx_lm.fuse, or give it a name"
+        )
+
+
 def _check_ranks(settings: Settings) -> None:
     if settings.distributed_mode == "off":
         if settings.num_local_ranks is not None:
@@ -82,6 +93,8 @@ def _check_ranks(settings: Settings) -> None:
         _check_hosts(settings)
     if settings.ranks > 1 and settings.adapter_path is not None:
         raise FlagError("--adapter-path: adapters cannot be split across ranks")
+    if settings.ranks > 1 and (settings.adapter or settings.max_adapters):
+        raise FlagError("--adapter: adapters cannot be split across ranks")
     if settings.ranks > 1 and settings.draft_model_path is not None:
         raise FlagError("--draft-model-path: not supported with several ranks")
 

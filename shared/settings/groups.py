@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared.flags import flag
+from shared.settings.adapters import AdapterSettings
 from shared.settings.batches import BatchesSettings
 from shared.settings.images import ImageSettings
 from shared.settings.machines import ClusterSettings, DistributedSettings
@@ -346,6 +347,7 @@ class ProcessSettings:
 class Settings(
     ServerSettings,
     ModelSettings,
+    AdapterSettings,
     KVCacheSettings,
     SSDCacheSettings,
     BatchingSettings,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from shared.flags import FlagError, arguments, flags_of, from_table, values_of
+from shared.settings.adapters import AdapterSettings, from_tables
 from shared.settings.checks import check
 from shared.settings.groups import (
     BatchingSettings,
@@ -24,6 +25,7 @@ from shared.settings.speculation import SpeculationSettings
 
 _GROUPS = (
     ModelSettings,
+    AdapterSettings,
     KVCacheSettings,
     BatchingSettings,
     GenerationSettings,
@@ -111,6 +113,8 @@ def _entry(settings: Settings, table: Any, where: str) -> tuple[ModelEntry, list
         raise FlagError(f"--config: aliases of {where} must be a list of strings")
     if not isinstance(pinned, bool):
         raise FlagError(f"--config: pinned of {where} must be true or false")
+    if "adapter" in rest:
+        rest["adapter"] = from_tables(rest["adapter"], where)
     values, warnings = values_of(MODEL_FLAGS, from_table(MODEL_FLAGS, rest, where))
     merged = dataclasses.replace(
         settings,

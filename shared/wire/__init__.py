@@ -8,6 +8,7 @@ raises `WireError`; receivers count, log and drop it.
 Times are sent as durations in seconds, never as wall-clock times. Hashes are sent as raw bytes.
 """
 
+from shared.wire.adapters import *  # noqa: F403
 from shared.wire.codec import *  # noqa: F403
 from shared.wire.engine_messages import *  # noqa: F403
 from shared.wire.images import *  # noqa: F403

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.wire.adapters import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter
 from shared.wire.codec import PROTOCOL_VERSION, Message
 from shared.wire.images import PROCESSOR_FILES, ImagePart, Vision
 from shared.wire.parts import (
@@ -81,6 +82,12 @@ class Submit(Message, frozen=True, tag="submit"):
     # Pictures in the prompt, in order. A raw frame follows for each of their arrays.
     images: tuple[ImagePart, ...] = ()
     traceparent: str = ""  # the W3C traceparent of its span; empty: not traced
+    adapter: AdapterRef | None = None  # the adapter that the request names
+
+    @property
+    def adapter_digest(self) -> str:
+        """The digest of the adapter's content; empty without an adapter."""
+        return "" if self.adapter is None else self.adapter.digest
 
 
 class Encode(Message, frozen=True, tag="encode"):
@@ -152,6 +159,8 @@ class Hello(Message, frozen=True, tag="hello"):
     task: Task = "generate"
     text_task: TextTask | None = None  # for a model with a task other than generating text
     vision: Vision | None = None  # None: it accepts no pictures
+    adapters: list[AdapterRef] = msgspec.field(default_factory=list)  # those of its settings
+    max_adapters: int = 0  # how many it keeps in memory at once; 0: it accepts none
 
 
 class Beat(Message, frozen=True, tag="beat"):
@@ -226,5 +235,27 @@ class Bye(Message, frozen=True, tag="bye"):
     incarnation: str
 
 
-ToEngine = Ping | Submit | Encode | Abort | Drain | ClearCache | FilesWanted
-ToRouter = Hello | Beat | Accepted | Refused | Tokens | Encoded | CacheEvents | Files | Bye
+ToEngine = (
+    Ping
+    | Submit
+    | Encode
+    | Abort
+    | Drain
+    | ClearCache
+    | CheckAdapter
+    | AdapterDecisions
+    | FilesWanted
+)
+ToRouter = (
+    Hello
+    | Beat
+    | Accepted
+    | Refused
+    | Tokens
+    | Encoded
+    | AdapterChecked
+    | AdapterDecisions
+    | CacheEvents
+    | Files
+    | Bye
+)

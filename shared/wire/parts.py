@@ -232,6 +232,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     unevictable_bytes: int = 0  # in the ledger: held by running sequences
     active_memory_bytes: int = 0
     kept_states: int = 0
+    adapters_loaded: int = 0  # adapters in memory
+    adapter_swaps_total: int = 0  # adapters that replaced another one in memory
     open_passes: int = 0  # prefill passes that have begun and have layers left to compute
     steps_total: int = 0
     step_seconds_total: float = 0.0

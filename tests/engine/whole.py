@@ -12,6 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from engine.adapters.queue import AdapterQueue, PlacedRequest
 from engine.batch import device
 from engine.core import EngineCore
 from engine.grammar.cache import GrammarCache
@@ -78,7 +79,10 @@ class Whole:
         self.refused: dict[str, wire.Refused] = {}
         self.cached: set[bytes] = set()  # the hashes that a router believes to be in memory
         self.after_step: Callable[[], None] = lambda: None  # called after each turn
-        self.inbox = Inbox()
+        self.inbox, adapters = Inbox(), self.replica.adapters
+        self.adapter_queue = (
+            adapters.open_queue(self.inbox.put) if adapters else AdapterQueue(None, None)
+        )
         self.core = EngineCore(
             scheduler=self.scheduler,
             executor=self.executor,
@@ -88,6 +92,7 @@ class Whole:
             store=cast(StoreClient, self),
             grammar_queue=GrammarQueue(None, None),
             pixels=None if self.replica.vision is None else self.replica.vision.pixels,
+            adapter_queue=self.adapter_queue,
             check_integrity=True,
         )
 
@@ -116,7 +121,11 @@ class Whole:
         if frames is not None:
             self.inbox.put(PicturedSubmit(sent, frames))
             return
-        self.scheduler.submit(sent, compiled)
+        placed = self.adapter_queue.add(sent, compiled)
+        if isinstance(placed, PlacedRequest):
+            self.scheduler.submit(sent, compiled, placed.place)
+        elif placed is not None:
+            self.refused[name] = placed
 
     def turn(self) -> bool:
         """Run one turn of the engine's loop; return False if there was nothing to run."""
@@ -126,7 +135,7 @@ class Whole:
 
     def run(self) -> None:
         """Run until nothing is left to do."""
-        while self.turn():
+        while self.turn() or self.adapter_queue.is_waiting:
             pass
         assert self.scheduler.idle
 

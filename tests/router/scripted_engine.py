@@ -23,8 +23,11 @@ from shared.wire import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
+    AdapterChecked,
+    AdapterRef,
     Beat,
     Bye,
+    CheckAdapter,
     Delta,
     EngineStats,
     Files,
@@ -115,6 +118,7 @@ class Behaviour:
     """The number of tokens after which every request stops; None for no limit."""
     accept: bool = True
     refuse: Callable[[Submit], Refused | None] = lambda submit: None
+    check: Callable[[CheckAdapter], AdapterChecked | None] = lambda asked: None
     beats: bool = True
     phase: str = "ready"
     stalled_s: float = 0.0
@@ -147,6 +151,8 @@ class ScriptedEngine:
         aliases: Sequence[str] = (),
         options: dict[str, Any] | None = None,
         vision: Vision | None = None,
+        adapters: Sequence[AdapterRef] = (),
+        max_adapters: int = 0,
         **behaviour: object,
     ) -> None:
         self.address = address
@@ -176,7 +182,9 @@ class ScriptedEngine:
             options=options,
             files={n: hashlib.sha256(c).hexdigest() for n, c in contents.items()},
         )
-        self.hello = msgspec.structs.replace(self.hello, vision=vision)
+        self.hello = msgspec.structs.replace(
+            self.hello, vision=vision, adapters=list(adapters), max_adapters=max_adapters
+        )
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -278,6 +286,9 @@ class ScriptedEngine:
         match message:
             case Ping():
                 return [encode(self.hello)]
+            case CheckAdapter():
+                checked = self.behaviour.check(message)
+                return [] if checked is None else [encode(checked)]
             case FilesWanted(names=names):
                 return [encode(Files(names=names), *(self._contents[name] for name in names))]
             case Submit():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -20,12 +21,14 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from engine.adapters.places import AdapterStore
 from engine.backend import graphs
 from engine.backend.graphs import Session, Unsupported
 from engine.backend.quantized import of_all
 from engine.backend.weights import Embedding, weight_of
 from engine.batch.axes import Axes
 from engine.batch.cpu import stretches
+from engine.batch.cpu.adapted import AdapterRows, DecoderStore
 from engine.batch.cpu.blocks import Norm, TransformerBlock
 from engine.batch.cpu.host import HostBatch
 from engine.batch.cpu.rotary import Rotary
@@ -102,6 +105,7 @@ class Decoder:
             before = block
         assert before is not None
         self.stretches.append(stretches.last(hidden, before, head))
+        self.adapters = DecoderStore(self.stretches)
         self.same_bits = of_all(kinds)
         """The numbers of rows among which a row has the same bits."""
 
@@ -115,6 +119,7 @@ class Decoder:
         if batch.deterministic and self.same_bits == "even" and count % 2:
             tokens = np.append(tokens, tokens[:1])
             positions = np.append(positions, positions[..., :1], axis=-1)
+        adapted = partial(self.adapters.feeds, rows=batch.adapters, padded=len(tokens))
         x = self._embedding.gather(tokens)
         if given is not None:
             x = np.array(x)
@@ -122,7 +127,7 @@ class Decoder:
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         tables = self._tables(positions, None if given is None else given.axes)
-        x, *new = self.stretches[0](x, *tables[self._rotaries[0]])
+        x, *new = self.stretches[0](x, *tables[self._rotaries[0]], named=adapted(0))
         for number in range(len(self._layers)):
             if batch.division is not None:
                 batch.division.enter_layer(number)
@@ -133,8 +138,9 @@ class Decoder:
                 break
             turns = tables[self._rotaries[number + 1]]
             added = [] if number >= self._deep_layers else [_added(x, number, given)]
-            x, *new = self.stretches[number + 1](x, found, *added, *turns)
-        logits: Array = self.stretches[-1](x, found)[0]
+            named = adapted(number + 1)
+            x, *new = self.stretches[number + 1](x, found, *added, *turns, named=named)
+        logits: Array = self.stretches[-1](x, found, named=adapted(len(self._layers)))[0]
         return logits[:count]
 
     def _attend(
@@ -242,10 +248,18 @@ class DecoderBatch(HostBatch):
         super().__init__(layout, slabs, rows)
         self.positions = np.concatenate([np.arange(r.start, r.end) + r.shift for r in rows])
         self._cuts = list(pairwise(self.first_tokens))
+        places = [row.adapter for row in rows]
+        widths = [row.width for row in rows]
+        self.adapters = AdapterRows(places, widths) if any(places) else None
+
+    @classmethod
+    def adapter_store(cls, store: AdapterStore) -> AdapterStore:
+        return cls.decoder.adapters
 
     @classmethod
     def make_deterministic(cls) -> bool:
-        cls.deterministic = cls.decoder.same_bits != "none"
+        keeps_bits = cls.decoder.same_bits != "none" and cls.decoder.adapters.same_bits
+        cls.deterministic = keeps_bits
         return cls.deterministic
 
     @classmethod

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from engine.adapters.layers import Factors
 from engine.backend.graphs import Graph, Unsupported
 from engine.backend.weights import DenseWeight, Weight, expert_weights, join, weight_of
+from engine.batch.cpu.adapted import AdaptedLinear, Layer
 from engine.cache.rounding import Array
 
 
@@ -37,10 +39,14 @@ class Linear:
     weight: Weight
     bias: Array | None  # (out,)
     added: _LowRank | None
+    adapted: tuple[Layer, ...] = ()
+    """The layers, if requests may bring adapters for them."""
 
     @classmethod
     def of(cls, *modules: Any) -> Linear:
-        return cls._joined([_part(module) for module in modules])
+        joined = cls._joined([_part(module) for module in modules])
+        adapted = tuple(layer for module in modules if (layer := _adapted(module)) is not None)
+        return replace(joined, adapted=adapted) if len(adapted) == len(modules) else joined
 
     @classmethod
     def of_experts(cls, *modules: Any) -> list[Linear]:
@@ -62,6 +68,10 @@ class Linear:
             inner = graph.node("MatMul", x, graph.constant(self.added.down))
             more = graph.node("MatMul", inner, graph.constant(self.added.up))
             out = graph.node("Add", out, more)
+        if self.adapted:
+            part = AdaptedLinear(graph, self.adapted)
+            graph.parts.append(part)
+            out = part.add(graph, x, out)
         return out if self.bias is None else graph.node("Add", out, graph.constant(self.bias))
 
 
@@ -73,6 +83,13 @@ def base_of(module: Any) -> Any:
     if lora is None:
         return module
     return module.linear if isinstance(module, (lora.LoRALinear, lora.LoRASwitchLinear)) else module
+
+
+def _adapted(module: Any) -> Layer | None:
+    factors: Factors | None = vars(module).get("factors")
+    if factors is None:
+        return None
+    return Layer(module.adapter_name, factors.shape, factors.count, factors.rank)
 
 
 def _part(module: Any) -> _Part:

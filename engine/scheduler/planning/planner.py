@@ -325,6 +325,7 @@ class Planner:
             drafts=drafts,
             guesses=guesses,
             shift=position_shift(seq, position) if seq.pictures else 0,
+            adapter=seq.adapter,
         )
 
     def _forbidden(self, request: wire.Submit, index: int) -> tuple[int, ...]:

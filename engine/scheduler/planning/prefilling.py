@@ -284,4 +284,6 @@ def _chunk(seq: Sequence, end: int) -> Chunk:
     if seq.needs_prompt_logprobs:
         target_ids = tuple(seq.request.token_ids[start + 1 : end + 1])
     wanted = seq.request.prompt_logprobs or 0 if target_ids else 0
-    return Chunk(seq.held_slot, start, token_ids, target_ids, wanted, pictures, shift, axes)
+    return Chunk(
+        seq.held_slot, start, token_ids, target_ids, wanted, pictures, shift, axes, seq.adapter
+    )

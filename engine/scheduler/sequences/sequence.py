@@ -105,6 +105,7 @@ class Sequence:
     token_ids: list[int]  # the prompt and every output that is known
     max_tokens: int
     submitted_s: float
+    adapter: int = 0  # the place of its adapter while it lives; 0: none
     grammar: object = None  # only kept alive here, for the executor to find
     thinking: ThinkingProgress | None = None  # None: it may reason as long as it wants
     pictures: tuple[SequencePicture, ...] = ()  # in the order of the prompt

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.fleet.engines.prefix_index import PrefixIndex
 from router.fleet.models.tokenizer_files import acceptable_files
 from router.images.preparing import ImageProcessor
 from router.tokens.rendering import Renderer
+from shared.adapter_names import MAX_NAMED_ADAPTERS, DecisionTable, is_adapter_name
 from shared.settings import Settings
-from shared.wire import Beat, EngineStats, Hello, Phase, StoreStats
+from shared.wire import AdapterDecision, AdapterRef, Beat, EngineStats, Hello, Phase, StoreStats
 
 
 class Engine:
@@ -114,6 +116,28 @@ class ModelReplicas:
         """What requests work with; None until an engine has been ready."""
         self._last_ready = time.monotonic()
         self.created = int(time.time())
+        self.adapters: dict[str, AdapterRef] = {}
+        """By the names that requests have for them."""
+        self.decisions = DecisionTable()
+        """What administrators have decided about their names."""
+
+    def add_adapters(self, hello: Hello) -> None:
+        """Take in the adapters of an engine's settings, but for names that an administrator has
+        decided on."""
+        for adapter in hello.adapters[:MAX_NAMED_ADAPTERS]:
+            if is_adapter_name(adapter.name) and adapter.name not in self.decisions:
+                self.adapters[adapter.name] = adapter
+
+    def apply(self, decisions: Iterable[AdapterDecision]) -> bool:
+        """Let names stand for what administrators have decided. Return whether any is new."""
+        if not self.decisions.merge(decisions):
+            return False
+        for each in self.decisions.all:
+            if each.adapter is None:
+                self.adapters.pop(each.name, None)
+            else:
+                self.adapters[each.name] = each.adapter
+        return True
 
     @property
     def id(self) -> str:
@@ -198,6 +222,13 @@ class Model:
 
     replicas: ModelReplicas
     renderer: Renderer
+    adapter: AdapterRef | None = None
+    """The adapter that a request names with it."""
+
+    @property
+    def adapter_digest(self) -> str:
+        """What names the adapter's content; empty without one."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def hello(self) -> Hello:

@@ -36,6 +36,9 @@ class ModelVersions:
                 version.hello = hello
                 return version
         new = ModelReplicas(hello, settings)
+        for version in self.all:
+            if version.id == new.id and version.hello.fingerprint == hello.fingerprint:
+                new.apply(version.decisions.all)
         current = self.current.get(new.id)
         if current is None:
             self.current[new.id] = new

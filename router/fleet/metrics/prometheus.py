@@ -47,6 +47,7 @@ _ENGINE_COUNTERS = {
     "cached_ram_tokens": ("cached_ram_tokens_total", "Tokens of prompts found in RAM"),
     "cached_ssd_tokens": ("cached_ssd_tokens_total", "Tokens of prompts found on SSD"),
     "generated_tokens": ("generated_tokens_total", "Tokens generated"),
+    "adapter_swaps": ("adapter_swaps_total", "Adapters that took the place of another in memory"),
     "texts": ("texts_total", "Texts to embed, and pairs to score"),
     "shared_texts": ("shared_texts_total", "Texts equal to one in flight, computed with it"),
     "images": ("images_total", "Pictures in prompts"),
@@ -73,6 +74,7 @@ _ENGINE_GAUGES = {
     f"{_PREFIX}kv_limit_bytes": ("limit_bytes", "Limit of the engine's memory ledger"),
     f"{_PREFIX}kv_unevictable_bytes": ("unevictable_bytes", "Held by running sequences"),
     f"{_PREFIX}kept_states": ("kept_states", "Kept states of recurrent layers"),
+    f"{_PREFIX}adapters_loaded": ("adapters_loaded", "Adapters whose weights are in memory"),
     f"{_PREFIX}open_passes": ("open_passes", "Passes of chunks with layers still to compute"),
     f"{_PREFIX}active_memory_bytes": ("active_memory_bytes", "Memory MLX has in use"),
 }
@@ -156,6 +158,9 @@ class Metrics:
         self.aborts = counter("aborts", "Sequences given up: client gone, timeout, drain")
         self.resumed = counter("resumed_requests", "Sequences submitted once more")
         self.timeouts = counter("timeouts", "Sequences ended by a timeout")
+        self.adapter_requests = counter(
+            "adapter_requests", "Requests that named an adapter", ("model", "adapter")
+        )
         self.restarts = counter("engine_restarts", "Engines that were lost", ("engine",))
         self.engines_joined = counter("engines_joined", "Engines that joined", ("model",))
         self.engines_left = counter("engines_left", "Engines that left or were lost", ("reason",))
@@ -174,6 +179,14 @@ class Metrics:
             "work_refused", "Requests that the threads preparing them had no room or no time for"
         )
         self.images = ImageMetrics(self.registry)
+        self._add_counters_of_keys(counter)
+        self._add_build_info(version)
+
+    def _add_build_info(self, version: str) -> None:
+        build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
+        build.labels(version).set(1)
+
+    def _add_counters_of_keys(self, counter: Callable[..., Counter]) -> None:
         self.key_requests = counter(
             "key_requests", "Answers by API key and status", ("key", "status")
         )
@@ -190,11 +203,6 @@ class Metrics:
             "0: the store of --limits-url is gone, and this router counts alone",
             registry=self.registry,
         )
-        self._add_build_info(version)
-
-    def _add_build_info(self, version: str) -> None:
-        build = Gauge(f"{_PREFIX}build_info", "Always 1", ["version"], registry=self.registry)
-        build.labels(version).set(1)
 
     def _add_counters_of_batches(self, counter: Callable[..., Counter]) -> None:
         self.batch_lines = counter(

@@ -30,6 +30,7 @@ class ConfiguredModel(msgspec.Struct, frozen=True, kw_only=True):
     state: ConfiguredState
     reason: str | None = None  # why it is broken
     pinned: bool = False
+    adapters: list[str] = []  # the names of those of its settings
     engines: list[str] = []
     load_s: float | None = None  # how long its last load took
     weights_bytes: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from router.fleet.engines.engine import Engine
 from router.fleet.sequences.remote_request import RemoteRequest
-from shared.hashing import Picture, block_hashes, salted_root
+from shared.hashing import Picture, block_hashes, prompt_root
 
 PromptBlocks = Mapping[tuple[bytes, int], Sequence[bytes]]
 """The hashes of a prompt's blocks, by the namespace and the block size of engines."""
@@ -17,15 +17,18 @@ def prompt_blocks(
     token_ids: Sequence[int],
     cache_salt: str,
     images: Sequence[Picture] = (),
+    adapter: str = "",
 ) -> PromptBlocks:
     """Return the hashes of a prompt for all of ``engines``; none if there is no choice. ``images``
-    are those in it.
+    are those in it, and ``adapter`` is the digest of its adapter.
 
     Each token takes a tenth of a microsecond: this is for the threads of a `WorkPool`.
     """
     roots = {_root(engine) for engine in engines} if len(engines) > 1 else set()
     return {
-        (namespace, size): block_hashes(salted_root(namespace, cache_salt), token_ids, size, images)
+        (namespace, size): block_hashes(
+            prompt_root(namespace, adapter, cache_salt), token_ids, size, images
+        )
         for namespace, size in roots
     }
 

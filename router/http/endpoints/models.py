@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.body import json_response
 from router.api.operations import Operation
 from router.errors import ModelForbidden, ModelNotFound
+from router.fleet.adapters import ListedAdapter
 from router.fleet.engines.engine import ModelReplicas
 from router.fleet.models.supervised import ConfiguredState
 from router.fleet.router import Router
@@ -27,7 +29,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int
     owned_by: Literal["mlx-lm-server"] = "mlx-lm-server"
     root: Annotated[str, Meta(description="The name that the model was loaded by.")]
-    parent: None = None
+    parent: Annotated[str | None, Meta(description="The model that an adapter is added to.")] = None
     max_model_len: Annotated[
         int | None,
         Meta(description="The context, in tokens; null until the model is loaded first."),
@@ -74,6 +76,8 @@ async def list_models(http: Request) -> Response:
         if tenant.may_use(names)
         for name in names
     ]
+    adapters = router.adapters.listed
+    data += [_adapter_card(router, each) for each in adapters if tenant.may_use(each.names)]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(ModelList(data=data, first_id=first_id, last_id=last_id))
 
@@ -86,7 +90,16 @@ async def show_model(http: Request) -> Response:
             if not http.state.tenant.may_use(names):
                 raise ModelForbidden(f"The API key may not use {name}.", param="model")
             return json_response(_card(router, model_id, name, names))
+    if (found := router.adapters.find(name)) is not None:
+        if not http.state.tenant.may_use(found.listed.names):
+            raise ModelForbidden(f"The API key may not use {name}.", param="model")
+        return json_response(_adapter_card(router, found.listed))
     raise ModelNotFound(f"The model '{name}' is not served here.", param="model")
+
+
+def _adapter_card(router: Router, found: ListedAdapter) -> ModelCard:
+    card = _card(router, found.model_id, found.name, found.model_names)
+    return replace(card, root=found.own_name, parent=found.model_id)
 
 
 def _card(router: Router, model_id: str, name: str, names: list[str]) -> ModelCard:

@@ -71,6 +71,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
 class ModelFigures(Struct, frozen=True, kw_only=True):
     id: str
     aliases: list[str]
+    adapters: list[str]
     status: HealthStatus
     state: ConfiguredState
     reason: str | None

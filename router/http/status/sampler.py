@@ -169,6 +169,7 @@ class StatusSampler:
         return ModelFigures(
             id=model.id,
             aliases=names[1:],
+            adapters=[] if replicas is None else list(replicas.adapters),
             status=model.status,
             state=model.state,
             reason=model.reason,

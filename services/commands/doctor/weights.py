@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.adapters.checkpoint import AdapterError, check
 from engine.model.errors import ModelUnavailable
 from engine.model.load import DEMOS, HUB_ID
 from services.commands.doctor.report import Check, bad, good
 from services.commands.models.local import directory_of
 from services.processes.model_files import problems
 from shared.paths import user_path
-from shared.settings import ModelEntry, Settings
+from shared.settings import ModelEntry, Settings, adapters_of
 
 _GB = 1e9
 
 
 def checks(entry: ModelEntry) -> Iterator[Check]:
-    """Look at the model of ``entry``, its draft model, and its adapter."""
+    """Look at the model of ``entry``, its draft model, and its adapters."""
     options = entry.settings
     found = _model("--model", options.model)
     yield found
@@ -25,6 +26,8 @@ def checks(entry: ModelEntry) -> Iterator[Check]:
         yield _model("--draft-model-path", options.draft_model_path)
     if options.adapter_path is not None:
         yield _adapter(options.adapter_path)
+    for name, path in adapters_of(options).items():
+        yield _named_adapter(name, path)
     directory = directory_of(options.model)
     if found.verdict == "ok" and directory is not None:
         yield _memory(options, directory)
@@ -66,6 +69,14 @@ def _adapter(path: Path) -> Check:
         )
         return None
     return good("adapter", str(path))
+
+
+def _named_adapter(name: str, path: Path) -> Check:
+    try:
+        check(path)
+    except AdapterError as error:
+        return bad("adapter", f"--adapter {name}: {error}", "make it again, or mend the path")
+    return good("adapter", f"{name} in {path}")
 
 
 def _memory(options: Settings, directory: Path) -> Check:

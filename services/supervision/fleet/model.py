@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from services.supervision.fleet.scaling import Scaling
 from services.supervision.managed_child import ManagedChild
-from shared.settings import ModelEntry
+from shared.settings import ModelEntry, adapters_of
 
 ModelState = Literal["unloaded", "loading", "ready", "broken"]
 
@@ -80,6 +80,7 @@ class FleetModel:
             "state": self.state,
             "reason": self.trouble,
             "pinned": self.entry.pinned,
+            "adapters": list(adapters_of(self.entry.settings)),
             "engines": [child.joins_as for child in self.engines],
             "load_s": self.load_s,
             "weights_bytes": self.weights_bytes,

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.model.load import DEMOS, HUB_ID
 from shared.paths import user_path
 from shared.settings import ModelEntry, Settings
+from shared.settings.adapters import AdapterSettings
 from shared.settings.groups import ModelSettings
 from shared.settings.speculation import SpeculationSettings
 
@@ -47,7 +48,7 @@ def pulled_entry(settings: Settings, name: str) -> ModelEntry:
     defaults = Settings()
     own = {
         field.name
-        for group in (ModelSettings, SpeculationSettings)
+        for group in (ModelSettings, AdapterSettings, SpeculationSettings)
         for field in dataclasses.fields(group)
     } - {"idle_unload_s", "cpu_precision", "prove"}
     values = {field: getattr(defaults, field) for field in own}

@@ -56,6 +56,13 @@ def beat(**fields: Any) -> wire.Beat:
     return wire.Beat(**plain | fields)
 
 
+ADAPTER = wire.AdapterRef(name="\x00", path="/\x00", digest="no digest", rank=-1)
+DECISIONS = wire.AdapterDecisions(
+    decisions=[
+        wire.AdapterDecision(name="a" * 1000, adapter=ADAPTER, version=-(2**63)),
+        wire.AdapterDecision(name="\x00", version=2**63),
+    ]
+)
 DELTA = wire.Delta(request_id="unknown", attempt=-1, index=-5, token_ids=[-1, 2**40])
 TO_ROUTER: list[wire.Message] = [
     hello(protocol=-1),
@@ -66,6 +73,7 @@ TO_ROUTER: list[wire.Message] = [
     hello(vocab_size=0),
     hello(max_sequences=-1),
     hello(model=""),
+    hello(adapters=[ADAPTER] * 2000, max_adapters=-1),
     beat(),
     beat(number=-1, phase_s=NAN, stalled_s=-math.inf, phase="loading"),
     beat(engine="engine-0", stats=wire.EngineStats(limit_bytes=-1, unevictable_bytes=2**63)),
@@ -81,6 +89,8 @@ TO_ROUTER: list[wire.Message] = [
     wire.Refused(request_id="unknown", attempt=0, reason="full", message=""),
     wire.Tokens(deltas=[DELTA] * 1000),
     wire.Encoded(request_id="unknown", attempt=-1, rows=b"x", queue_s=NAN, compute_s=-1.0),
+    wire.AdapterChecked(name="unknown", path="", adapter=ADAPTER, error="unasked"),
+    DECISIONS,
     wire.CacheEvents(number=-1, added=[b""] * 1000, removed=[b"x"]),
     wire.Files(names=["../../tmp/x", "tokenizer.json"]),
     wire.Bye(engine="engine-0", incarnation="i"),
@@ -109,6 +119,17 @@ TO_ENGINE: list[wire.Message] = [
         max_tokens=1,
         stop_token_ids=[],
     ),
+    wire.Submit(
+        request_id="a",
+        attempt=0,
+        token_ids=[5],
+        sampling=wire.SamplingParams(seed=1),
+        max_tokens=1,
+        stop_token_ids=[],
+        adapter=ADAPTER,
+    ),
+    wire.CheckAdapter(name="\x00", path="/\x00" * 1000),
+    DECISIONS,
     wire.Encode(request_id="e", attempt=0, token_ids=[[5], []], second_starts=[-1, 7]),
     wire.Abort(request_id="r"),
     wire.ClearCache(),

@@ -1,0 +1,118 @@
+"""Linear layers of mlx-lm's models that add the adapters of a pass to its rows.
+
+A layer takes three operations more, whatever the number of adapters: each row is multiplied by the
+factors of its own, which are read where they lie, and the result is added. Rows without one read
+zeros. A pass without adapters is computed as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from engine.adapters.checkpoint import LowRank, Shape
+
+_rows: ContextVar[mx.array | None] = ContextVar("adapters_of_rows", default=None)
+"""The place of each row of the pass that is being computed. A pass that is divided has a stack of
+its own (`engine.batch.layered`), and with it a context of its own."""
+
+
+@contextmanager
+def applied(places: Sequence[int]) -> Iterator[None]:
+    """Add the adapters in ``places`` to the rows of what is computed meanwhile, one each."""
+    if not any(places):
+        yield
+        return
+    token = _rows.set(mx.array(places))
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+class Factors:
+    """The factors of one layer, of all places. None until an adapter has some for it."""
+
+    def __init__(self, shape: Shape, count: int, rank: int) -> None:
+        self.shape, self.count, self.rank = shape, count, rank
+        self._sizes = (count + 1, shape.inputs, rank), (count + 1, rank, shape.outputs)
+        self.down: mx.array | None = None  # (places, in, rank)
+        self.up: mx.array | None = None  # (places, rank, out)
+
+    def put(self, place: int, factors: LowRank | None) -> None:
+        if factors is None and self.down is None:
+            return
+        if self.down is None or self.up is None:
+            self.down, self.up = (mx.zeros(size) for size in self._sizes)
+        down, up = (np.zeros(size[1:], np.float32) for size in self._sizes)
+        if factors is not None:
+            rank = factors.down.shape[1]
+            down[:, :rank], up[:rank] = factors.down, factors.up
+        # New arrays: passes that are under way go on with those that they have.
+        self.down[place], self.up[place] = mx.array(down), mx.array(up)
+        mx.eval(self.down, self.up)
+
+
+class _Adapted:
+    """A linear layer with adapters."""
+
+    factors: Factors
+
+    def __call__(self, x: mx.array) -> mx.array:
+        found: mx.array = super().__call__(x)  # type: ignore[misc]
+        rows, down, up = _rows.get(), self.factors.down, self.factors.up
+        if rows is None or down is None or up is None:
+            return found
+        given = x.reshape(len(rows), -1, x.shape[-1]).astype(mx.float32)
+        inner = mx.gather_mm(given, down, rhs_indices=rows)
+        added = mx.gather_mm(inner, up, rhs_indices=rows)
+        return found + added.reshape(found.shape).astype(found.dtype)
+
+
+class GraphStore:
+    """The factors of layers that MLX's graph computes."""
+
+    def __init__(self, layers: Mapping[str, Factors]) -> None:
+        self._layers = layers
+
+    def put(self, place: int, layers: Mapping[str, LowRank]) -> None:
+        for name, factors in self._layers.items():
+            factors.put(place, layers.get(name))
+
+
+def linear_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers of ``model`` to which adapters can be added, by name: all that are linear,
+    but for the last one, which may be the embedding. Experts are not among them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and not name.endswith("lm_head")
+    }
+
+
+def shape_of(module: Any) -> Shape:
+    """Return the sizes of a linear layer, quantized or not."""
+    outputs, inputs = module.weight.shape
+    if isinstance(module, nn.QuantizedLinear):
+        inputs = inputs * 32 // module.bits
+    return Shape(inputs, outputs)
+
+
+def adapt(layers: Mapping[str, Any], count: int, rank: int) -> GraphStore:
+    """Let ``layers`` add adapters of ``count`` places, up to a ``rank``. Return what keeps them."""
+    kinds: dict[type, type] = {}
+    found = {}
+    for name, module in layers.items():
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = type(f"Adapted{kind.__name__}", (_Adapted, kind), {})
+        module.adapter_name, module.factors = name, Factors(shape_of(module), count, rank)
+        module.__class__ = kinds[kind]
+        found[name] = module.factors
+    return GraphStore(found)

@@ -1,0 +1,238 @@
+"""The queue of requests whose adapters are not in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.adapters.checkpoint import AdapterError, AdapterWeights, Shape, read
+from engine.adapters.places import AdapterPlaces
+from shared import wire
+
+MAX_AHEAD = 2
+"""Adapters that are read, or wait in memory for a place."""
+MAX_CHECKS = 16
+
+
+class AdapterRead(NamedTuple):
+    """What has come of reading a directory."""
+
+    path: str
+    outcome: AdapterWeights | AdapterError
+    check: wire.CheckAdapter | None = None  # why it was read, if not for a request
+
+
+class AdapterReader:
+    """Reads adapters on a thread of its own, one at a time."""
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], max_rank: int, done: Callable[[AdapterRead], None]
+    ) -> None:
+        """``done`` is called on that thread."""
+        self._shapes, self._max_rank, self._done = shapes, max_rank, done
+        self._thread = ThreadPoolExecutor(1, "adapters")
+
+    def start(self, path: str, check: wire.CheckAdapter | None = None) -> None:
+        self._thread.submit(self._read, path, check)
+
+    def _read(self, path: str, check: wire.CheckAdapter | None) -> None:
+        outcome: AdapterWeights | AdapterError
+        try:
+            outcome = read(Path(path), self._shapes, self._max_rank)
+        except AdapterError as error:
+            outcome = error
+        except Exception as error:  # such as too little memory: this adapter's alone
+            outcome = AdapterError(f"the adapter in {path} cannot be read: {error!r}")
+        self._done(AdapterRead(path, outcome, check))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class PlacedRequest:
+    """A request whose adapter is in ``place``, as long as it lives."""
+
+    request: wire.Submit
+    grammar: object
+    place: int
+
+
+PlacedOrRefused = PlacedRequest | wire.Refused
+
+
+class AdapterQueue:
+    """Passes requests at once that name no adapter, or one that has a place. The others wait.
+
+    An adapter that finds no place gets that of the one used least recently, as soon as no request
+    uses it. New requests for that one wait behind. Only the main thread calls this.
+    """
+
+    def __init__(self, places: AdapterPlaces | None, reader: AdapterReader | None) -> None:
+        """Without them every request for an adapter is refused."""
+        self._places, self._reader = places, reader
+        self._waiting: list[tuple[wire.Submit, object]] = []
+        self._reading: dict[str, str] = {}  # by path, the digest that is wanted
+        self._ready: dict[str, AdapterWeights] = {}  # by digest, those that wait for a place
+        self._closing: str | None = None
+        """The adapter that gives up its place next."""
+        self._checks = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def num_loaded(self) -> int:
+        return 0 if self._places is None else len(self._places.digests)
+
+    @property
+    def swaps(self) -> int:
+        return 0 if self._places is None else self._places.swaps
+
+    def add(self, request: wire.Submit, grammar: object) -> PlacedOrRefused | None:
+        """Return the request, or its refusal; None if it waits for `take`."""
+        self._drop(request.request_id, None)
+        if request.adapter is None:
+            return PlacedRequest(request, grammar, 0)
+        if self._places is None or self._reader is None:
+            why = "this engine was started without --adapter and --max-adapters"
+            return _refused(request, "unsupported", why)
+        digest = request.adapter.digest
+        if digest != self._closing and (place := self._places.find(digest)) is not None:
+            return PlacedRequest(request, grammar, place)
+        self._waiting.append((request, grammar))
+        self._read_ahead()
+        return None
+
+    def take(self, used: Collection[int]) -> Iterator[PlacedOrRefused]:
+        """Yield the requests that need not wait any more. ``used`` are the places of those that
+        run."""
+        self._closing = None
+        taken, left = {*used}, []
+        for request, grammar in self._waiting:
+            place = self._place_for(request.adapter_digest, taken)
+            if place is None:
+                left.append((request, grammar))
+            else:
+                taken.add(place)
+                yield PlacedRequest(request, grammar, place)
+        self._waiting = left
+        wanted = {request.adapter_digest for request, _ in left}
+        self._ready = {digest: one for digest, one in self._ready.items() if digest in wanted}
+        self._read_ahead()
+
+    def on_read(self, done: AdapterRead) -> list[wire.Refused | wire.AdapterChecked]:
+        """Take in an adapter that was read. Return the answer to whoever asked for it, or the
+        refusals of the requests that waited, if it cannot be used."""
+        outcome = done.outcome
+        if done.check is not None:
+            self._checks -= 1
+            return [_checked(done.check, outcome)]
+        wanted = self._reading.pop(done.path)
+        if isinstance(outcome, AdapterWeights) and outcome.digest == wanted:
+            self._ready[wanted] = outcome
+            return []
+        if isinstance(outcome, AdapterWeights):
+            why = f"the adapter in {done.path} has changed since it was loaded: load it again"
+        else:
+            why = str(outcome)
+        refused = [one for one, _ in self._waiting if one.adapter_digest == wanted]
+        self._waiting = [pair for pair in self._waiting if pair[0] not in refused]
+        self._read_ahead()
+        return [_refused(request, "invalid", why) for request in refused]
+
+    def check(self, asked: wire.CheckAdapter) -> wire.AdapterChecked | None:
+        """Read an adapter for a router; the answer comes from `on_read`, unless it is known."""
+        error = None
+        if self._reader is None:
+            error = "this engine was started without --adapter and --max-adapters"
+        elif self._checks >= MAX_CHECKS:
+            error = "too many adapters are being read"
+        if error is not None:
+            return wire.AdapterChecked(name=asked.name, path=asked.path, error=error)
+        assert self._reader is not None
+        self._checks += 1
+        self._reader.start(asked.path, asked)
+        return None
+
+    def abort(self, request_id: str, attempt: int | None) -> None:
+        self._drop(request_id, attempt)
+
+    def refuse_all(self) -> list[wire.Refused]:
+        """Refuse all waiting requests."""
+        waiting, self._waiting = self._waiting, []
+        return [_refused(one, "draining", "the engine is draining") for one, _ in waiting]
+
+    def live(self) -> Iterator[wire.LiveRequest]:
+        for request, _ in self._waiting:
+            yield wire.LiveRequest(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                generated=len(request.generated),
+                accepted=False,
+            )
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def _place_for(self, digest: str, used: set[int]) -> int | None:
+        places = self._places
+        assert places is not None
+        if self._closing is None or digest != self._closing:
+            place = places.find(digest)
+            if place is not None:
+                return place
+        if digest not in self._ready or self._closing is not None:
+            return None
+        place = places.put(self._ready[digest], used)
+        if place is None:
+            self._closing = places.digests[0]
+            return None
+        del self._ready[digest]
+        return place
+
+    def _read_ahead(self) -> None:
+        """Read the adapters of the first requests that wait."""
+        assert self._reader is not None
+        for request, _ in self._waiting:
+            if len(self._reading) + len(self._ready) >= MAX_AHEAD:
+                return
+            adapter = request.adapter
+            assert adapter is not None and self._places is not None
+            known = adapter.digest in self._ready or adapter.digest in self._places.digests
+            if not known and adapter.path not in self._reading:
+                self._reading[adapter.path] = adapter.digest
+                self._reader.start(adapter.path)
+
+    def _drop(self, request_id: str, attempt: int | None) -> None:
+        self._waiting = [
+            (request, grammar)
+            for request, grammar in self._waiting
+            if request.request_id != request_id or attempt not in (None, request.attempt)
+        ]
+
+
+def _checked(
+    check: wire.CheckAdapter, outcome: AdapterWeights | AdapterError
+) -> wire.AdapterChecked:
+    if isinstance(outcome, AdapterError):
+        return wire.AdapterChecked(name=check.name, path=check.path, error=str(outcome))
+    found = wire.AdapterRef(
+        name=check.name, path=check.path, digest=outcome.digest, rank=outcome.rank
+    )
+    return wire.AdapterChecked(name=check.name, path=check.path, adapter=found)
+
+
+def _refused(request: wire.Submit, reason: wire.RefusalReason, message: str) -> wire.Refused:
+    return wire.Refused(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        reason=reason,
+        message=message,
+        param="model",
+    )

@@ -1,0 +1,225 @@
+"""The adapters of each model by name: those of its engines' settings, and those that an
+administrator loads and unloads.
+
+The router decides which adapter has a name. An engine reads an adapter when a request brings its
+directory and digest, so an engine that is started again needs to be told nothing. Engines keep the
+decisions of administrators for a router that is started again, and for other routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from router.errors import InvalidRequest, ModelNotFound, Unavailable
+from router.fleet.engines.engine import Engine, ModelReplicas
+from router.fleet.engines.registry import Registry
+from router.fleet.models.supervised import ConfiguredModel, Supervised
+from shared.adapter_names import MAX_NAMED_ADAPTERS, is_adapter_name
+from shared.wire import AdapterChecked, AdapterDecisions, AdapterRef, CheckAdapter, Message
+
+CHECK_TIMEOUT_S = 60.0
+"""The longest that engines may take to read an adapter."""
+SEPARATOR = ":"
+
+
+class ListedAdapter(NamedTuple):
+    """An adapter as lists of models have it."""
+
+    model_id: str
+    model_names: list[str]
+    own_name: str
+    adapter: AdapterRef | None = None  # None until its model is loaded
+
+    @property
+    def name(self) -> str:
+        """What requests call it, whatever other models have."""
+        return f"{self.model_id}{SEPARATOR}{self.own_name}"
+
+    @property
+    def names(self) -> list[str]:
+        """What a key may be allowed to use it by."""
+        return [*self.model_names, self.own_name, self.name]
+
+
+class ServedAdapter(NamedTuple):
+    """An adapter that requests may name."""
+
+    model: ModelReplicas
+    adapter: AdapterRef
+
+    @property
+    def listed(self) -> ListedAdapter:
+        return ListedAdapter(self.model.id, self.model.names, self.adapter.name, self.adapter)
+
+
+class Adapters:
+    """Runs on the event loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        supervised: Supervised,
+        send: Callable[[Engine, Message], bool],
+    ) -> None:
+        """``send`` sends a message to an engine, and returns False if it could not."""
+        self._registry, self._supervised, self._send = registry, supervised, send
+        self._lock = asyncio.Lock()
+        self._asked: tuple[str, str] = "", ""  # name and path of what engines read now
+        self._answers: dict[Engine, asyncio.Future[AdapterChecked]] = {}
+
+    @property
+    def listed(self) -> list[ListedAdapter]:
+        """All adapters, those of models that are not loaded too."""
+        models = self._registry.models
+        served = [
+            ServedAdapter(model, adapter).listed
+            for model in models.values()
+            for adapter in model.adapters.values()
+        ]
+        configured = [
+            ListedAdapter(model.names[0], model.names, name)
+            for model in self._supervised.models.values()
+            for name in model.adapters
+            if model.names[0] not in models
+        ]
+        return [*served, *configured]
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """Return the adapter called ``name``, with or without its model's name before it. Raises
+        `ModelNotFound` if several models have one of that name."""
+        base, separator, own = name.rpartition(SEPARATOR)
+        model = self._registry.find_model(base) if separator else None
+        if model is not None and own in model.adapters:
+            return ServedAdapter(model, model.adapters[own])
+        models = [each for each in self._registry.models.values() if name in each.adapters]
+        if len(models) > 1:
+            choices = ", ".join(f"{each.id}{SEPARATOR}{name}" for each in models)
+            raise ModelNotFound(f"'{name}' is an adapter of several models: {choices}.")
+        return ServedAdapter(models[0], models[0].adapters[name]) if models else None
+
+    def find_configured(self, name: str | None) -> ConfiguredModel | None:
+        """Return the configured model called ``name``, or the one with an adapter called so."""
+        found = self._supervised.find(name)
+        if found is not None or name is None:
+            return found
+        if (served := self.find(name)) is not None:
+            return self._supervised.find(served.model.id)
+        base, _, own = name.rpartition(SEPARATOR)
+        for model in self._supervised.models.values():
+            if own in model.adapters and (not base or base in model.names):
+                return model
+        return None
+
+    async def load(self, name: str, path: str, base: str | None) -> ServedAdapter:
+        """Let requests name the adapter in ``path``, a directory where the engines are, in place of
+        any that has the name now.
+
+        Raises `ModelNotFound`, `InvalidRequest` and `Unavailable`."""
+        async with self._lock:
+            model = self._model(base)
+            self._check_name(name, path, model)
+            engines = [each for each in model.engines if each.lost_reason is None]
+            if not engines:
+                raise Unavailable(f"{model.id} has no engine now, which could read the adapter.")
+            if not any(engine.hello.max_adapters for engine in engines):
+                raise InvalidRequest(
+                    f"{model.id} takes no adapters: start it with --max-adapters.", param="model"
+                )
+            found = await self._check(name, path, engines)
+            self._decide(model, name, found)
+            return ServedAdapter(model, found)
+
+    def unload(self, name: str) -> ServedAdapter:
+        """Take an adapter's name from it. Requests that run go on. Raises `ModelNotFound`."""
+        found = self.find(name)
+        if found is None:
+            raise ModelNotFound(f"There is no adapter '{name}'.", param="name")
+        self._decide(found.model, found.adapter.name, None)
+        return found
+
+    # -- engines ---------------------------------------------------------------
+
+    def on_checked(self, engine: Engine, message: AdapterChecked) -> None:
+        answer = self._answers.get(engine)
+        if answer is not None and not answer.done() and self._asked == (message.name, message.path):
+            answer.set_result(message)
+
+    def on_decisions(self, engine: Engine, message: AdapterDecisions) -> None:
+        """Take in what ``engine`` has kept, and tell it, and others, what they may lack."""
+        for model in self._registry.versions:
+            if engine in model.engines:
+                is_news = model.apply(message.decisions)
+                if len(model.decisions.all) > len(message.decisions):
+                    self._tell([engine], model)
+                if is_news:
+                    self._tell([each for each in model.engines if each is not engine], model)
+
+    def on_engine_joined(self, engine: Engine) -> None:
+        for model in self._registry.versions:
+            if engine in model.engines and model.decisions.all:
+                self._tell([engine], model)
+
+    def on_engine_lost(self, engine: Engine) -> None:
+        answer = self._answers.get(engine)
+        if answer is not None and not answer.done():
+            answer.set_exception(Unavailable(f"The engine {engine.name} was lost meanwhile."))
+
+    # -- inside ----------------------------------------------------------------
+
+    def _decide(self, model: ModelReplicas, name: str, adapter: AdapterRef | None) -> None:
+        model.apply([model.decisions.next(name, adapter)])
+        self._tell(model.engines, model)
+
+    def _tell(self, engines: list[Engine], model: ModelReplicas) -> None:
+        for engine in engines:
+            if engine.lost_reason is None:
+                self._send(engine, AdapterDecisions(decisions=model.decisions.all))
+
+    def _model(self, base: str | None) -> ModelReplicas:
+        model = self._registry.find_model(base)
+        if model is None and (base is None or self._supervised.find(base)):
+            raise Unavailable("The model is not loaded, so no engine could read the adapter.")
+        if model is None:
+            raise ModelNotFound(f"The model '{base}' is not served here.", param="model")
+        return model
+
+    def _check_name(self, name: str, path: str, model: ModelReplicas) -> None:
+        if not is_adapter_name(name):
+            raise InvalidRequest(
+                f"'{name:.130}' is no name of an adapter: letters, digits and ._- only.",
+                param="name",
+            )
+        if self._registry.find_model(name) is not None or self._supervised.find(name):
+            raise InvalidRequest(f"A model is called {name}.", param="name")
+        if not path.startswith("/"):
+            raise InvalidRequest("'path' does not begin with /.", param="path")
+        if name not in model.adapters and len(model.adapters) >= MAX_NAMED_ADAPTERS:
+            raise InvalidRequest(
+                f"{model.id} has {MAX_NAMED_ADAPTERS} adapters already.", param="name"
+            )
+
+    async def _check(self, name: str, path: str, engines: list[Engine]) -> AdapterRef:
+        """Have all ``engines`` read an adapter. Raises `InvalidRequest` unless all find the same,
+        and `Unavailable` if one does not answer."""
+        loop = asyncio.get_running_loop()
+        self._asked = name, path
+        self._answers = {engine: loop.create_future() for engine in engines}
+        try:
+            for engine in engines:
+                if not self._send(engine, CheckAdapter(name=name, path=path)):
+                    raise Unavailable(f"The engine {engine.name} cannot be reached.")
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                answers = await asyncio.gather(*self._answers.values())
+        except TimeoutError:
+            raise Unavailable("An engine did not read the adapter in time.") from None
+        finally:
+            self._answers = {}
+        if error := next((each.error for each in answers if each.error is not None), None):
+            raise InvalidRequest(f"{error}.", param="path")
+        found = {each.adapter for each in answers}
+        adapter = found.pop()
+        if found or adapter is None:
+            raise InvalidRequest("Engines find different adapters there.", param="path")
+        return adapter

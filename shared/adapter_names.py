@@ -1,0 +1,71 @@
+"""Names of adapters, and what administrators decide about them, as routers and engines keep it.
+
+Each router and each engine keeps all decisions and sends them to its peers. The higher version of a
+decision holds, so decisions may be merged in any order and more than once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from shared.wire import AdapterDecision, AdapterRef
+
+MAX_NAMED_ADAPTERS = 1000
+"""Adapters of one model."""
+MAX_DECISIONS = 2 * MAX_NAMED_ADAPTERS
+"""Beyond it the oldest removals are forgotten."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_VERSION = 1 << 53
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether an adapter may be called ``name``. It has no colon, which separates it from
+    the name of its model."""
+    return _NAME.fullmatch(name) is not None
+
+
+class DecisionTable:
+    """The decisions about the adapters of one model, by name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, AdapterDecision] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    @property
+    def all(self) -> list[AdapterDecision]:
+        return list(self._by_name.values())
+
+    def next(self, name: str, adapter: AdapterRef | None) -> AdapterDecision:
+        """Return the decision that ``name`` stands for ``adapter``, or for none, from now on."""
+        version = 1 + max((each.version for each in self._by_name.values()), default=0)
+        return AdapterDecision(name=name, adapter=adapter, version=version)
+
+    def merge(self, decisions: Iterable[AdapterDecision]) -> bool:
+        """Take in what a peer has, but for what no peer of ours sends. Return whether anything is
+        new."""
+        before = dict(self._by_name)
+        for each in decisions:
+            if not (is_adapter_name(each.name) and 0 < each.version < _MAX_VERSION):
+                continue
+            own = self._by_name.get(each.name)
+            if own is None or _order(each) > _order(own):
+                self._by_name[each.name] = each
+        self._forget()
+        return self._by_name != before
+
+    def _forget(self) -> None:
+        """Drop the oldest decisions beyond the most that are kept, removals first."""
+        extra = len(self._by_name) - MAX_DECISIONS
+        if extra > 0:
+            oldest = sorted(self.all, key=lambda one: (one.adapter is not None, _order(one)))
+            for each in oldest[:extra]:
+                del self._by_name[each.name]
+
+
+def _order(decision: AdapterDecision) -> tuple[int, str]:
+    """Return what is higher for the decision that holds, the same for everybody."""
+    adapter = decision.adapter
+    return decision.version, "" if adapter is None else f"{adapter.digest} {adapter.path}"

@@ -1,0 +1,137 @@
+"""A server with adapters that requests name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server, assert_error, serving, text_of
+from tests.oracle import Oracle
+from tests.tiny_models import make_adapter
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "it is that they have this one on the way to be at"
+ADMIN = {"authorization": "Bearer boss"}
+TOKENS = 24
+
+
+class Served(NamedTuple):
+    server: Server
+    model: Path
+    paths: dict[str, Path]
+
+    def text(self, name: str) -> str:
+        answer = self.server.complete(PROMPT, TOKENS, ignore_eos=True, model=name)
+        found: str = answer["choices"][0]["text"]
+        return found
+
+    def change(self, what: str, **body: Any) -> httpx.Response:
+        return self.server.client.post(f"/admin/adapters/{what}", json=body, headers=ADMIN)
+
+    def load(self, name: str) -> None:
+        answer = self.change("load", name=name, path=str(self.paths[name]))
+        assert answer.status_code == 200, answer.text
+
+    def names(self) -> list[str]:
+        answer = self.server.client.get("/v1/models", timeout=10)
+        return [card["id"] for card in answer.json()["data"]]
+
+    def check(self, name: str, found: str) -> None:
+        """Compare a text with that of mlx-lm with this adapter alone."""
+        truth = Oracle(self.model, self.paths.get(name.removeprefix("base:")))
+        truth.check(truth.tokenizer.encode(PROMPT), TOKENS, found)
+
+
+@pytest.fixture(scope="module")
+def served(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    model, folder = tiny_model("llama"), tmp_path_factory.mktemp("adapters")
+    paths = {name: make_adapter(model, folder / name, seed) for seed, name in enumerate("abcd")}
+    flags = ["--served-model-name=base", "--admin-key=boss", "--max-adapters=2"]
+    flags += [f"--batch-dir={folder}/batches", *(f"--adapter={n}={paths[n]}" for n in "ab")]
+    with serving(model, *flags) as server:
+        yield Served(server, model, paths)
+
+
+def test_requests_with_different_adapters_run_together_and_each_is_right(served: Served) -> None:
+    assert_error(served.server.post("/v1/completions", model="base:c", prompt="a"), 404)
+    with ThreadPoolExecutor(2) as threads:  # loaded twice at once
+        list(threads.map(served.load, "cc"))
+    assert_error(served.change("load", name="e", path=str(served.model)), 400)
+    assert_error(served.change("load", name="base", path=str(served.paths["c"])), 400)
+    names = ["base", "a", "base:b", "c"] * 3
+    with ThreadPoolExecutor(len(names)) as threads:
+        texts = list(threads.map(served.text, names))
+    for name, found in zip(names, texts, strict=True):
+        served.check(name, found)
+    assert len(set(texts)) == 4
+    assert {"base:a", "base:b", "base:c"} < set(served.names())
+    served.server.wait_metric("mlx_lm_server_adapter_swaps_total")  # three, and two places
+
+
+def test_a_line_of_a_batch_names_an_adapter(served: Served) -> None:
+    client = served.server.client
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    lines = [
+        {"custom_id": n, "method": "POST", "url": "/v1/completions", "body": {**body, "model": n}}
+        for n in ("base:a", "base")
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    sent = {"file": ("in.jsonl", content)}
+    file = client.post("/v1/files", files=sent, data={"purpose": "batch"}).json()
+    made = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = client.post("/v1/batches", json=made).json()["id"]
+
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = client.get(f"/v1/batches/{batch}").json()
+        return found
+
+    served.server.wait_until(lambda: state()["status"] == "completed", 90, "the batch")
+    done = client.get(f"/v1/files/{state()['output_file_id']}/content").text.splitlines()
+    texts = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["text"]
+        for line in map(json.loads, done)
+    }
+    assert texts == {name: served.text(name) for name in ("base:a", "base")}
+
+
+def test_a_stream_ends_as_it_began_though_its_adapter_is_unloaded_and_its_folder_gone(
+    served: Served, tmp_path: Path
+) -> None:
+    shutil.copytree(served.paths["d"], tmp_path / "d")
+    answer = served.change("load", name="d", path=str(tmp_path / "d"))
+    assert answer.status_code == 200, answer.text
+    events = served.server.stream(PROMPT, TOKENS, model="d")
+    begun = [next(events)]
+    assert served.change("unload", name="d").status_code == 200
+    assert_error(served.server.post("/v1/completions", model="d", prompt="a"), 404)
+    shutil.rmtree(tmp_path / "d")
+    served.check("d", text_of([*begun, *events]))
+
+
+def test_adapters_of_an_administrator_survive_kills_of_the_engine_and_of_the_router(
+    served: Served,
+) -> None:
+    served.load("c")
+    before = served.text("c")
+    (engine,) = served.server.pids("services.processes.engine")
+    os.kill(engine, signal.SIGKILL)
+    assert served.text("c") == before
+    (router,) = served.server.pids("services.processes.router")
+    os.kill(router, signal.SIGKILL)
+    served.server.wait_until(lambda: served.server.is_ready(), 60, "the router")
+    served.server.wait_until(lambda: "base:c" in served.names(), 30, "the adapter's name")
+    assert served.text("c") == before
+    assert served.change("unload", name="c").status_code == 200
+    assert "base:c" not in served.names()

@@ -1,0 +1,210 @@
+"""Sequences with different adapters in one batch: each as mlx-lm computes it with its own alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from engine.adapters.checkpoint import Shape
+from engine.adapters.layers import linear_layers, shape_of
+from engine.backend.gpu_path import forced_gpu_path
+from engine.model.load import load
+from shared.wire import AdapterRef
+from tests.engine.adapters.random_adapters import random_adapter
+from tests.engine.whole import Whole
+from tests.tiny_models import VOCAB_SIZE, Kind, make_quantized
+
+COUNT = 8
+RANKS = (4, 8, 20, 1)
+CLOSE = 2e-3
+"""Of log-probabilities of random models, whose logits are far apart."""
+CPU: list[Kind] = ["llama", "gemma3", "gpt_oss", "qwen3_next", "deepseek_v2", "mamba"]
+GPU: list[Kind] = ["llama", "gemma3", "qwen3_next"]
+PATHS = [(kind, False) for kind in CPU] + [(kind, True) for kind in GPU]
+
+
+class Case(NamedTuple):
+    model: Path
+    adapters: list[Path]
+    whole: Whole
+
+    @property
+    def refs(self) -> list[AdapterRef | None]:
+        """Every adapter, and none."""
+        assert self.whole.replica.adapters is not None
+        return [*self.whole.replica.adapters.of_settings, None]
+
+
+def shapes_of(model: Path) -> dict[str, Shape]:
+    layers = linear_layers(load(model).model)
+    return {name: shape_of(module) for name, module in layers.items()}
+
+
+def make_case(model: Path, folder: Path, **settings: Any) -> Case:
+    """Adapters of all layers, of some, of other ranks, and in both formats."""
+    shapes = shapes_of(model)
+    random_names = random.Random(1)
+    adapters = []
+    for number in range(COUNT):
+        names = random_names.sample(sorted(shapes), len(shapes) // 2) if number % 2 else shapes
+        some = {name: shapes[name] for name in names}
+        path, rank = folder / f"a{number}", RANKS[number % len(RANKS)]
+        adapters.append(random_adapter(some, path, number, rank=rank))
+    flags = tuple(f"a{number}={path}" for number, path in enumerate(adapters))
+    settings = {"num_blocks": 1024, "max_adapter_rank": 20, **settings}
+    return Case(model, adapters, Whole(model, adapter=flags, **settings))
+
+
+@pytest.fixture(params=PATHS, ids=lambda one: f"{one[0]} {'as on a GPU' if one[1] else ''}")
+def case(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path: Path
+) -> Iterator[Case]:
+    kind, on_gpu = request.param
+    with forced_gpu_path() if on_gpu else nullcontext():
+        yield make_case(tiny_model(kind), tmp_path)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    pick = random.Random(seed)
+    return [
+        [pick.randrange(3, VOCAB_SIZE) for _ in range(pick.randrange(2, 60))] for _ in range(count)
+    ]
+
+
+def check(case: Case, asked: dict[str, tuple[list[int], int]]) -> None:
+    """Compare the answers to ``asked``, prompts and numbers of adapters, with mlx-lm's own."""
+    for number in range(COUNT + 1):
+        path = str(case.adapters[number]) if number < COUNT else None
+        own = {name: prompt for name, (prompt, adapter) in asked.items() if adapter == number}
+        if not own:
+            continue
+        model = mlx_lm.load(str(case.model), adapter_path=path)[0]
+        for name, prompt in own.items():
+            text = case.whole.texts[name]
+            logits = model(mx.array([prompt + text[:-1]]))[0, len(prompt) - 1 :]
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            theirs = mx.take_along_axis(logprobs, mx.array(text)[:, None], axis=-1)[:, 0]
+            ours = [found.chosen for found in case.whole.logprobs[name]]
+            assert mx.max(mx.abs(mx.array(ours) - theirs)).item() < CLOSE, (name, number)
+            best = mx.max(logprobs, axis=-1) - theirs
+            assert mx.max(best).item() < CLOSE, (name, number)
+
+
+def test_eight_adapters_mixed_with_none_are_each_as_mlx_lm_computes_it_alone(case: Case) -> None:
+    pick, asked = random.Random(3), {}
+    for number, prompt in enumerate(prompts(2 * COUNT + 2)):
+        name, adapter = f"r{number}", (number % (COUNT + 1) if number < 9 else pick.randrange(9))
+        asked[name] = prompt, adapter
+        case.whole.submit(name, prompt, 6, logprobs=1, adapter=case.refs[adapter])
+    case.whole.run()
+    check(case, asked)
+
+
+def run_all(case: Case, asked: dict[str, tuple[list[int], int]], count: int = 6) -> None:
+    for name, (prompt, adapter) in asked.items():
+        case.whole.submit(name, prompt, count, logprobs=1, adapter=case.refs[adapter])
+    case.whole.run()
+
+
+def mixed(count: int, seed: int = 5) -> dict[str, tuple[list[int], int]]:
+    pick = random.Random(seed)
+    return {
+        f"r{number}": (prompt, pick.randrange(COUNT + 1))
+        for number, prompt in enumerate(prompts(count, seed))
+    }
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_row_has_the_same_bits_whatever_adapters_are_in_its_batch(
+    tiny_model: Callable[..., Path], tmp_path: Path, bits: int | None
+) -> None:
+    model = tiny_model("llama")
+    if bits:
+        model = make_quantized(model, tmp_path / "quantized", bits)
+    case = make_case(model, tmp_path, cpu_precision="compact" if bits else "auto")
+    assert case.whole.executor.deterministic
+    asked = mixed(12)
+    run_all(case, asked)
+    together = case.whole.texts, case.whole.logprobs
+    case.whole.renew(look_ahead=False)
+    texts, logprobs = {}, {}
+    for name, one in asked.items():
+        run_all(case, {name: one})
+        texts[name], logprobs[name] = case.whole.texts[name], case.whole.logprobs[name]
+    assert (texts, logprobs) == together
+    check(case, asked)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"spec_decode": "ngram"},
+        {"num_blocks": 12, "block_size": 8},
+        {"max_adapters": 2},
+        {"max_adapters": 1, "num_blocks": 12, "block_size": 8, "spec_decode": "ngram"},
+    ],
+    ids=["drafts", "little memory", "two places", "one place"],
+)
+def test_drafts_preemption_and_swaps_change_no_answer(
+    tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    case, asked = make_case(tiny_model("llama"), tmp_path, **settings), mixed(14)
+    run_all(case, asked, 12)
+    check(case, asked)
+    if places := settings.get("max_adapters"):
+        assert case.whole.adapter_queue.swaps >= 8 - places
+    elif "spec_decode" not in settings:
+        assert case.whole.scheduler.stats().preemptions_total > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_prefixes_are_found_by_the_same_adapter_alone(
+    tiny_model: Callable[..., Path], tmp_path: Path, kind: Kind
+) -> None:
+    case = make_case(tiny_model(kind), tmp_path, block_size=4)
+    prompt, cached = prompts(1)[0] * 3, []
+    for number, adapter in enumerate((0, 1, COUNT, 1, 0, COUNT)):
+        name = f"r{number}"
+        run_all(case, {name: (prompt, adapter)})
+        usage = case.whole.ends[name].usage
+        assert usage is not None
+        cached.append(usage.cached_ram_tokens > 0)
+        check(case, {name: (prompt, adapter)})
+    assert cached == [False, False, False, True, True, True]
+
+
+def test_an_adapter_whose_directory_vanished_or_changed_is_refused_alone(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = make_case(tiny_model("llama"), tmp_path, max_adapters=2)
+    case.adapters[5].rename(tmp_path / "elsewhere")
+    random_adapter(shapes_of(case.model), case.adapters[6], 100)
+    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(COUNT))}
+    run_all(case, asked)
+    refused = case.whole.refused
+    assert refused.keys() == {"r5", "r6"}
+    assert "there is no such directory" in refused["r5"].message
+    assert "has changed since it was loaded" in refused["r6"].message
+    check(case, {name: one for name, one in asked.items() if name not in refused})
+
+
+def test_an_abort_while_an_adapter_is_read_leaves_the_others(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = make_case(tiny_model("llama"), tmp_path, max_adapters=1)
+    asked = {f"r{number}": (prompt, number) for number, prompt in enumerate(prompts(4))}
+    for name, (prompt, adapter) in asked.items():
+        case.whole.submit(name, prompt, 6, logprobs=1, adapter=case.refs[adapter])
+    case.whole.adapter_queue.abort("r1", 0)
+    assert [live.request_id for live in case.whole.adapter_queue.live()] == ["r2", "r3"]
+    case.whole.run()
+    assert case.whole.texts.pop("r1") == []
+    del asked["r1"]
+    check(case, asked)

@@ -1,0 +1,150 @@
+"""Files of adapters: read in both formats, or refused with one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.adapters.checkpoint import AdapterError, Shape, read
+from tests.engine.adapters.random_adapters import random_adapter
+
+SHAPES = {"model.layers.0.self_attn.q_proj": Shape(32, 16), "model.layers.0.mlp.up": Shape(32, 48)}
+CONFIG = "adapter_config.json"
+
+
+def change(path: Path, **values: object) -> None:
+    config = json.loads((path / CONFIG).read_text())
+    (path / CONFIG).write_text(json.dumps(config | values))
+
+
+def test_both_formats_of_one_adapter_have_one_digest(tmp_path: Path) -> None:
+    ours = read(random_adapter(SHAPES, tmp_path / "a", 1), SHAPES, 16)
+    peft = read(random_adapter(SHAPES, tmp_path / "b", 1, peft=True), SHAPES, 16)
+    assert ours.digest == peft.digest
+    assert ours.rank == 4
+    assert ours.digest != read(random_adapter(SHAPES, tmp_path / "c", 2), SHAPES, 16).digest
+
+
+def test_the_scale_of_peft_is_alpha_by_rank_or_by_its_root(tmp_path: Path) -> None:
+    path = random_adapter(SHAPES, tmp_path / "a", 1, peft=True)
+    name = next(iter(SHAPES))
+    plain = read(path, SHAPES, 16).layers[name].up
+    change(path, lora_alpha=16)
+    assert np.allclose(read(path, SHAPES, 16).layers[name].up, 2 * plain)
+    change(path, use_rslora=True)
+    assert np.allclose(read(path, SHAPES, 16).layers[name].up, 4 * plain)
+    change(path, alpha_pattern={"self_attn.q_proj": 8})
+    assert np.allclose(read(path, SHAPES, 16).layers[name].up, 2 * plain)
+
+
+def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    path = random_adapter(SHAPES, tmp_path / "a", 1)
+    file, exact = path / "adapters.safetensors", read(path, SHAPES, 16)
+    weights = {name: array.astype(mx.bfloat16) for name, array in mx.load(str(file)).items()}
+    mx.save_safetensors(str(file), weights)
+    found = read(path, SHAPES, 16)
+    for name, (down, _) in exact.layers.items():
+        assert np.allclose(found.layers[name].down, down, rtol=2**-8)
+
+
+def of_another_model(path: Path) -> None:
+    wider = {name: Shape(shape.inputs * 2, shape.outputs) for name, shape in SHAPES.items()}
+    random_adapter(wider, path, 1)
+
+
+def of_layers_that_are_not_there(path: Path) -> None:
+    random_adapter({"model.layers.7.self_attn.q_proj": Shape(32, 16)}, path, 1)
+
+
+def of_too_high_a_rank(path: Path) -> None:
+    random_adapter(SHAPES, path, 1, rank=17)
+
+
+def without_half_of_a_pair(path: Path) -> None:
+    weights = load_file(path / "adapters.safetensors")
+    del weights["model.layers.0.mlp.up.lora_a"]
+    save_file(weights, path / "adapters.safetensors")
+
+
+def with_other_weights(path: Path) -> None:
+    weights = load_file(path / "adapters.safetensors")
+    save_file(
+        weights | {"model.norm.weight": np.ones(3, np.float32)}, path / "adapters.safetensors"
+    )
+
+
+def with_nan(path: Path) -> None:
+    weights = load_file(path / "adapters.safetensors")
+    save_file(
+        {name: array * np.nan for name, array in weights.items()}, path / "adapters.safetensors"
+    )
+
+
+def in_integers(path: Path) -> None:
+    weights = load_file(path / "adapters.safetensors")
+    save_file(
+        {name: array.astype(np.int32) for name, array in weights.items()},
+        path / "adapters.safetensors",
+    )
+
+
+def cut_in_half(path: Path) -> None:
+    file = path / "adapters.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def of_noise(path: Path) -> None:
+    (path / "adapters.safetensors").write_bytes(b"\xff" * 64)
+
+
+def as_a_pickle(path: Path) -> None:
+    change(path, peft_type="LORA")
+    (path / "adapter_model.bin").write_bytes(b"\x80\x04")
+
+
+BAD: list[tuple[Callable[[Path], object], str]] = [
+    (of_another_model, "an adapter of another model"),
+    (of_layers_that_are_not_there, r"no linear layers model\.layers\.7\.self_attn\.q_proj"),
+    (of_too_high_a_rank, "has rank 17, over --max-adapter-rank, which is 16"),
+    (without_half_of_a_pair, r"it lacks model\.layers\.0\.mlp\.up\.lora_a"),
+    (with_other_weights, "weights that are not LoRA's: model.norm.weight"),
+    (with_nan, "not finite"),
+    (in_integers, "its weights are in I32; only F32, F16, BF16 are read"),
+    (cut_in_half, "adapters.safetensors ends too early"),
+    (of_noise, "is not a safetensors file"),
+    (as_a_pickle, "it has no adapter_model.safetensors; weights are only read from safetensors"),
+    (lambda path: (path / CONFIG).unlink(), "it has no adapter_config.json"),
+    (lambda path: (path / CONFIG).write_text("{"), "is not JSON"),
+    (lambda path: (path / CONFIG).write_text("[" * 100_000), "is not JSON"),
+    (lambda path: (path / CONFIG).write_text("[1]"), "is not a JSON object"),
+    (lambda path: change(path, fine_tune_type="dora"), "fine_tune_type is 'dora'"),
+    (lambda path: change(path, lora_parameters={"scale": "big"}), "scale is 'big'"),
+    (lambda path: change(path, lora_parameters=None), "TypeError"),
+    (lambda path: change(path, peft_type="IA3"), "peft_type is 'IA3'"),
+    (lambda path: change(path, peft_type="LORA", use_dora=True), "it sets use_dora"),
+    (lambda path: change(path, peft_type="LORA", bias="all"), "it changes biases"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_an_adapter_that_does_not_fit_is_one_clear_line(
+    tmp_path: Path, spoil: Callable[[Path], object], reason: str
+) -> None:
+    path = random_adapter(SHAPES, tmp_path / "a", 1)
+    spoil(path)
+    with pytest.raises(AdapterError, match=reason) as seen:
+        read(path, SHAPES, 16)
+    assert str(seen.value).startswith(f"the adapter in {path} cannot be used: ")
+    assert "\n" not in str(seen.value)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="there is no such directory"):
+        read(tmp_path / "nowhere", SHAPES, 16)

@@ -193,6 +193,7 @@ def test_a_stream_that_waits_to_resume_times_out(
     eventually(lambda: len(second.running) == 1)
     first.kill()
     assert last_event(answer.result(60).text)["error"]["code"] == "timeout"
+    second.behaviour.step_s = 0.0
     assert "[DONE]" in other.result(30).text
 
 

@@ -164,7 +164,7 @@ def serving(model: str | Path | None, *flags: str, **environment: str) -> Iterat
             try:
                 process.wait(60)
             finally:
-                left = [pid for pid in children if alive(pid)]
+                left = [pid for pid in children if is_running(pid)]
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
                 if process.poll() is None:
@@ -219,16 +219,13 @@ def descendants(root: int) -> list[tuple[int, str]]:
     return found
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Return whether a process runs or is stopped. One that has ended does not, also while its
+    parent, which may be a slow init, has not waited for it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process runs or is stopped; one that nobody has waited for does not."""
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     ).stdout

@@ -20,7 +20,7 @@ import pytest
 from services.supervision.launcher import ChildSpec
 from services.supervision.managed_child import Limits, ManagedChild
 from shared.exits import EXIT_CONFIG, EXIT_OK
-from tests.e2e.server import alive, is_running
+from tests.e2e.server import is_running
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -103,7 +103,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def wait_until_gone(pid: int) -> None:
-    wait_until(lambda: not alive(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_killed_child_is_restarted_and_the_others_keep_running(start: Start) -> None:
@@ -177,7 +177,7 @@ def test_a_stopped_child_is_killed_and_replaced(start: Start) -> None:
     (first,) = server.journal()
     os.kill(first.pid, signal.SIGSTOP)
     server.wait_for_starts(2)
-    assert not alive(first.pid)
+    assert not is_running(first.pid)
 
 
 def test_a_child_that_never_beats_is_killed_after_a_longer_time(start: Start) -> None:
@@ -228,7 +228,7 @@ def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     server.process.terminate()
     code, _, _ = server.end()
     assert code == 128 + signal.SIGTERM
-    assert not alive(server.journal()[0].pid)
+    assert not is_running(server.journal()[0].pid)
 
 
 def test_a_hang_up_goes_to_the_router_and_nothing_ends(start: Start) -> None:
@@ -273,7 +273,7 @@ def test_a_permanent_error_at_start_ends_the_server_and_is_logged(start: Start) 
     assert code == EXIT_CONFIG
     assert out == ""
     assert "a: no such model: nonsense" in log
-    assert all(not alive(entry.pid) for entry in server.journal())
+    assert all(not is_running(entry.pid) for entry in server.journal())
     assert sum(entry.name == "a" for entry in server.journal()) == 1
 
 

@@ -18,7 +18,7 @@ import httpx
 from tests.conftest import unused_port
 from tests.e2e.process import Process
 from tests.e2e.ranks.cuttable_link import CuttableLink
-from tests.e2e.server import Server, alive, descendants, serving
+from tests.e2e.server import Server, descendants, is_running, serving
 
 KEYS = ("alice", "bob", "carol")
 ADMIN = {"authorization": "Bearer boss"}
@@ -116,7 +116,7 @@ class Site:
             self.joined.popen.kill()
 
     async def wait_ended(self, pids: Sequence[int]) -> None:
-        while left := [pid for pid in pids if alive(pid)]:
+        while left := [pid for pid in pids if is_running(pid)]:
             send_signal(left, signal.SIGCONT)  # another fault may have stopped it
             await asyncio.sleep(0.1)
 

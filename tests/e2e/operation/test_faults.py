@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server, alive, descendants, serving, text_of
+from tests.e2e.server import Server, descendants, is_running, serving, text_of
 
 PATIENCE_S = 60.0
 """Generous, for a loaded machine: on a quiet one a killed process is replaced within 15 s."""
@@ -185,7 +185,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(spared: Server) -> None:
     spared.process.kill()
     spared.process.wait()
     deadline = time.monotonic() + PATIENCE_S
-    while any(map(alive, children)) or left_sockets(private):
+    while any(map(is_running, children)) or left_sockets(private):
         assert time.monotonic() < deadline, (children, left_sockets(private))
         time.sleep(0.1)
 

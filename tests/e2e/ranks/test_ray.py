@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import unused_port
 from tests.e2e.process import ROOT
-from tests.e2e.server import Server, alive, descendants, serving, text_of
+from tests.e2e.server import Server, descendants, is_running, serving, text_of
 
 pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 from ray.cluster_utils import Cluster
@@ -84,9 +84,9 @@ def serving_on(nodes: RayNodes, *flags: str, model: Path | None = None) -> Itera
     cluster = ("--cluster", "ray", "--ray-address", nodes.address, "--engine-socket", address)
     with serving(model, *cluster, *flags) as server:
         yield server
-    left = [pid for node in nodes.nodes() for pid in nodes.engines(node) if alive(pid)]
+    left = [pid for node in nodes.nodes() for pid in nodes.engines(node) if is_running(pid)]
     deadline = time.monotonic() + PATIENCE_S
-    while any(map(alive, left)):
+    while any(map(is_running, left)):
         assert time.monotonic() < deadline, f"engines left over: {left}"
         time.sleep(0.1)
 
@@ -147,7 +147,7 @@ def test_engines_are_placed_on_all_nodes_and_again_when_one_is_lost(
         wait_ready(server, 3)
         (engine,), (actor,) = nodes.engines(new), nodes.engines(new, "EngineHost")
         os.kill(actor, signal.SIGKILL)
-        server.wait_until(lambda: not alive(engine), PATIENCE_S, "its engine ends")
+        server.wait_until(lambda: not is_running(engine), PATIENCE_S, "its engine ends")
         wait_ready(server, 3)
 
 
@@ -222,7 +222,7 @@ def test_blocks_of_engines_elsewhere_are_kept_by_the_kvstore_of_this_machine(
         server.wait_metric("mlx_lm_server_store_blocks")
         (engine,) = [pid for node in nodes.nodes() for pid in nodes.engines(node)]
         os.kill(engine, signal.SIGKILL)  # with what it has in RAM
-        server.wait_until(lambda: not alive(engine), PATIENCE_S, "its end")
+        server.wait_until(lambda: not is_running(engine), PATIENCE_S, "its end")
         wait_ready(server, 0)
         wait_ready(server, 1)
         again = server.complete(prompt)
@@ -252,4 +252,4 @@ def test_the_commands_of_the_guide_make_a_cluster(tiny_model: Callable[..., Path
             wait_ready(server, 1)
             assert server.complete("a")["usage"]["completion_tokens"] == 16
             (engine,) = [pid for pid, words in descendants(started[1].pid) if ENGINE in words]
-            assert alive(engine)
+            assert is_running(engine)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from services.localai import messages
-from tests.e2e.server import alive, descendants, private_directory
+from tests.e2e.server import descendants, is_running, private_directory
 
 PATIENCE_S = 120
 _REPLIES = {
@@ -95,7 +95,7 @@ def localai(*flags: str, token: str = "", **environment: str) -> Iterator[LocalA
                 process.wait(60)
             finally:
                 process.kill()
-                left = [pid for pid in children if alive(pid)]
+                left = [pid for pid in children if is_running(pid)]
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
         assert not left, f"processes left over: {left}"

@@ -15,7 +15,7 @@ import pytest
 
 from services.localai.messages import Message, ModelOptions, PredictOptions
 from tests.e2e.requests.localai_client import PATIENCE_S, LocalAi, localai
-from tests.e2e.server import Server, alive, serving
+from tests.e2e.server import Server, is_running, serving
 
 TOOL = {
     "type": "function",
@@ -260,6 +260,6 @@ def test_nothing_outlives_a_backend_that_is_killed(tiny_model: Callable[..., Pat
         with pytest.raises(grpc.RpcError):
             list(stream)
         deadline = time.monotonic() + PATIENCE_S
-        while any(alive(pid) for pid in children):
+        while any(is_running(pid) for pid in children):
             assert time.monotonic() < deadline, "processes are left"
             time.sleep(0.1)

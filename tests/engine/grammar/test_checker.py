@@ -13,7 +13,7 @@ import pytest
 from engine.grammar.checker import CheckerUnavailable, GrammarChecker
 from engine.grammar.compiled import GrammarError, TokenizerSpec
 from shared.wire import Grammar
-from tests.e2e.server import alive
+from tests.e2e.server import is_running
 from tests.kvstore.blocks import wait_until
 
 
@@ -151,6 +151,6 @@ def test_the_process_ends_when_the_checker_is_closed(vocabulary: TokenizerSpec) 
     pid = checker.pid
     assert pid is not None
     checker.close()
-    assert not alive(pid)
+    assert not is_running(pid)
     with pytest.raises(CheckerUnavailable):
         checker.check(lark('start: "a"'))
